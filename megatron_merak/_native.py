@@ -4,6 +4,7 @@
 """
 
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ INTERFACE = 4  # another number whenever what Python and the compiled parts ask 
 REMEDY = "With a C++17 compiler, `pip install -e .` in a clone builds it; MERAK_EXT=0 runs without"
 _HOST = "megatron_merak._C"
 _HERE = Path(__file__).parent
+_PARTS = ("_C", "_ops_cpu", "_ops_cuda")
 _VARIANTS = ("_avx512", "")  # ends of the names of one library's files, the fastest first; wheels have several
 _CPU = Path("/proc/cpuinfo")
 
@@ -114,3 +116,20 @@ def host_problem() -> str:
     except ImportError as error:
         return str(error)
     return ""
+
+
+def contents() -> dict[str, str]:
+    """Return, per compiled part, a digest of its files; "(disabled)" or "(absent)" where there is none.
+
+    All variants of a part count, whichever of them this CPU runs.
+    """
+    if not enabled():
+        return dict.fromkeys(_PARTS, "(disabled)")
+    found = {}
+    for name in _PARTS:
+        files = sorted(path for path in _HERE.glob(f"{name}*.so") if re.match(rf"{name}(_avx512)?\.", path.name))
+        digest = hashlib.sha256()
+        for path in files:
+            digest.update(path.name.encode() + path.read_bytes())
+        found[name] = digest.hexdigest()[:16] if files else "(absent)"
+    return found

@@ -6,10 +6,11 @@ class MerakError(Exception):
 
     Attributes: ``what`` (the flag or the thing that is wrong), ``value`` (what it was), ``reason`` and ``remedy``
     (sentences without a final full stop). ``trace`` is the traceback of an exception of another kind, for which all
-    ranks raise this error; else it is empty.
+    ranks raise this error; else it is empty. ``status``: with which a command ends that raises it.
     """
 
     trace = ""
+    status = 1
 
     def __init__(self, what: str, value: object, reason: str, remedy: str):
         super().__init__(what, value, reason, remedy)
@@ -61,6 +62,18 @@ class DirectoryLockedError(CheckpointError):
 
 class NumericsError(MerakError):
     """Gradients or weights that are not finite, where training cannot go on."""
+
+
+class UnexpectedResultError(NumericsError):
+    """A result that was computed again and is wrong, or is right and not finite. The status is Megatron-LM's."""
+
+    status = 17
+
+
+class DoubtfulResultError(NumericsError):
+    """An unexpected result that only another device can confirm. The status is Megatron-LM's."""
+
+    status = 16
 
 
 class ServerError(MerakError):

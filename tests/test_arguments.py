@@ -254,6 +254,7 @@ def test_deviations_from_megatron():
         ("--distributed-backend", "auto", "nccl"),
         ("--no-overlap-grad-reduce", False, True),
         ("--check-weight-hash-across-dp-replicas-interval", 100, 0),
+        ("--rerun-mode", "disabled", "validate_results"),
         ("--min-lr", None, 0.0),
         ("--lr-decay-style", "cosine", "linear"),
         ("--weight-decay", 0.1, 0.01),
@@ -287,6 +288,8 @@ def test_only_the_deviations_in_effect_are_reported():
         "0",
         "--num-workers",
         "2",
+        "--rerun-mode",
+        "validate_results",
     ]
     assert deviation_report(config_of(*silent)) == ""
 

@@ -185,7 +185,7 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
         if error.trace:
             tell(error.trace)
         tell(f"rank {rank}: {error}", alike=str(error))
-        _abandon(1)
+        _abandon(error.status)
     except ModuleNotFoundError as error:
         if error.name not in LIBRARIES:
             raise

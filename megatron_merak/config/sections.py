@@ -8,6 +8,8 @@ from ..errors import ConfigError
 from .settings import Section, setting
 
 ON_FULL_DISK = ("wait", "stop")  # what a run does that cannot save for want of space
+RERUN_MODES = ("disabled", "validate_results", "report_stats")
+INJECTIONS = ("correct_result", "transient_error", "persistent_error")
 FP32_MATMULS = ("auto", "highest", "high", "medium")
 
 
@@ -171,6 +173,20 @@ class TrainConfig(Section):
     max_consecutive_skipped_steps: int = setting(20, least=1, ours=True)
     """End the run with an error after this many consecutive steps were skipped because the gradient was not finite. In
     fp16, count only steps at which the loss scale could not be lowered."""
+    rerun_mode: str = setting("disabled", choices=RERUN_MODES, megatron="validate_results")
+    """Steps to compute twice: those with unexpected results, to tell faults from data (validate_results), all, to
+    report differences (report_stats), or none."""
+    check_for_spiky_loss: bool = setting(False)
+    """Report a micro-batch whose loss is at least 10 times the largest of the first 100; see --rerun-mode."""
+    check_for_large_grads: bool = setting(False)
+    """Report a rank whose gradient has at least 10 times the largest norm of the first 100 steps; see --rerun-mode."""
+    no_check_for_nan_in_loss_and_grad: bool = setting(False)
+    """With --rerun-mode validate_results, do not compute a step again because its loss or gradient is not finite. Its
+    update is skipped in any case."""
+    error_injection_rate: int = setting(0, least=0)
+    """With --rerun-mode, treat one result in this many as unexpected, for tests; 0: none."""
+    error_injection_type: str = setting("transient_error", choices=INJECTIONS)
+    """What --error-injection-rate pretends to be the cause."""
     skip_train: bool = setting(False)
     """Evaluate without training."""
 

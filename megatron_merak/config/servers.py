@@ -56,6 +56,10 @@ def check_servers(
             train.calculate_per_token_loss,
             "a worker does not know the token counts of the others",
         ),
+        "rerun_mode": (
+            train.rerun_mode != "disabled" and train.rerun_mode,
+            "a step cannot be computed again from weights that other workers update",
+        ),
         "log_num_zeros_in_grad": (logging.log_num_zeros_in_grad, "no rank has the gradient of all workers"),
         "optimizer": (optimizer.optimizer != "adam" and optimizer.optimizer, "parameter servers update by AdamW"),
         "timeline": (logging.timeline, "workers have no common clock"),

@@ -9,11 +9,32 @@ from .build import Dataset, Datasets
 from .gpt_dataset import GPTDataset
 
 _PREFIX = 1 << 12  # entries of an index that are hashed for its order
+_FIRST, _SPREAD = 4, 12  # samples whose values are hashed: the first ones, and some of all
 
 
 def identity(datasets: Datasets) -> dict[str, dict | None]:
     """Return the identity of each part, JSON-safe; None for a part without data. Reads a few MiB of each data set."""
     return {part: None if dataset is None else _identity(dataset) for part, dataset in datasets._asdict().items()}
+
+
+def sample_digests(datasets: Datasets) -> dict[str, list[str] | None]:
+    """Return digests of the values of some samples of each part, the first and the last among them; None without data.
+
+    They are the same wherever the files have the same content.
+    """
+    return {part: None if dataset is None else _digests(dataset) for part, dataset in datasets._asdict().items()}
+
+
+def _digests(dataset: Dataset) -> list[str]:
+    last = len(dataset) - 1
+    places = [*range(min(_FIRST, len(dataset))), *(round(k * last / (_SPREAD - 1)) for k in range(_SPREAD))]
+    digests = []
+    for place in sorted({*places}):
+        digest = hashlib.sha256()
+        for name, value in sorted(dataset[place].items()):
+            digest.update(name.encode() + np.ascontiguousarray(value).tobytes())
+        digests.append(f"{place}: {digest.hexdigest()[:16]}")
+    return digests
 
 
 def _identity(dataset: Dataset) -> dict:

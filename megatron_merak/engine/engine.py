@@ -36,6 +36,10 @@ Batch = Mapping[str, Any]
 _LOOP = {  # fields of MerakArguments that would change a trainer's loop, which is not there
     "label_smoothing_factor": "Compute it in a loss_fn",
     "neftune_noise_alpha": "Add noise in the model's forward, while it trains",
+    "check_for_spiky_loss": "Compare the losses that forward_backward returns",
+    "check_for_large_grads": "Compare the norms that step returns",
+    "error_injection_rate": "Change a loss in the loop",
+    "rerun_mode": "Call forward_backward again before step, and compare",
     "warmup_ratio": "Give step the learning rate",
     "warmup_steps": "Give step the learning rate",
 }
@@ -73,7 +77,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, args: MerakArguments, example_batch: Batch, loss_fn: LossFn | None = None):
         for name, remedy in _LOOP.items():
-            if getattr(args, name, None):
+            if getattr(args, name, None) not in (None, False, 0, "disabled"):
                 raise ConfigError(f"args.{name}", getattr(args, name), "an Engine has no loop of its own", remedy)
         refuse_placed(model)
         self.model, self.args, self.mesh = model, args, mesh_of(args)

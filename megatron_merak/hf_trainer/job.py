@@ -6,6 +6,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh, build_mesh, control_group
+from ..parallel.same_software import check_same_software
 from ..training.same_files import check_same_files
 from .arguments import deepspeed
 from .arguments.fields import FILES
@@ -25,6 +26,7 @@ def mesh_of(args: Any) -> Mesh:
     world, instances = args.world, instances_of(args)
     timeout = datetime.timedelta(seconds=args.ddp_timeout)
     control = control_group(world.size, timeout)
+    check_same_software(control, world.device)
     shown = args.to_dict() | {
         "num_distributed_optimizer_instances": instances,
         "data_parallel_sharding_strategy": args.sharding,

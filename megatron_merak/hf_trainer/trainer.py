@@ -50,6 +50,7 @@ from .arguments.deepspeed import refuse_beside_deepspeed
 from .arguments.merak_arguments import MerakArguments
 from .arguments.neftune import embedding_of
 from .batches.feed import Feed
+from .batches.fingerprint import agreed
 from .batches.leaner import in_one_row, without_masks
 from .batches.model_facts import ModelFacts, padding_of
 from .batches.neutral import NeutralPadding
@@ -123,6 +124,7 @@ class MerakTrainer(TrainerFace):
         self.control, self.state = TrainerControl(), TrainerState()
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
         self.is_in_train, self.current_flos, self.first_tokens = False, 0, 0
+        self._compared: list[Dataset] = []  # datasets to evaluate that all ranks have alike
         self._engine: CapturedModel | None = None
         self._generator: Generator | None = None
         self.own_loss: LossOfTrainer | None = None
@@ -352,6 +354,7 @@ class MerakTrainer(TrainerFace):
         if self._engine is None and self.train_dataset is None and self.eval_dataset is None:
             self.eval_dataset = dataset
         check_model(self)
+        self._compare(dataset)
         facts = self.facts if ignore_keys is None else self.facts.without(ignore_keys)
         batches = EvaluationBatches(self.feed.evaluation(dataset, self._get_eval_sampler(dataset)), grid.pp)
         self.callback_handler.eval_dataloader = batches
@@ -361,6 +364,13 @@ class MerakTrainer(TrainerFace):
         steps = math.ceil(output.num_samples / (self.args.eval_batch_size * grid.dp))
         output.metrics.update(speed_metrics(prefix, began, num_samples=output.num_samples, num_steps=steps))
         return output
+
+    def _compare(self, dataset: Dataset) -> None:
+        """Raise DataError on every rank if ranks evaluate different datasets; looks at each dataset once."""
+        if self.control_group is None or any(dataset is each for each in self._compared):
+            return
+        agreed(dataset, self.control_group, "the dataset to evaluate")
+        self._compared.append(dataset)
 
     def _evaluation(self, batches: EvaluationBatches, facts: ModelFacts, loss_only: bool, everyone: bool) -> Evaluation:
         arguments = (batches, self.engine, facts, self.feed.neutral, self.args, loss_only, everyone)

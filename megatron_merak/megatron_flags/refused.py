@@ -45,17 +45,13 @@ _DECAY = "Leave it out: biases and norms have no weight decay"
 _GROUPS: tuple[tuple[str, str], ...] = (
     ("Leave it out: transfers between stages overlap with computing", "--no-overlap-p2p-communication"),
     (
-        "Leave it out: a gradient that is not finite is always noticed, and its step skipped",
-        "--no-check-for-nan-in-loss-and-grad",
-    ),
-    (
         "Leave it out: a checkpoint is loaded if all that the model needs is in it, and agrees with its digests",
         "--dist-ckpt-strictness --verify-integrity",
     ),
     ("Leave it out: there are no further timers", "--timing-log-option --no-barrier-with-level-1-timing"),
     (
         "Leave it out: there is nothing like it here",
-        """--error-injection-type --logging-level --test-mode --result-rejected-tracker-filename --lazy-mpu-init
+        """--logging-level --test-mode --result-rejected-tracker-filename --lazy-mpu-init
         --onnx-safe""",
     ),
     (
@@ -187,10 +183,6 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     ("Leave it out: all parameters have the same weight decay but biases and norms", "--dump-param-to-param-group-map"),
     (_DECAY, "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type"),
-    (
-        "Leave it out: a step without a finite gradient is skipped, and --max-consecutive-skipped-steps ends the run",
-        "--check-for-spiky-loss --check-for-large-grads",
-    ),
     ("Leave it out: every batch is trained on", "--iterations-to-skip"),
     ("Leave it out: a rank waits for its device when it reads a loss", "--train-sync-interval"),
     (

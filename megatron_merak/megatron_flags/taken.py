@@ -109,8 +109,6 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         "--log-validation-ppl-to-tensorboard": Taken("the perplexity of every evaluation is written"),
         "--no-one-logger": Taken("there is no one_logger"),
         "--empty-unused-memory-level": Taken("the memory cache of the device is kept", ("0",)),
-        "--rerun-mode": Taken("results are not computed a second time", ("disabled",)),
-        "--error-injection-rate": Taken("errors are not injected", ("0",)),
     }
 )
 

@@ -40,19 +40,21 @@ def gather_json(value: object, group: dist.ProcessGroup | None, device: torch.de
     return [json.loads(_as_bytes(text[:n])) for text, n in zip(texts, lengths, strict=True)]
 
 
-def broadcast_json(value: object, group: dist.ProcessGroup | None, device: torch.device | str) -> object:
-    """Return the first rank's ``value`` on every rank; what the other ranks pass is ignored."""
+def broadcast_json(
+    value: object, group: dist.ProcessGroup | None, device: torch.device | str, source: int = 0
+) -> object:
+    """Return the ``value`` of the rank ``source`` of the group on every rank; what other ranks pass is ignored."""
     if group is None:
         return json.loads(json.dumps(value))
-    first = dist.get_rank(group) == 0
+    first = dist.get_rank(group) == source
     text = json.dumps(value).encode() if first else b""
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
-    dist.broadcast(length, group=group, group_src=0)
+    dist.broadcast(length, group=group, group_src=source)
     if first:
         payload = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     else:
         payload = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(payload, group=group, group_src=0)
+    dist.broadcast(payload, group=group, group_src=source)
     return json.loads(_as_bytes(payload))
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..cluster import Cluster, find_cluster
 from ..config.backends import BACKENDS
 from ..counting import counted
-from ..errors import LaunchError
+from ..errors import LaunchError, MerakError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
 from .listening import loopback_interface, new_secret, open_server
@@ -348,7 +348,7 @@ def _destroy() -> None:
 def _end() -> None:
     """Exit handler of a script that did not `leave`: open connections would abort the interpreter's shutdown."""
     if hasattr(sys, "last_value"):  # an uncaught exception, which has been printed
-        abandon(1)
+        abandon(sys.last_value.status if isinstance(sys.last_value, MerakError) else 1)
     if dist.is_initialized():
         try:
             dist.barrier(async_op=True).wait(timedelta(seconds=_PATIENCE))

@@ -32,6 +32,11 @@ _LAUNCHERS = (  # the first one whose variables are set; torchrun may itself be 
     Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel's MPI
 )
 
+_NUMERIC = (  # variables by which libraries choose how they compute
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+    *("CUBLASLT_WORKSPACE_SIZE", "TORCH_BLAS_PREFER_CUBLASLT"),
+)
+
 
 def number(name: str, default: str) -> int:
     """Return the number in an environment variable. Raises LaunchError if it is not a number."""
@@ -104,3 +109,8 @@ def _wait_for(mark: Path) -> None:
     with contextlib.suppress(FileNotFoundError):  # torchrun cleans up
         while time.monotonic() < end and not mark.stat().st_size:
             time.sleep(0.01)
+
+
+def numeric_environment() -> dict[str, str]:
+    """Return the environment variables that decide numbers, "(unset)" where they are not set."""
+    return {name: os.environ.get(name, "(unset)") for name in _NUMERIC}

@@ -140,7 +140,9 @@ class Engine:
     overlap:             whether collectives overlap with other work; otherwise each is waited for at once.
     wait_for_parameters: called before a segment's forward; returns when its parameters are gathered.
 
-    Attribute ``kept``: names of the values that a forward keeps for recomputation.
+    Attributes:
+    kept:     names of the values that a forward keeps for recomputation.
+    observer: called after each forward and backward of a segment, see `watching`; None: nobody watches.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Engine:
         wait_for_parameters: SegmentCallback = lambda segment: None,
     ):
         self._wait_for_parameters = wait_for_parameters
+        self.observer: Callable[..., None] | None = None
         self.segments, self.group, self.weights, self.overlap = tuple(segments), group, weights, overlap
         self._token = torch.zeros((), requires_grad=True, device=device)
         self._trained = {s: [p for p in s.parameters if p.requires_grad] for s in self.segments}
@@ -259,6 +262,8 @@ class Engine:
         else:
             with torch.no_grad():
                 outs = segment.fn(state.common, *values)
+        if self.observer is not None:
+            self.observer(Kind.R if recompute else Kind.F, segment, state.common, values, outs)
         for out, tensor in zip(segment.outs, outs, strict=True):
             if recompute and out.value not in self._block_of[segment].reads:
                 continue
@@ -291,6 +296,8 @@ class Engine:
                 regather.start(self._launch)
             # Request parameters whose gradient `weights` accumulates, too: autograd runs only what leads to a request.
             results = torch.autograd.grad(roots, input_edges + self._edges[segment], grads, allow_unused=True)
+            if self.observer is not None:
+                self.observer(Kind.B, segment, state.common, grads, results)
             self.weights.queue = products if defer else None
             del roots, exits
             inputs = [i for i, edge in zip(segment.ins, entries, strict=True) if edge is not None]

@@ -1,6 +1,6 @@
 """Executes any pipeline schedule, op by op, with one handler per kind of op."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,8 @@ class Executor:
         # If set to a list, a run appends (op, start, end) of each compute op, in seconds, at its end. The time spent
         # waiting for transfers is not included.
         self.trace: list[tuple[str, float, float]] | None = None
+        self.on_send: Callable[[Tensor], None] | None = None  # called with each value that leaves a stage
+        self.losses: list[tuple[Tensor, Tensor, Tensor]] = []  # per micro-batch, what `StepLoss` sums
         self._handlers = {
             Kind.W: self._finish_weights,
             Kind.SEND_F: self._send_activation,
@@ -207,7 +209,10 @@ class Executor:
         elif op.kind is Kind.F and op.stage + 1 in self.stages:
             for part, other in self._beside(op, op.stage + 1):
                 for value in part.program.targets:
-                    other.state.values[value.name] = part.take(value.name)
+                    taken = part.take(value.name)
+                    if self.on_send is not None:
+                        self.on_send(taken)
+                    other.state.values[value.name] = taken
         elif op.kind is Kind.B and op.stage - 1 in self.stages:
             for part, other in self._beside(op, op.stage - 1):
                 for value in part.program.sources:
@@ -250,7 +255,10 @@ class Executor:
 
     def _send_activation(self, stage: Stage, op: Op) -> None:
         for index, part, value in self._crossings(op):
-            self.pipes.send(op, part.take(value.name), index)
+            taken = part.take(value.name)
+            if self.on_send is not None:
+                self.on_send(taken)
+            self.pipes.send(op, taken, index)
 
     def _send_gradient(self, stage: Stage, op: Op) -> None:
         for index, part, value in self._crossings(op):

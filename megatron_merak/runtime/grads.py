@@ -1,8 +1,10 @@
 """Reduction of gradients over data-parallel ranks, bucket by bucket, overlapped with the backward."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_merak.parallel.buffers import ParameterBuffer
 from megatron_merak.parallel.relay import Relay
@@ -25,6 +27,8 @@ class GradientReducer:
     replicate_group: the ranks of ``group`` that own the same shards; None: only this one.
     relay:           launches the all-reduce that follows a reduce-scatter; required with ``replicate_group``.
     in_bf16:         see `Wire`.
+
+    Attribute ``before_reduction``: called with each bucket's gradient on this rank; None: nobody looks at it.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class GradientReducer:
         in_bf16: bool = False,
     ):
         self.buffer, self.relay = buffer, relay
+        self.before_reduction: Callable[[Tensor], None] | None = None
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.overlap = overlap
         self._all, self._over_shards = Wire(self.group, in_bf16), Wire(shard_group or self.group, in_bf16)
@@ -97,6 +102,8 @@ class GradientReducer:
     def _launch(self) -> None:
         bucket = self.buffer.buckets[self._launched]
         self._launched += 1
+        if self.before_reduction is not None:
+            self.before_reduction(self.buffer.main_grad[bucket.start : bucket.stop])
         if self.group is None:
             return
         grad = self.buffer.main_grad

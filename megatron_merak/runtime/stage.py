@@ -1,5 +1,6 @@
 """One pipeline stage: its programs and its micro-batches in flight."""
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class _Runner:
             wait_for_parameters=parameters.wait_for,
         )
         self.parameters, self.last_uses = parameters, parameters.used_by(program.segments)
+        self.collectives = _collectives_of(program)
         self.trains = False
 
     def train(self) -> None:
@@ -51,6 +53,15 @@ class _Runner:
         if not self.trains:
             self.parameters.trained_by(self.program.segments)
             self.trains = True
+
+
+def _collectives_of(program: Program) -> bytes:
+    """Return a checksum of a program's tensor-parallel collectives, in the order of its forward, and of its borders."""
+    code = zlib.crc32(repr([(value.shape, value.dtype) for value in (*program.sources, *program.targets)]).encode())
+    for segment in program.segments:
+        kinds = "/".join(edge.collective for edge in (*segment.ins, *segment.outs))
+        code = zlib.crc32(f"{segment.unit}.{segment.index}:{kinds}".encode(), code)
+    return code.to_bytes(4, "little")
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,10 @@ class Stage:
     split:       splits a training micro-batch into parts whose segments are interleaved; None: no split.
     overlap:     whether collectives overlap with other work.
     units:       of the model's chain, in forward order.
+
+    Attributes:
+    replica:  whose micro-batches it runs, from which random numbers follow.
+    launched: checksum of the sequence of tensor-parallel collectives of all its micro-batches.
     """
 
     def __init__(
@@ -100,9 +115,18 @@ class Stage:
         self.units = units
         self.mesh, self.seed, self.mode, self.split, self.overlap = mesh, seed, mode, split, overlap
         self.generator = default_generator(mesh.device)
+        self.replica = mesh.replica
+        self.launched = 0
+        self._observer: Callable[..., None] | None = None
         self.parts: dict[int, list[Part]] = {}
         self._runners: dict[Program, _Runner] = {}
         self._visits: dict[tuple[Kind, bool, bool], Sequence[Visit]] = {}
+
+    def observe(self, observer: Callable[..., None] | None) -> None:
+        """Call ``observer`` after each forward and backward of a segment, until it is None; see `watching`."""
+        self._observer = observer
+        for runner in self._runners.values():
+            runner.engine.observer = observer
 
     def start_run(self, training: bool) -> None:
         """Prepare for the first op of a schedule; drop the micro-batches of an earlier run that failed."""
@@ -116,7 +140,7 @@ class Stage:
         task: for ``program_for``.
         """
         batches = [batch] if self.split is None or not training else self.split(batch)
-        position = (step, microbatch * self.mesh.replicas + self.mesh.replica)
+        position = (step, microbatch * self.mesh.replicas + self.replica)
         halves = range(len(batches)) if len(batches) > 1 else (None,)
         self.parts[microbatch] = [
             self._new_part(part, (*position, half), training, task) for part, half in zip(batches, halves, strict=True)
@@ -127,6 +151,8 @@ class Stage:
         program = self.program_for(batch, training, task)
         if program not in self._runners:
             self._runners[program] = _Runner(program, self.recompute, self.parameters, self.mesh, self.overlap)
+            self._runners[program].engine.observer = self._observer
+        self.launched = zlib.crc32(self._runners[program].collectives, self.launched)
         if training:
             self._runners[program].train()
         step, microbatch, half = position

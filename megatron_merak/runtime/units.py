@@ -9,7 +9,7 @@ it is all-reduced over them once per step, overlapped with the last backward of 
 As in ZeRO (https://arxiv.org/abs/1910.02054), stages 2 and 3.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -71,6 +71,8 @@ class UnitShards:
     replicate_group: the ranks that own the same shards; None: only this one.
     group:           all data-parallel ranks; None: those of ``shard_group``.
     in_bf16:         whether gradients are exchanged in bf16, see `Wire`.
+
+    Attribute ``before_reduction``: called with each gradient of this rank before its reduction; None: nobody looks.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class UnitShards:
         in_bf16: bool = False,
     ):
         self.buffer, self.shard_group, self.grads, self.overlap = buffer, shard_group, grads, overlap
+        self.before_reduction: Callable[[Tensor], None] | None = None
         self.replicate_group, self._all = replicate_group, Wire(group or shard_group, in_bf16)
         self._over_shards, self._over_replicas = Wire(shard_group, in_bf16), Wire(replicate_group, in_bf16)
         # Below, a bucket is identified by its number, which is also the index of its piece and of this rank's shard.
@@ -170,6 +173,8 @@ class UnitShards:
             for name in self._buckets[number].names:
                 self.grads[name].settle()
             full, own = self.buffer.main_grad.piece(number), self.buffer.own_grads[number]
+            if self.before_reduction is not None:
+                self.before_reduction(full)
             if self._sharded[number]:
                 into = torch.empty_like(own) if number in self._begun else own
                 work = self._over_shards.reduce_scatter(into, full)

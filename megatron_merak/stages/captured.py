@@ -33,7 +33,7 @@ from .named_outputs import named_outputs
 from .optimizer_state import OptimizerOf, adamw_of, optimizer_kinds, weights_kind
 from .parameter_groups import GroupOf, matrices_and_others
 from .parameter_shards import ParameterShards
-from .proofs import difference
+from .proofs import difference, snapshot
 from .running import RunningStatistics
 from .same_plan import check_same_plan
 from .saved_run import check_same_optimizer, is_count
@@ -162,6 +162,13 @@ class CapturedModel(TrainedModel):
         value = reduced[:1].clone()
         dist.all_reduce(value, group=self.mesh.pp)
         return torch.cat((value, reduced[1:]))
+
+    @property
+    def settled(self) -> bool:
+        return self.halves is not None
+
+    def snapshot(self) -> Callable[[], None]:
+        return snapshot(self)
 
     def loss(self, values: Sequence[float]) -> float:
         """See `TrainedModel`. Raises PlanError if the weights of replicas differ."""

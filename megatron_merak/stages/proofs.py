@@ -8,7 +8,7 @@ ways, which must be rounding:
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -113,19 +113,28 @@ def _share(gap: float, size: float) -> str:
 def _undisturbed(engine) -> Iterator[None]:
     """Restore running statistics, loss scale and preludes afterwards."""
     scaler = engine.optimizer.scaler
-    scale = scaler.scale
-    statistics = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers() if not is_fake(buffer)]
-    preludes = {prelude: prelude.state() for prelude in _preludes(engine)}
+    scale, restore = scaler.scale, snapshot(engine)
     try:
         yield
     finally:
         scaler.scale = scale
+        restore()
+
+
+def snapshot(engine) -> Callable[[], None]:
+    """Return a function that restores the running statistics and preludes of a CapturedModel to those of now."""
+    statistics = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers() if not is_fake(buffer)]
+    preludes = {prelude: prelude.state() for prelude in _preludes(engine)}
+
+    def restore() -> None:
         with torch.no_grad():
             for buffer, saved in statistics:
                 if not torch.equal(buffer, saved):
                     buffer.copy_(saved)
         for prelude in _preludes(engine):
             prelude.restore(preludes.get(prelude))
+
+    return restore
 
 
 def _preludes(engine) -> list:

@@ -1,6 +1,6 @@
 """A model on this rank with its optimizer: what native and captured models have in common."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..runtime.executor import Executor
 from ..runtime.executors import Executors
 from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
+from .not_finite import first_not_finite
 from .optimizer_state import OptimizerOf
 from .replicas import Replicas
 
@@ -28,7 +29,8 @@ class TrainedModel:
     parameters:             of all these stages.
     optimizer, scaler:      settings of the optimizer, and the loss scaler in fp16.
     optimizer_of:           makes the optimizer.
-    replica_check_interval: optimizer steps between two comparisons of the replicas' weights, 0 for none.
+    replica_check_interval: optimizer steps between two comparisons of replicas' weights, and of what ranks launched, 0
+                            for none.
 
     ``iteration``: optimizer steps done.
     """
@@ -47,7 +49,7 @@ class TrainedModel:
         self.plan, self.mesh, self.stages, self.parameters = plan, mesh, stages, parameters
         self.buffer, self.gatherer = parameters.buffer, parameters.gatherer
         self.optimizer = optimizer_of(parameters, optimizer, scaler)
-        self.replicas = Replicas(mesh, self.optimizer, self.gatherer, replica_check_interval)
+        self.replicas = Replicas(mesh, self.optimizer, self.gatherer, replica_check_interval, stages)
         self.executors = Executors(stages, plan.schedule, mesh)
         self.iteration = 0
 
@@ -72,6 +74,26 @@ class TrainedModel:
     def loss(self, values: Sequence[float]) -> float:
         """Return the loss of a step from the values of what `backward` returned."""
         raise NotImplementedError
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that undoes what a later `backward` changes beside the gradient."""
+        return lambda: None
+
+    def first_not_finite(self, batches: Sequence[Mapping[str, Tensor]], iteration: int | None = None) -> str:
+        """Return where the numbers of a step stop being finite; see ``not_finite``. Collective over all ranks.
+
+        batches:   of that step, as `backward` took them.
+        iteration: steps done before it; None: it is the last one, which was skipped.
+        """
+        return first_not_finite(self, batches, self.iteration - 1 if iteration is None else iteration)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is decided how micro-batches run; until then a `backward` may run some more than once."""
+        return True
+
+    def admit(self, batches: Sequence[Mapping[str, Tensor]], training: bool) -> None:
+        """Prepare for ``batches`` whose shapes may be new."""
 
     def gradients(self, *arguments: Any) -> float | None:
         """Return the loss of one step, and leave its gradient in ``buffer.main_grad``. For arguments see `backward`."""

@@ -14,9 +14,9 @@ from ..checkpoint.full_disk import Saving
 from ..checkpoint.lock import DirectoryLock
 from ..config import RunConfig, check_sizes, flag_name, worker_note
 from ..data.build import Datasets
-from ..data.identity import difference, identity
+from ..data.identity import difference, identity, sample_digests
 from ..data.loader import BatchLoader
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, ConfigError, DataError, DoubtfulResultError, UnexpectedResultError
 from ..parallel.agree import gather_json, together
 from ..parallel.interruption import Interrupted, Interruption
 from ..parallel.launch import World, end_interrupted
@@ -60,15 +60,33 @@ def _setting(config: RunConfig, name: str) -> str | None:
     return next((getattr(section, name) for section in vars(config).values() if hasattr(section, name)), None)
 
 
-def agree_on_data(data: Mapping[str, Mapping | None], mesh: Mesh) -> None:
-    """Raise DataError on every rank if hosts have different copies of the data. ``data``: see ``data.identity``."""
+def agree_on_data(data: Mapping[str, Mapping | None], datasets: Datasets, mesh: Mesh) -> None:
+    """Raise DataError on every rank if hosts have different copies of the data.
+
+    data:     see ``data.identity``.
+    datasets: values of some samples are compared, too.
+    """
+    remedy = "Provide the same files on all hosts"
     everywhere = gather_json(data, mesh.control, "cpu")
     for rank, theirs in enumerate(everywhere):
         for part, first in everywhere[0].items():
             text = difference(theirs[part], first)
             if text or first is not None and theirs[part]["order"] != first["order"]:
                 reason = f"rank {rank} reads other {part} data than rank 0: {text or 'samples in another order'}"
-                raise DataError("data set", f"({part})", reason, "Provide the same files on all hosts")
+                raise DataError("data set", f"({part})", reason, remedy)
+    if mesh.control is None:
+        return
+    with together(mesh.control, "cpu"):
+        own = sample_digests(datasets)
+    values = gather_json(own, mesh.control, "cpu")
+    for rank, theirs in enumerate(values):
+        for part, first in values[0].items():
+            if theirs[part] != first:
+                pairs = zip(theirs[part] or (), first or (), strict=True)
+                sample, expected = next((one, other) for one, other in pairs if one != other)
+                place = sample.partition(":")[0]
+                reason = f"sample {place} has other values on rank {rank} ({sample}) than on rank 0 ({expected})"
+                raise DataError("data set", f"({part})", reason, remedy)
 
 
 def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Sequence[str] = ()) -> str:
@@ -112,7 +130,7 @@ class Job:
         self.settings: RunConfig = trainer.config  # the settings as they were given, which --save stores
         self.report: Report | None = None
         trainer.data = identity(datasets)
-        agree_on_data(trainer.data, self.mesh)
+        agree_on_data(trainer.data, datasets, self.mesh)
         limit, scaler = self.config.train.max_consecutive_skipped_steps, trainer.optimizer.scaler
         self.skips = SkippedSteps(limit, trainer.model.buffer, self.mesh.control, scaler=scaler)
         self.lock: DirectoryLock | None = None
@@ -239,7 +257,12 @@ class Job:
                     reason = f"the training data ends at {loader.consumed_samples} samples"
                     raise DataError(*setting, reason, "Lower it, or give more data")
                 interruption.before_step()
-                self.train_step(batches, trainer.consumed_samples)
+                try:
+                    self.train_step(batches, trainer.consumed_samples)
+                except (UnexpectedResultError, DoubtfulResultError):  # nothing was updated
+                    if checkpoint.save is not None and saved != trainer.iteration:
+                        self.save()
+                    raise
                 stops = interruption.after_step() > 0
                 if checkpoint.save_interval and trainer.iteration % checkpoint.save_interval == 0:
                     saved = self.save()
@@ -275,9 +298,20 @@ class Job:
             samples = trainer.consumed_samples - before
             progress = Progress(*done, samples, None if self.mesh.steps_together else trainer.global_batch_size)
             self.report.step(progress, seconds, result)
-        self.skips.count(result.skipped)
+        self._count_skipped(result.skipped, batches)
         if drawn:
             self._draw_timeline(resize(self.plan.schedule, len(batches)), executor.trace)
+
+    def _count_skipped(self, skipped: bool, batches: list[dict[str, torch.Tensor]]) -> None:
+        trainer = self.trainer
+
+        def first() -> str:
+            if self.mesh.workers > 1:  # its weights may have moved on
+                return ""
+            return trainer.model.first_not_finite(trainer.model.from_samples(batches))
+
+        if told := self.skips.count(skipped, first):
+            self.say(f"iteration {trainer.iteration}: {told}")
 
     def _draw_timeline(self, schedule: Schedule, trace: list) -> None:
         view, path = step_view(schedule, trace, self.mesh), self.config.logging.timeline

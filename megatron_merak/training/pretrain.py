@@ -9,6 +9,7 @@ from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import build_mesh, control_group
 from ..parallel.nodes import find_nodes, located
+from ..parallel.same_software import check_same_software
 from ..pipeline_parallel.search.progress import SEARCHING, Progress
 from ..plan import Plan
 from ..plan.fit import check_chain
@@ -41,6 +42,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     )
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     control = control_group(world.size, timeout)
+    check_same_software(control, world.device)
     agree(config, control)
     own = of_worker(config, workers)
     nodes = find_nodes(world, control)

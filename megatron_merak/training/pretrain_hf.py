@@ -15,6 +15,7 @@ from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import build_mesh, control_group
 from ..parallel.nodes import find_nodes, located
+from ..parallel.same_software import check_same_software
 from ..planner.make import grid_of
 from ..stages.captured import CapturedModel
 from ..stages.devices import cluster_of
@@ -42,6 +43,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     config, tokenizer = with_tokenizer(config, model)
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     control = control_group(world.size, timeout)
+    check_same_software(control, world.device)
     agree(config, control)
     own = of_worker(config, workers)
     nodes, grid = find_nodes(world, control), grid_of(own, world.size)

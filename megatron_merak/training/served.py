@@ -23,6 +23,7 @@ from ..parallel.interruption import Interrupted, Interruption
 from ..parallel.launch import World, end_interrupted
 from ..parallel.mesh import Mesh
 from ..parallel.roles import Role
+from ..parallel.same_software import software
 from ..parameter_server.client import Client
 from ..parameter_server.layout import layout_of, pieces_of
 from ..parameter_server.optimizer import RestartedError, ServedAdamW, wire_dtype
@@ -114,15 +115,19 @@ class Worker:
         return ServedAdamW(parameters, config, client, workers, self.sync, scaler)
 
     def agree(self, mesh: Mesh, data: object) -> None:
-        """Raise ConfigError on all ranks of a worker whose settings or data differ from those of the first worker."""
+        """Raise ConfigError on all ranks of a worker whose settings, data or software differ from those of the first
+        worker.
+        """
         with together(mesh.control, "cpu"):
             if self.role.place == 0:
-                content = json.dumps([self.config.to_dict(), data], sort_keys=True)
+                content = json.dumps([self.config.to_dict(), data, software()], sort_keys=True)
                 digest = hashlib.sha256(content.encode()).hexdigest()
                 first = self.store.compare_set(_JOB, "", digest).decode()
                 if first != digest:
-                    reason = "its flags or its data differ from those of the first worker"
-                    raise ConfigError("worker", self.role.worker, reason, "Start all ranks with the same arguments")
+                    reason = "its flags, its data or its software differ from those of the first worker"
+                    raise ConfigError(
+                        "worker", self.role.worker, reason, "Start all ranks with the same arguments and versions"
+                    )
 
     def tell_loaded(self, iteration: int | None) -> None:
         """Publish which checkpoint to load, before the first worker's weights are on the servers."""

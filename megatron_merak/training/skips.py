@@ -3,6 +3,8 @@
 In fp16, a step is also skipped if its loss scale was too high, until one fits. Such steps do not count.
 """
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 
 from ..errors import NumericsError
@@ -35,15 +37,20 @@ class SkippedSteps:
         self.limit, self.buffer, self.group, self.flag = limit, buffer, group, flag
         self.in_a_row = 0
 
-    def count(self, skipped: bool) -> None:
+    def count(self, skipped: bool, first: Callable[[], str] = lambda: "") -> str:
         """Count a step, after the scaler's update and before its gradient is overwritten; all ranks pass the same.
 
-        Raises `NumericsError` on every rank at the limit. Collective only then.
+        first: returns where the numbers of this step stop being finite, "" if unknown; collective.
+
+        Return a sentence on the first of several skipped steps; "" for any other. Raises `NumericsError` on every rank
+        at the limit. Collective only then.
         """
         self.in_a_row = self.in_a_row + 1 if skipped and not self.scaler.to_blame else 0
         if self.in_a_row < self.limit:
-            return
+            place = first() if self.in_a_row == 1 else ""
+            return f"the step was skipped: {place} is not finite" if place else ""
         total, names = bad_gradients(self.buffer, self.group)
+        place = first()
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         listed = f"{', '.join(names[:_NAMED])}{more} ({len(names)} of {total} parameters)"
         scale = f" at a loss scale of {self.scaler.scale}" if self.scaler.scales else ""
@@ -52,6 +59,8 @@ class SkippedSteps:
         remedy = f"Resume from the last checkpoint with {lower}a lower learning rate"
         remedy += " or in bf16, or look" if self.scaler.scales else ", or look"
         remedy, reason = f"{remedy} at the data and at that module", f"{reason}pass {listed}"
+        if place:
+            reason = f"{reason}; {place} is the first that is not finite"
         raise NumericsError(self.flag, self.limit, reason, remedy)
 
 

@@ -12,13 +12,16 @@ from torch import Tensor
 from ..checkpoint import store
 from ..config import RunConfig
 from ..optimizer.base import Rates
+from ..parallel.position import tell
 from ..parameter_server.kinds import served_kinds
 from ..parameter_server.optimizer import ServedAdamW
 from ..stages.optimizer_state import optimizer_kinds, weights_kind
 from ..stages.parameter_groups import rates_of_run
+from ..stages.rerun import Rerun
 from ..stages.saved_run import SavedRun, check_same_optimizer
 from ..stages.step_report import StepReport
 from ..stages.trained_model import TrainedModel
+from ..stages.unexpected import checks_of
 from .changes import check, schedule_of
 
 
@@ -41,6 +44,12 @@ class Trainer:
         ranks = self.mesh.grid.size * self.mesh.workers + config.parallel.num_parameter_servers
         self.batch_sizes, self.iterations = config.batches(ranks), config.iterations(ranks)
         self.global_batch_size = self.plan.global_batch_size * self.mesh.workers
+        self.rerun = Rerun(model, checks_of(config.train), self.say, tell, "--rerun-mode", config.train.seed)
+
+    def say(self, text: str) -> None:
+        """Write a line for the user, on the first rank."""
+        if self.mesh.rank == 0:
+            tell(f"megatron_merak: {text}")
 
     @property
     def iteration(self) -> int:
@@ -70,7 +79,8 @@ class Trainer:
         batches: this replica's micro-batches, on every rank of the replica.
         """
         rates = self.rates()
-        sums = self.model.backward(self.model.from_samples(batches))
+        self.model.replicas.note_samples(batches)
+        sums = self.rerun.backward(self.model.from_samples(batches))
         result = self.model.update(rates, sums, self._own_zeros())
         samples = len(batches) * self.plan.micro_batch_size * self.mesh.summed
         self.consumed_samples += samples

@@ -115,7 +115,7 @@ def test_a_callbacks_state_that_does_not_fit_is_a_typed_error(name, args):
 def test_numbers_that_json_does_not_have_come_back():
     values = {"scheduler": {"best": math.inf, "low": -math.inf, "list": [math.nan, 1]}, "rates": [0.1, 0.0, 0.1, 0.0]}
     data = {"length": 3, "samples": None}
-    progress = Progress(values, math.nan, 1, 2, [1, None], [0, 3], 6, data, {"class": "M", "config": None})
+    progress = Progress(values, math.nan, 2, [1, None], [0, 3], 6, data, {"class": "M", "config": None})
     text = json.dumps(progress.to_json(), allow_nan=False)
     back = Progress.of_json(json.loads(text), Path("x"), values)
     assert math.isnan(back.pending_loss) and math.isnan(back.rate["scheduler"]["list"][0])

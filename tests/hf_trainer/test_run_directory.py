@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from megatron_merak.checkpoint import lock, unit_directories
 from megatron_merak.checkpoint.sealed import seal
 from megatron_merak.errors import CheckpointError, DamagedError, DirectoryLockedError, NumericsError
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.run.run_directory import RunDirectory
+from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.optimizer.base import StepResult
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.training.skips import SkippedSteps
-from tests.hf_trainer.stand_in import EagerEngine, EagerTrainer
+from tests.hf_trainer.stand_in import EagerEngine, EagerTrainer, collate, samples, tiny_llama
 from tests.hf_trainer.test_resume import Stop, curve, equal_weights, trainer
 from tests.ranks import run_ranks
 
@@ -240,18 +242,29 @@ def losses(run) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
-def test_an_interval_without_a_finite_loss_is_logged_as_nan(tmp_path, monkeypatch):
+def without_targets(directory, kind):
+    """Train one step on samples without a target, and return what is logged."""
+    rows = [{**row, "labels": [-100] * len(row["labels"])} for row in samples(4)]
+    of = TrainingArguments if kind is Trainer else MerakArguments
+    settings = {"max_steps": 1, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    run = kind(tiny_llama(), of(str(directory), save_strategy="no", **settings), collate, rows)
+    run.train()
+    return [{key: entry[key] for key in ("loss", "train_loss") if key in entry} for entry in run.state.log_history]
+
+
+def test_a_step_without_a_target_is_logged_as_transformers_does(tmp_path):
+    theirs = without_targets(tmp_path, Trainer)
+    assert without_targets(tmp_path, MerakTrainer) == theirs == [{"loss": 0.0}, {"train_loss": 0.0}]
+
+
+def test_an_interval_without_a_finite_loss_is_logged_as_zero(tmp_path, monkeypatch):
     run = failing(monkeypatch, tmp_path, (2, 3, 5), [Stop(6)])
     output = run.train()
     first, second, third = losses(run)
-    assert math.isfinite(first) and math.isnan(second) and math.isfinite(third) and math.isfinite(output.training_loss)
-    never = failing(monkeypatch, tmp_path / "never", range(9), [Stop(3)])
-    assert math.isnan(never.train().training_loss) and all(map(math.isnan, losses(never)))
-    state = json.loads((tmp_path / "never" / "checkpoint-3" / "trainer_state.json").read_text())
-    assert math.isnan(state["log_history"][0]["loss"])
+    assert first > 0 and second == 0 and third > 0 and math.isfinite(output.training_loss)
 
 
-def test_an_interval_that_a_checkpoint_cuts_knows_its_finite_losses(tmp_path, monkeypatch):
+def test_an_interval_that_a_checkpoint_cuts_is_filtered_as_a_whole_one(tmp_path, monkeypatch):
     run = failing(monkeypatch, tmp_path / "whole", (2, 3, 4, 5), [Stop(8)], logging_steps=4)
     run.train()
     failing(monkeypatch, tmp_path / "cut", (2, 3, 4, 5), [Stop(3)], logging_steps=4).train()

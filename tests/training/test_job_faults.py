@@ -85,11 +85,11 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def _own_data(rank: int, world: int, root: Path) -> str:
-    """Each rank reads a copy of its own, as on hosts without a shared disk."""
+def _own_data(rank: int, world: int, root: Path, length: int, others: range) -> str:
+    """Each rank reads a copy of its own, as on hosts without a shared disk; some documents differ."""
     with IndexedDatasetWriter(root / f"data.{rank}", np.int32) as writer:
         for number in range(40):
-            writer.add_document([(number + rank * (number == 39)) % 59] * 20)
+            writer.add_document([(number + rank * (number in others)) % 59] * length)
     flags = f"--tokenizer-type NullTokenizer --vocab-size 59 --data-path {root}/data --train-iters 1 --split 1"
     first = IndexedDataset.__init__
     IndexedDataset.__init__ = lambda self, prefix, **options: first(self, f"{prefix}.{rank}", **options)
@@ -97,10 +97,18 @@ def _own_data(rank: int, world: int, root: Path) -> str:
 
 
 def test_ranks_that_read_different_copies_of_the_data_are_refused(tmp_path):
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(_own_data, 2, tmp_path)
-    assert isinstance(caught.value.__cause__, DataError)
-    assert "rank 1 reads other train data than rank 0: fingerprint" in str(caught.value.__cause__)
+    reasons = {
+        "rank 1 reads other train data than rank 0: fingerprint": (20, range(39, 40)),
+        # The middle of a large file is in no fingerprint.
+        "has other values on rank 1": (1500, range(15, 26)),
+    }
+    for reason, (length, others) in reasons.items():
+        directory = tmp_path / str(length)
+        directory.mkdir()
+        with pytest.raises(RankFailure) as caught:
+            run_ranks(_own_data, 2, directory, length, others)
+        assert isinstance(caught.value.__cause__, DataError)
+        assert reason in str(caught.value.__cause__)
 
 
 def test_a_damaged_newest_checkpoint_costs_its_steps_and_not_the_job(tmp_path):

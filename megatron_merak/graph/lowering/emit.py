@@ -47,6 +47,8 @@ class Emitter:
         # A fused operation may return other strides than the one that was captured.
         target = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
         self._emitted[node] = self._graph.call_function(target, args, kwargs)
+        if "nn_module_stack" in node.meta:  # names the module in messages
+            self._emitted[node].meta["nn_module_stack"] = node.meta["nn_module_stack"]
 
     def finish(self, results: Sequence[Node]) -> Callable[..., tuple[torch.Tensor, ...]]:
         self._graph.output(tuple(self._emitted[self.flow.resolve(node)] for node in results))

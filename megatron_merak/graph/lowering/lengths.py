@@ -48,6 +48,7 @@ class _Code:
                 self._same_region(getattr(one, str(a.target)), getattr(other, str(b.target)))
             args, kwargs = self._merged(a.args, b.args), self._merged(a.kwargs, b.kwargs)
             self._merged_nodes[a] = self.graph.create_node(a.op, a.target, args, kwargs, a.name)
+            self._merged_nodes[a].meta = dict(a.meta)
             self._counterpart[b] = a
         self.run = GraphModule(one, self.graph).forward if self.numbers else one.forward
 

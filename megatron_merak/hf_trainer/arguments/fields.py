@@ -83,7 +83,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "gradient_checkpointing_kwargs": _KWARGS,
         "ignore_data_skip": "skipped batches are not loaded, because batches are numbered",
         "include_num_input_tokens_seen": "counted over replicas, not over ranks",
-        "logging_nan_inf_filter": "per step, not per micro-batch; if no loss of the interval is finite, nan is logged",
+        "logging_nan_inf_filter": "per step, not per micro-batch",
         "neftune_noise_alpha": "the noise is drawn like dropout: by seed, step and position in the model",
         "optim": "also `muon`; `lion_32bit` needs no bitsandbytes; quantized state, `galore`, `lomo` and "
         "similar ones are "
@@ -119,5 +119,5 @@ PARALLEL_FIELDS = (  # fields of ParallelConfig, apart from the degrees
 )
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers"),
-    "replica_check_interval",
+    *("replica_check_interval", "error_injection_rate"),
 )

@@ -16,7 +16,7 @@ from transformers.training_args import ParallelMode
 from ...config.backends import BACKENDS
 from ...config.parallel import OVERLAPS, SCHEDULES, SHARDINGS
 from ...config.rank_order import check_order
-from ...config.sections import FP32_MATMULS, ON_FULL_DISK
+from ...config.sections import FP32_MATMULS, INJECTIONS, ON_FULL_DISK, RERUN_MODES
 from ...errors import ConfigError
 from ...parallel.launch import World, adopt, launch
 from . import deepspeed, fsdp, parallelism, sharding
@@ -186,6 +186,39 @@ class MerakArguments(TrainingArguments):
         default=100,
         metadata={"help": "Steps between comparisons of the weight digests of data-parallel replicas; 0: none."},
     )
+    rerun_mode: str = field(
+        default="disabled",
+        metadata={
+            "help": "validate_results: compute a step whose loss or gradient is not finite or, with the next two "
+            "arguments, unexpectedly large a second time, to tell faults from data; report_stats: compute every step "
+            "twice and report how far the results differ; disabled."
+        },
+    )
+    check_for_spiky_loss: bool = field(
+        default=False,
+        metadata={"help": "Report a micro-batch whose loss is at least 10 times the largest of the first 100."},
+    )
+    check_for_large_grads: bool = field(
+        default=False,
+        metadata={
+            "help": "Report a rank whose gradient has at least 10 times the largest norm of the first 100 steps."
+        },
+    )
+    no_check_for_nan_in_loss_and_grad: bool = field(
+        default=False,
+        metadata={
+            "help": "With rerun_mode='validate_results', do not compute a step again because its loss or gradient is "
+            "not finite; its update is skipped in any case."
+        },
+    )
+    error_injection_rate: int = field(
+        default=0,
+        metadata={"help": "With rerun_mode, treat one result in this many as unexpected, for tests; 0: none."},
+    )
+    error_injection_type: str = field(
+        default="transient_error",
+        metadata={"help": f"What error_injection_rate pretends to be the cause: {', '.join(INJECTIONS)}."},
+    )
     prediction_outputs: str | None = field(
         default=None,
         metadata={"help": "Model outputs to return as predictions, separated by commas (unset: all)."},
@@ -349,6 +382,8 @@ def _check_numbers(args: "MerakArguments") -> None:
         "graph_sharding": ("cut", "farthest-dependency"),
         "fp32_matmul_precision": FP32_MATMULS,
         "on_full_disk": ON_FULL_DISK,
+        "rerun_mode": RERUN_MODES,
+        "error_injection_type": INJECTIONS,
     }
     for name, choices in choices_of.items():
         if (value := getattr(args, name)) not in choices:

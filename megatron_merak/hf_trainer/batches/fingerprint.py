@@ -1,12 +1,17 @@
 """The fingerprint of a dataset, compared when a run resumes: its length and the values of a few samples."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
+from ...counting import named_ranks
+from ...errors import DataError
+from ...parallel.agree import gather_json, together
 from .apart import apart
 from .order import private_randomness
 
@@ -25,6 +30,32 @@ def fingerprint(dataset: Dataset) -> dict:
     places = sorted({round(k * (length - 1) / (SAMPLES - 1)) for k in range(SAMPLES)}) if length else []
     first, second = _digest(dataset, places), _digest(dataset, places)
     return {"length": length, "samples": first if first == second else None}
+
+
+def agreed(dataset: Dataset, group: dist.ProcessGroup | None, name: str = "train_dataset") -> dict:
+    """Return the fingerprint of a dataset that all ranks have alike, as in transformers: each takes its own samples.
+
+    Of a stream only that it is one is compared: what it yields is compared batch by batch.
+
+    group: all ranks; collective over it.
+    name:  of the dataset, for the user.
+
+    Raises DataError on every rank.
+    """
+    with together(group, "cpu"):
+        own = fingerprint(dataset)
+    everywhere = gather_json(own, group, "cpu")
+    remedy = "Give every rank the same dataset, whole: ranks share its samples"
+    for key, what in (("length", "length"), ("samples", "digest of samples")):
+        values = [each[key] for each in everywhere]
+        if key == "samples":  # None is random each time
+            known = next((value for value in values if value is not None), None)
+            values = [known if value is None else value for value in values]
+        if other := next((value for value in values if value != values[0]), None):
+            ranks = named_ranks([rank for rank, value in enumerate(values) if value == other])
+            reason = f"{ranks} {'has' if values.count(other) == 1 else 'have'} it, and rank 0 has {values[0]}"
+            raise DataError(f"{name}, {what}", other, reason, remedy)
+    return everywhere[0]
 
 
 def difference(saved: Mapping, present: Mapping) -> str | None:
@@ -55,6 +86,8 @@ def _add(digest: "hashlib._Hash", value: object) -> None:
         digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.layout == torch.strided else b"")
     elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, str) and os.path.isabs(value) and os.path.exists(value):
+        digest.update(f"{os.path.basename(value)!r};".encode(errors="surrogatepass"))  # each host has its own folders
     elif isinstance(value, str | bytes | int | float | None):
         digest.update(f"{value!r};".encode(errors="surrogatepass"))
     elif isinstance(value, Mapping):

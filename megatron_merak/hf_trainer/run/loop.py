@@ -3,6 +3,7 @@
 The order of events, the keys of logs and the arithmetic of steps are those of ``transformers.Trainer``.
 """
 
+import logging
 import math
 import time
 from itertools import islice
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 
-from ...errors import CheckpointError, ConfigError
-from ...parallel.agree import broadcast_json, raise_together, together
+from ...errors import CheckpointError, ConfigError, DoubtfulResultError, UnexpectedResultError
+from ...parallel.agree import raise_together
+from ...stages.rerun import Rerun
+from ...stages.unexpected import checks_of
 from ...training.skips import SkippedSteps
 from ..batches import fingerprint
 from ..batches.order import Batch
@@ -50,9 +53,10 @@ class TrainingLoop:
         limit, argument = self.args.max_consecutive_skipped_steps, "max_consecutive_skipped_steps"
         engine, control = self.engine, trainer.control_group
         self.skips = SkippedSteps(limit, engine.buffer, control, argument, engine.scaler)
+        self.rerun = Rerun(engine, checks_of(self.args), self._say, self._warn, "rerun_mode", self.args.seed)
         self.captures = Captures(engine, trainer.is_world_process_zero())
         self.run_loss = self.pending_loss = 0.0
-        self.last_logged = self.finite_losses = self.finite_in_run = 0
+        self.last_logged = 0
         self.grad_norm: float | None = None
         self.used_rate: float | None = None
         self.first_epoch = self.skipped_batches = 0
@@ -81,14 +85,11 @@ class TrainingLoop:
         state.is_world_process_zero = self.trainer.is_world_process_zero()
 
     def _fingerprint(self) -> dict:
-        """Return the fingerprint of the training dataset on the first rank, before an epoch may change what it
-        yields.
+        """Return the fingerprint of the training dataset, before an epoch may change what it yields.
+
+        Raises DataError on every rank if ranks have different ones.
         """
-        group, own = self.trainer.control_group, None
-        with together(group, "cpu"):
-            if self.trainer.is_world_process_zero():
-                own = fingerprint.fingerprint(self.loading.dataset)
-        return broadcast_json(own, group, "cpu")
+        return fingerprint.agreed(self.loading.dataset, self.trainer.control_group)
 
     def _resume(self, directory: Path) -> None:
         trainer, args = self.trainer, self.args
@@ -111,7 +112,6 @@ class TrainingLoop:
         progress = progress_of(extra)
         self.rate.load(progress.rate)
         self.pending_loss, self.last_logged = progress.pending_loss, progress.last_logged
-        self.finite_losses = progress.finite_losses
         self.first_epoch, samples = progress.position
         if not args.ignore_data_skip:
             self.skipped_batches = self._batches_in(samples)
@@ -180,8 +180,13 @@ class TrainingLoop:
             if not group:  # a stream that ended early
                 break
             done += len(group)
-            self.position = (epoch, done * self.samples_per_batch)
-            self._step(group, epoch + done / total)
+            before, self.position = self.position, (epoch, done * self.samples_per_batch)
+            try:
+                self._step(group, epoch + done / total)
+            except (UnexpectedResultError, DoubtfulResultError):  # nothing was updated
+                self.position = before
+                self._save_after_all()
+                raise
             if self.trainer.control.should_epoch_stop or self.trainer.control.should_training_stop:
                 break
         if done == 0:
@@ -191,6 +196,19 @@ class TrainingLoop:
         self._tell("on_epoch_end")
         self._log_evaluate_save()
 
+    def _save_after_all(self) -> None:
+        """Save the run as of the last step, unless that was saved."""
+        place = self.directory.place(self.state.global_step)
+        if self.args.save_strategy != SaveStrategy.NO and not run_directory.exists(place, self.trainer.control_group):
+            self._save()
+
+    def _say(self, text: str) -> None:
+        if self.trainer.is_world_process_zero():
+            logging.getLogger(__name__).warning("%s", text)
+
+    def _warn(self, text: str) -> None:
+        logging.getLogger(__name__).warning("%s", text)
+
     def _is_over(self) -> bool:
         return self.trainer.control.should_training_stop or self.state.global_step >= self.extent.steps
 
@@ -198,7 +216,7 @@ class TrainingLoop:
         trainer, state = self.trainer, self.state
         self._tell("on_step_begin")
         prepared = trainer.prepare_step(batches)
-        reduced = self.engine.backward(prepared)
+        reduced = self.rerun.backward(prepared)
         self.captures.look()
         trainer._note_reports(batches, prepared)
         for _ in batches[1:]:
@@ -215,20 +233,15 @@ class TrainingLoop:
         state.epoch = epoch
         self._tell("on_step_end")
         self._log_evaluate_save()
-        self.skips.count(result.skipped)
+        told = self.skips.count(result.skipped, lambda: self.engine.first_not_finite(prepared))
+        if told:
+            self._say(f"Step {state.global_step}: {told}.")
 
     def _count_loss(self, loss: float) -> None:
-        finite = math.isfinite(loss)
-        self.finite_losses += finite
-        self.finite_in_run += finite
-        if self.args.logging_nan_inf_filter and not finite:
+        if self.args.logging_nan_inf_filter and not math.isfinite(loss):
             loss = self.pending_loss / (1 + self.state.global_step - self.last_logged)
         self.pending_loss += loss
         self.run_loss += loss
-
-    def _mean(self, total: float, steps: float, finite: int) -> float:
-        """Return the mean loss; NaN if no loss was finite, since ``logging_nan_inf_filter`` replaced them by 0."""
-        return total / steps if finite or not math.isfinite(total) else math.nan
 
     def _agree(self) -> None:
         """Let all ranks do what the callbacks of any rank decide; else some would wait in a collective forever.
@@ -263,11 +276,11 @@ class TrainingLoop:
         self._agree()
         if trainer.control.should_log and self.state.global_step > self.last_logged:
             steps = self.state.global_step - self.last_logged
-            logs = {"loss": self._mean(self.pending_loss, steps, self.finite_losses)}
+            logs = {"loss": self.pending_loss / steps}
             if self.grad_norm is not None:
                 logs["grad_norm"] = self.grad_norm
             logs["learning_rate"] = self.rate.logged if self.used_rate is None else self.used_rate
-            self.pending_loss, self.finite_losses, self.last_logged = 0.0, 0, self.state.global_step
+            self.pending_loss, self.last_logged = 0.0, self.state.global_step
             trainer.store_flos()
             trainer.log(logs, self.began)
             self._agree()
@@ -337,7 +350,6 @@ class TrainingLoop:
         return Progress(
             self.rate.state(),
             self.pending_loss,
-            self.finite_losses,
             self.last_logged,
             self._seeds(),
             list(self.position),
@@ -349,7 +361,7 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
         steps = state.global_step - self.first_step
-        loss = self._mean(self.run_loss, steps, self.finite_in_run) if steps else 0.0
+        loss = self.run_loss / steps if steps else 0.0
         share = steps / max(state.max_steps, 1)
         metrics = speed_metrics("train", self.began, self.extent.samples * share, steps)
         trainer.store_flos()

@@ -19,7 +19,6 @@ class Progress:
 
     rate:          ``LearningRate.state()``.
     pending_loss:  sum since the last log.
-    finite_losses: number of steps in that sum.
     position:      epoch, and samples of it that were used.
     dataset:       its fingerprint.
     model:         class and configuration.
@@ -27,7 +26,6 @@ class Progress:
 
     rate: dict
     pending_loss: float
-    finite_losses: int
     last_logged: int
     seeds: list
     position: list
@@ -88,7 +86,6 @@ def _is_fingerprint(value: object) -> bool:
 _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "rate": lambda value: isinstance(value["scheduler"], dict) and _is_rates(value["rates"]),
     "pending_loss": is_number,
-    "finite_losses": is_count,
     "last_logged": is_count,
     "seeds": _is_pair(lambda seed: type(seed) is int, lambda seed: seed is None or type(seed) is int),
     "position": _is_pair(is_count, is_count),
