@@ -41,6 +41,9 @@ class EagerEngine:
     def read(self, batch):
         return batch
 
+    def freeze(self, names):
+        """A frozen parameter of the eager model has no gradient."""
+
     def backward(self, batches):
         self.model.train()
         self.seen.append([batch["input_ids"][:, 0].tolist() for batch in batches])
