@@ -136,7 +136,8 @@ class UserModel:
         now = Fingerprint.of(self.model)
         if only_weights:
             return self.fingerprint.first_weight_change(now)
-        same = {key: self.fingerprint.rest[key] for key in map("{}.requires_grad".format, thawed)}
+        keys = [f"{name}.requires_grad" for name in thawed]
+        same = {key: self.fingerprint.rest[key] for key in keys if key in now.rest and key in self.fingerprint.rest}
         return self.fingerprint.first_change(replace(now, rest={**now.rest, **same}))
 
     def is_taken(self) -> bool:
