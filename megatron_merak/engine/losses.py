@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 from ..errors import ConfigError, TraceError
 from ..graph.capture.fake_model import forward_parameters
 from ..hf_trainer.surroundings import Picture, names_read, surroundings
-from ..stages.adapters import has_adapters
 from ..stages.traced import OwnLoss
 
 LossFn = Callable[[Any, dict[str, Tensor]], Any]
@@ -117,8 +116,6 @@ class Losses:
     def _forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
         """Return the model's outputs for the entries that its forward names."""
         named, _ = forward_parameters(model)
-        if has_adapters(model):  # peft's forward hands on what it does not name
-            named = named | forward_parameters(model.get_base_model())[0]  # type: ignore[operator]
         outputs = model(**{name: value for name, value in batch.items() if name in named})
         return tree_map(_in_fp32, outputs) if self.mixed else outputs
 

@@ -26,8 +26,8 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 from ..errors import ConfigError
 from ..graph.capture.fake_model import forward_parameters
+from ..graph.capture.inspected import inspected_model
 from ..parallel.agree import gather_json
-from ..stages.adapters import has_adapters
 from ..stages.captured import CapturedModel
 from ..stages.guard import Guard
 from ..stages.traced import MASK, OwnLoss
@@ -62,7 +62,7 @@ class Generator:
 
     def __init__(self, engine: CapturedModel, model: nn.Module, padding: Padding):
         self.engine, self.mesh = engine, engine.mesh
-        self.inner: Any = model.get_base_model() if has_adapters(model) else model  # type: ignore[operator]
+        self.inner: Any = inspected_model(model)
         self._columns = forward_parameters(_Signature(type(self.inner)))[0]
         self._masked = not engine.is_causal and MASK in self._columns
         self._question = OwnLoss(_logits_at_place)

@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from ..errors import ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items
+from ..graph.capture.inspected import inspected_model
 from ..stages.traced import OwnLoss
 from .arguments.neftune import noisy
 from .surroundings import Picture, surroundings
@@ -74,9 +75,7 @@ def compute_loss(
 
 
 def _class_name(model: nn.Module) -> str:
-    inner = getattr(model, "base_model", None)
-    adapted = hasattr(model, "peft_config") and isinstance(getattr(inner, "model", None), nn.Module)
-    return type(inner.model if adapted else model).__name__  # type: ignore[union-attr]
+    return type(inspected_model(model)).__name__
 
 
 class LossOfTrainer:

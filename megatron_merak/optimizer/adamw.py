@@ -1,5 +1,7 @@
 """AdamW over the flat tensors of a ParameterBuffer."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -30,17 +32,37 @@ class AdamW(LocalOptimizer):
         super().__init__(buffer, config, group, shard_group, scaler)
         self.exp_avg = torch.zeros(buffer.owned_size, device=buffer.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self._ranges = _owned_ranges(buffer)
+        self._change_parts()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the live fp32 tensors [buffer.owned_size], to save or to load into."""
         state = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return state | {"master": self.master} if self.buffer.rounds else state
 
+    def _change_parts(self) -> None:
+        """Divide what this rank owns by group and number of steps, without frozen parameters."""
+        self._ranges = _owned_ranges(self.buffer, self._runs())
+
+    def _runs(self) -> list[tuple[int, int, int, int]]:
+        """Return (start, stop, group, missed steps) of adjacent parameters of the buffer that are updated alike."""
+        if not self.frozen and not self.missed:
+            return [(*each, 0) for each in self.buffer.ranges]
+        runs: list[tuple[int, int, int, int]] = []
+        adjacent = False
+        for name, slot in self.buffer.slots.items():
+            steps = name not in self.frozen
+            kind = (slot.group, self.missed.get(name, 0))
+            if steps and adjacent and runs[-1][2:] == kind:
+                runs[-1] = (runs[-1][0], slot.stop, *kind)
+            elif steps:
+                runs.append((slot.start, slot.stop, *kind))
+            adjacent = steps
+        return runs
+
     def _update(self, rates: Rates, scale: float) -> None:
         self.steps += 1
         config, rounds = self.config, self.buffer.rounds
-        for own, grad, data, group in self._ranges:
+        for own, grad, data, group, missed in self._ranges:
             lr, weight_decay = rates[group]
             ops.adamw_(
                 self.master[own] if rounds else data,
@@ -52,18 +74,20 @@ class AdamW(LocalOptimizer):
                 betas=(config.adam_beta1, config.adam_beta2),
                 eps=config.adam_eps,
                 weight_decay=weight_decay,
-                step=self.steps,
+                step=self.steps - missed,
                 scale=scale,
             )
 
 
-def _owned_ranges(buffer: ParameterBuffer) -> tuple[tuple[slice, torch.Tensor, torch.Tensor, int], ...]:
-    """Return (slice of the rank's own state, gradient, values, group) of what this rank updates, split by group."""
+def _owned_ranges(
+    buffer: ParameterBuffer, runs: Sequence[tuple[int, int, int, int]]
+) -> tuple[tuple[slice, torch.Tensor, torch.Tensor, int, int], ...]:
+    """Return (slice of the rank's own state, gradient, values, group, missed steps) of what this rank updates."""
     ranges = []
     for (start, stop, offset), grad, data in zip(buffer.owned, buffer.own_grads, buffer.own_data, strict=True):
-        for low, high, group in buffer.ranges:
+        for low, high, group, missed in runs:
             first, last = max(start, low), min(stop, high)
             if first < last:
                 local, own = slice(first - start, last - start), slice(offset + first - start, offset + last - start)
-                ranges.append((own, grad[local], data[local], group))
+                ranges.append((own, grad[local], data[local], group, missed))
     return tuple(ranges)

@@ -1,7 +1,7 @@
 """The base classes of optimizers: unscaling, global norm and clipping of the gradient before the update."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,8 @@ class Optimizer:
     name:   of the update rule; checkpoints are compatible between optimizers of the same name.
     scaled: the factor by which `main_grad` exceeds the gradient, set by `begin`.
     steps:  number of steps without skipped ones, the t of Adam's bias correction. Set it after loading a checkpoint.
+    frozen: the parameters that take no part in steps until `freeze` is called again.
+    missed: how many of ``steps`` a parameter took no part in; absent: none. Set it before ``steps``.
     """
 
     name: str
@@ -73,6 +75,8 @@ class Optimizer:
         self.steps = 0
         self.scaler = scaler or LossScaler()
         self.scaled = 1.0
+        self.frozen: frozenset[str] = frozenset()
+        self._missed: dict[str, int] = {}
         self._counted = _parts(buffer, counted=True)
         self._copies = _parts(buffer, counted=False)
 
@@ -87,6 +91,35 @@ class Optimizer:
         zeros: another tensor to read then.
         """
         raise NotImplementedError
+
+    @property
+    def missed(self) -> Mapping[str, int]:
+        return self._missed
+
+    @missed.setter
+    def missed(self, value: Mapping[str, int]) -> None:
+        self._missed = dict(value)
+        self._change_parts()
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Let parameters, of this rank or others, take no part in steps, and all others take part again.
+
+        As with optimizers of torch, for a parameter without a gradient: it keeps its values and its state, does not
+        count in the norm, and its own number of steps stays.
+        """
+        if self.frozen != frozenset(names):
+            self.frozen = frozenset(names)
+            self._counted = _parts(self.buffer, counted=True, frozen=self.frozen)
+            self._copies = _parts(self.buffer, counted=False, frozen=self.frozen)
+            self._change_parts()
+
+    def _change_parts(self) -> None:
+        """Called when ``frozen`` or ``missed`` was set."""
+
+    def _miss(self) -> None:
+        """Count a step that the frozen parameters took no part in."""
+        for name in sorted(self.frozen):
+            self._missed[name] = self._missed.get(name, 0) + 1
 
     def refresh_master(self) -> None:
         """Copy the parameters of the buffer to the master copy, after they were loaded without one."""
@@ -194,6 +227,7 @@ class LocalOptimizer(Optimizer):
         norm, factor = self._clipped(square)
         if factor is not None:
             self._update(rates, factor)
+            self._miss()
         return self._result(norm, factor is None)
 
     def _update(self, rates: Rates, scale: float) -> None:
@@ -201,16 +235,16 @@ class LocalOptimizer(Optimizer):
         raise NotImplementedError
 
 
-def _parts(buffer: ParameterBuffer, counted: bool) -> tuple[torch.Tensor, ...]:
+def _parts(buffer: ParameterBuffer, counted: bool, frozen: Collection[str] = ()) -> tuple[torch.Tensor, ...]:
     """Return the parts of the gradient that this rank counts in the norm, or (``counted`` false) the others.
 
     They include padding between two parameters. What several data-parallel ranks own, such as a bucket that is not
-    sharded, is counted by the first one.
+    sharded, is counted by the first one. Those of ``frozen`` parameters are left out.
     """
     spans: list[list[int]] = []
     adjacent = False
-    for slot in buffer.slots.values():
-        chosen = slot.counted == counted
+    for name, slot in buffer.slots.items():
+        chosen = slot.counted == counted and name not in frozen
         if chosen and adjacent:
             spans[-1][1] = slot.stop
         elif chosen:

@@ -1,7 +1,7 @@
 """Steps what a rank owns of parameters with PyTorch optimizers."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,14 +62,15 @@ class Share:
 class Stepper:
     """Steps some shares.
 
-    started: whether the shares have state to continue from; otherwise the next step is the first one.
+    started: the parameters that have state to continue from; the next step of another one is its first.
     """
 
-    def __init__(self, recipe: Recipe, shares: Sequence[Share], started: bool):
-        self.recipe, self.shares, self.started = recipe, shares, started
+    def __init__(self, recipe: Recipe, shares: Sequence[Share], started: Collection[str]):
+        self.recipe, self.shares = recipe, shares
+        self.started = {share.name for share in shares if share.name in started}
 
-    def step(self, rates: Rates) -> None:
-        """Update the values by the gradient."""
+    def step(self, rates: Rates, frozen: Collection[str]) -> None:
+        """Update the values by the gradient, but those of the parameters that are ``frozen``."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -87,25 +88,29 @@ class Stepper:
 class InPlace(Stepper):
     """Steps what this rank owns, without communication: full parameters, or shards if the class is elementwise."""
 
-    def __init__(self, recipe: Recipe, shares: Sequence[Share], started: bool):
+    def __init__(self, recipe: Recipe, shares: Sequence[Share], started: Collection[str]):
         super().__init__(recipe, shares, started)
+        self._grads: list[Tensor] = []
         members: dict[int, list[nn.Parameter]] = {}
         self._parameters = []
         for share in shares:
             stored = share.full.stored
             shape = stored if share.values.numel() == stored.numel() else share.values.shape
             parameter = nn.Parameter(share.values.data.view(shape))
-            parameter.grad = share.grad.data.view(shape)
+            self._grads.append(share.grad.data.view(shape))
             members.setdefault(share.group, []).append(parameter)
             self._parameters.append(parameter)
         self._numbers, self._optimizer = [*members], recipe.make(members)
-        for share, parameter in zip(shares, self._parameters, strict=True) if started else ():
+        for share, parameter in zip(shares, self._parameters, strict=True):
+            if share.name not in self.started:
+                continue
             state = {key: share.state(key).view(parameter.shape) for key in share.param_shaped}
             self._optimizer.state[parameter] = state | share.live()
 
-    def step(self, rates: Rates) -> None:
-        for share in self.shares:
+    def step(self, rates: Rates, frozen: Collection[str]) -> None:
+        for share, parameter, grad in zip(self.shares, self._parameters, self._grads, strict=True):
             share.flat_state.clear()  # views of tensors that the optimizer may replace
+            parameter.grad = None if share.name in frozen else grad
         self._step(self._optimizer, self._numbers, rates)
 
     def sync(self) -> None:
@@ -126,13 +131,15 @@ class _SingleParameter:
         self.optimizer: torch.optim.Optimizer | None = None
         self.parameter: nn.Parameter | None = None
 
-    def update(self, grad: Tensor, values: Tensor, state: dict[str, Tensor], rates: Rates) -> list[Tensor]:
+    def update(
+        self, grad: Tensor, values: Tensor, state: dict[str, Tensor], rates: Rates, started: bool
+    ) -> list[Tensor]:
         """Return the new values, then the state of the keys `Share.param_shaped`, all in the full shape."""
         share = self._share
         if self.optimizer is None or self.parameter is None:
             self.parameter = nn.Parameter(values)
             self.optimizer = self._recipe.make({share.group: [self.parameter]})
-            if state or share.other_state:
+            if started:
                 self.optimizer.state[self.parameter] = share.live()
         parameter, live = self.parameter, self.optimizer.state[self.parameter]
         parameter.data, parameter.grad = values, grad
@@ -150,19 +157,22 @@ class Gathered(Stepper):
     bytes per element.
     """
 
-    def __init__(self, recipe: Recipe, share: Share, started: bool):
+    def __init__(self, recipe: Recipe, share: Share, started: Collection[str]):
         super().__init__(recipe, [share], started)
         self._share = share
         self._single = _SingleParameter(recipe, share, lambda each, rates: self._step(each, [share.group], rates))
 
-    def step(self, rates: Rates) -> None:
+    def step(self, rates: Rates, frozen: Collection[str]) -> None:
         share = self._share
-        keys = share.param_shaped if self.started else []
+        if share.name in frozen:
+            return
+        started = share.name in self.started
+        keys = share.param_shaped if started else []
         shards = (share.grad, share.values, *(share.state(key) for key in keys))
         grad, values, *state = share.full.gather(shards)
-        self.started = True
+        self.started.add(share.name)
         if share.values.numel():  # else this rank only helps to gather
-            results = self._single.update(grad, values, dict(zip(keys, state, strict=True)), rates)
+            results = self._single.update(grad, values, dict(zip(keys, state, strict=True)), rates, started)
             for new, part in zip(results, share.current(), strict=True):
                 share.full.extract(new, part)
 
@@ -181,7 +191,7 @@ class Owned(Stepper):
     `Gathered` does.
     """
 
-    def __init__(self, recipe: Recipe, shares: Sequence[Share], started: bool):
+    def __init__(self, recipe: Recipe, shares: Sequence[Share], started: Collection[str]):
         super().__init__(recipe, shares, started)
         self._group = shares[0].full.group
         rank = dist.get_rank(self._group)
@@ -190,26 +200,32 @@ class Owned(Stepper):
             number = self._own.group
             self._single = _SingleParameter(recipe, self._own, lambda each, rates: self._step(each, [number], rates))
 
-    def step(self, rates: Rates) -> None:
-        keys = {share: share.param_shaped if self.started else [] for share in self.shares}
-        outgoing = [share.full.outgoing([share.grad, *share.current(keys[share])]) for share in self.shares]
-        pieces = self._exchange(outgoing, {share: 2 + len(keys[share]) for share in self.shares}, to_owners=True)
+    def step(self, rates: Rates, frozen: Collection[str]) -> None:
+        steps = [share for share in self.shares if share.name not in frozen]
+        if not steps:
+            return
+        own = self._own if self._own in steps else None
+        keys = {share: share.param_shaped if share.name in self.started else [] for share in steps}
+        outgoing = [share.full.outgoing([share.grad, *share.current(keys[share])]) for share in steps]
+        pieces = self._exchange(outgoing, {share: 2 + len(keys[share]) for share in steps}, to_owners=True)
         results: list[Tensor] = []
-        if self._own is not None:
-            grad, values, *state = self._own.full.assemble(pieces)
-            updated = self._single.update(grad, values, dict(zip(keys[self._own], state, strict=True)), rates)
-            results = self._own.full.split(torch.stack(updated))
-        self.started = True
-        pieces = self._exchange(results, {share: 1 + len(share.param_shaped) for share in self.shares}, to_owners=False)
+        if own is not None:
+            grad, values, *state = own.full.assemble(pieces)
+            started = own.name in self.started
+            updated = self._single.update(grad, values, dict(zip(keys[own], state, strict=True)), rates, started)
+            results = own.full.split(torch.stack(updated))
+        self.started.update(share.name for share in steps)
+        pieces = self._exchange(results, {share: 1 + len(share.param_shaped) for share in steps}, to_owners=False)
         for share, piece in zip(self.shares, pieces, strict=False):
-            share.full.store(piece, share.current())
+            if share in steps:
+                share.full.store(piece, share.current())
 
     def _exchange(self, pieces: Sequence[Tensor], counts: Mapping[Share, int], to_owners: bool) -> list[Tensor]:
-        """Send each rank its flat piece; return the received ones. counts: number of tensors of each parameter."""
+        """Send each rank its flat piece; return the received ones. counts: tensors of each parameter that steps."""
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        of_shards = [share.full.lengths(counts[share])[rank] for share in self.shares]
+        of_shards = [share.full.lengths(counts[share])[rank] if share in counts else 0 for share in self.shares]
         of_shards += [0] * (ranks - len(of_shards))
-        of_own = [0] * ranks if self._own is None else self._own.full.lengths(counts[self._own])
+        of_own = self._own.full.lengths(counts[self._own]) if self._own in counts else [0] * ranks
         sent, received = (of_shards, of_own) if to_owners else (of_own, of_shards)
         flat = [piece.flatten() for piece in pieces] or [self.shares[0].values.new_empty(0)]
         out = flat[0].new_empty(sum(received))

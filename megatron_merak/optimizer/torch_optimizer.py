@@ -76,15 +76,19 @@ class TorchOptimizer(LocalOptimizer):
                 gradient.mul_(scale)
             self.scaled = 1.0
         if self._steppers is None:
-            self._steppers = self._new_steppers(self._steps > 0)
+            self._steppers = self._new_steppers(self._started())
         self._steps += 1
         for stepper in self._steppers:
-            stepper.step(rates)
+            stepper.step(rates, self.frozen)
         owned = zip(self.buffer.owned, self.buffer.own_data, strict=True) if self.buffer.rounds else ()
         for (start, stop, offset), data in owned:
             data.copy_(self.master[offset : offset + stop - start])
 
-    def _new_steppers(self, started: bool) -> list[Stepper]:
+    def _started(self) -> frozenset[str]:
+        """Return the parameters that have stepped, and so have state."""
+        return frozenset(name for name in self._shares if self._steps > self.missed.get(name, 0))
+
+    def _new_steppers(self, started: frozenset[str]) -> list[Stepper]:
         """Return the steppers; those that communicate come last, in the same order on all ranks."""
         in_place: dict[int, list[Share]] = {}
         gathered: list[Stepper] = []

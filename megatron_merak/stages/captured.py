@@ -1,7 +1,7 @@
 """Train any captured model on this rank: its parameter shards, its programs, its optimizer."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -174,6 +174,23 @@ class CapturedModel(TrainedModel):
         """See `TrainedModel`. Raises PlanError if the weights of replicas differ."""
         return self.replicas.loss(values)
 
+    def freeze(self, names: Collection[str]) -> None:
+        """Let parameters take no part in updates until the next call, and all others again.
+
+        names: of trained parameters, as `named_parameters` of the user's model has them.
+
+        Their gradients are computed and not used: what was captured with them serves when they train again.
+        """
+        aliases = self.blueprint.traced.captured.aliases
+        self.optimizer.freeze([aliases.get(name, name) for name in names])
+
+    @property
+    def thawable(self) -> list[str]:
+        """All names of the parameters that may be frozen and thawed, since their gradients are computed."""
+        captured = self.blueprint.traced.captured
+        own = sorted(captured.trainable)
+        return own + [alias for alias, name in captured.aliases.items() if name in captured.trainable]
+
     def update(self, rates: Rates, reduced: Tensor | None = None, zeros: Tensor | None = None) -> StepResult:
         if self.user_model is not None:
             self.user_model.mark_stale()
@@ -310,6 +327,7 @@ class CapturedModel(TrainedModel):
         self.replicas.check()
         meta = {"optimizer_steps": self.optimizer.steps, "plan": self.plan.to_dict(), "extra": dict(extra or {})}
         meta |= {"loss_scale": self.optimizer.scaler.state(), "optimizer": self.optimizer.name}
+        meta["missed_steps"] = dict(self.optimizer.missed)
         return store.save(root, self.iteration, self._state(), meta, self.mesh.control, "cpu")
 
     def load(
@@ -331,6 +349,8 @@ class CapturedModel(TrainedModel):
         def checked(meta: dict[str, Any]) -> None:
             scale = meta.get("loss_scale")
             sound = is_count(meta.get("optimizer_steps")) and isinstance(meta.get("extra"), dict)
+            missed = meta.get("missed_steps", {})
+            sound = sound and isinstance(missed, dict) and all(map(is_count, missed.values()))
             if not (sound and (scale is None or is_state(scale))):
                 reason = (
                     "optimizer_steps, extra or loss_scale is missing from what it says of its run, or of another kind"
@@ -341,6 +361,7 @@ class CapturedModel(TrainedModel):
 
         meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify, check=checked)
         self.after_load()
+        self.optimizer.missed = meta.get("missed_steps", {})
         self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
         self.optimizer.scaler.load(meta.get("loss_scale"))
         return meta["extra"]

@@ -1,7 +1,8 @@
 """A traced model: the capture of its first batch, and captures of batches with other shapes or branches."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,6 +125,7 @@ class Traced:
         loss: OwnLoss | None = None,
     ):
         self.model, self.dtype, self._loss = model, dtype, loss
+        self._trains = {name: p.requires_grad for name, p in model.named_parameters()}
         self.accepts_num_items = accepts_num_items(model) if loss is None else loss.counts
         self._shared: dict[str, Tensor] = {}
         self._cast = cast_of(model, DTYPES[dtype])
@@ -215,11 +217,27 @@ class Traced:
 
         Raises TraceError.
         """
-        with unguarded(self.model):
+        with unguarded(self.model), self._as_first():
             captured = capture(self.model, batch, **self._options(training, outputs, compute))
         check_operands(captured)
         self._share(captured)
         return captured
+
+    @contextmanager
+    def _as_first(self) -> Iterator[None]:
+        """Let the parameters train that did when the model was first captured: a callback may have frozen some since.
+
+        All captures compute the same gradients.
+        """
+        own = dict(self.model.named_parameters())
+        changed = {name: p.requires_grad for name, p in own.items() if p.requires_grad != self._trains.get(name)}
+        try:
+            for name in changed:
+                own[name].requires_grad = self._trains.get(name, changed[name])
+            yield
+        finally:
+            for name, trains in changed.items():
+                own[name].requires_grad = trains
 
     def _options(self, training: bool, outputs: Sequence[str], compute: LossFunction | None) -> dict[str, Any]:
         if compute is None and self._loss is not None:
@@ -237,7 +255,7 @@ class Traced:
         length: int,
     ) -> Lengths | None:
         """The lengths for which a capture computes the same; see ``lengths_of``."""
-        with unguarded(self.model):
+        with unguarded(self.model), self._as_first():
             return lengths_of(self.model, batch, axes, like, length, **self._options(training, outputs, compute))
 
     def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,8 @@
 """The user's model: it shares the trained weights if they are not sharded; else it raises when they are read."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -126,10 +127,18 @@ class UserModel:
 
     # Detecting what the user changed
 
-    def change(self, only_weights: bool = False) -> Change | None:
-        """The first change of the model that a capture depends on. only_weights: only changes of parameters."""
+    def change(self, only_weights: bool = False, thawed: Collection[str] = ()) -> Change | None:
+        """The first change of the model that a capture depends on.
+
+        only_weights: only changes of parameters.
+        thawed:       parameters that may have been frozen, or may be trainable again.
+        """
         now = Fingerprint.of(self.model)
-        return self.fingerprint.first_weight_change(now) if only_weights else self.fingerprint.first_change(now)
+        if only_weights:
+            return self.fingerprint.first_weight_change(now)
+        keys = [f"{name}.requires_grad" for name in thawed]
+        same = {key: self.fingerprint.rest[key] for key in keys if key in now.rest and key in self.fingerprint.rest}
+        return self.fingerprint.first_change(replace(now, rest={**now.rest, **same}))
 
     def is_taken(self) -> bool:
         """Whether another trainer has withheld the weights of this model."""

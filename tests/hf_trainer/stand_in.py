@@ -45,6 +45,9 @@ class EagerEngine:
     def first_not_finite(self, batches):
         return ""
 
+    def freeze(self, names):
+        """A frozen parameter of the eager model has no gradient."""
+
     def backward(self, batches):
         self.model.train()
         self.seen.append([batch["input_ids"][:, 0].tolist() for batch in batches])

@@ -256,3 +256,25 @@ def test_the_layout_of_the_buffer_does_not_change_a_bit():
         finals.append({entry.name: buffer.parameter(entry.name) for entry in entries})
     for name, final in finals[0].items():
         assert torch.equal(final, finals[1][name]) and final.any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_parameters_take_no_part(dtype):
+    """They keep values and moments, and count steps of their own; the norm is that of the others."""
+    buffer = make_buffer(dtype)
+    ours = AdamW(buffer, replace(CONFIG, clip_grad=1.0))
+    named = {name: torch.nn.Parameter(buffer.parameter(name).float().clone()) for name in SHAPES}
+    theirs = torch_adamw(named)
+    frozen = ((), ("a.bias", "b.weight"), ("b.weight", "b.norm"), ("a.weight",), ())
+    for step, names in enumerate(frozen):
+        grads = gradients(step)
+        fill(buffer, grads)
+        for name, grad in grads.items():
+            named[name].grad = None if name in names else grad
+        norm = torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+        theirs.step()
+        ours.freeze(names)
+        assert ours.step(RATES).grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        for name, parameter in named.items():
+            torch.testing.assert_close(buffer.view(ours.master, name), parameter.detach(), rtol=2e-6, atol=2e-7)
+    assert ours.missed == {"a.bias": 1, "b.weight": 2, "b.norm": 1, "a.weight": 1}

@@ -24,6 +24,7 @@ from megatron_merak.graph.capture.eager_module import (
 )
 from megatron_merak.graph.capture.fake_model import fake_batch, forward_parameters, make_fake_model
 from megatron_merak.graph.capture.fast_trace import fast_tracing
+from megatron_merak.graph.capture.inspected import inspected_model
 from megatron_merak.graph.capture.lengths import Axes, Lengths, SymbolicLength, digest
 from megatron_merak.graph.capture.outputs import LossFunction, output_names, pick_outputs, take_entries
 from megatron_merak.graph.capture.python_state import StateChanges
@@ -184,8 +185,9 @@ def lengths_of(
 
 def accepts_num_items(model: nn.Module) -> bool:
     """Whether the model divides its loss by ``num_items_in_batch``, by the criterion of HuggingFace's Trainer."""
-    if hasattr(model, "accepts_loss_kwargs"):
-        return bool(model.accepts_loss_kwargs)
+    inspected = inspected_model(model)
+    if hasattr(inspected, "accepts_loss_kwargs"):
+        return bool(inspected.accepts_loss_kwargs)
     return forward_parameters(model)[1]
 
 

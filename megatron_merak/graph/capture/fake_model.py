@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.empty import fake_mode, fake_parameter, is_fake
+from megatron_merak.graph.capture.inspected import inspected_model
+from megatron_merak.graph.capture.rebound import rebind_functions
 
 
 def make_fake_model(
@@ -38,6 +40,7 @@ def make_fake_model(
         else:
             memo[id(buffer)] = buffer.detach().cpu().clone() if copy_buffers else buffer.cpu()
     fake = copy.deepcopy(model, memo).train(training)
+    rebind_functions(fake, memo)
     for module in fake.modules():
         if isinstance(getattr(module, "gradient_checkpointing", None), bool):
             module.gradient_checkpointing = False
@@ -54,9 +57,15 @@ def fake_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the named parameters of the model's forward, and whether it takes any other keyword."""
-    parameters = inspect.signature(model.forward).parameters
+    """Return the named parameters of the model's forward, and whether it takes any other keyword.
+
+    For a model of peft, those of the base model, too: its forward hands on what it does not name.
+    """
+    inspected = inspected_model(model)
+    parameters = dict(inspect.signature(inspected.forward).parameters)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if inspected is not model:
+        parameters = dict(inspect.signature(model.forward).parameters) | parameters
     return {k: p for k, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, takes_any
 
 

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_unflatten
 
 from megatron_merak.errors import TraceError
+from megatron_merak.graph.capture.fake_model import forward_parameters
 
 EVERY, NOT, SAME = "*", "!", "|"
 
@@ -34,7 +35,7 @@ def pick_outputs(fake_model: nn.Module, names: Sequence[str], compute: LossFunct
     """
     forward = fake_model.forward
     remedy = "Put what it computes the loss from (labels) into the batch"
-    if "return_loss" in inspect.signature(forward).parameters:
+    if "return_loss" in forward_parameters(fake_model)[0]:
         remedy = "Put return_loss=True into the batch"
 
     def run_model(*args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
+from ...graph.capture.inspected import inspected_model
 
 
 def check_alpha(alpha: object) -> None:
@@ -26,7 +27,7 @@ def check_alpha(alpha: object) -> None:
 
 def embedding_of(model: nn.Module) -> nn.Module:
     """Return the module whose output gets noise, by transformers' rule. Raises ConfigError if there is none."""
-    inner = model.base_model.model if hasattr(model, "peft_config") else model
+    inner = inspected_model(model)
     try:
         embedding = inner.get_input_embeddings()
     except (AttributeError, NotImplementedError):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler
-from transformers.trainer_utils import RemoveColumnsCollator, has_length
+from transformers.trainer_utils import has_length
 
 from ...errors import ConfigError, DataError, MerakError
 from ...parallel.agree import gather_json, raise_together, together
@@ -19,6 +19,7 @@ from ...parallel.mesh import Mesh
 from ...stages.blueprint import shapes_of
 from ...stages.captured import CapturedModel
 from ..arguments.merak_arguments import MerakArguments
+from .columns import UsedColumns
 from .leaner import Leaner, in_one_row, without_masks
 from .model_facts import ModelFacts
 from .neutral import TRAINING, NeutralPadding
@@ -79,7 +80,7 @@ class Feed:
     def _collate(self) -> Callable[[list], Mapping[str, Any]]:
         if not self.args.remove_unused_columns:
             return self.collator
-        return RemoveColumnsCollator(self.collator, self.facts.used_columns)
+        return UsedColumns(self.collator, self.facts.used_columns)
 
     def _options(self) -> dict[str, Any]:
         args, workers = self.args, self.args.dataloader_num_workers

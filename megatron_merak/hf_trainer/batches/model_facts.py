@@ -10,6 +10,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.utils import can_return_loss, find_labels
 from transformers.utils.generic import is_flash_attention_requested
 
+from ...graph.capture.inspected import inspected_model
 from .padding import IGNORED, Padding
 
 
@@ -40,7 +41,8 @@ class ModelFacts:
 
         predictions: names joined by commas; None: all but those that the config ignores at inference.
         """
-        kind, config = type(model), getattr(model, "config", None)
+        inspected = inspected_model(model)
+        kind, config = type(inspected), getattr(model, "config", None)
         labels = tuple(find_labels(kind) if args.label_names is None else args.label_names)
         if predictions is None:
             default = ["cache", "past_key_values"]  # what releases of transformers from 5.24, and older ones, ignore
@@ -51,7 +53,7 @@ class ModelFacts:
             labels,
             bool(can_return_loss(kind)),
             next_token and not getattr(config, "is_encoder_decoder", False),
-            tuple(inspect.signature(model.forward).parameters),
+            tuple(inspect.signature(inspected.forward).parameters),
             getattr(model, "main_input_name", "input_ids"),
             tuple(name.strip() for name in predictions.split(",")),
             bool(getattr(config, "_attn_implementation", None)) and is_flash_attention_requested(config),

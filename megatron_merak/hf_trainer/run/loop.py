@@ -6,6 +6,7 @@ The order of events, the keys of logs and the arithmetic of steps are those of `
 import logging
 import math
 import time
+import zlib
 from itertools import islice
 from pathlib import Path
 
@@ -55,6 +56,8 @@ class TrainingLoop:
         self.skips = SkippedSteps(limit, engine.buffer, control, argument, engine.scaler)
         self.rerun = Rerun(engine, checks_of(self.args), self._say, self._warn, "rerun_mode", self.args.seed)
         self.captures = Captures(engine, trainer.is_world_process_zero())
+        self.frozen = 0  # a checksum of the names that were frozen in the last step
+        self.fault: ConfigError | None = None
         self.run_loss = self.pending_loss = 0.0
         self.last_logged = 0
         self.grad_norm: float | None = None
@@ -215,12 +218,16 @@ class TrainingLoop:
     def _step(self, batches: list[Batch], epoch: float) -> None:
         trainer, state = self.trainer, self.state
         self._tell("on_step_begin")
+        self.engine.freeze(frozen := self.rate.groups.frozen())
+        self.frozen = zlib.crc32(" ".join(frozen).encode())
         prepared = trainer.prepare_step(batches)
         reduced = self.rerun.backward(prepared)
         self.captures.look()
         trainer._note_reports(batches, prepared)
         for _ in batches[1:]:
             self._tell("on_substep_end")
+        if self.rate.groups.frozen() != frozen:
+            self.fault = _frozen_midway(self.rate.groups.frozen(), frozen)
         self._tell("on_pre_optimizer_step")
         self.rates = self.rate.groups.rates()
         result = self.engine.update(self.rate.groups.of_engine(), reduced)
@@ -250,14 +257,15 @@ class TrainingLoop:
         change of the optimizer's groups that is not supported, or that other ranks did not make.
         """
         group, control = self.trainer.control_group, self.trainer.control
-        fault = self.rate.groups.fault() or lost_writes(self.trainer)
+        fault = self.fault or self.rate.groups.fault() or lost_writes(self.trainer)
         if group is None:
             if fault is not None:
                 raise fault
             return
         rates = [rate if math.isfinite(rate) else -1.0 for rate in self.rates]
         decisions = [getattr(control, name) for name in DECISIONS]
-        own_values = [*decisions, fault is not None, *rates, *(-rate for rate in rates)]
+        compared = [*rates, float(self.frozen)]
+        own_values = [*decisions, fault is not None, *compared, *(-each for each in compared)]
         wishes = torch.tensor(own_values, dtype=torch.float64)
         dist.all_reduce(wishes, dist.ReduceOp.MAX, group=group)
         values = wishes.tolist()
@@ -265,8 +273,13 @@ class TrainingLoop:
             setattr(control, name, bool(wish))
         if values[len(DECISIONS)]:
             raise_together(fault, group, "cpu")
-        count = len(rates)
-        most, least = values[-2 * count : -count], [-rate for rate in values[-count:]]
+        count = len(compared)
+        most, least = values[-2 * count : -count], [-value for value in values[-count:]]
+        if most[-1] != least[-1]:
+            reason = "callbacks froze other parameters on other ranks"
+            raise ConfigError(
+                "requires_grad", "(set)", reason, "Let them freeze the same on every rank: seed the choice"
+            )
         if most != least:
             reason = f"ranks used rates up to {most}"
             raise ConfigError("optimizer.param_groups", least, reason, "Let callbacks set them on every rank")
@@ -378,3 +391,10 @@ class TrainingLoop:
         trainer._say(self.captures.summary())
         self._tell("on_train_end")
         return TrainOutput(state.global_step, loss, metrics)
+
+
+def _frozen_midway(now: list[str], before: list[str]) -> ConfigError:
+    name = next(name for name in (*now, *before) if (name in now) != (name in before))
+    reason = "it was changed between two micro-batches of a step, whose gradients are computed together"
+    value = f"requires_grad={name in before}"
+    return ConfigError(name, value, reason, "Freeze and thaw in on_step_begin, on_step_end or later events")

@@ -28,8 +28,8 @@ class ParameterGroups(torch.optim.Optimizer):
     optimizer: made by the script or as transformers would; its ``param_groups`` are these.
     model:     its trainable parameters are the groups' ``params``; their values and gradients are not the trained ones.
 
-    ``lr`` and ``weight_decay`` of the groups apply to the next update, whoever sets them. Any other change is a
-    ``fault``, and any other use raises ConfigError.
+    ``lr`` and ``weight_decay`` of the groups apply to the next update, whoever sets them. Parameters may be frozen and
+    thawed by ``requires_grad``. Any other change is a ``fault``, and any other use raises ConfigError.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module):
@@ -99,13 +99,30 @@ class ParameterGroups(torch.optim.Optimizer):
                 if _tuple(group.get(name)) != _tuple(value):
                     reason = "a callback or the schedule changed it, and it is fixed for the run"
                     return ConfigError(f"optimizer.param_groups {name}", group.get(name), reason, REMEDY)
-        for (name, parameter), trained in zip(self._all, self._trained, strict=True):
-            if parameter.requires_grad != trained:
-                reason = "requires_grad was changed during the run, but gradients were captured before"
-                remedy = "Freeze parameters before constructing MerakTrainer"
-                return ConfigError(name, f"requires_grad={parameter.requires_grad}", reason, remedy)
+        if (thawed := self._thawed()) is not None:
+            return thawed
         if not all(math.isfinite(value) and value >= 0 for value in self.rates()):
             return ConfigError("optimizer.param_groups", self.rates(), "a rate is negative or not finite", "Correct it")
+        return None
+
+    def frozen(self) -> list[str]:
+        """Return the parameters that were trainable when the model was captured, and are frozen now."""
+        return [
+            name
+            for (name, parameter), trained in zip(self._all, self._trained, strict=True)
+            if trained and not parameter.requires_grad
+        ]
+
+    def _thawed(self) -> ConfigError | None:
+        """Return the error for a change of ``requires_grad`` that cannot be followed."""
+        for (name, parameter), trained in zip(self._all, self._trained, strict=True):
+            if parameter.requires_grad and not trained:
+                reason = "it was frozen when the model was captured, so that it has no gradient and no place in steps"
+                remedy = "Leave it trainable until training begins, and freeze it in the callback's on_train_begin"
+                return ConfigError(name, "requires_grad=True", reason, remedy)
+        if any(self._trained) and len(self.frozen()) == sum(self._trained):
+            reason = "a callback has frozen every parameter, so that there is no gradient"
+            return ConfigError("model", "(frozen)", reason, "Leave a parameter trainable")
         return None
 
     def load_rates(self, values: list[float]) -> None:

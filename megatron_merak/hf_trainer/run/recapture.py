@@ -60,6 +60,7 @@ class Moments:
         for kind, values in engine.optimizer.other_state().items():
             for name, value in values.items():
                 value.copy_(self.optimizer.other_state()[kind][name])
+        engine.optimizer.missed = self.optimizer.missed
         engine.optimizer.steps = self.optimizer.steps
 
 
@@ -130,7 +131,8 @@ def _change(trainer: Any, engine: CapturedModel, saves: bool) -> Change | None:
     if user_model.is_taken():
         reason = "another trainer has sharded this model since, and this trainer has earlier weights"
         raise ConfigError("model", type(engine.model).__name__, reason, "Use one trainer, or give each its own model")
-    change = user_model.change(only_weights=saves)
+    follows = trainer.is_in_train or engine.iteration > 0
+    change = user_model.change(saves, engine.thawable if follows else ())
     if change is None and (name := user_model.written_parameter()) is not None:
         change = Change(f"model.{name}", "(its values)", "(written since)")
     return change
