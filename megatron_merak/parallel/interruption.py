@@ -8,6 +8,8 @@ Signals may reach one rank or all, at different times, so ranks must agree on th
 collective for that is launched before a step and awaited after it, overlapped with the step.
 """
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,6 +27,7 @@ import torch.distributed as dist
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *NOTICES)
 GRACE = 1.0  # a second signal within so many seconds counts as the same one, sent by several processes
+_END = bytes(1)  # no signal's number
 _USUAL = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -93,8 +96,9 @@ class Interruption:
             return
         self.restore()
         signal.set_wakeup_fd(self._wakeup)
-        os.close(self._writer)  # ends the thread
+        os.write(self._writer, _END)  # forked children may have the pipe, so closing it here does not end the thread
         self._watch.join()
+        os.close(self._writer)
         os.close(self._reader)
         if self.received and not self.agreed and raised is None:
             signal.raise_signal(self.received)
@@ -141,7 +145,7 @@ class Interruption:
     def _watch_second(self) -> None:
         """Read signals in a thread: Python runs handlers only between instructions of the main thread."""
         first = None
-        while numbers := os.read(self._reader, 1):
+        while (numbers := os.read(self._reader, 1)) != _END:
             if numbers[0] not in SIGNALS or numbers[0] in NOTICES:
                 continue
             now = time.monotonic()
@@ -162,6 +166,26 @@ class _Restored:
         if interruption is not None and interruption._before:
             interruption.restore()
             signal.set_wakeup_fd(-1)
+
+
+def outlast_signals(_worker: int) -> None:
+    """Let a process that loads data go on when a signal is sent to all processes of a job: its rank ends it.
+
+    Else a rank that completes its step would find its workers dead. ``end_workers`` has to be called at exit.
+    """
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setsid()  # out of the group to which terminals and torchrun send signals
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))  # only the first one
+
+
+def end_workers() -> None:
+    """End the processes that outlast signals; Python's own SIGTERM to them at exit is the first, and it would wait."""
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(ProcessLookupError):
+            if child.daemon and os.getsid(child.pid) == child.pid:
+                child.kill()
 
 
 def _caught() -> set[int]:

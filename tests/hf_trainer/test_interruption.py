@@ -3,19 +3,14 @@ one."""
 
 import faulthandler
 import os
-import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import TrainerCallback
 
 from megatron_merak.parallel.interruption import Interrupted
-from tests.hf_trainer.reference import untimed
-from tests.hf_trainer.stand_in import EagerTrainer, samples
-from tests.hf_trainer.test_resume import Stop, curve, equal_weights, trainer
+from tests.hf_trainer.test_resume import curve, equal_weights, trainer
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,8 @@ HONOURED = frozenset(
     train_sampling_strategy length_column_name ddp_backend ddp_timeout do_train do_eval do_predict
     resume_from_checkpoint local_rank fsdp fsdp_config deepspeed parallelism_config accelerator_config
     activation_checkpointing_kwargs gradient_checkpointing_kwargs torch_compile torch_compile_backend
-    enable_jit_checkpoint torch_compile_mode torch_empty_cache_steps dataloader_persistent_workers ddp_find_unused_parameters
-    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph neftune_noise_alpha""".split()
+    torch_compile_mode torch_empty_cache_steps dataloader_persistent_workers ddp_find_unused_parameters
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph neftune_noise_alpha enable_jit_checkpoint""".split()
 )
 UNKNOWN = ("this field is not supported", "Leave it as it is")
 _REDUCED = "no effect: this library reduces gradients"
