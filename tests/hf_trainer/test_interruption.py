@@ -3,7 +3,10 @@ one."""
 
 import faulthandler
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +112,84 @@ def test_ranks_stop_after_the_same_step_whichever_gets_the_signal(tmp_path, numb
     (first, curve_0), (second, curve_1) = run_ranks(_interrupted, 2, tmp_path / "cut", number)
     assert (first, second) == ((128 + number, 3, True), (128 + number, 3, False))
     assert curve_0 == curve_1 == curve(whole)
+
+
+SCRIPT = """
+import sys
+import time
+
+from transformers import TrainerCallback
+
+from megatron_merak import MerakArguments, MerakTrainer
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
+
+
+class Slow(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(0.05)
+
+
+named = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "logging_steps": 1, "save_steps": 100000}
+degrees = {"tensor_model_parallel_size": int(sys.argv[2]), "dataloader_num_workers": int(sys.argv[3])}
+args = MerakArguments(sys.argv[1], max_steps=100000, **named, **degrees)
+MerakTrainer(tiny_llama(), args, collate, samples(64, ragged=False), callbacks=[Slow()]).train()
+print("never reached")
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LAUNCH = ("-m", "megatron_merak", "launch", "--nproc-per-node", "2")
+
+
+def started(tmp_path: Path, launcher: tuple[str, ...], workers: int = 0) -> subprocess.Popen:
+    """A script in which a MerakTrainer trains, once it has taken steps."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, *launcher, "train.py", "out", "2" if launcher else "1", str(workers)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    run = subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes)
+    for _ in range(3):
+        next(line for line in run.stdout if "'loss'" in line)
+    return run
+
+
+def told(number: signal.Signals) -> str:
+    again = re.escape("; to go on, train(resume_from_checkpoint=True)")
+    return rf"train\.py: interrupted by {number.name} after step (\d+), which was saved in out/checkpoint-\1{again}\n"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("launcher", "workers", "number"), [((), 2, signal.SIGINT), ((), 0, signal.SIGHUP), (LAUNCH, 1, signal.SIGUSR1)]
+)
+def test_a_script_that_is_interrupted_says_one_line(tmp_path, launcher, workers, number):
+    """Signals reach all processes of the group, as from a terminal: those that load the data have to outlast them."""
+    with started(tmp_path, launcher, workers) as run:
+        os.killpg(run.pid, number)
+        out, error = run.communicate(timeout=100)
+    assert re.fullmatch(told(number), error), error
+    assert run.returncode == 128 + number and "never" not in out
+    assert (tmp_path / "out" / f"checkpoint-{re.match(told(number), error)[1]}" / "manifest.json").is_file()
+
+
+@pytest.mark.long
+def test_torchrun_adds_its_own_words_and_all_is_saved(tmp_path):
+    """docs/checkpoints.md says how many lines, and that nothing within ranks can prevent them."""
+    with started(tmp_path, TORCHRUN, 1) as run:
+        os.killpg(run.pid, signal.SIGTERM)
+        _, error = run.communicate(timeout=100)
+    assert run.returncode == 1 and len(re.findall(told(signal.SIGTERM), error)) == 1
+    assert error.count("Traceback") == 1 and "SignalException" in error.splitlines()[-1]
+    assert list((tmp_path / "out").glob("checkpoint-*/manifest.json"))
+
+
+@pytest.mark.long
+def test_a_second_signal_ends_at_once(tmp_path):
+    """While ranks wait for each other: one is stopped, so no step ends."""
+    with started(tmp_path, LAUNCH) as run:
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGSTOP)
+        os.killpg(run.pid, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.wait(timeout=2)
+        os.killpg(run.pid, signal.SIGINT)
+        _, error = run.communicate(timeout=30)
+    assert run.returncode == 130 and not list((tmp_path / "out").glob("checkpoint-*")), error
