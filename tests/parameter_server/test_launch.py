@@ -67,14 +67,16 @@ def test_a_rank_that_serves_and_trains_takes_its_part_along(tmp_path):
 def test_a_signal_stops_all_workers_after_one_step_and_the_run_resumes_from_there(tmp_path):
     run = f"ps-sync --num-parameter-servers 1 --train-iters 60 --save {tmp_path / 'run'} --load {tmp_path / 'run'}"
     parts = []
-    for name, rank in (("launcher", None), ("worker", 1), ("server", 3), ("end", None)):
+    sent = {"launcher": (None, signal.SIGTERM), "worker": (1, signal.SIGUSR1), "server": (3, signal.SIGHUP)}
+    for name in (*sent, "end"):
         (tmp_path / name).mkdir()
         job = Launched(4, run, tmp_path / name)
         if name != "end":
             job.after(parts[-1].iteration + 3 if parts else 3)
-            os.kill(job.process.pid if rank is None else job.pids()[rank], signal.SIGTERM)
-            assert job.end() == 143, job.told
-            assert f"interrupted by SIGTERM after iteration {job.iteration}, which was saved" in job.told
+            rank, number = sent[name]
+            os.kill(job.process.pid if rank is None else job.pids()[rank], number)
+            assert job.end() == 128 + number, job.told
+            assert f"interrupted by {number.name} after iteration {job.iteration}, which was saved" in job.told
         assert name != "end" or job.end() == 0, job.told
         parts.append(job)
     straight = Launched(4, run.replace("run", "straight"), tmp_path)
