@@ -18,14 +18,7 @@ from megatron_merak.parallel.interruption import NOTICES, SIGNALS, Interrupted, 
 from tests.ranks import run_ranks
 
 
-@pytest.fixture(autouse=True)
-def usual_handlers():
-    """Whoever started the tests may ignore some: a shell's background job ignores SIGINT, nohup SIGHUP."""
-    usual = {number: signal.SIG_DFL for number in SIGNALS} | {signal.SIGINT: signal.default_int_handler}
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("usual_signals")
 
 
 def _stopped(rank, world_size, sender):
