@@ -17,7 +17,6 @@ from megatron_merak.parallel import interruption as module
 from megatron_merak.parallel.interruption import NOTICES, SIGNALS, Interrupted, Interruption
 from tests.ranks import run_ranks
 
-
 pytestmark = pytest.mark.usefixtures("usual_signals")
 
 
