@@ -29,6 +29,7 @@ from .pretrain import check_command
 from .supervised import TRAINING, supervised
 from .words import described, error_text, program
 
+_PORT = 29500
 _PATIENCE = 600  # seconds that ranks have to complete a step and save after a signal, as long as a collective may take
 
 
@@ -43,7 +44,9 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nnodes", type=int, default=1, help="number of hosts, each with this many ranks (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="index of this host, from 0 (default: 0)")
     parser.add_argument("--master-addr", default="127.0.0.1", help="address of the first host (default: this host)")
-    parser.add_argument("--master-port", type=int, default=29500, help="free port on the first host (default: 29500)")
+    parser.add_argument(
+        "--master-port", type=int, default=_PORT, help=f"free port on the first host (default: {_PORT})"
+    )
     restarts = "restarts allowed per parameter server (default: 3); without servers, of all ranks (default: 0)"
     parser.add_argument("--max-restarts", type=int, default=None, help=restarts)
     parser.add_argument("script", help="pretrain, pretrain-hf, or a script")
@@ -83,8 +86,8 @@ def _served(script: str, flags: Sequence[str]) -> bool:
 def _torchrun(options: argparse.Namespace) -> list[str]:
     """Return torchrun's command line for the same ranks."""
     words = [f"{FLAG}={options.nproc_per_node}", f"--max-restarts={options.max_restarts or 0}"]
-    if options.nnodes == 1:
-        words.append("--standalone")
+    if options.nnodes == 1 and options.master_port == _PORT:
+        words.append("--standalone")  # at any free port
     else:
         words += [f"--nnodes={options.nnodes}", f"--node-rank={options.node_rank}"]
         words += [f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"]

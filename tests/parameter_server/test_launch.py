@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_merak.cli.launch import main
+from megatron_merak.cli.launch import _arguments, _served, _torchrun, main
 from megatron_merak.errors import LaunchError
 from megatron_merak.parameter_server.supervisor import Hosts, servers_of
 
@@ -121,3 +121,21 @@ def test_hosts_and_flags_say_who_is_who():
     assert servers_of(["--num-parameter-servers", "1", "--num-parameter-servers", "2"]) == 2, "as argparse takes it"
     with pytest.raises(LaunchError, match="--num-parameter-servers x: it is not a number"):
         servers_of(["--num-parameter-servers", "x"])
+
+
+def test_jobs_without_servers_are_torchrun_s():
+    """A script's --config may name servers, so such a script is started as before."""
+    script = ["--nproc-per-node", "2", "train.py", "out", "--strategy=dp"]
+    for words, served in (
+        (script, False),
+        ([*script, "--config", "c.yaml"], True),
+        ([*script[:2], "pretrain", "--config", "c.yaml"], False),
+        ([*script, "--data-parallel-strategy=ps-async"], True),
+    ):
+        options = _arguments(words)
+        assert _served(options.script, options.flags) == served, words
+    alone = ["--nproc-per-node=2", "--max-restarts=0", "--standalone", "train.py", "out", "--strategy=dp"]
+    assert _torchrun(_arguments(script)) == alone
+    hosts = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "first", "--master-port", "7"]
+    place = ["--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=7"]
+    assert _torchrun(_arguments([*hosts, "--nproc-per-node", "2", "pretrain", "--lr", "1"]))[2:6] == place
