@@ -133,7 +133,7 @@ class Slow(TrainerCallback):
 named = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "logging_steps": 1, "save_steps": 100000}
 degrees = {"tensor_model_parallel_size": int(sys.argv[2]), "dataloader_num_workers": int(sys.argv[3])}
 args = MerakArguments(sys.argv[1], max_steps=100000, **named, **degrees)
-MerakTrainer(tiny_llama(), args, collate, samples(64, ragged=False), callbacks=[Slow()]).train()
+MerakTrainer(tiny_llama(), args, collate, samples(22, ragged=False), callbacks=[Slow()]).train()
 print("never reached")
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -192,5 +192,6 @@ def test_a_second_signal_ends_at_once(tmp_path):
         with pytest.raises(subprocess.TimeoutExpired):
             run.wait(timeout=2)
         os.killpg(run.pid, signal.SIGINT)
+        os.kill(int(children[0]), signal.SIGKILL)  # the stopped one cannot end itself
         _, error = run.communicate(timeout=30)
     assert run.returncode == 130 and not list((tmp_path / "out").glob("checkpoint-*")), error
