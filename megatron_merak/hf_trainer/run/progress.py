@@ -38,9 +38,9 @@ class Progress:
     global_batch: int
     dataset: dict
     model: dict
-    owes_evaluation: bool
-    grad_norm: float | None
-    used_rate: float | None
+    owes_evaluation: bool = False
+    grad_norm: float | None = None
+    used_rate: float | None = None
 
     def to_json(self) -> dict:
         return _encode(asdict(self))
