@@ -8,6 +8,7 @@ from typing import Any
 
 _PUBLIC = {
     "Engine": "engine.engine",
+    "Interrupted": "parallel.interruption",
     "MerakArguments": "hf_trainer.arguments.merak_arguments",
     "MerakSeq2SeqArguments": "hf_trainer.seq2seq",
     "MerakSeq2SeqTrainer": "hf_trainer.seq2seq",
@@ -19,6 +20,7 @@ _PUBLIC = {
 __version__ = "0.1.0.dev0"
 __all__ = [
     "Engine",
+    "Interrupted",
     "MerakArguments",
     "MerakSeq2SeqArguments",
     "MerakSeq2SeqTrainer",

@@ -29,6 +29,18 @@ def fp32_products():
         sys.modules["torch"].set_float32_matmul_precision("highest")
 
 
+@pytest.fixture
+def usual_signals():
+    """Whoever started the tests may ignore signals, and so would all that a test starts: a background job of a shell
+    ignores SIGINT and SIGQUIT, nohup SIGHUP."""
+    handlers = {number: signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)}
+    handlers |= {signal.SIGUSR2: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 LONG = ("parity", "training", "hf_trainer", "rehearsal", "zoo")
 
 

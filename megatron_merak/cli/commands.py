@@ -28,7 +28,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "pretrain-hf": Command("megatron_merak.cli.pretrain:hf", "train a HuggingFace language model (pretrain_hf.py)"),
         "preprocess": Command("megatron_merak.cli.preprocess_data:main", "tokenize text into indexed datasets"),
         "launch": Command(
-            "megatron_merak.cli.launch:main", "start a job with parameter servers that survives failed ranks"
+            "megatron_merak.cli.launch:main",
+            "start the ranks of a script or job; one with parameter servers survives failed ranks",
         ),
         "plan": Command("megatron_merak.cli.plan:main", "show how a training command would run, or a stored plan"),
         "memory": Command("megatron_merak.cli.report_memory:main", "show what fills the memory of every rank"),

@@ -1,9 +1,13 @@
-"""Start the ranks of a job with parameter servers on this host, like torchrun, and keep the job running if ranks fail.
+"""Start the ranks of a job on this host, like torchrun, which it runs without the reports of its own.
 
-If a worker dies, the others continue. A killed parameter server is restarted from its last snapshot (--save,
---ps-snapshot-interval). See docs/parameter_server.md.
+A job that is interrupted ends with the line that its ranks say and with the signal's status. A job with parameter
+servers keeps running if ranks fail: if a worker dies, the others continue, and a killed parameter server is restarted
+from its last snapshot (--save, --ps-snapshot-interval). See docs/parameter_server.md.
 
 examples:
+  # a script with a MerakTrainer, on eight ranks
+  merak-launch --nproc-per-node 8 train.py ... (its arguments)
+
   # three workers and one server on this host
   merak-launch --nproc-per-node 4 pretrain --data-parallel-strategy ps-async \\
       --num-parameter-servers 1 --save runs/served ... (the flags of merak-pretrain)
@@ -20,9 +24,13 @@ from pathlib import Path
 from ..arguments import expanded
 from ..errors import LaunchError, MerakError
 from .door import command
+from .launcher import FLAG, run_agent
 from .pretrain import check_command
 from .supervised import TRAINING, supervised
 from .words import described, error_text, program
+
+_PORT = 29500
+_PATIENCE = 600  # seconds that ranks have to complete a step and save after a signal, as long as a collective may take
 
 
 def _arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -36,11 +44,12 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nnodes", type=int, default=1, help="number of hosts, each with this many ranks (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="index of this host, from 0 (default: 0)")
     parser.add_argument("--master-addr", default="127.0.0.1", help="address of the first host (default: this host)")
-    parser.add_argument("--master-port", type=int, default=29500, help="free port on the first host (default: 29500)")
     parser.add_argument(
-        "--max-restarts", type=int, default=3, help="restarts allowed per parameter server (default: 3)"
+        "--master-port", type=int, default=_PORT, help=f"free port on the first host (default: {_PORT})"
     )
-    parser.add_argument("script", help="pretrain, pretrain-hf, or a script like pretrain_gpt.py")
+    restarts = "restarts allowed per parameter server (default: 3); without servers, of all ranks (default: 0)"
+    parser.add_argument("--max-restarts", type=int, default=None, help=restarts)
+    parser.add_argument("script", help="pretrain, pretrain-hf, or a script")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
     return parser.parse_args(words)
 
@@ -51,7 +60,7 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
         ("--nproc-per-node", options.nproc_per_node, 1),
         ("--nnodes", options.nnodes, 1),
         ("--node-rank", options.node_rank, 0),
-        ("--max-restarts", options.max_restarts, 0),
+        ("--max-restarts", options.max_restarts or 0, 0),
     ):
         if value < least:
             raise LaunchError(flag, value, f"it is below {least}", f"Use at least {least}")
@@ -67,6 +76,25 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
+def _served(script: str, flags: Sequence[str]) -> bool:
+    """Whether flags name parameter servers; those in the --config file of a script are not known, so it may."""
+    words = {part for flag in flags for part in flag.split("=")}
+    unknown = script not in TRAINING and "--config" in words
+    return unknown or not words.isdisjoint(("ps-sync", "ps-async", "--num-parameter-servers"))
+
+
+def _torchrun(options: argparse.Namespace) -> list[str]:
+    """Return torchrun's command line for the same ranks."""
+    words = [f"{FLAG}={options.nproc_per_node}", f"--max-restarts={options.max_restarts or 0}"]
+    if options.nnodes == 1 and options.master_port == _PORT:
+        words.append("--standalone")  # at any free port
+    else:
+        words += [f"--nnodes={options.nnodes}", f"--node-rank={options.node_rank}"]
+        words += [f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"]
+    script = ["-m", "megatron_merak", options.script] if options.script in TRAINING else [options.script]
+    return [*words, *script, *options.flags]
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run merak-launch (tools/launch.py); return the exit status of the job."""
@@ -80,7 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.script in TRAINING:
             check_command(options.script, options.flags, hosts.size)
         flags = expanded(options.flags) if options.script in TRAINING else options.flags
-        return supervised(options.script, options.flags, hosts, servers_of(flags), options.max_restarts)
+        if not _served(options.script, flags):
+            return run_agent(_torchrun(options), _PATIENCE)
+        restarts = 3 if options.max_restarts is None else options.max_restarts
+        return supervised(options.script, options.flags, hosts, servers_of(flags), restarts)
     except MerakError as error:
         print(f"{program()}: {error_text(error)}", file=sys.stderr)
         return 1

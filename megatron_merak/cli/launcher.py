@@ -1,11 +1,17 @@
 """``--nproc-per-node``: ranks on this host without torchrun's command, by its own agent, which says nothing itself."""
 
+import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 FLAG = "--nproc-per-node"
+STANDALONE = "--standalone"  # a job of this host alone
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # the agent passes them on, waits for its ranks and ends
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def without_flag(arguments: Sequence[str]) -> list[str]:
@@ -30,6 +36,15 @@ def start(ranks: int, command: str, arguments: Sequence[str], patience: int | No
 
     Ranks print their own errors; only for one that a signal has ended this process reports.
     """
+    script = [sys.argv[0]] if sys.argv[0].endswith(".py") else ["-m", "megatron_merak", command]
+    return run_agent([STANDALONE, f"{FLAG}={ranks}", *script, *without_flag(arguments)], patience)
+
+
+def run_agent(words: Sequence[str], patience: int | None = None) -> int:
+    """Run torchrun's agent in this process and return the exit status of its ranks, see ``start``.
+
+    words: torchrun's command line.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,24 +52,54 @@ def start(ranks: int, command: str, arguments: Sequence[str], patience: int | No
     from ..parallel.listening import LOOPBACK, listen, serve_store
 
     logging.disable(logging.CRITICAL)  # the agent's own words on ranks that have spoken for themselves
-    script = [sys.argv[0]] if sys.argv[0].endswith(".py") else ["-m", "megatron_merak", command]
-    listener = listen(LOOPBACK)
-    port = listener.getsockname()[1]
-    store = serve_store(listener)  # the agent opens it by its port; one that it made would listen on all interfaces
-    meeting = ["--rdzv-backend=static", f"--master-addr={LOOPBACK}", f"--master-port={port}"]
-    options = run.parse_args([*meeting, f"{FLAG}={ranks}", *script, *without_flag(arguments)])
+    store = None
+    if STANDALONE in words:
+        listener = listen(LOOPBACK)
+        port = listener.getsockname()[1]
+        store = serve_store(listener)  # the agent opens it by its port; one that it made would listen on all interfaces
+        meeting = ["--rdzv-backend=static", f"--master-addr={LOOPBACK}", f"--master-port={port}"]
+        words = [*meeting, *(word for word in words if word != STANDALONE)]
+    options = run.parse_args([*words])
     if patience is not None:
         options.shutdown_timeout = patience  # read by versions of torch that let it be chosen
+    # What this process ignores (nohup, a script's background job) stays ignored, here and by the ranks.
+    handled = [name for name in _ENDING if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
+    options.signals_to_handle = ",".join(handled)  # likewise
+    for number in _NOTICES:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _pass_on)
     try:
         run.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
-            sys.stderr.write(f"rank {rank}: process {failure.pid} was ended by {name}\n")
+            with contextlib.suppress(OSError):  # the terminal is lost
+                sys.stderr.write(f"rank {rank}: process {failure.pid} was ended by {name}\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
     finally:
         del store
     return 0
+
+
+def _pass_on(number: int, _frame: object) -> None:
+    """Give ranks notice, and wait for them as before; without ranks, end as for other signals."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    ranks = _ranks_here()
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    if not ranks:
+        raise SignalException(f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number))
+
+
+def _ranks_here() -> list[int]:
+    """Return the processes that the agent has started, each of which leads a session; none where that is unknown."""
+    pid = os.getpid()
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [child for child in map(int, children) if os.getsid(child) == child]
+    return []

@@ -22,7 +22,8 @@ from ..optimizer.base import StepResult
 from ..optimizer.recipe import Recipe
 from ..parallel.agree import together
 from ..parallel.attendance import attend
-from ..parallel.launch import leave
+from ..parallel.interruption import Interruption
+from ..parallel.launch import end_interrupted, leave
 from ..parallel.nodes import find_nodes
 from ..plan import Plan
 from ..stages.blueprint import Task
@@ -244,6 +245,15 @@ class Engine:
         """Write the model, and its tokenizer if one is passed, as a directory for ``from_pretrained``."""
         self._between_steps("save_pretrained")
         self._captured.save_hf(directory, processing_class)
+
+    def interruption(self) -> Interruption:
+        """Return a context for a loop that saves when a signal asks the job to end.
+
+        Inside it, ``stops()`` says after a step whether one came to any rank: its number, or 0. It is collective, and
+        equal on every rank. A second signal ends the job at once. Raise ``megatron_merak.Interrupted`` of the number
+        after the save, for the signal's exit status.
+        """
+        return Interruption(self.mesh.control, end_interrupted)
 
     def end(self) -> None:
         """Leave the job; the last call of a script."""

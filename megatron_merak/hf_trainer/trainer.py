@@ -29,7 +29,6 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import (
     EvalLoopOutput,
     PredictionOutput,
-    SaveStrategy,
     TrainOutput,
     align_special_tokens,
     speed_metrics,
@@ -63,7 +62,7 @@ from .job import mesh_of
 from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_overrides, refusing
 from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, is_overridden, label_smoother
 from .run import trainer_state
-from .run.loop import TrainingLoop
+from .run.loop import TrainingLoop, saves_for_signals
 from .run.recapture import check_model, check_step, check_training
 from .run.run_directory import RunDirectory, write_text
 from .trainer_face import TrainerFace
@@ -273,7 +272,7 @@ class MerakTrainer(TrainerFace):
 
     def _train(self, directory: RunDirectory, resume_from: str | bool | None, ignored: list[str] | None) -> TrainOutput:
         resume = None
-        if resume_from is True or self.args.save_strategy != SaveStrategy.NO:
+        if resume_from is True or saves_for_signals(self.args):
             directory.hold()
         if resume_from:
             resume = directory.find(resume_from)

@@ -187,7 +187,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("Leave it out: a rank waits for its device when it reads a loss", "--train-sync-interval"),
     (
         "Use --exit-interval, and --save-interval for checkpoints on the way",
-        "--exit-duration-in-mins --exit-signal --exit-signal-handler-for-dataloader",
+        "--exit-duration-in-mins --exit-signal-handler-for-dataloader",
     ),
     (_COLLECTOR, "--manual-gc --manual-gc-interval --no-manual-gc-eval"),
     (

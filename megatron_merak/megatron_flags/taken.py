@@ -53,9 +53,15 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
             "it keeps scores in the range of fp16, and here the scores of fp16 queries and keys are fp32"
         ),
         "--exit-signal-handler": Taken(
-            "a run with --save saves and stops on SIGTERM, and on Ctrl-C",
+            "a run with --save saves and stops on SIGTERM, on Ctrl-C and on other signals that ask it to",
             beside="--save",
-            otherwise="Give --save: such a run saves on SIGTERM and on Ctrl-C",
+            otherwise="Give --save: such a run saves on SIGTERM, on Ctrl-C and on other signals that ask it to",
+        ),
+        "--exit-signal": Taken(
+            "a run with --save saves and stops on each of these signals",
+            ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
+            beside="--save",
+            otherwise="Give --save: such a run saves on each of SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2",
         ),
         "--use-mcore-models": _GPT,
         "--enable-experimental": Taken("no feature here needs it"),

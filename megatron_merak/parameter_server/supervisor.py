@@ -15,6 +15,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from ..errors import LaunchError
+from ..parallel.interruption import SIGNALS
 from ..parallel.listening import new_secret, open_server
 from ..parallel.position import SECRET
 from ..parallel.roles import ATTEMPT, ended_key, job_keys
@@ -88,12 +89,13 @@ class Supervisor:
     def run(self) -> int:
         """Start the ranks of this host and return when all have ended.
 
-        Returns 0 if a worker finished, else the first status that is not 0. SIGINT and SIGTERM end the ranks.
+        Returns 0 if a worker finished, else the first status that is not 0. SIGNALS are passed on to the ranks.
         """
         self.store = self._store()
         if self.hosts.nodes == 1:  # several would each make their own: give them one, in the environment
             self.environment = {SECRET: new_secret()} | dict(self.environment)
-        previous = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        ours = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._stop) for number in ours}
         try:
             for rank in self.hosts.ranks:
                 self._start(rank)

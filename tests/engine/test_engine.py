@@ -1,6 +1,8 @@
 """An engine under every kind of layout gives what one eager process gives."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from megatron_merak.engine import Engine, losses, token_logprobs
 from megatron_merak.errors import ConfigError, TraceError
+from megatron_merak.parallel.interruption import Interrupted
 from tests.engine.runs import arguments, batch_of, close, compare, likelihood, none, policy, tiny_llama
 from tests.ranks import run_ranks
 
@@ -61,6 +64,22 @@ def test_rates_are_those_of_the_step(engine):
     engine.forward_backward([batch_of(1)])
     engine.step(lr=0.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_weights())
+
+
+@pytest.mark.usefixtures("usual_signals")
+def test_a_loop_of_ones_own_saves_when_a_signal_asks_it_to_end(engine, tmp_path):
+    before, first = engine.steps, tmp_path / "state"
+    with pytest.raises(Interrupted) as stop, engine.interruption() as signals:
+        for number in (0, signal.SIGUSR1, 0):
+            engine.forward_backward([batch_of(1)])
+            engine.step(lr=0.0)
+            if number:
+                os.kill(os.getpid(), number)
+            if number := signals.stops():
+                engine.save(first)
+                raise Interrupted(number)
+    assert stop.value.code == 128 + signal.SIGUSR1 and engine.steps == before + 2
+    assert (first / f"iter_{engine.steps:07d}" / "manifest.json").is_file()
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(engine):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_merak.cli.launch import main
+from megatron_merak.cli.launch import _arguments, _served, _torchrun, main
 from megatron_merak.errors import LaunchError
 from megatron_merak.parameter_server.supervisor import Hosts, servers_of
 
@@ -63,18 +63,21 @@ def test_a_rank_that_serves_and_trains_takes_its_part_along(tmp_path):
     assert re.search(gone, job.told), job.told
 
 
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.timeout(250)
 def test_a_signal_stops_all_workers_after_one_step_and_the_run_resumes_from_there(tmp_path):
     run = f"ps-sync --num-parameter-servers 1 --train-iters 60 --save {tmp_path / 'run'} --load {tmp_path / 'run'}"
     parts = []
-    for name, rank in (("launcher", None), ("worker", 1), ("server", 3), ("end", None)):
+    sent = {"launcher": (None, signal.SIGTERM), "worker": (1, signal.SIGUSR1), "server": (3, signal.SIGHUP)}
+    for name in (*sent, "end"):
         (tmp_path / name).mkdir()
         job = Launched(4, run, tmp_path / name)
         if name != "end":
             job.after(parts[-1].iteration + 3 if parts else 3)
-            os.kill(job.process.pid if rank is None else job.pids()[rank], signal.SIGTERM)
-            assert job.end() == 143, job.told
-            assert f"interrupted by SIGTERM after iteration {job.iteration}, which was saved" in job.told
+            rank, number = sent[name]
+            os.kill(job.process.pid if rank is None else job.pids()[rank], number)
+            assert job.end() == 128 + number, job.told
+            assert f"interrupted by {number.name} after iteration {job.iteration}, which was saved" in job.told
         assert name != "end" or job.end() == 0, job.told
         parts.append(job)
     straight = Launched(4, run.replace("run", "straight"), tmp_path)
@@ -118,3 +121,21 @@ def test_hosts_and_flags_say_who_is_who():
     assert servers_of(["--num-parameter-servers", "1", "--num-parameter-servers", "2"]) == 2, "as argparse takes it"
     with pytest.raises(LaunchError, match="--num-parameter-servers x: it is not a number"):
         servers_of(["--num-parameter-servers", "x"])
+
+
+def test_jobs_without_servers_are_torchrun_s():
+    """A script's --config may name servers, so such a script is started as before."""
+    script = ["--nproc-per-node", "2", "train.py", "out", "--strategy=dp"]
+    for words, served in (
+        (script, False),
+        ([*script, "--config", "c.yaml"], True),
+        ([*script[:2], "pretrain", "--config", "c.yaml"], False),
+        ([*script, "--data-parallel-strategy=ps-async"], True),
+    ):
+        options = _arguments(words)
+        assert _served(options.script, options.flags) == served, words
+    alone = ["--nproc-per-node=2", "--max-restarts=0", "--standalone", "train.py", "out", "--strategy=dp"]
+    assert _torchrun(_arguments(script)) == alone
+    hosts = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "first", "--master-port", "7"]
+    place = ["--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=7"]
+    assert _torchrun(_arguments([*hosts, "--nproc-per-node", "2", "pretrain", "--lr", "1"]))[2:6] == place

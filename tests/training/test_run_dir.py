@@ -20,6 +20,7 @@ from tests.ranks import run_ranks
 
 from .jobs import job
 
+pytestmark = pytest.mark.usefixtures("usual_signals")
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
     --global-batch-size 8 --lr 1e-2 --mock-data --vocab-size 60 --log-interval 1 --eval-iters 0"""
@@ -83,32 +84,44 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, layout):
     assert losses(tmp_path / "parts.jsonl") == losses(tmp_path / "whole.jsonl")
 
 
-def started(flags: str, *launcher: str) -> subprocess.Popen:
+def started(flags: str, *launcher: str, ignored: signal.Signals | None = None) -> subprocess.Popen:
+    """ignored: a signal that the launcher and its ranks ignore, as under nohup."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, *launcher, *SMALL.split(), *flags.split()]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    if ignored is None:
+        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    before = signal.signal(ignored, signal.SIG_IGN)
+    try:
+        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    finally:
+        signal.signal(ignored, before)
 
 
-def interrupted(run: subprocess.Popen, number: signal.Signals) -> tuple[int, str, str]:
-    """Send a signal to the launcher and its group, as a terminal does, once there are iterations."""
+def interrupted(run: subprocess.Popen, *numbers: signal.Signals) -> tuple[int, str, str]:
+    """Send signals to the launcher and its group, as a terminal does, each after an iteration."""
     with run:
-        for line in run.stdout:
-            if "consumed samples" in line:
-                break
-        os.killpg(run.pid, number)
+        for number in numbers:
+            for line in run.stdout:
+                if "consumed samples" in line:
+                    break
+            os.killpg(run.pid, number)
         out, error = run.communicate(timeout=100)
     return run.returncode, out, error
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, number, status):
+@pytest.mark.parametrize(
+    ("number", "status", "ignored"),
+    [(signal.SIGINT, 130, None), (signal.SIGTERM, 143, signal.SIGHUP), (signal.SIGUSR1, 138, None)],
+)
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, number, status, ignored):
     command = ("-m", "megatron_merak", "pretrain")
     flags = "--nproc-per-node 2 --pipeline-model-parallel-size 2 --train-iters {0} --metrics {1}/{2}.jsonl"
     saved = flags.format(100000, tmp_path, "parts") + f" --save {tmp_path}/c --load {tmp_path}/c"
     saved += " --lr-decay-iters 200"
-    found, out, error = interrupted(started(saved, *command), number)
+    numbers = [number] if ignored is None else [ignored, number]
+    found, out, error = interrupted(started(saved, *command, ignored=ignored), *numbers)
     assert found == status
     told = r"python -m megatron_merak pretrain: interrupted by (\w+) after iteration ([\d,]+), which was saved; .*\n"
     name, iteration = re.fullmatch(told, error).groups()

@@ -3,6 +3,7 @@ and the gradient norm of each step."""
 
 import functools
 import os
+import signal
 import tempfile
 
 import pytest
@@ -14,8 +15,11 @@ from transformers import Trainer, TrainingArguments
 
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
+from megatron_merak.parallel.interruption import Interrupted
 from megatron_merak.trl import parallelize
 from tests.hf_trainer.losses import derived
+from tests.hf_trainer.test_interruption import Signal
+from tests.hf_trainer.test_resume import curve as logged
 from tests.ranks import run_ranks
 from tests.trl_trainers.cases import COMMON, llama, passages, tokenizer
 from tests.trl_trainers.test_parity import LAYOUTS as FEW
@@ -128,3 +132,19 @@ def test_a_curve_is_that_of_one_process(ranks, tmp_path, monkeypatch):
                     assert ours == (pytest.approx(theirs[0], rel=LOSS), pytest.approx(theirs[1], rel=NORM)), (
                         f"{name} {layout} step {step}"
                     )
+
+
+@pytest.mark.long
+def test_a_run_that_a_signal_ends_is_saved_and_goes_on(tmp_path):
+    saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 100}
+    whole = of_trl(parallelize, tmp_path / "whole", **saves)
+    whole.train()
+    cut = of_trl(parallelize, tmp_path / "cut", **saves)
+    cut.add_callback(Signal(signal.SIGUSR1, 2))
+    with pytest.raises(Interrupted, match=r"interrupted by SIGUSR1 after step 2, which was saved in .*checkpoint-2"):
+        cut.train()
+    resumed = of_trl(parallelize, tmp_path / "cut", **saves)
+    resumed.train(resume_from_checkpoint=True)
+    # TRL itself counts tokens anew in every process.
+    without = [[{**entry, "num_tokens": None} for entry in logged(run)] for run in (resumed, whole)]
+    assert without[0] == without[1]

@@ -20,7 +20,7 @@ HONOURED = frozenset(
     resume_from_checkpoint local_rank fsdp fsdp_config deepspeed parallelism_config accelerator_config
     activation_checkpointing_kwargs gradient_checkpointing_kwargs torch_compile torch_compile_backend
     torch_compile_mode torch_empty_cache_steps dataloader_persistent_workers ddp_find_unused_parameters
-    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph neftune_noise_alpha""".split()
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph neftune_noise_alpha enable_jit_checkpoint""".split()
 )
 UNKNOWN = ("this field is not supported", "Leave it as it is")
 _REDUCED = "no effect: this library reduces gradients"
@@ -41,7 +41,6 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "eval_use_gather_object": ("predictions are sent as tensors", "Leave it False"),
         "batch_eval_metrics": ("compute_metrics sees the whole evaluation", "Use preprocess_logits_for_metrics"),
         "save_on_each_node": ("output_dir is one directory that all nodes see", "Leave it False"),
-        "enable_jit_checkpoint": ("saving a checkpoint is collective", "Use save_steps"),
         "push_to_hub": ("nothing is uploaded", "Call save_model, then huggingface_hub.upload_folder"),
         "hub_token": ("nothing is uploaded", "Leave it unset"),
         "hub_model_id": ("nothing is uploaded", "Leave it unset"),
@@ -74,6 +73,8 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "ddp_find_unused_parameters": _REDUCED,
         "ddp_static_graph": _REDUCED,
         "deepspeed": "the ZeRO stage sets `data_parallel_sharding_strategy`; unsupported keys are refused",
+        "enable_jit_checkpoint": "every run that saves does so for a signal, see docs/checkpoints.md; True asks for it "
+        "beside `save_strategy='no'`",
         "eval_accumulation_steps": "predictions always move to the CPU immediately",
         "fsdp": "sets `data_parallel_sharding_strategy`; `hybrid_shard` shards within a node; `offload` is refused",
         "fsdp_config": "the units of the plan are wrapped; unsupported keys are refused",

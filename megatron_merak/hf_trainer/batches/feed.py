@@ -1,5 +1,6 @@
 """From datasets to the input of a step: this replica's micro-batches, and the number of targets in all of them."""
 
+import atexit
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from transformers.trainer_utils import has_length
 
 from ...errors import ConfigError, DataError, MerakError
 from ...parallel.agree import gather_json, raise_together, together
+from ...parallel.interruption import end_workers, outlast_signals
 from ...parallel.mesh import Mesh
 from ...stages.blueprint import shapes_of
 from ...stages.captured import CapturedModel
@@ -86,6 +88,9 @@ class Feed:
         args, workers = self.args, self.args.dataloader_num_workers
         options = {"num_workers": workers, "pin_memory": args.dataloader_pin_memory and self.mesh.device.type == "cuda"}
         if workers:
+            options["worker_init_fn"] = outlast_signals
+            atexit.unregister(end_workers)  # once, however many loaders there are
+            atexit.register(end_workers)
             options["prefetch_factor"] = args.dataloader_prefetch_factor
             options["multiprocessing_context"] = args.dataloader_multiprocessing_context
         return options

@@ -5,19 +5,25 @@ The order of events, the keys of logs and the arithmetic of steps are those of `
 
 import logging
 import math
+import signal
+import sys
 import time
 import zlib
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 
 from ...errors import CheckpointError, ConfigError, DoubtfulResultError, UnexpectedResultError
 from ...parallel.agree import raise_together
+from ...parallel.interruption import Interrupted, Interruption
+from ...parallel.launch import end_interrupted
+from ...parallel.position import tell
 from ...stages.rerun import Rerun
 from ...stages.unexpected import checks_of
 from ...training.skips import SkippedSteps
@@ -32,6 +38,11 @@ from .recapture import check_model, lost_writes
 from .run_directory import RunDirectory
 
 DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+def saves_for_signals(args: TrainingArguments) -> bool:
+    """Whether a signal lets a run save before it ends: not where it saves nothing, unless that was asked for."""
+    return args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
 
 
 class TrainingLoop:
@@ -64,6 +75,7 @@ class TrainingLoop:
         self.used_rate: float | None = None
         self.first_epoch = self.skipped_batches = 0
         self.position = (0, 0)  # epoch, samples of it that are used
+        self.owes_evaluation = False  # the last step was to be followed by one, and the run was interrupted
         self.dataset, self.described = self._fingerprint(), resumption.describe(trainer.model)
         self._begin_state()
         if resume is not None:
@@ -115,7 +127,11 @@ class TrainingLoop:
         progress = progress_of(extra)
         self.rate.load(progress.rate)
         self.pending_loss, self.last_logged = progress.pending_loss, progress.last_logged
+        self.owes_evaluation = progress.owes_evaluation
+        self.grad_norm = progress.grad_norm
+        self.used_rate = progress.used_rate
         self.first_epoch, samples = progress.position
+        self.position = (self.first_epoch, samples)
         if not args.ignore_data_skip:
             self.skipped_batches = self._batches_in(samples)
 
@@ -157,16 +173,30 @@ class TrainingLoop:
         trainer, began = self.trainer, time.time()
         trainer.first_tokens = self.state.num_input_tokens_seen
         self.began = began
+        saves = saves_for_signals(self.args)
+        with Interruption(trainer.control_group, end_interrupted, active=saves) as self.interruption:
+            for name in self.interruption.kept:
+                trainer._say(f"{name} has a handler of its own, so it does not save the run")
+            self._epochs()
+        return self._finish()
+
+    def _epochs(self) -> None:
+        trainer = self.trainer
         self._tell("on_train_begin")
         if self.args.eval_on_start:
             self._evaluate(moves_rate=False)
+        if self.owes_evaluation:
+            self.owes_evaluation = False
+            trainer.control.should_evaluate = True
+            self._log_evaluate_save()
+            if trainer.control.should_training_stop:
+                return
         for epoch in range(self.first_epoch, self.extent.epochs):
             self._tell("on_epoch_begin")
             check_model(trainer)
             self._epoch(epoch)
             if trainer.control.should_training_stop:
                 break
-        return self._finish()
 
     def _tell(self, event: str) -> None:
         trainer = self.trainer
@@ -218,6 +248,7 @@ class TrainingLoop:
     def _step(self, batches: list[Batch], epoch: float) -> None:
         trainer, state = self.trainer, self.state
         self._tell("on_step_begin")
+        self.interruption.before_step()
         self.engine.freeze(frozen := self.rate.groups.frozen())
         self.frozen = zlib.crc32(" ".join(frozen).encode())
         prepared = trainer.prepare_step(batches)
@@ -238,11 +269,35 @@ class TrainingLoop:
             self.rate.advance()
         state.global_step += 1
         state.epoch = epoch
+        number = self.interruption.after_step()
         self._tell("on_step_end")
+        if number:
+            self._end_interrupted(number)
         self._log_evaluate_save()
         told = self.skips.count(result.skipped, lambda: self.engine.first_not_finite(prepared))
         if told:
             self._say(f"Step {state.global_step}: {told}.")
+
+    def _end_interrupted(self, number: int) -> NoReturn:
+        """Save and raise Interrupted on every rank. There may be little time: an evaluation is left to the next run."""
+        trainer, state = self.trainer, self.state
+        self._agree()
+        self._log()
+        self.owes_evaluation = trainer.control.should_evaluate
+        self._save()
+        self._tell("on_save")
+        text = ""
+        if trainer.is_world_process_zero():
+            saved, again = "which was saved in", "to go on, train(resume_from_checkpoint=True)"
+            if self.args.save_only_model:
+                saved, again = "whose model was saved in", "without the state to go on from (save_only_model)"
+            name = signal.Signals(number).name
+            text = f"interrupted by {name} after step {state.global_step:,}, {saved} "
+            text += f"{self.directory.place(state.global_step)}; {again}"
+            tell(f"{Path(sys.argv[0]).name}: {text}")
+        trainer.control.should_training_stop = True
+        self._tell("on_train_end")
+        raise Interrupted(number, text)
 
     def _count_loss(self, loss: float) -> None:
         if self.args.logging_nan_inf_filter and not math.isfinite(loss):
@@ -284,9 +339,9 @@ class TrainingLoop:
             reason = f"ranks used rates up to {most}"
             raise ConfigError("optimizer.param_groups", least, reason, "Let callbacks set them on every rank")
 
-    def _log_evaluate_save(self) -> None:
+    def _log(self) -> None:
+        """Log the steps since the last log, if a callback decided so."""
         trainer = self.trainer
-        self._agree()
         if trainer.control.should_log and self.state.global_step > self.last_logged:
             steps = self.state.global_step - self.last_logged
             logs = {"loss": self.pending_loss / steps}
@@ -297,6 +352,11 @@ class TrainingLoop:
             trainer.store_flos()
             trainer.log(logs, self.began)
             self._agree()
+
+    def _log_evaluate_save(self) -> None:
+        trainer = self.trainer
+        self._agree()
+        self._log()
         if trainer.control.should_evaluate:
             better = self._is_better(self._evaluate())
             self._agree()
@@ -369,6 +429,9 @@ class TrainingLoop:
             self._global_batch(),
             self.dataset,
             self.described,
+            self.owes_evaluation,
+            self.grad_norm,
+            self.used_rate,
         )
 
     def _finish(self) -> TrainOutput:

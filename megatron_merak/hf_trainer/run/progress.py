@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from ...errors import CheckpointError
 from ...stages.saved_run import is_count
@@ -17,11 +18,14 @@ _ODD = "float"  # the key of an object that stands for a number which JSON does 
 class Progress:
     """The position of a run.
 
-    rate:          ``LearningRate.state()``.
-    pending_loss:  sum since the last log.
-    position:      epoch, and samples of it that were used.
-    dataset:       its fingerprint.
-    model:         class and configuration.
+    rate:            ``LearningRate.state()``.
+    pending_loss:    sum since the last log.
+    position:        epoch, and samples of it that were used.
+    dataset:         its fingerprint.
+    model:           class and configuration.
+    owes_evaluation: the last step was to be followed by one, and the run was interrupted.
+    grad_norm:       of the last step, for a log that follows without another one; None: there was none.
+    used_rate:       learning rate of the last step, likewise.
     """
 
     rate: dict
@@ -32,6 +36,9 @@ class Progress:
     global_batch: int
     dataset: dict
     model: dict
+    owes_evaluation: bool = False
+    grad_norm: float | None = None
+    used_rate: float | None = None
 
     def to_json(self) -> dict:
         return _encode(asdict(self))
@@ -46,7 +53,7 @@ class Progress:
         """
         remedy = "Resume from another checkpoint"
         try:
-            values = _decode(values)
+            values = {**_ABSENT, **_decode(values)}
             for name, check in _CHECKS.items():
                 if name not in values:
                     raise ValueError(f"it has no {name}")
@@ -92,7 +99,11 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "global_batch": is_count,
     "dataset": _is_fingerprint,
     "model": lambda value: isinstance(value["class"], str) and isinstance(value["config"], dict | None),
+    "owes_evaluation": lambda value: isinstance(value, bool),
+    "grad_norm": lambda value: value is None or is_number(value),
+    "used_rate": lambda value: value is None or is_number(value),
 }
+_ABSENT = MappingProxyType({"owes_evaluation": False, "grad_norm": None, "used_rate": None})  # in older checkpoints
 
 
 def _alike(name: str, saved: object, present: object) -> bool:
