@@ -401,8 +401,14 @@ class TrainingLoop:
         trainer, args, state = self.trainer, self.args, self.state
         check_model(trainer, saves=True)
         trainer.store_flos()
-        trainer._saving.run(self.directory.root, self._write)
+        saving = trainer._saving
+        saving.received = self._received
+        saving.run(self.directory.root, self._write)
         self.directory.rotate(args.save_total_limit, state.global_step, state.best_model_checkpoint)
+
+    def _received(self) -> int:
+        """Return a signal because of which a save does not wait for space, 0 for none."""
+        return 0 if self.interruption.agreed else self.interruption.received
 
     def _write(self) -> None:
         trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
