@@ -34,7 +34,7 @@ CHANGES = frozenset(
     """state control callback_handler is_in_train current_flos first_tokens optimizer lr_scheduler log engine _engine
     _generator _generating generate
     _trained_model _groups _moments _scheduler _built_by _parameters_used own_loss _given_optimizer _given_scheduler
-    optimizer_cls_and_kwargs _created_optimizer _created_for train evaluate predict save_model
+    optimizer_cls_and_kwargs _created_optimizer _compared _created_for train evaluate predict save_model
     learning_rate get_learning_rates get_optimizer_group create_scheduler""".split()
 )
 

@@ -86,6 +86,7 @@ def test_a_loss_spike_is_told(capfd):
     assert told.count("at least 10 times") == 1 and "step 3" not in told
 
 
+@pytest.mark.long
 def test_a_trainer_saves_the_last_sound_step(tmp_path):
     run = Executor.run
     runs = []
@@ -166,6 +167,7 @@ def _alone(rank, world, directory):
     )
 
 
+@pytest.mark.long
 def test_without_another_replica_the_job_must_be_started_elsewhere(tmp_path):
     for (_, doubtful, _), (_, transient, _) in run_ranks(_alone, 2, tmp_path, timeout=120.0):
         assert doubtful[0] == "DoubtfulResultError" and doubtful[2] == 16
