@@ -20,6 +20,7 @@ from megatron_merak.parameter_server.service import Service, Snapshots
 from megatron_merak.parameter_server.wire import NUMBERS, Kind, Message
 
 MASTER = (KINDS.index("master"),)
+HELLO = (Kind.HELLO, (), None)
 
 
 class Line:
@@ -73,6 +74,7 @@ class Servers:
         self._sequence = 0
         self._versions: Counter[tuple[int, int]] = Counter()
         self._pool = ThreadPoolExecutor(settings.workers)
+        self._layouts: list[str] = []  # of each server: what a connection says first
         self.services = [self._service(weights[slice(*span)]) for span in self.spans]
 
     def _service(self, weights: Tensor) -> Service:
@@ -90,15 +92,17 @@ class Servers:
             sync=settings.sync,
             max_staleness=settings.max_staleness,
         )
-        service.serve(0, Line((Kind.HELLO, (), None), text=layout.to_json()))
-        service.serve(0, Line((Kind.STORE, MASTER, weights), (Kind.READY, (0,), None)))
+        self._layouts.append(layout.to_json())
+        store = (Kind.STORE, MASTER, weights)
+        service.serve(0, Line(HELLO, store, (Kind.READY, (0,), None), text=layout.to_json()))
         return service
 
     def push(self, worker: int, server: int, gradient: Tensor, rate: float) -> Tensor:
         """Let one server apply its piece of a worker's gradient [n]; its weights after that."""
         self._sequence += 1
         numbers = (self._sequence, self._versions[worker, server], 1.0, rate, self.settings.decay)
-        line = Line((Kind.PUSH, numbers, gradient[slice(*self.spans[server])]))
+        push = (Kind.PUSH, numbers, gradient[slice(*self.spans[server])])
+        line = Line(HELLO, push, text=self._layouts[server])
         self.services[server].serve(worker, line)
         version, _, _, staleness, late = line.answer.numbers
         self._versions[worker, server] = int(version)
@@ -109,8 +113,9 @@ class Servers:
     def step(self, server: int, step: int, gradients: Sequence[Tensor], rate: float) -> Tensor:
         """Let one server add its piece of all workers' gradients [n] and apply the sum; its weights after that."""
         piece = slice(*self.spans[server])
+        apply = (Kind.APPLY, (0, 1.0, rate, self.settings.decay), None)
         lines = [
-            Line((Kind.CONTRIBUTE, (step,), gradient[piece]), (Kind.APPLY, (0, 1.0, rate, self.settings.decay), None))
+            Line(HELLO, (Kind.CONTRIBUTE, (step,), gradient[piece]), apply, text=self._layouts[server])
             for gradient in gradients
         ]
         list(self._pool.map(self.services[server].serve, range(len(lines)), lines))
