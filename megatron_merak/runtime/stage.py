@@ -42,6 +42,7 @@ class _Runner:
             mesh.device,
             overlap=overlap,
             wait_for_parameters=parameters.wait_for,
+            pulse=mesh.pulse,
         )
         self.parameters, self.last_uses = parameters, parameters.used_by(program.segments)
         self.trains = False
