@@ -48,8 +48,10 @@ _WAITING = (".wait(", ".item()", ".tolist()", ".synchronize(", ".cpu()")
 _FRAMES = 16  # innermost frames of a stack that is shown
 _NAMED = 8  # ranks of which a verdict says where they are
 _ANSWER = 10.0  # seconds after which the store counts as lost
+_READERS = 3.0  # seconds for all ranks to print a verdict
 _TIMEOUT = "--distributed-timeout-minutes (ddp_timeout of MerakArguments)"
-_BACKSTOP = 0.95  # of the timeout of collectives: their own error would name nobody
+_SOONER = 0.05  # of the timeout of collectives: so much sooner, since their own error would name nobody
+_SOONER_SECONDS = 10.0  # and at least so much, but half of a short timeout
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Limits:
     least: float = 60.0
     elsewhere: float = 570.0
     poll: float = 1.0
-    suspicion: float = 3.0
+    suspicion: float = 2.0
     silence: float = 10.0
     beside: float = 5.0
 
@@ -82,7 +84,7 @@ class Limits:
         seconds: the timeout of its collectives.
         default: what that is unless a user chooses it; one that was chosen holds for steps too.
         """
-        most = _BACKSTOP * seconds
+        most = max(seconds / 2, seconds - max(_SOONER * seconds, _SOONER_SECONDS))
         if seconds == default:
             return cls(first=min(600.0, most), elsewhere=most)
         return cls(first=most, factor=0.0, least=most, elsewhere=most)
@@ -151,7 +153,7 @@ class Watchdog(threading.Thread):
                 self._forget()
             looked = now
             if self._watcher is None and now - began >= self.limits.beside:
-                self._watcher = _Beside(self._stacks, self.pulse, self.rank, self.limits)
+                self._watcher = _Beside(self._stacks, self.rank, self.limits)
             try:
                 self._look()
             except (RuntimeError, ValueError, OSError) as error:
@@ -217,7 +219,7 @@ class Watchdog(threading.Thread):
         still = now - self._still_since
         state = self._state(still, frame)
         if self._watcher is not None:
-            self._watcher.sign_of_life(self._limit(state["in_step"]), state["at"])
+            self._watcher.sign_of_life(self._limit(state["in_step"]), _stage(state) + state["at"])
         self._publish(state)
         if self._store.add("verdicts", 0):
             self._obey()
@@ -312,9 +314,7 @@ class Watchdog(threading.Thread):
         first = states[blamed[0]]
         at = self.pulse.left or self.pulse.place().text if at is None else at
         what = named_ranks(blamed)
-        if len(blamed) == 1 and first.state["stage"] is not None:
-            what += f" (stage {first.state['stage']})"
-        value = f"last seen {first.state['at']}"
+        value = f"{_stage(first.state)}last seen {first.state['at']}"
         stack = first.state["stack"]
         if len(blamed) > 1:
             value = "; ".join(f"{rank} {states[rank].state['at']}" for rank in blamed[:_NAMED])
@@ -335,7 +335,9 @@ class Watchdog(threading.Thread):
         else:
             reason = f"each waits for others, and {waited}"
             remedy = "Ranks have to make the same calls in the same order; a stack follows"
-        return {"text": str(HangError(what, value, reason, remedy)), "stack": stack}
+        lost = [rank for rank, peer in states.items() if self._is_gone(peer) or peer.silent >= self.limits.silence]
+        readers = self.size - len(lost)
+        return {"text": str(HangError(what, value, reason, remedy)), "stack": stack, "readers": readers}
 
     def _examine(self, state: Mapping[str, Any]) -> tuple[str, str]:
         """Return why a silent rank is so, and its stacks, as far as this host can tell."""
@@ -354,7 +356,7 @@ class Watchdog(threading.Thread):
         """Print the verdict in the store, or ``own`` where it does not come, and end this process."""
         self.obeys = True
         sys.excepthook = lambda *error: None  # connections of ranks that end sooner are closed: no news
-        verdict = own or {"text": "", "stack": ""}
+        verdict = own or {"text": "", "stack": "", "readers": self.size}
         end = time.monotonic() + _ANSWER
         with contextlib.suppress(RuntimeError, ValueError, OSError):
             while time.monotonic() < end and not self._store.check(["verdict"]):
@@ -372,17 +374,17 @@ class Watchdog(threading.Thread):
         reason += f"for {still:.0f} s in {place.text}"
         remedy = "Look at the launcher, or at the host of rank 0"
         text = str(HangError("store", "of the job", reason, remedy))
-        self._finish({"text": text, "stack": _stack(self._frame())})
+        self._finish({"text": text, "stack": _stack(self._frame()), "readers": 0})
 
-    def _finish(self, verdict: Mapping[str, str]) -> NoReturn:
+    def _finish(self, verdict: Mapping[str, Any]) -> NoReturn:
         text = verdict["text"]
         stack = verdict["stack"]
         self._report(f"{text}\n{stack}" if stack else text, text)
         # All ranks should get to print it: a launcher ends the others once one exits.
-        end = time.monotonic() + 3 * self._poll
+        end = time.monotonic() + _READERS
         with contextlib.suppress(RuntimeError, ValueError, OSError):
             seen = self._store.add("seen", 1)
-            while seen < self.size and time.monotonic() < end:
+            while seen < verdict["readers"] and time.monotonic() < end:
                 time.sleep(self._poll / 20)
                 seen = self._store.add("seen", 0)
         if self._watcher is not None:
@@ -412,13 +414,12 @@ class _Stacks:
 class _Beside:
     """The watcher of this process, started as a script without torch."""
 
-    def __init__(self, stacks: _Stacks, pulse: Pulse, rank: int, limits: Limits):
+    def __init__(self, stacks: _Stacks, rank: int, limits: Limits):
         self._process: subprocess.Popen[bytes] | None = None
-        stage = "" if pulse.stage is None else f" (stage {pulse.stage})"
         grace = 3 * limits.silence / 2
         script = str(Path(__file__).with_name("watcher.py"))
         arguments = [os.getpid(), *stacks.where()]
-        command = [sys.executable, "-I", "-S", script, *map(str, arguments), f"rank {rank}{stage}", str(grace)]
+        command = [sys.executable, "-I", "-S", script, *map(str, arguments), f"rank {rank}", str(grace)]
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 command,
@@ -485,6 +486,10 @@ _NEVER: Mapping[str, Any] = {
 def running() -> Watchdog | None:
     """Return the watchdog of this process, if it has one."""
     return next((thread for thread in threading.enumerate() if isinstance(thread, Watchdog)), None)
+
+
+def _stage(state: Mapping[str, Any]) -> str:
+    return "" if state["stage"] is None else f"(stage {state['stage']}) "
 
 
 def _signature(frame: FrameType | None) -> tuple[int, ...]:
