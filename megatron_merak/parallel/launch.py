@@ -23,8 +23,8 @@ from .meeting import meet
 from .position import launcher, position, tell
 from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
-from .roles import ATTEMPT, Role, job_keys
 from .pulse import Pulse
+from .roles import ATTEMPT, Role, job_keys
 from .shared_segment import Settings
 from .watchdog import Limits, Watchdog, running
 

@@ -170,7 +170,9 @@ class Watchdog(threading.Thread):
             self._publish(self._state(0.0))
 
     def wait_for_all(self, patience: float) -> bool:
-        """Wait until every rank has said farewell; False if one ended without, or was silent for ``patience`` seconds.
+        """Wait until every rank has said farewell; False if one ended without it, or was silent for so long.
+
+        patience: seconds.
         """
         self._forget()
         while True:
@@ -400,7 +402,8 @@ class _Stacks:
 
     def __init__(self) -> None:
         self.thread = 0
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115: as long as this process
+        # Open as long as this process runs.
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
         highest = getattr(signal, "SIGRTMAX", None)
         self.number = 0 if highest is None else int(highest) - 3  # nobody uses it
         if self.number:
