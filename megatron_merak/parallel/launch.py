@@ -290,11 +290,18 @@ def adopt(
     rank, size = dist.get_rank(), dist.get_world_size()
     watchdog = running()
     if watchdog is None and size > 1 and dist.get_backend() != MPI:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"megatron_merak {attempt}", dist.distributed_c10d._get_default_store())
-        watchdog = _watch(rank, size, store, limits or Limits())
-        atexit.register(_say_farewell, watchdog)
+        store = dist.distributed_c10d._get_default_store()
+        if _over_tcp(store):  # a file would grow with every sign of life
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            watchdog = _watch(rank, size, dist.PrefixStore(f"megatron_merak {attempt}", store), limits or Limits())
+            atexit.register(_say_farewell, watchdog)
     return World(rank, size, device, collectives=collectives, setup=setup, watchdog=watchdog, **here)
+
+
+def _over_tcp(store: dist.Store) -> bool:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore)
 
 
 def _job_backend(backend: str, device: torch.device) -> str:

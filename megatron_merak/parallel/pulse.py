@@ -3,6 +3,7 @@
 The watchdog reads the notes from its own thread and puts them into words (``F3@1 of step 40, all-reduce 17``).
 """
 
+import mmap
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ class Pulse:
     stage:       of this rank in a pipeline; None without one.
     thread:      the thread that trains.
     left:        where it was when an exception ended its last step; empty if none did.
+    flag:        one byte, 1 where `place` is in a step. The watchdog puts it into memory that other processes read:
+                 what it publishes itself is old once this process no longer runs.
     """
 
     def __init__(self) -> None:
@@ -45,6 +48,7 @@ class Pulse:
         self.longest = 0.0
         self.aside = ""
         self.left = ""
+        self.flag: bytearray | mmap.mmap = bytearray(1)
         self.stage: int | None = None
         self.thread = threading.main_thread().ident
         self._depth = 0
@@ -81,7 +85,7 @@ class Pulse:
         self.thread = threading.get_ident()
         self.left = ""
         began = time.monotonic()
-        self.beats += 1
+        self._mark()
         try:
             yield
             self._spent += time.monotonic() - began
@@ -94,19 +98,23 @@ class Pulse:
         finally:
             self._depth -= 1
             self.op = ""
-            self.beats += 1
+            self._mark()
 
     @contextmanager
     def doing(self, text: str) -> Iterator[None]:
         """Note that work runs meanwhile whose length says nothing about that of steps."""
         before = self.aside
         self.aside = text
-        self.beats += 1
+        self._mark()
         try:
             yield
         finally:
             self.aside = before
-            self.beats += 1
+            self._mark()
+
+    def _mark(self) -> None:
+        self.beats += 1
+        self.flag[0] = self._depth > 0 and not self.aside
 
     def place(self) -> Place:
         """Return where this rank is."""

@@ -19,6 +19,7 @@ import contextlib
 import faulthandler
 import json
 import linecache
+import mmap
 import os
 import select
 import signal
@@ -28,7 +29,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +41,7 @@ import torch.distributed as dist
 from ..counting import named_ranks
 from ..errors import HangError
 from .pulse import Pulse
-from .watcher import examine
+from .watcher import examine, is_set
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _TORCH = str(Path(dist.__file__).resolve().parent) + os.sep
@@ -132,7 +133,7 @@ class Watchdog(threading.Thread):
         number = self._store.add(f"starts of {rank}", 1)
         self._store = dist.PrefixStore(f"{number}", self._store)
         self._place = _place_of(self._pid)
-        self._stacks = _Stacks()
+        self._own = _Memory(self.pulse)
         self._published = 0
         self._ended = ""  # how this rank has ended; empty while it runs
         self._stopped = threading.Event()
@@ -145,7 +146,7 @@ class Watchdog(threading.Thread):
         self.obeys = False  # whether this process is about to end by a verdict
 
     def run(self) -> None:
-        self._stacks.thread = threading.get_native_id()
+        self._own.thread = threading.get_native_id()
         began = looked = time.monotonic()
         while not self._stopped.wait(self._poll):
             now = time.monotonic()
@@ -153,7 +154,7 @@ class Watchdog(threading.Thread):
                 self._forget()
             looked = now
             if self._watcher is None and now - began >= self.limits.beside:
-                self._watcher = _Beside(self._stacks, self.rank, self.limits)
+                self._watcher = _Beside(self._own, self.rank, self.limits)
             try:
                 self._look()
             except (RuntimeError, ValueError, OSError) as error:
@@ -221,7 +222,8 @@ class Watchdog(threading.Thread):
         still = now - self._still_since
         state = self._state(still, frame)
         if self._watcher is not None:
-            self._watcher.sign_of_life(self._limit(state["in_step"]), _stage(state) + state["at"])
+            limits = f"{self.limits.of_step(self.pulse)} {self.limits.elsewhere}"
+            self._watcher.sign_of_life(f"{limits} {_stage(state)}{state['at']}")
         self._publish(state)
         if self._store.add("verdicts", 0):
             self._obey()
@@ -245,7 +247,7 @@ class Watchdog(threading.Thread):
             "waits": _waits(frame),
             "stack": _stack(frame) if suspicious else "",
             "place": self._place,
-            "stacks": self._stacks.where(),
+            "memory": self._own.where(),
         }
 
     def _publish(self, state: dict[str, Any]) -> None:
@@ -296,7 +298,7 @@ class Watchdog(threading.Thread):
         blamed = blamed or [*everyone]
         if blamed == [self.rank]:
             return None  # those that wait for it judge
-        if all(everyone[rank].state["in_step"] for rank in blamed):
+        if all(self._is_in_step(everyone[rank]) for rank in blamed):
             limit = self.limits.of_step(self.pulse)
             stand = min(everyone[rank].still for rank in blamed)
         else:
@@ -341,17 +343,30 @@ class Watchdog(threading.Thread):
         readers = self.size - len(lost)
         return {"text": str(HangError(what, value, reason, remedy)), "stack": stack, "readers": readers}
 
+    def _is_in_step(self, peer: "_Peer") -> bool:
+        """Whether a rank is in a step: a silent one as its memory says, where that is on this host."""
+        if peer.silent >= self.limits.silence:
+            with contextlib.suppress(OSError), self._memory(peer.state, 3) as flag:
+                return is_set(flag)
+        return peer.state["in_step"]
+
+    @contextlib.contextmanager
+    def _memory(self, state: Mapping[str, Any], index: int) -> Iterator[int]:
+        """Yield a file descriptor for an entry of a rank's ``memory``. Raises OSError where it is of another host."""
+        host, pid, _ = state["place"]
+        if not host or host != self._place[0]:
+            raise OSError("another host")
+        file = os.open(f"/proc/{pid}/fd/{state['memory'][index]}", os.O_RDONLY)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
     def _examine(self, state: Mapping[str, Any]) -> tuple[str, str]:
         """Return why a silent rank is so, and its stacks, as far as this host can tell."""
-        host, pid, _ = state["place"]
-        if host and host == self._place[0]:
-            thread, number, file = state["stacks"]
-            with contextlib.suppress(OSError):
-                stacks = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY)
-                try:
-                    return examine(pid, thread, number, stacks)
-                finally:
-                    os.close(stacks)
+        thread, number = state["memory"][:2]
+        with contextlib.suppress(OSError), self._memory(state, 2) as stacks:
+            return examine(state["place"][1], thread, number, stacks)
         return "it is stopped, a C function holds the GIL, or its host is lost", ""
 
     def _obey(self, own: dict[str, Any] | None = None) -> NoReturn:
@@ -394,34 +409,47 @@ class Watchdog(threading.Thread):
         self._end(1)
 
 
-class _Stacks:
-    """A file into which a signal makes this process write its stacks, while the GIL is held too.
+class _Memory:
+    """What other processes of this host read of this one, also while it does not run.
 
+    stacks: a file into which a signal makes this process write its stacks, while the GIL is held too.
+    flag:   a file with the flag of ``pulse``.
     thread: the thread that the signal is for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pulse: Pulse):
         self.thread = 0
-        # Open as long as this process runs.
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self.stacks = _file("stacks")
+        self.flag = _file("flag")
+        os.ftruncate(self.flag, 1)
+        pulse.flag = mmap.mmap(self.flag, 1)
         highest = getattr(signal, "SIGRTMAX", None)
         self.number = 0 if highest is None else int(highest) - 3  # nobody uses it
         if self.number:
-            faulthandler.register(self.number, file=self.file, all_threads=True)
+            faulthandler.register(self.number, file=self.stacks, all_threads=True)
 
     def where(self) -> list[int]:
-        """Return thread, signal and file descriptor."""
-        return [self.thread, self.number, self.file.fileno()]
+        """Return thread, signal and the file descriptors."""
+        return [self.thread, self.number, self.stacks, self.flag]
+
+
+def _file(name: str) -> int:
+    """Return the descriptor of a file that nobody else can open by a name: in memory, where the system has that."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"megatron_merak {name}")
+    descriptor, path = tempfile.mkstemp()
+    os.unlink(path)
+    return descriptor
 
 
 class _Beside:
     """The watcher of this process, started as a script without torch."""
 
-    def __init__(self, stacks: _Stacks, rank: int, limits: Limits):
+    def __init__(self, memory: _Memory, rank: int, limits: Limits):
         self._process: subprocess.Popen[bytes] | None = None
         grace = 3 * limits.silence / 2
         script = str(Path(__file__).with_name("watcher.py"))
-        arguments = [os.getpid(), *stacks.where()]
+        arguments = [os.getpid(), *memory.where()]
         command = [sys.executable, "-I", "-S", script, *map(str, arguments), f"rank {rank}", str(grace)]
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
@@ -429,17 +457,17 @@ class _Beside:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 bufsize=0,
-                pass_fds=[stacks.file.fileno()],
+                pass_fds=[memory.stacks, memory.flag],
             )
             os.set_blocking(self._process.stdin.fileno(), False)
 
-    def sign_of_life(self, limit: float, at: str) -> None:
+    def sign_of_life(self, line: str) -> None:
         process = self._process
         if process is None or process.stdin is None:
             return
         with contextlib.suppress(OSError):
             if select.select([], [process.stdin], [], 0)[1]:
-                os.write(process.stdin.fileno(), f"{limit} {at}\n".encode())
+                os.write(process.stdin.fileno(), f"{line}\n".encode())
 
     def close(self) -> None:
         process = self._process
@@ -481,7 +509,7 @@ _NEVER: Mapping[str, Any] = {
     "waits": False,
     "stack": "",
     "place": ["", 0, 0],
-    "stacks": [0, 0, 0],
+    "memory": [0, 0, 0, 0],
     "number": 0,
 }
 

@@ -3,16 +3,17 @@
 That is so while a C function holds the GIL, and while the process is stopped; then the watchdog, a thread of the rank,
 cannot run either. Started by the watchdog as a script of its own, without the package and without torch:
 
-    python -I -S watcher.py PID THREAD SIGNAL STACKS RANK GRACE
+    python -I -S watcher.py PID THREAD SIGNAL STACKS FLAG RANK GRACE
 
 PID, THREAD: the rank's process, and the thread of it that gets the signal (not the training thread, whose system
              calls a signal would interrupt).
 SIGNAL:      makes the rank write all its stacks into the file descriptor STACKS, without needing the GIL; 0: none.
+FLAG:        the file descriptor of a byte that is 1 while the rank is in a training step.
 RANK:        in words.
 GRACE:       seconds between the report and the end, in which other ranks report too.
 
-Every line that it reads from its standard input is a sign of life: how many seconds may pass until the next one, and
-where the rank is. It ends with its input, that is with the rank.
+Every line that it reads from its standard input is a sign of life: how many seconds may pass until the next one in a
+step and elsewhere, and where the rank is. It ends with its input, that is with the rank.
 """
 
 import os
@@ -28,12 +29,14 @@ _WRITES = 2.0  # seconds for the rank to write its stacks
 
 
 def main(arguments: list[str]) -> None:
-    pid, thread, number, stacks = map(int, arguments[:4])
-    rank, grace = arguments[4], float(arguments[5])
+    pid, thread, number, stacks, flag = map(int, arguments[:5])
+    rank = arguments[5]
+    grace = float(arguments[6])
     for each in _PASSED_ON:  # to all processes of a terminal or a launcher; the rank decides when this one ends
         signal.signal(each, signal.SIG_IGN)
     parent = os.getppid()
-    limit, where = None, ""
+    limits: tuple[float, float] | None = None
+    where = ""
     heard = looked = time.monotonic()
     text = b""
     while os.getppid() == parent:
@@ -48,9 +51,10 @@ def main(arguments: list[str]) -> None:
                 return
             *lines, text = (text + read).split(b"\n")
             if lines:
-                limit, where = _sign_of_life(lines[-1])
+                in_step, elsewhere, where = lines[-1].decode(errors="replace").split(" ", 2)
+                limits = (float(in_step), float(elsewhere))
                 heard = now
-        elif limit is not None and now - heard > limit:
+        elif limits is not None and now - heard > limits[0 if is_set(flag) else 1]:
             _report(pid, thread, number, stacks, f"{rank} {where}", now - heard)
             if not select.select([0], [], [], grace)[0]:
                 os.kill(pid, signal.SIGKILL)
@@ -58,9 +62,9 @@ def main(arguments: list[str]) -> None:
             heard = time.monotonic()  # it goes on, or it has ended
 
 
-def _sign_of_life(line: bytes) -> tuple[float, str]:
-    seconds, _, where = line.decode(errors="replace").partition(" ")
-    return float(seconds), where
+def is_set(flag: int) -> bool:
+    """Whether the byte of a file descriptor is 1."""
+    return os.pread(flag, 1, 0) == b"\1"
 
 
 def _report(pid: int, thread: int, number: int, stacks: int, rank: str, silent: float) -> None:
