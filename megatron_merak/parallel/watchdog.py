@@ -176,11 +176,16 @@ class Watchdog(threading.Thread):
         patience: seconds.
         """
         self._forget()
+        answered = time.monotonic()
         while True:
             try:
                 peers = self._read()
             except (RuntimeError, ValueError, OSError):
-                return False
+                if time.monotonic() - answered > patience:
+                    return False
+                time.sleep(self.limits.poll)
+                continue
+            answered = time.monotonic()
             left = [peer for peer in peers.values() if not peer.ended]
             if not left:
                 return True

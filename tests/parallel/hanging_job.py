@@ -14,7 +14,7 @@ from megatron_merak.parallel.watchdog import Limits
 from megatron_merak.runtime.executor import Executor
 
 # What a step may take: capturing on a busy machine is outside of steps.
-LIMITS = Limits(first=60.0, factor=0.0, least=4.0, elsewhere=600.0, poll=0.2, silence=2.0, beside=1.0)
+LIMITS = Limits(first=60.0, factor=0.0, least=8.0, elsewhere=600.0, poll=0.2, silence=2.0, beside=1.0)
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1
     --global-batch-size 4 --train-iters 6 --lr 1e-3 --mock-data --vocab-size 50 --log-interval 1 --eval-iters 0
     --distributed-backend gloo"""
@@ -61,7 +61,7 @@ def hf(kind: str, pp: str, directory: str) -> None:
     class Slow(TrainerCallback):
         def on_step_end(self, args, state, control, **more):
             if kind == "slow" and args.world.rank == 0 and state.global_step == 3:
-                time.sleep(8)
+                time.sleep(16)
 
     world = launch("gloo", limits=LIMITS)
     args = mm.MerakArguments(
