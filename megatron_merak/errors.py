@@ -32,6 +32,10 @@ class LaunchError(MerakError):
     """The process was started with an environment, world size or device that does not fit."""
 
 
+class HangError(MerakError):
+    """A rank that others wait for in vain: it hangs, is stopped, or has ended."""
+
+
 class PlanError(MerakError):
     """No plan, or a hand-written plan that does not describe the model."""
 

@@ -57,7 +57,8 @@ class ParallelConfig(Section):
     emulate: str | None = setting(None, ours=True)
     """Cluster that --distributed-backend emu models: a name, or a JSON file."""
     distributed_timeout_minutes: int = setting(10, least=1)
-    """Minutes after which an unfinished collective is an error."""
+    """Minutes after which an unfinished collective is an error. A training step may stand still for as long (with the
+    default: 10 minutes in the first one, then ten times the longest one, at least 1)."""
     no_overlap_grad_reduce: bool = setting(False, megatron=True, ours=True)
     """Reduce gradients after the backward pass instead of during it; sharded gradients are always reduced during it."""
     ddp_bucket_size: int | None = setting(None, least=1)

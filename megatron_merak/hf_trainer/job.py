@@ -41,4 +41,4 @@ def mesh_of(args: Any) -> Mesh:
                 )
     check_same_files({name: path for name in FILES if (path := getattr(args, name))}, control)
     where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
-    return build_mesh(grid_of(args), *where, instances)
+    return build_mesh(grid_of(args), *where, instances, pulse=world.pulse)

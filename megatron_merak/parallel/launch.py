@@ -24,9 +24,12 @@ from .meeting import meet
 from .position import SECRET, launcher, position, tell
 from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
+from .pulse import Pulse
 from .roles import ATTEMPT, Role, job_keys
 from .shared_segment import Settings
+from .watchdog import Limits, Watchdog, running
 
+DEFAULT_TIMEOUT = 10  # minutes, of collectives
 _PATIENCE = 60.0  # seconds that a rank waits for the others at exit
 _LAST_WORKS = 0.2  # seconds to wait for the threads of collectives to finish
 MPI = "mpi"
@@ -47,6 +50,7 @@ class World:
     role:        of this rank, with parameter servers.
     store:       of this attempt of the job, shared by all its ranks; None for a single process, with MPI, and in a
                  job that somebody else joined.
+    watchdog:    names hangs; None for a single process, with MPI, and with parameter servers, which watch ranks.
     """
 
     rank: int
@@ -60,6 +64,12 @@ class World:
     local_rank: int = field(default=-1, compare=False)
     role: Role | None = None
     store: dist.Store | None = field(default=None, compare=False)
+    watchdog: Watchdog | None = field(default=None, compare=False)
+
+    @property
+    def pulse(self) -> Pulse:
+        """Where this rank notes what it does; nobody reads it without a watchdog."""
+        return Pulse() if self.watchdog is None else self.watchdog.pulse
 
     def __str__(self) -> str:
         groups = self.collectives or ("emulated" if self.cluster else dist.get_backend() if self.size > 1 else "")
@@ -133,12 +143,13 @@ def _threads_by_torchrun() -> bool:
 
 def launch(
     backend: str = "auto",
-    timeout_minutes: float = 10,
+    timeout_minutes: float = DEFAULT_TIMEOUT,
     deterministic: bool = False,
     emulate: str | None = None,
     fp32_matmul: str = "auto",
     use_cpu: bool = False,
     served: Callable[[int, int], Role] | None = None,
+    limits: Limits | None = None,
 ) -> World:
     """Select the device, set up the process and join the job. Raises LaunchError before anything is sent.
 
@@ -147,6 +158,7 @@ def launch(
     fp32_matmul:   see ``set_up``.
     use_cpu:       do not use GPUs.
     served:        with parameter servers: (rank, size) -> role. A worker's rank joins only the ranks of its worker.
+    limits:        how long the job may stand still; None: by ``timeout_minutes``.
     """
     check_available(backend)
     rank, size = position()
@@ -176,6 +188,7 @@ def launch(
         torch.use_deterministic_algorithms(True)
     if role is not None and role.only_serves:
         return World(rank, size, device, setup=set_up(device, fp32_matmul, environment), role=role, store=store)
+    watchdog = None
     if size > 1:
         job = _job_backend(backend, device)
         # With a bound device, ranks outside of a new group split its communicator; for groups of a backend of our own
@@ -198,13 +211,22 @@ def launch(
             reason = f"{launcher().name} says rank {rank} of {size}"
             place = "(rank {} of {})".format(*current)
             raise LaunchError("place in the job", place, reason, "Use torch's own MPI")
-        atexit.register(_end)
+        if role is None and store is not None:
+            limits = limits or Limits.of_timeout(60 * timeout_minutes, 60 * DEFAULT_TIMEOUT)
+            watchdog = _watch(rank, size, store, limits)
+        atexit.register(_end, watchdog)
         if job != "nccl":
             dist.barrier()  # all connect before any can fail; else some would report a lost connection, not the error
     setup = set_up(device, fp32_matmul, environment)
     collectives = own_collectives(backend, device, size)
     here = (environment.ranks_here, _local_rank())
-    return World(rank, size, device, cluster, clock, collectives, setup, *here, role, store)
+    return World(rank, size, device, cluster, clock, collectives, setup, *here, role, store, watchdog)
+
+
+def _watch(rank: int, size: int, store: dist.Store, limits: Limits) -> Watchdog:
+    watchdog = Watchdog(rank, size, store, limits, tell, abandon)
+    watchdog.start()
+    return watchdog
 
 
 def check_available(backend: str) -> None:
@@ -269,12 +291,19 @@ def _secret(store: dist.Store) -> bytes:
     return given.encode()
 
 
-def adopt(backend: str = "auto", fp32_matmul: str = "auto", use_cpu: bool = False) -> World:
+def adopt(
+    backend: str = "auto",
+    fp32_matmul: str = "auto",
+    use_cpu: bool = False,
+    limits: Limits | None = None,
+) -> World:
     """Return this process's world in a job whose default process group exists already; set it up as ``launch`` does.
 
     backend:     a ``--distributed-backend``; raises LaunchError for one that this job does not support.
     fp32_matmul: see ``set_up``.
     use_cpu:     do not use GPUs, even where the job could.
+    limits:      how long the job may stand still; None: those of the default timeout. A process has one watchdog: one
+                 that runs already keeps its limits.
     """
     if backend == MPI and (job := dist.get_backend()) != MPI:
         raise LaunchError("backend", MPI, f"the job is one of {job}", "Leave it out, or start the job with MPI")
@@ -287,7 +316,21 @@ def adopt(backend: str = "auto", fp32_matmul: str = "auto", use_cpu: bool = Fals
     _listen_on_one_host_only(environment.ranks_here == dist.get_world_size())
     setup = set_up(device, fp32_matmul, environment)
     here = {"ranks_here": environment.ranks_here, "local_rank": _local_rank()}
-    return World(dist.get_rank(), dist.get_world_size(), device, collectives=collectives, setup=setup, **here)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    watchdog = running()
+    if watchdog is None and size > 1 and dist.get_backend() != MPI:
+        store = dist.distributed_c10d._get_default_store()
+        if _over_tcp(store):  # a file would grow with every sign of life
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            watchdog = _watch(rank, size, dist.PrefixStore(f"megatron_merak {attempt}", store), limits or Limits())
+            atexit.register(_say_farewell, watchdog)
+    return World(rank, size, device, collectives=collectives, setup=setup, watchdog=watchdog, **here)
+
+
+def _over_tcp(store: dist.Store) -> bool:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore)
 
 
 def _job_backend(backend: str, device: torch.device) -> str:
@@ -334,7 +377,11 @@ def _emulation(backend: str, emulate: str | None) -> tuple[Cluster | None, Clock
 def leave(world: World) -> None:
     """Leave the job: no rank closes its connections while another one still uses them."""
     if world.size > 1 and dist.is_initialized():
+        if world.watchdog is not None:
+            world.watchdog.farewell()
         dist.barrier()
+        if world.watchdog is not None:
+            world.watchdog.stop()
         _destroy()
 
 
@@ -345,11 +392,25 @@ def _destroy() -> None:
     time.sleep(_LAST_WORKS)
 
 
-def _end() -> None:
+def _say_farewell(watchdog: Watchdog) -> None:
+    error = getattr(sys, "last_value", None)
+    watchdog.farewell("has ended" if error is None else "has failed")
+    # Connections of a process that ends are closed, so this rank may fail before its watchdog knows why.
+    if isinstance(error, RuntimeError) and not watchdog.obeys and (line := watchdog.gone()) is not None:
+        tell(line)
+
+
+def _end(watchdog: Watchdog | None) -> None:
     """Exit handler of a script that did not `leave`: open connections would abort the interpreter's shutdown."""
+    if dist.is_initialized() and watchdog is not None:
+        _say_farewell(watchdog)
     if hasattr(sys, "last_value"):  # an uncaught exception, which has been printed
         abandon(sys.last_value.status if isinstance(sys.last_value, MerakError) else 1)
     if dist.is_initialized():
+        if watchdog is not None:
+            if not watchdog.wait_for_all(_PATIENCE):  # a barrier would meet other collectives of ranks that go on
+                abandon(1)
+            watchdog.stop()
         try:
             dist.barrier(async_op=True).wait(timedelta(seconds=_PATIENCE))
         except RuntimeError:

@@ -10,6 +10,7 @@ from ..plan import Grid
 from .clock import Clock, WallClock
 from .group_options import group_options
 from .peer_group import NAME as PEER_MEMORY
+from .pulse import Pulse
 
 AXES = ("tp", "dp", "pp", "tp-pp")
 
@@ -31,6 +32,7 @@ class Mesh:
     worker:          index of this worker of parameter servers; each worker has a grid and groups of its own.
     workers:         number of workers.
     steps_together:  whether a step's gradient is the sum over all workers.
+    pulse:           where this rank notes what it does, for the job's watchdog.
     """
 
     grid: Grid
@@ -49,6 +51,7 @@ class Mesh:
     worker: int = 0
     workers: int = 1
     steps_together: bool = True
+    pulse: Pulse = field(default_factory=Pulse)
 
     @property
     def replicas(self) -> int:
@@ -141,6 +144,7 @@ def build_mesh(
     collectives: str | None = None,
     control: dist.ProcessGroup | None = None,
     instances: int = 1,
+    pulse: Pulse | None = None,
 ) -> Mesh:
     """Return the mesh of a rank, with all groups of ``grid``. Collective.
 
@@ -152,10 +156,13 @@ def build_mesh(
                  messages; None is that of the default group.
     control:     None: it is created here.
     instances:   see `Mesh`.
+    pulse:       see `Mesh`; None: one that nobody reads.
     """
     clock = clock or WallClock()
     if grid.size == 1:
         return Mesh(grid, rank, device, clock=clock)
+    pulse = Pulse() if pulse is None else pulse
+    pulse.stage = grid.coordinates(rank)[3] if grid.pp > 1 else None
     transfers = collectives if collectives == PEER_MEMORY else None
     backends = (collectives, collectives, transfers, None)
     tp, dp, pp, model = (
@@ -164,4 +171,4 @@ def build_mesh(
     control = control or control_group(grid.size, timeout)
     groups = (grid.shard_groups(instances), grid.replicate_groups(instances)) if instances > 1 else ()
     more = [new_groups(rank, members, timeout, "dp", collectives) for members in groups]
-    return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout, clock, instances, *more)
+    return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout, clock, instances, *more, pulse=pulse)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..parallel.pulse import Pulse
 from ..pipeline_parallel.ops import Kind
 from ..segment import Collective, Common, In, Segment
 from .collectives import Done, launch, own_gradient
@@ -139,6 +140,7 @@ class Engine:
     weights:             accumulates the weight gradients.
     overlap:             whether collectives overlap with other work; otherwise each is waited for at once.
     wait_for_parameters: called before a segment's forward; returns when its parameters are gathered.
+    pulse:               where the launch of collectives is noted; None: nowhere.
 
     Attributes:
     kept:     names of the values that a forward keeps for recomputation.
@@ -155,7 +157,9 @@ class Engine:
         device: torch.device,
         overlap: bool = True,
         wait_for_parameters: SegmentCallback = lambda segment: None,
+        pulse: Pulse | None = None,
     ):
+        self._pulse = Pulse() if pulse is None else pulse
         self._wait_for_parameters = wait_for_parameters
         self.observer: Callable[..., None] | None = None
         self.segments, self.group, self.weights, self.overlap = tuple(segments), group, weights, overlap
@@ -328,6 +332,7 @@ class Engine:
                 state.add_grad(source.value, grad)
 
     def _launch(self, tensor: Tensor, kind: Collective, inplace: bool) -> tuple[Tensor, dist.Work]:
+        self._pulse.launched(kind)
         tensor, work = launch(tensor, kind, self.group, inplace)
         if not self.overlap:
             work.wait()

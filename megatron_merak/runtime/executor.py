@@ -115,7 +115,9 @@ class Executor:
             stage.start_run(training)
         self._stopwatch = None if self.trace is None else self._new_stopwatch()
         self._marks: list[tuple[str, Any, Any]] = []
+        pulse = self.mesh.pulse
         for entry in self.program:
+            pulse.at(entry)
             if ops_of(entry)[0].microbatch >= len(batches):
                 self._idle(entry)
                 continue
@@ -123,7 +125,9 @@ class Executor:
             for op in ops_of(entry):
                 if self.ends[op.stage, op.microbatch] == op:
                     self.stages[op.stage].end(op.microbatch)
+        pulse.at("the sends of its stage")
         self.pipes.finish()
+        pulse.at("")
         if self.trace is not None:
             read = self._stopwatch.seconds
             self.trace += [(op, read(began), read(ended)) for op, began, ended in self._marks]

@@ -43,6 +43,7 @@ class _Runner:
             mesh.device,
             overlap=overlap,
             wait_for_parameters=parameters.wait_for,
+            pulse=mesh.pulse,
         )
         self.parameters, self.last_uses = parameters, parameters.used_by(program.segments)
         self.collectives = _collectives_of(program)

@@ -294,7 +294,8 @@ class Programs:
                 "Collate batches so that this value is the same for most, or rewrite that line with tensor operations"
             )
             raise TraceError("line", line, reason, remedy)
-        cases.append(self._make(batch, role))
+        with self.mesh.pulse.doing("capturing the model for a new kind of batch"):
+            cases.append(self._make(batch, role))
         return cases[-1][1]
 
     def all(self) -> list[Program]:

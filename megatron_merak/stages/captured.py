@@ -144,6 +144,15 @@ class CapturedModel(TrainedModel):
         the weighted sum of those of its micro-batches if ``weights`` are given; their sum if they are shares of it (see
         `Traced.adds_up`); else their mean. In fp16 the gradient stays multiplied by the loss scale.
         """
+        with self.mesh.pulse.in_step(self.iteration + 1):
+            return self._backward(batches, weights, task)
+
+    def _backward(
+        self,
+        batches: Sequence[Batch],
+        weights: Sequence[float] | None,
+        task: Task | None,
+    ) -> Tensor:
         if self.halves is None:
             self._try_halves(batches, task)
         self.parameters.start_step()
@@ -151,6 +160,7 @@ class CapturedModel(TrainedModel):
         sums = weights is not None or self.blueprint.traced.adds_up(batches[0])
         prepared, scale = [*map(self.blueprint.traced.prepared, batches)], self.optimizer.begin()
         loss = executor.run(prepared, self.iteration, weights=weights, loss_scale=scale, sum_losses=sums, task=task)
+        self.mesh.pulse.at("gradient reduction")
         self.parameters.finish_step()
         self.running.count(len(batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)

@@ -41,9 +41,14 @@ class NativeModel(TrainedModel):
         super().__init__(plan, mesh, built.stages, built.parameters, *settings, interval)
 
     def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+        with self.mesh.pulse.in_step(self.iteration + 1):
+            return self._backward(batches)
+
+    def _backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
         self.parameters.start_step()
         executor, scale = self.executor(len(batches)), self.optimizer.begin()
         loss = executor.run(batches, self.iteration, loss_scale=scale, sum_losses=self.per_token)
+        self.mesh.pulse.at("gradient reduction")
         self.parameters.finish_step()
         if self.per_token:
             tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum()

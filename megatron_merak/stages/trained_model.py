@@ -67,7 +67,7 @@ class TrainedModel:
         batches: this replica's micro-batches, on every rank of the replica.
 
         The result is for `update`; None on ranks that do not learn the loss. In fp16 the gradient stays multiplied by
-        the loss scale.
+        the loss scale. Subclasses run it ``in_step`` of the mesh's pulse.
         """
         raise NotImplementedError
 
@@ -110,6 +110,11 @@ class TrainedModel:
 
         ``reduced`` and ``zeros`` are read together with the gradient norm, in the step's only host synchronisation.
         """
+        with self.mesh.pulse.in_step(self.iteration + 1, completes=True):
+            return self._update(rates, reduced, zeros)
+
+    def _update(self, rates: Rates, reduced: Tensor | None, zeros: Tensor | None) -> StepResult:
+        self.mesh.pulse.at("update")
         self.gatherer.restore_gradient()
         values, counts, result = self.optimizer.reduce_and_step(reduced, zeros, rates)
         loss = self.loss(values) if values else None

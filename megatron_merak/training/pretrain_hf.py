@@ -48,7 +48,7 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     own = of_worker(config, workers)
     nodes, grid = find_nodes(world, control), grid_of(own, world.size)
     where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
-    mesh = build_mesh(grid, *where, own.parallel.num_distributed_optimizer_instances)
+    mesh = build_mesh(grid, *where, own.parallel.num_distributed_optimizer_instances, pulse=world.pulse)
     mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)

@@ -19,6 +19,7 @@ from ...config.rank_order import check_order
 from ...config.sections import FP32_MATMULS, INJECTIONS, ON_FULL_DISK, RERUN_MODES
 from ...errors import ConfigError
 from ...parallel.launch import World, adopt, launch
+from ...parallel.watchdog import Limits
 from . import deepspeed, fsdp, parallelism, sharding
 from .deepspeed_schedules import check_schedule
 from .fields import FIXED, HONOURED, NOT_NEGATIVE, OF_ACCELERATE, POSITIVE, REFUSED, UNKNOWN
@@ -28,6 +29,8 @@ from .neftune import check_alpha
 from .optimizers import MUON, class_and_arguments
 from .plan_arguments import take_from_plan
 from .without_effect import check_without_effect, warn_of_compilation
+
+_DEFAULT_TIMEOUT = 1800  # seconds, of TrainingArguments.ddp_timeout
 
 
 @dataclass(frozen=True)
@@ -331,9 +334,18 @@ class MerakArguments(TrainingArguments):
     def world(self) -> World:
         """The position of this process in the job; joins the job unless it has joined. Raises LaunchError."""
         backend, precision = self.ddp_backend or "auto", self.fp32_matmul_precision
+        limits = Limits.of_timeout(self.ddp_timeout, _DEFAULT_TIMEOUT)
         if dist.is_initialized():
-            return adopt(backend, precision, self.use_cpu)
-        return launch(backend, self.ddp_timeout / 60, self.full_determinism, None, precision, self.use_cpu)
+            return adopt(backend, precision, self.use_cpu, limits)
+        return launch(
+            backend,
+            self.ddp_timeout / 60,
+            self.full_determinism,
+            None,
+            fp32_matmul=precision,
+            use_cpu=self.use_cpu,
+            limits=limits,
+        )
 
 
 def _refuse_fields(args: TrainingArguments) -> None:
