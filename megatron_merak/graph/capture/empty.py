@@ -41,7 +41,7 @@ def init_empty_weights() -> Iterator[None]:
     def apply_to_fake(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
         for child in module.children() if recurse else ():
             child._apply(function)
-        fakes = {name: p for name, p in module._parameters.items() if isinstance(p, FakeTensor)}
+        fakes: dict[str, FakeTensor] = {name: p for name, p in module._parameters.items() if isinstance(p, FakeTensor)}
         module._parameters.update(dict.fromkeys(fakes))
         apply(module, function, False)
         for name, fake in fakes.items():

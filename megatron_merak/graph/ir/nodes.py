@@ -4,6 +4,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import torch
+from torch import FunctionSchema
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
@@ -48,6 +49,12 @@ def constant(node: Node, position: int) -> Any:
     What an operator takes there is in its schema, which no type knows.
     """
     return node.args[position]
+
+
+def schema(node: Node) -> FunctionSchema:
+    """Return the schema of a node's operator."""
+    assert isinstance(node.target, OpOverload)
+    return node.target._schema
 
 
 def called(node: Node) -> Callable[..., Any]:

@@ -8,11 +8,11 @@ import torch
 from torch.fx import Node
 
 from ...planner.tables import family
-from ..ir.nodes import operands
+from ..ir.nodes import operands, schema
 from .padding import zeros
 from .placement import Decision, Layout, ShardSpec
 from .propagate import Propagation
-from .rules_value import argument, schema
+from .rules_value import argument
 from .writer import Writer
 
 aten = torch.ops.aten

@@ -4,12 +4,11 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from torch import FunctionSchema, Tensor
-from torch._ops import OpOverload
+from torch import Tensor
 from torch.fx import Node
 
 from ..ir.aliases import aliased
-from ..ir.nodes import op_name, operand, values
+from ..ir.nodes import op_name, operand, schema, values
 from .padding import settle
 from .placement import Decision, Layout, ShardSpec
 from .propagate import Propagation
@@ -38,12 +37,6 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
         if parameter.name == name:
             return node.args[position] if position < len(node.args) else parameter.default_value
     return default
-
-
-def schema(node: Node) -> FunctionSchema:
-    """Return the schema of a node's operator."""
-    assert isinstance(node.target, OpOverload)
-    return node.target._schema
 
 
 def pointwise(p: Propagation, node: Node) -> Decision:
