@@ -25,7 +25,7 @@ from .capture.captured import Captured
 from .fusion.fuse import fuse
 from .fusion.linear import RECOMPUTED
 from .ir.marks import copy_in, reduce_sum, stack
-from .ir.nodes import is_op, nbytes, values
+from .ir.nodes import called, is_op, nbytes, operand, values
 from .ir.operators import facts, flops
 from .kept_state import StateOf, kept_state
 from .lowering.documents import known_documents
@@ -188,10 +188,17 @@ def signature(nodes: Sequence[Node], flow: Flow) -> Hashable:
             return ("inner", positions[source])
         shapes = [(tuple(value.shape), value.dtype) for value in values(source)]
         number = outside.setdefault(source, len(outside))
-        kind = flow.differentiable.get(source, False), flow.is_parameter(source), _is_only_reader(nodes, flow, source)
         documents = flow.documents.get(source)
-        kind += (_saved_by_earlier_unit(nodes, flow, source), None if documents is None else documents.tolist())
-        return ("outer", number, shapes, *kind)
+        return (
+            "outer",
+            number,
+            shapes,
+            flow.differentiable.get(source, False),
+            flow.is_parameter(source),
+            _is_only_reader(nodes, flow, source),
+            _saved_by_earlier_unit(nodes, flow, source),
+            None if documents is None else documents.tolist(),
+        )
 
     return tuple((node.target, repr(map_arg((node.args, node.kwargs), described))) for node in nodes)
 
@@ -248,7 +255,7 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
         if not any(trained):
             continue
         if function is ops.linears:
-            outputs = [output for output, each in zip(outputs, trained, strict=True) if each]
+            outputs = tuple(output for output, each in zip(outputs, trained, strict=True) if each)
         if function is ops.linear_cross_entropy:  # the factors of the logits' gradient, and the scaled input
             rows, weight = replay.value(operands[0]), replay.value(operands[1])
             sizes[node] = (len(rows) * weight.shape[0] + rows.numel()) * rows.element_size()
@@ -333,10 +340,10 @@ class Replay:
     def _run(self, node: Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self.value)
         if node.target in _MARKS:
-            return args[0].expand(values(node)[0].shape)
+            return self.value(operand(node)).expand(values(node)[0].shape)
         if self.fused_attention and facts(node).attends:
             return self._attend(node, args)
-        return node.target(*args, **kwargs)
+        return called(node)(*args, **kwargs)
 
     def _attend(self, node: Node, args: Sequence[Any]) -> Tensor:
         """Stand in for a fused kernel, which saves its operands, its result and one fp32 statistic per query."""

@@ -1,13 +1,14 @@
 """What a unit computes beside the FLOPs that count for utilisation: what kernels add, what a backward leaves out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 
 from .. import ops
 from ..planner.attention import SHORT, causal_more, masked_more
-from .ir.nodes import is_op, op_name, values
+from .ir.nodes import constant, is_op, op_name, operand, values
 from .ir.operators import facts, flops, is_causal
 
 
@@ -43,7 +44,7 @@ def _products(query: Tensor, keys: int, value: Tensor) -> int:
 
 
 def _operand(node: Node, place: int) -> Tensor:
-    return values(node.args[place])[0]
+    return values(operand(node, place))[0]
 
 
 def _dropout(node: Node, place: int) -> float:
@@ -53,16 +54,22 @@ def _dropout(node: Node, place: int) -> float:
 
 def unneeded_flops(nodes: Iterable[Node]) -> tuple[int, int]:
     """FLOPs of the products that the backward leaves out: of (inputs, weights) that take no gradient."""
-    inputs, weights = 0, 0
+    inputs = 0
+    weights = 0
     for node in nodes:
         name = op_name(node)
         if facts(node).attends or not (work := flops(node)):
             continue
-        operands = node.args[1] if name == "einsum" else node.args[1:3] if "add" in name else node.args[:2]
-        for operand in operands:
-            if isinstance(operand, Node) and not operand.meta.get("grad", True):
-                of_weight = _is_parameter(operand)
-                inputs, weights = inputs + work * (not of_weight), weights + work * of_weight
+        factors: Sequence[Any] = node.args[1:3] if "add" in name else node.args[:2]
+        if name == "einsum":
+            factors = constant(node, 1)
+        for factor in factors:
+            if not isinstance(factor, Node) or factor.meta.get("grad", True):
+                continue
+            if _is_parameter(factor):
+                weights += work
+            else:
+                inputs += work
     return inputs, weights
 
 

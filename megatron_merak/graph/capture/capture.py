@@ -85,7 +85,9 @@ def capture(
     """
     batch = {key: value for key, value in batch.items() if value is not None}
     _check_batch(model, batch, compute is not None)
-    eager, first_error, reasons = EagerModules(), None, {}
+    eager = EagerModules()
+    first_error: DataDependentForward | None = None
+    reasons: dict[str, str] = {}
     while True:
         try:
             captured = _capture(model, batch, training, dtype, outputs, compute, eager)

@@ -20,6 +20,8 @@ from megatron_merak.graph.ir.inplace import call, out_of_place
 from megatron_merak.graph.ir.opaque import CustomFunction
 from megatron_merak.graph.ir.operators import facts
 
+from ..ir.nodes import constant, operand, schema
+
 aten = torch.ops.aten
 _CHECKS = ("_assert", "sym_constrain_range", "_functional_assert", "_functional_sym_constrain_range")
 
@@ -64,8 +66,9 @@ def clean(raw: RawGraph, outputs: Sequence[str], how: str) -> Captured:
 def _name(node: Node) -> str:
     """Return the name of an aten operation ("linear" for aten.linear.default), "" for any other node."""
     target = node.target
-    is_aten = node.op == "call_function" and isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
-    return target._schema.name.removeprefix("aten::") if is_aten else ""
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return ""
+    return target._schema.name.removeprefix("aten::")
 
 
 def _attribute(module: torch.nn.Module, name: str) -> object:
@@ -111,6 +114,7 @@ def _inline_regions(graph: Graph, owner: torch.nn.Module, model: str, nested: bo
         else:
             continue
         inner = _attribute(owner, body.target)
+        assert isinstance(inner, GraphModule)
         no_grad = kind == "wrap_with_set_grad_enabled" and not enabled
         _inline_regions(inner.graph, inner, model, nested or no_grad)
         _inline(graph, node, inner.graph, args, no_grad, model)
@@ -135,7 +139,7 @@ def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_gra
                 results[i] = call(graph, value, aten.detach.default, value)
     for user in list(node.users):
         assert user.target is operator.getitem, "the results of a region are read one by one"
-        user.replace_all_uses_with(results[user.args[1]])
+        user.replace_all_uses_with(results[constant(user, 1)])
         graph.erase_node(user)
     graph.erase_node(node)
 
@@ -143,7 +147,10 @@ def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_gra
 def _origin(node: Node) -> Node:
     """Follow operations that return their input tensor itself, so that its gradient is kept, back to that tensor."""
     while isinstance(node, Node) and node.args and isinstance(node.args[0], Node):
-        value, source = node.meta["val"], node.args[0].meta.get("val")
+        value = node.meta["val"]
+        source = node.args[0].meta.get("val")
+        if not isinstance(source, Tensor):
+            break
         name = _name(node)
         unchanged = name == "contiguous" and len(node.args) == 1 and not node.kwargs and source.is_contiguous()
         no_op = name in ("to", "type_as", "dropout") and _is_no_op(name, node, copy_matters=True)
@@ -164,10 +171,11 @@ def _refuse_state_changes(graph: Graph) -> None:
     for node, shared in written(graph).items():
         if shared[0].op != "get_attr":
             continue
-        if not shared[0].target.endswith("num_batches_tracked"):
+        buffer = str(shared[0].target)
+        if not buffer.endswith("num_batches_tracked"):
             reason = f"{source_line(node)} changes it in the forward, and a captured graph keeps no state"
-            raise TraceError("buffer", shared[0].target, reason, "Keep it constant, or compute it from the batch")
-        node.replace_all_uses_with(node.args[0])
+            raise TraceError("buffer", buffer, reason, "Keep it constant, or compute it from the batch")
+        node.replace_all_uses_with(operand(node))
         graph.erase_node(node)
 
 
@@ -207,7 +215,8 @@ def _drop_identities(graph: Graph, trainable: frozenset[str]) -> None:
 
 
 def _is_no_op(name: str, node: Node, copy_matters: bool) -> bool:
-    value, source = node.meta["val"], node.args[0].meta["val"]
+    value = node.meta["val"]
+    source = operand(node).meta["val"]
     if not isinstance(value, Tensor) or not isinstance(source, Tensor):
         return False
     sizes = zip(value.shape, source.shape, strict=False)  # some are known only when values are
@@ -220,15 +229,15 @@ def _is_no_op(name: str, node: Node, copy_matters: bool) -> bool:
     if facts(node).reshapes:
         return same_shape
     if name == "slice":
-        return same_shape and (len(node.args) < 5 or node.args[4] == 1)
+        return same_shape and (len(node.args) < 5 or constant(node, 4) == 1)
     if name == "dropout":
-        return node.args[1] == 0.0 or not node.args[2]
+        return constant(node, 1) == 0.0 or not constant(node, 2)
     return False
 
 
 def _requests_copy(node: Node) -> bool:
     """Whether a node is ``x.to(..., copy=True)``."""
-    names = [argument.name for argument in node.target._schema.arguments]
+    names = [argument.name for argument in schema(node).arguments]
     return ({**dict(zip(names, node.args, strict=False)), **node.kwargs}).get("copy") is True
 
 
@@ -241,7 +250,11 @@ def _use_linear(graph: Graph, parameters: tuple[str, ...]) -> None:
         if not facts(transposed).transposes or not isinstance(transposed.args[0], Node):
             continue
         weight = transposed.args[0]
-        dims = transposed.args[1] if _name(transposed) == "permute" else transposed.args[1:]
+        dims: Sequence[int] = (
+            constant(transposed, 1)
+            if _name(transposed) == "permute"
+            else [constant(transposed, k) for k in range(1, len(transposed.args))]
+        )
         if (
             weight.target not in parameters
             or weight.meta["val"].dim() != 2

@@ -99,7 +99,8 @@ def _numel(module: nn.Module) -> int:
 def keep_modules(model: nn.Module, eager: EagerModules, opaque: Opaque) -> Iterator[None]:
     """Capture modules of the chosen classes as single nodes, inside the context."""
     classes = {title(type(m)): type(m) for m in model.modules()}
-    inside, probes = [False], {}
+    inside = [False]
+    probes: dict[Any, Any] = {}
     with ExitStack() as patches:
         for name in eager.chosen:
             cls = classes[name]

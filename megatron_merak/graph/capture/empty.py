@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
+from typing import Any
 from unittest import mock
 
 import torch
@@ -41,7 +42,8 @@ def init_empty_weights() -> Iterator[None]:
     def apply_to_fake(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
         for child in module.children() if recurse else ():
             child._apply(function)
-        fakes = {name: p for name, p in module._parameters.items() if isinstance(p, FakeTensor)}
+        own: dict[str, Any] = dict(module._parameters)
+        fakes = {name: p for name, p in own.items() if isinstance(p, FakeTensor)}
         module._parameters.update(dict.fromkeys(fakes))
         apply(module, function, False)
         for name, fake in fakes.items():

@@ -43,9 +43,10 @@ def make_fake_model(
     rebind_functions(fake, memo)
     for module in fake.modules():
         if isinstance(getattr(module, "gradient_checkpointing", None), bool):
-            module.gradient_checkpointing = False
-        if hasattr(getattr(module, "config", None), "use_cache"):
-            module.config.use_cache = False
+            vars(module)["gradient_checkpointing"] = False
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "use_cache"):
+            config.use_cache = False
     return fake
 
 
@@ -71,10 +72,11 @@ def forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter], 
 
 def _float32_rule(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
     """Return which parameters stay in fp32 by the rule of transformers' ``from_pretrained(dtype=...)``."""
-    fields = {
-        torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
-        torch.bfloat16: ("_keep_in_fp32_modules_strict",),
-    }.get(dtype, ())
+    fields: tuple[str, ...] = ()
+    if dtype == torch.float16:
+        fields = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    elif dtype == torch.bfloat16:
+        fields = ("_keep_in_fp32_modules_strict",)
     patterns = [pattern.replace("*", ".*") for field in fields for pattern in getattr(model, field, None) or ()]
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 

@@ -11,7 +11,7 @@ from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.unlift import RawGraph
 from megatron_merak.graph.capture.values import GUARD, shape_only_argument
 from megatron_merak.graph.ir.aliases import aliased, mutation_deps
-from megatron_merak.graph.ir.nodes import is_random
+from megatron_merak.graph.ir.nodes import is_random, operand
 
 _MARK = torch.ops.aten._assert_async.msg
 
@@ -73,7 +73,8 @@ def take_guards(raw: RawGraph) -> Guards | None:
         if _compared(mark) not in seen and any(node.op == "placeholder" for node in dependencies):
             seen.add(_compared(mark))
             needed = dict.fromkeys(dependencies, str(mark.args[1]).removeprefix(GUARD)) | needed
-    guards, copies = Graph(), {}
+    guards = Graph()
+    copies: dict[Node, Node] = {}
     for node in graph.nodes:
         if node in needed:
             _check_guardable(node, raw, needed[node])
@@ -105,8 +106,9 @@ def _empty_like(graph: Graph, node: Node) -> Node:
 
 def _compared(mark: Node) -> tuple[Node, object]:
     """Return the tensor and the value that a guard compares."""
-    compared, value = mark.args[0].args
-    return compared.args[0] if compared.target is torch.ops.aten.reshape.default else compared, value
+    compared, value = operand(mark).args
+    assert isinstance(compared, Node)
+    return operand(compared) if compared.target is torch.ops.aten.reshape.default else compared, value
 
 
 def _check_guardable(node: Node, raw: RawGraph, line: str) -> None:

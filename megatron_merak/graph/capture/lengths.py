@@ -115,7 +115,9 @@ class SymbolicLength:
 
         def fake_mode(**options: Any) -> FakeTensorMode:
             """Return the mode of the parameters, set up for one trace with symbols."""
-            mode.shape_env, mode.export, mode.static_shapes = options["shape_env"], True, False
+            mode.shape_env = options["shape_env"]
+            vars(mode)["export"] = True  # it is no declared attribute of the class
+            mode.static_shapes = False
             self.env = mode.shape_env
             return mode
 

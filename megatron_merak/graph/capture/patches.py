@@ -37,7 +37,7 @@ def explicit_gradient_stops() -> Iterator[None]:
     """Record in the graph where eager code stops gradients: in ``inference_mode`` and after ``autograd.grad``."""
     grad = torch.autograd.grad
 
-    def enter(mode: torch.inference_mode) -> None:
+    def enter(mode: Any) -> None:  # a torch.inference_mode
         mode._inference_mode_context = torch.set_grad_enabled(torch.is_grad_enabled() and not mode.mode)
         mode._inference_mode_context.__enter__()
 
@@ -159,8 +159,14 @@ def no_layer_drop() -> Iterator[None]:
         return drawn
 
     uniforms = (random.uniform, numpy.random.uniform)
-    functions = (torch, "rand"), (random, "random"), (random, "uniform")
-    functions += (numpy.random, "random"), (numpy.random, "rand"), (numpy.random, "uniform")
+    functions = (
+        (torch, "rand"),
+        (random, "random"),
+        (random, "uniform"),
+        (numpy.random, "random"),
+        (numpy.random, "rand"),
+        (numpy.random, "uniform"),
+    )
     with ExitStack() as patches:
         for owner, name in functions:
             patches.enter_context(mock.patch.object(owner, name, without_drop(getattr(owner, name))))

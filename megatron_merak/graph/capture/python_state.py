@@ -60,7 +60,7 @@ class StateChanges:
         model = self.model
         modules = dict(model.named_modules())
         mode = next((p.fake_mode for p in model.parameters()), None)  # type: ignore[attr-defined]
-        vars(model)["forward"] = model.forward.__wrapped__
+        model.__dict__["forward"] = getattr(model.forward, "__wrapped__")  # noqa: B009
 
         def fresh(tensor: Tensor) -> Tensor:
             with mode or nullcontext():
@@ -68,7 +68,7 @@ class StateChanges:
 
         for (name, key), value in self.values.items():
             if name in modules:
-                vars(modules[name])[key] = tree_map_only(Tensor, fresh, value)
+                modules[name].__dict__[key] = tree_map_only(Tensor, fresh, value)
         return model
 
     def restore(self) -> None:

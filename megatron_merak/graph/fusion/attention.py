@@ -6,7 +6,7 @@ from torch.fx import Graph, Node
 
 from ... import ops
 from ..ir.inplace import call as new_node
-from ..ir.nodes import is_op
+from ..ir.nodes import constant, is_op, operand
 from .patterns import Either, Match, Var, add, call, mul, narrowed
 from .pointwise import put, value
 
@@ -95,11 +95,12 @@ def _repeats(table: Node) -> bool:
     while table.op == "call_function":
         last = value(table).dim() - 1
         if is_op(table, "cat"):
-            parts, dim = table.args[0], table.args[1] if len(table.args) > 1 else 0
-            return len(parts) == 2 and parts[0] is parts[1] and dim % (last + 1) == last
+            parts = constant(table, 0)
+            dim = constant(table, 1) if len(table.args) > 1 else 0
+            return len(parts) == 2 and parts[0] is parts[1] and bool(dim % (last + 1) == last)
         if is_op(table, "unsqueeze", "slice", "select", "squeeze"):
-            before = value(table.args[0]).dim()
-            dim = table.args[1] if len(table.args) > 1 else 0
+            before = value(operand(table)).dim()
+            dim = constant(table, 1) if len(table.args) > 1 else 0
             dim %= before + is_op(table, "unsqueeze")
             if dim == (before if is_op(table, "unsqueeze") else before - 1):
                 return False
@@ -108,7 +109,7 @@ def _repeats(table: Node) -> bool:
                 return False
         elif not is_op(table, "cos", "sin", "to", "_to_copy", "type_as", "expand", "detach", "contiguous", "clone"):
             return False
-        table = table.args[0]
+        table = operand(table)
     return False
 
 
@@ -168,8 +169,8 @@ def _joined_attention(graph: Graph, root: Node, match: Match) -> Node | None:
 
 def _to_bsnd(graph: Graph, root: Node, heads: Node) -> Node:
     """[b, n, s, d] -> [b, s, n, d]."""
-    if is_op(heads, "transpose") and sorted(dim % 4 for dim in heads.args[1:]) == [1, 2]:
-        return heads.args[0]
+    if is_op(heads, "transpose") and sorted(constant(heads, k) % 4 for k in (1, 2)) == [1, 2]:
+        return operand(heads)
     return new_node(graph, root, aten.transpose.int, heads, 1, 2)
 
 
@@ -199,7 +200,9 @@ def _general_attention(graph: Graph, root: Node, match: Match) -> Node | None:
         return None
     dropout = match.values.get("dropout", 0.0)
     operands = (match[name] for name in ("query", "key", "value"))
-    documents = (_documents(graph, mask),) if dropout == 0 and _may_separate_documents(mask, query, key) else ()
+    documents: tuple[Node, ...] = ()
+    if mask is not None and dropout == 0 and _may_separate_documents(mask, query, key):
+        documents = (_documents(graph, mask),)
     attention = put(graph, root, ops.attention, *operands, mask, dropout, match.values["scale"], *documents)
     attention.meta["random"] = dropout > 0
     return attention

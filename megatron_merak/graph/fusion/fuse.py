@@ -1,7 +1,7 @@
 """Replaces groups of aten operations by operations of ``ops`` that are equal within rounding but access less memory."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -27,8 +27,9 @@ class Rule:
 
 def _rules(loss_chunk: int, recompute_activations: bool) -> tuple[Rule, ...]:
     """Return the rules in order of preference: a longer pattern before a shorter one that it contains."""
-    tables = (loss.rows(loss_chunk), attention.ROWS, pointwise.ROWS, linear.ROWS)
-    tables += (linear.RECOMPUTED_ROWS,) if recompute_activations else ()
+    tables: list[Sequence[tuple]] = [loss.rows(loss_chunk), attention.ROWS, pointwise.ROWS, linear.ROWS]
+    if recompute_activations:
+        tables.append(linear.RECOMPUTED_ROWS)
     return tuple(Rule(*row) for rows in tables for row in rows)
 
 

@@ -6,7 +6,7 @@ from torch.fx import Graph, Node
 
 from ... import ops
 from ..ir.inplace import call as new_node
-from ..ir.nodes import is_op
+from ..ir.nodes import constant, is_op, operand, operands
 from ..lowering.flow import REDUCTIONS
 from .patterns import Either, Match, Var, call
 from .pointwise import put, value
@@ -87,8 +87,10 @@ def share_inputs(graph: Graph, written: set[Node]) -> int:
 
 
 def _share(graph: Graph, nodes: list[Node]) -> None:
-    first, input = nodes[0], nodes[0].args[0]
-    weights, biases = [node.args[1] for node in nodes], [_bias(node) for node in nodes]
+    first = nodes[0]
+    input = operand(first)
+    weights = [operand(node, 1) for node in nodes]
+    biases = [_bias(node) for node in nodes]
     order = {node: index for index, node in enumerate(graph.nodes)}
     for parameter in (*weights, *biases):
         if parameter is not None and order[parameter] > order[first]:
@@ -103,7 +105,8 @@ def _share(graph: Graph, nodes: list[Node]) -> None:
 
 def _can_share(node: Node, written: set[Node]) -> bool:
     """Whether a linear layer may join a group: it reads parameters directly and its result is not all-reduced."""
-    input, weight, bias = node.args[0], node.args[1], _bias(node)
+    input, weight = operands(node, 0, 1)
+    bias = _bias(node)
     reduced = any(user.target in REDUCTIONS for user in node.users)
     if node.meta.get("unit") is None or reduced or written & {node, input, weight, bias} or not node.meta.get("grad"):
         return False
@@ -111,7 +114,7 @@ def _can_share(node: Node, written: set[Node]) -> bool:
 
 
 def _bias(node: Node) -> Node | None:
-    return node.args[2] if len(node.args) > 2 else None
+    return constant(node, 2) if len(node.args) > 2 else None
 
 
 def _is_weight(node: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from ..ir.nodes import is_op
+from ..ir.nodes import is_op, operand
 from ..ir.operators import facts
 
 
@@ -113,7 +113,8 @@ def matches(pattern: Any, value: Any, match: Match = Match()) -> Iterator[Match]
 
 
 def _converts(cast: Node, widens: bool) -> bool:
-    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
+    before = operand(cast).meta["val"].dtype
+    after = cast.meta["val"].dtype
     if not (before.is_floating_point and after.is_floating_point):
         return False
     return after.itemsize >= before.itemsize if widens else after.itemsize <= before.itemsize

@@ -14,7 +14,7 @@ def aliased(node: Node) -> tuple[list[Node], list[Node]]:
     if node.target is operator.getitem:
         return [] if _allocates(node.args[0]) else [x for x in node.args[:1] if isinstance(x, Node)], []
     if isinstance(node.target, CustomFunction) and node.target.aliases_input:
-        return list(node.args[:1]), []
+        return [x for x in node.args[:1] if isinstance(x, Node)], []
     if not isinstance(node.target, OpOverload):
         return [], []
     shared: list[Node] = []
@@ -57,7 +57,9 @@ class Storages:
         shared, written = aliased(node)
         root = self.root[shared[0]] if shared else node
         if node.target is operator.getitem and not shared:
-            root = self._results.setdefault((node.args[0], node.args[1]), node)
+            source, index = node.args
+            assert isinstance(source, Node)
+            root = self._results.setdefault((source, index), node)
         self.root[node] = root
         self.shared.setdefault(root, []).append(node)
         return list(dict.fromkeys(self.root[x] for x in written))

@@ -5,13 +5,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node, map_arg
 
 from megatron_merak.graph.ir.aliases import Storages, aliased
 
+from .nodes import called, operand, schema
+
 aten = torch.ops.aten
-_SCATTER = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+_SCATTER: dict[Any, OpOverload] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
 
 
 def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -45,7 +51,8 @@ def _writes_first(node: Node) -> bool:
 
 
 def _replace(graph: Graph, node: Node, storages: Storages, order: dict[Node, int]) -> None:
-    target, root = node.args[0], storages.root[node]
+    target = operand(node)
+    root = storages.root[node]
     if root.op == "get_attr" or not isinstance(root.meta["val"], Tensor):
         return
 
@@ -66,7 +73,7 @@ def _replace(graph: Graph, node: Node, storages: Storages, order: dict[Node, int
             return
         new_root = value
         for view in path:
-            new_root = call(graph, node, _SCATTER[view.target], view.args[0], new_root, *view.args[1:])
+            new_root = call(graph, node, _SCATTER[called(view)], view.args[0], new_root, *view.args[1:])
     added = start.next
     while added is not node:
         order[added] = order[node]
@@ -87,20 +94,21 @@ def _views_between(target: Node, root: Node) -> list[Node] | None:
         if target.target not in _SCATTER:
             return None
         path.append(target)
-        target = target.args[0]
+        target = operand(target)
     return path
 
 
 def _out_of_place_value(graph: Graph, node: Node) -> Node | None:
     """Add nodes that compute what ``node`` writes, of the same shape and dtype; return the last, or None if unknown."""
-    target, expected = node.args[0], node.meta["val"]
-    name = node.target._schema.name.removeprefix("aten::")
+    target = operand(node)
+    expected = node.meta["val"]
+    name = schema(node).name.removeprefix("aten::")
     if name == "copy_":
         value = call(graph, node, aten.clone.default, node.args[1])
     elif name == "zero_":
         return call(graph, node, aten.zeros_like.default, target)
     else:
-        overload = getattr(getattr(aten, name.removesuffix("_"), None), node.target._overloadname, None)
+        overload = getattr(getattr(aten, name.removesuffix("_"), None), schema(node).overload_name or "default", None)
         if overload is None:
             return None
         value = call(graph, node, overload, *node.args, **node.kwargs)

@@ -1,8 +1,10 @@
 """Facts about the nodes of a captured graph: values, randomness, and their kind when the graph is cut."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
+from typing import Any
 
 import torch
+from torch import FunctionSchema
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
@@ -27,6 +29,38 @@ def op_name(node: Node) -> str:
 def is_op(node: object, *names: str) -> bool:
     """Whether ``node`` is a node that calls one of ``names`` (see ``op_name``)."""
     return isinstance(node, Node) and op_name(node) in names
+
+
+def operand(node: Node, position: int = 0) -> Node:
+    """Return the value that a node takes at ``position`` of its arguments."""
+    value = node.args[position]
+    assert isinstance(value, Node), f"{node.format_node()} takes no value at {position}"
+    return value
+
+
+def operands(node: Node, *positions: int) -> tuple[Node, ...]:
+    """Return the values that a node takes at ``positions`` of its arguments."""
+    return tuple(operand(node, position) for position in positions)
+
+
+def constant(node: Node, position: int) -> Any:
+    """Return what a node takes at ``position`` of its arguments where that is a number, or a list of numbers or values.
+
+    What an operator takes there is in its schema, which no type knows.
+    """
+    return node.args[position]
+
+
+def schema(node: Node) -> FunctionSchema:
+    """Return the schema of a node's operator."""
+    assert isinstance(node.target, OpOverload)
+    return node.target._schema
+
+
+def called(node: Node) -> Callable[..., Any]:
+    """Return what a node of a call calls."""
+    assert callable(node.target)
+    return node.target
 
 
 def values(node: Node) -> tuple[torch.Tensor, ...]:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from .nodes import is_op, op_name, values
+from .nodes import constant, is_op, op_name, values
 from .opaque import CustomFunction
 
 Shape = tuple[int, ...]
@@ -78,7 +79,8 @@ def flops(node: Node) -> int:
 
 def is_causal(attention: Node) -> bool:
     """Whether a scaled_dot_product_attention is called with ``is_causal``."""
-    return attention.kwargs.get("is_causal", attention.args[5] if len(attention.args) > 5 else False)
+    given: Any = attention.args[5] if len(attention.args) > 5 else False
+    return bool(attention.kwargs.get("is_causal", given))
 
 
 def attends_causally(graph: Graph) -> bool:
@@ -130,7 +132,7 @@ def _attention(node: Node, numel: int, shapes: list[Shape]) -> int:
 
 
 def _einsum(node: Node, numel: int, shapes: list[Shape]) -> int:
-    operands = [values(operand)[0].shape for operand in node.args[1]]
+    operands = [values(x)[0].shape for x in constant(node, 1)]
     letters = str(node.args[0]).replace(" ", "").split("->")[0].split(",")
     if "..." in "".join(letters):
         return 2 * numel * operands[0][-1]

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from ..ir.aliases import aliased
 from ..ir.marks import copy_in, reduce_sum, stack
-from ..ir.nodes import is_random, nbytes, op_name
+from ..ir.nodes import constant, is_random, nbytes, op_name, operand
 from ..ir.operators import facts
 
 aten = torch.ops.aten
@@ -44,15 +44,17 @@ def _delay_reduction(graph: Graph, mark: Node, tp: int) -> None:
         return
     chain = chain[: chain.index(best) + 1]
     others = [(node, x) for k, node in enumerate(chain) for x in node.all_input_nodes if x is not [mark, *chain][k]]
-    mark.replace_all_uses_with(mark.args[0])
+    mark.replace_all_uses_with(operand(mark))
     for node in chain:
         node.meta["sharded"] = True
     for node, x in others:
         with graph.inserting_before(node):
-            operand = _new_sharded_node(graph, copy_in, (x,), x, node) if x.meta["grad"] and x.op != "get_attr" else x
+            own = x
+            if x.meta["grad"] and x.op != "get_attr":
+                own = _new_sharded_node(graph, copy_in, (x,), x, node)
             if op_name(node) == "add":  # each rank adds 1 / tp of the replicated operand
-                operand = _new_sharded_node(graph, aten.mul.Tensor, (operand, 1 / tp), x, node)
-        node.replace_input_with(x, operand)
+                own = _new_sharded_node(graph, aten.mul.Tensor, (own, 1 / tp), x, node)
+        node.replace_input_with(x, own)
     best.replace_all_uses_with(mark)
     mark.args = (best,)
     mark.meta = dict(mark.meta) | {"val": best.meta["val"]}
@@ -81,7 +83,7 @@ def _is_linear_in(user: Node, x: Node) -> bool:
     first = user.args[0] is x
     if name == "mul":
         return True
-    return first and (facts(user).linear or name == "div" or name == "masked_fill" and user.args[2] == 0)
+    return first and (facts(user).linear or name == "div" or name == "masked_fill" and bool(constant(user, 2) == 0))
 
 
 def _hoist_copies(graph: Graph) -> None:
@@ -162,7 +164,9 @@ def _merge_reductions(graph: Graph, node: Node) -> None:
     if len(node.args) != 2 or node.kwargs or aliased(node)[1]:
         return
     a, b = node.args
-    if any(not isinstance(x, Node) or x.target is not reduce_sum or len(x.users) != 1 for x in (a, b)):
+    if not isinstance(a, Node) or not isinstance(b, Node):
+        return
+    if any(x.target is not reduce_sum or len(x.users) != 1 for x in (a, b)):
         return
     if a is b or a.meta["unit"] != node.meta["unit"] or b.meta["unit"] != node.meta["unit"]:
         return

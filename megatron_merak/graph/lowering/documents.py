@@ -9,6 +9,7 @@ from torch.fx.node import map_arg
 
 from ... import ops
 from ..ir.marks import copy_in
+from ..ir.nodes import called, operand
 
 POSITIONS = "position_ids"
 
@@ -45,9 +46,9 @@ def _evaluate(node: Node, constants: Mapping[str, Any], positions: Tensor, value
     elif node.op != "call_function":
         raise _NotConstantError
     elif node.target is copy_in:
-        value = _evaluate(node.args[0], constants, positions, values)
+        value = _evaluate(operand(node), constants, positions, values)
     else:
         args, kwargs = map_arg((node.args, node.kwargs), lambda each: _evaluate(each, constants, positions, values))
-        value = node.target(*args, **kwargs)
+        value = called(node)(*args, **kwargs)
     values[node] = value
     return value

@@ -8,13 +8,24 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_aggregate
 
 from ... import ops
+from ..ir.nodes import called
 from ..sharding.local import embedding_part
 from .flow import Flow
 
 # Operations that take a sink, to which they pass the gradient of their second argument: a weight, or several.
-_TAKE_SINK = (ops.linear, ops.linears, ops.joined_linear, ops.gated_linear, ops.gelu_linear, ops.embedding)
-_LOSSES = (ops.linear_cross_entropy, ops.linear_cross_entropy_stats)  # without a sink they compute the gradient
-_TAKE_SINK += _LOSSES
+_LOSSES: tuple[Callable, ...] = (  # without a sink they compute the gradient
+    ops.linear_cross_entropy,
+    ops.linear_cross_entropy_stats,
+)
+_TAKE_SINK: tuple[Callable, ...] = (
+    ops.linear,
+    ops.linears,
+    ops.joined_linear,
+    ops.gated_linear,
+    ops.gelu_linear,
+    ops.embedding,
+    *_LOSSES,
+)
 
 
 class Emitter:
@@ -27,8 +38,10 @@ class Emitter:
     """
 
     def __init__(self, flow: Flow, device: torch.device, sink: bool = False):
-        self.flow, self.device = flow, device
-        self._graph, self._emitted = Graph(), {}
+        self.flow = flow
+        self.device = device
+        self._graph = Graph()
+        self._emitted: dict[Node, Node] = {}
         self._modules: dict[str, GraphModule] = {}
         self._has_sink = sink
         self._sink: Node | None = None
@@ -74,7 +87,7 @@ class Emitter:
         """Replace a call by the one that passes the gradient of its weight to the sink, if there is such a call."""
         call = call_with_sink(self.flow, node) if self._sink is not None else None
         if call is None:
-            return node.target, args, kwargs
+            return called(node), args, kwargs
         function, operands, options = call
         return function, self._translated(operands), {**self._translated(options), "sink": self._sink}
 
@@ -89,14 +102,15 @@ def call_with_sink(flow: Flow, node: Node) -> tuple[Callable, tuple, dict] | Non
     target, operands = node.target, node.args
     if node in flow.written:
         return None
+    call: tuple[Callable, tuple, dict] | None = None
     if target in _TAKE_SINK:
-        call = target, operands, dict(node.kwargs)
-    else:
-        call = _AS_SINK_CALL[target](operands) if target in _AS_SINK_CALL and not node.kwargs else None
+        call = called(node), operands, dict(node.kwargs)
+    elif target in _AS_SINK_CALL and not node.kwargs:
+        call = _AS_SINK_CALL[target](operands)
     if call is None:
         return None
-    weights = call[1][1]
-    weights = weights if isinstance(weights, list | tuple) else [weights]
+    given = call[1][1]
+    weights = given if isinstance(given, list | tuple) else [given]
     if not all(_is_matrix(flow, weight) for weight in weights):
         return None
     return call if target in _LOSSES or any(flow.differentiable[flow.resolve(weight)] for weight in weights) else None
@@ -125,7 +139,9 @@ def _addmm(operands: tuple) -> tuple | None:
 
 
 def _embedding(operands: tuple) -> tuple | None:
-    weight, index, padding, by_frequency, sparse = (*operands, *(-1, False, False)[len(operands) - 2 :])
+    weight, index = operands[:2]
+    given = operands[2:]
+    padding, by_frequency, sparse = given + (-1, False, False)[len(given) :]
     if by_frequency or sparse:
         return None
     return ops.embedding, (index, weight), {"padding": padding} if padding >= 0 else {}

@@ -10,6 +10,7 @@ from ...segment import Collective
 from ..ir.aliases import changing, mutation_deps
 from ..ir.gradients import passes_gradient
 from ..ir.marks import copy_in, reduce_sum, stack
+from ..ir.nodes import operand
 from .rewrite import Rewritten
 
 REDUCTIONS = {reduce_sum: Collective.ALL_REDUCE, stack: Collective.STACK}
@@ -47,7 +48,7 @@ class Flow:
         if node.op != "call_function":
             return None
         if node.target is operator.getitem or node.target in REDUCTIONS:
-            return self.unit.get(node.args[0])
+            return self.unit.get(operand(node))
         if node.target is copy_in:
             return min(map(_declared_unit, node.users), default=None) if node.args[0] in self.unit else None
         unit = node.meta.get("unit")
@@ -65,7 +66,7 @@ class Flow:
     def resolve(self, node: Node) -> Node:
         """Return what a ``copy_in`` of a parameter, constant or common value copies; any other node itself."""
         while node.target is copy_in and node not in self.unit:
-            node = node.args[0]
+            node = operand(node)
         return node
 
     def _is_differentiable(self, node: Node) -> bool:
@@ -79,5 +80,5 @@ class Flow:
 def _declared_unit(node: Node) -> int:
     """The unit of a node that reads a copy."""
     while "unit" not in node.meta and node.target in (copy_in, operator.getitem, *REDUCTIONS):
-        node = node.args[0]
+        node = operand(node)
     return node.meta["unit"]

@@ -8,6 +8,7 @@ from torch.fx import Node
 from ...errors import TraceError
 from ..ir.aliases import aliased, storages, writers
 from ..ir.marks import copy_in
+from ..ir.nodes import operand
 from .flow import REDUCTIONS, Flow
 
 
@@ -37,7 +38,7 @@ def is_sharded(node: Node) -> bool:
     if node.target is copy_in:
         return True
     if node.target is operator.getitem and "sharded" not in node.meta:
-        return is_sharded(node.args[0])
+        return is_sharded(operand(node))
     return bool(node.meta.get("sharded", False))
 
 

@@ -55,6 +55,7 @@ class Prelude:
         if state is None:
             self._fixed = None
         else:
+            assert self._fixed is not None
             for value, saved in zip(self._fixed, state, strict=True):
                 if not torch.equal(value, saved):  # tables may be expanded views, which cannot be written to
                     value.copy_(saved)

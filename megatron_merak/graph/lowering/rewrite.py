@@ -91,8 +91,9 @@ class GraphWriter(Writer):
         self.operands: dict[Any, Node] = {}  # operands of sharded work made from replicated values, to be shared
         self.units = {node: index for index, unit in enumerate(chain.units) for node in unit}
         self.empty: dict[Any, Tensor] = {}
-        self.mode = next((v.fake_mode for n in captured.module.graph.nodes for v in values(n) if _is_fake(v)), None)
-        self.mode = self.mode or FakeTensorMode(allow_non_fake_inputs=True)
+        all_values = (value for node in captured.module.graph.nodes for value in values(node))
+        mode = next((value.fake_mode for value in all_values if isinstance(value, FakeTensor)), None)
+        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
         self.unit: int | None = None
         self.decision: Decision | None = None
 
@@ -157,6 +158,7 @@ class GraphWriter(Writer):
         assert self.decision is not None
         split = self.sharding.layouts.get(node)
         if split is not None and node not in self.decision.gathered:
+            assert isinstance(split, Layout)
             return self._fill(node, self.new[node], split.spec()) if node in self.decision.fills else self.new[node]
         full = self._gather(node) if node in self.decision.gathered else self.new[node]
         cut = self.decision.to_shard.get(node)
@@ -224,16 +226,18 @@ class GraphWriter(Writer):
             return self.operands[key]
         x = self.enter(full)
         if cut.repeats > 1:
-            target, args = local.take_heads, (x, cut.dim, sum(cut.blocks), cut.repeats, self.rank, self.tp)
+            heads = (x, cut.dim, sum(cut.blocks), cut.repeats, self.rank, self.tp)
+            self.operands[key] = self.call(local.take_heads, heads)
         else:
-            target, args = local.take, (x, cut.dim, cut.blocks, self.rank, self.tp, cut.padded)
-        self.operands[key] = self.call(target, args)
+            piece = (x, cut.dim, cut.blocks, self.rank, self.tp, cut.padded)
+            self.operands[key] = self.call(local.take, piece)
         if full.meta["unit"] is None and str(full.target) not in self.captured.shapes:
             self.operands[key].meta["unit"] = None
         return self.operands[key]
 
     def _fill(self, node: Node, shard: Node, cut: ShardSpec) -> Node:
         """Replace the padding of a shard by the value that the decision wants; one node for all readers in a unit."""
+        assert self.decision is not None
         filler = self.decision.fills[node]
         key = ("fill", shard, filler, self.unit)
         if key not in self.operands:
@@ -247,6 +251,7 @@ class GraphWriter(Writer):
         key = ("gather", node)
         if key not in self.operands:
             split = self.sharding.layouts[node]
+            assert isinstance(split, Layout)
             args = (self.new[node], split.dim, split.blocks, self.rank, self.tp)
             self.operands[key] = self.sum(self.call(local.embed_in_zeros, args, like=node))
         return self.operands[key]
@@ -262,10 +267,6 @@ class GraphWriter(Writer):
         if isinstance(layout, tuple):
             return type(val)(self._shard_of(v, one) for v, one in zip(val, layout, strict=True))
         return val
-
-
-def _is_fake(value: Tensor) -> bool:
-    return isinstance(value, FakeTensor)
 
 
 def _separate_partial_parameters(

@@ -15,7 +15,7 @@ from ...ops import WeightGradientSink
 from ...segment import Collective, Common, Crossing, In, Out, Segment
 from ..capture.outputs import SAME
 from ..ir.marks import copy_in
-from ..ir.nodes import is_random
+from ..ir.nodes import called, is_random, operand
 from ..ir.operators import facts
 from .emit import Emitter
 from .flow import REDUCTIONS, Flow
@@ -150,7 +150,7 @@ class _Splitter:
         common = [x for x in outer if x not in flow.unit and not flow.is_parameter(x)]
         ins = [In(self._name(x), grad=flow.differentiable[x]) for x in values]
         for node in copies:
-            source = node.args[0]
+            source = operand(node)
             grad = flow.differentiable[source]
             ins.append(In(self._name(source), collective=Collective.ALL_REDUCE if grad else Collective.NONE, grad=grad))
         outs, results = self._outs(nodes, members)
@@ -172,7 +172,7 @@ class _Splitter:
             reductions = [user for user in node.users if user.target in REDUCTIONS]
             for user in reductions:
                 alone = len(node.users) == 1 and facts(node).result_unread
-                outs.append(Out(self._name(user), REDUCTIONS[user.target], inplace=alone))
+                outs.append(Out(self._name(user), REDUCTIONS[called(user)], inplace=alone))
                 results.append(node)
             read = any(user not in inside and user in self.flow.unit and user not in reductions for user in node.users)
             if read or node in self.outputs:

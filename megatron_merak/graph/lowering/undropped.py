@@ -4,7 +4,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from ..ir.nodes import is_random, op_name
+from ..ir.nodes import is_random, op_name, schema
 from ..ir.operators import facts
 
 
@@ -23,13 +23,13 @@ def undropped(graph: Graph) -> None:
             node.target, node.args = torch.ops.aten.full_like.default, (node.args[0], 0.5)
         elif "dropout" in op_name(node):  # an in-place variant, whose input other nodes may read after it
             _set_to_zero(node, "p")
-        elif any(argument.name == "dropout_p" for argument in node.target._schema.arguments):
+        elif any(argument.name == "dropout_p" for argument in schema(node).arguments):
             _set_to_zero(node, "dropout_p")
     graph.lint()
 
 
 def _set_to_zero(node: Node, name: str) -> None:
-    index = [argument.name for argument in node.target._schema.arguments].index(name)
+    index = [argument.name for argument in schema(node).arguments].index(name)
     if index < len(node.args):
         node.update_arg(index, 0.0)
     else:

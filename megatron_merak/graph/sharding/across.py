@@ -13,7 +13,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def log_sum_exp(shard: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+def log_sum_exp(shard: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """Return the log-sum-exp of a shard over ``dims``, at least fp32."""
     return _wide(shard).logsumexp(dims, keepdim)
 
@@ -72,12 +72,12 @@ def nll_of_log_probs(log_probs: Tensor, target: Tensor, reduction: int, ignore_i
     return loss.sum() / ignored.logical_not().sum() if reduction == 1 else loss.sum()
 
 
-def count_of_max(shard: Tensor, maximum: Tensor, dims: Sequence[int]) -> Tensor:
+def count_of_max(shard: Tensor, maximum: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Return how often a shard has the maximum of the full tensor."""
     return (shard == maximum).sum(dims, keepdim=True).to(shard.dtype)
 
 
-def gradient_of_max(shard: Tensor, maximum: Tensor, count: Tensor, dims: Sequence[int]) -> Tensor:
+def gradient_of_max(shard: Tensor, maximum: Tensor, count: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Return zeros whose gradient is that of the maximum: shared evenly by all ``count`` entries that equal it."""
     return torch.where(shard == maximum, (shard - shard.detach()) / count, 0.0).sum(dims, keepdim=True)
 

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from ..ir.aliases import aliased
-from ..ir.nodes import is_random, op_name, values
+from ..ir.nodes import called, is_random, op_name, operand, values
 from .placement import Layout, PaddingValue, ShardSpec
 from .propagate import Propagation
 
@@ -65,7 +65,7 @@ def settle(
     """
     padding = padding_values(p, node, to_shard)
     if aliased(node)[0] and not aliased(node)[1]:
-        return {}, (padding[node.args[0]],)
+        return {}, (padding[operand(node)],)
     if is_random(node):
         keeps_zeros = "dropout" in op_name(node) and "alpha" not in op_name(node)
         return zeros(p, node, to_shard), ((0 if keeps_zeros else None),) * len(values(node))
@@ -100,7 +100,7 @@ def _run(
     written = aliased(node)[1]
     with torch.enable_grad():
         args, kwargs = map_arg((node.args, node.kwargs), lambda x: operands[x].clone() if x in written else operands[x])
-        results = [x for x in tree_leaves(node.target(*args, **kwargs)) if isinstance(x, Tensor)]
+        results = [x for x in tree_leaves(called(node)(*args, **kwargs)) if isinstance(x, Tensor)]
     roots = [x for x in results if x.requires_grad]
     if roots:
         grads = torch.autograd.grad(roots, leaves, [torch.zeros_like(x) for x in roots], allow_unused=True)
@@ -114,7 +114,9 @@ def _padding_beside_samples(node: Node, padding: Mapping[Node, PaddingValue]) ->
     others = [x for x in node.all_input_nodes if x not in padding]
     combinations = list(product(*(_SAMPLES[_kind(values(x)[0].dtype)] for x in others)))
     columns = dict(zip(others, zip(*combinations, strict=True), strict=True))
-    full = {x: torch.full((len(combinations),), value, dtype=values(x)[0].dtype) for x, value in padding.items()}
+    full = {
+        x: torch.full((len(combinations),), _known(value), dtype=values(x)[0].dtype) for x, value in padding.items()
+    }
     return full | {x: torch.tensor(column, dtype=values(x)[0].dtype) for x, column in columns.items()}
 
 
@@ -126,8 +128,13 @@ def _one_padding_entry(node: Node, layout: Layout, padding: Mapping[Node, Paddin
         shape = [1 if x in padding and dim == layout.dim else extent for dim, extent in enumerate(value.shape)]
         samples = torch.tensor(_SAMPLES[_kind(value.dtype)], dtype=value.dtype)
         samples = samples.repeat(-(-math.prod(shape) // len(samples)))[: math.prod(shape)].view(shape)
-        operands[x] = torch.full(shape, padding[x], dtype=value.dtype) if x in padding else samples
+        operands[x] = torch.full(shape, _known(padding[x]), dtype=value.dtype) if x in padding else samples
     return operands
+
+
+def _known(value: PaddingValue) -> float | int | bool:
+    assert value is not None
+    return value
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from ..capture.captured import Captured
 from ..ir.aliases import changing
 from ..ir.names import place
-from ..ir.nodes import op_name, values
+from ..ir.nodes import constant, op_name, operand, values
 from .assumptions import Assumptions
 from .derived import chain_to_parameter, unread_functions
 from .placement import CannotShard, Decision, Layout, NodeLayout, PlanConflict, Restart, ShardSpec
@@ -94,8 +94,9 @@ class Propagation:
     def _vocabularies(self) -> dict[int, None]:
         """Return the extents that are vocabulary sizes: numbers of rows of embedding tables."""
         shapes = self.captured.shapes
-        tables = [node.args[0] for node in self.captured.module.graph.nodes if op_name(node) == "embedding"]
-        rows = [shapes[x.target][0] for x in tables if isinstance(x, Node) and x.target in shapes]
+        lookups = [node for node in self.captured.module.graph.nodes if op_name(node) == "embedding"]
+        tables = [str(operand(node).target) for node in lookups]
+        rows = [shapes[name][0] for name in tables if name in shapes]
         return dict.fromkeys(extent for extent in rows if extent >= VOCABULARY_ROWS)
 
     # ---- for rules ------------------------------------------------------------------------------------------------
@@ -110,6 +111,12 @@ class Propagation:
         layout = self.layouts[node]
         if isinstance(layout, tuple):
             raise CannotShard(node, (node,), "returns several sharded values at once")
+        return layout
+
+    def sharded_layout(self, node: Node) -> Layout:
+        """Return how an operand is sharded which is known to be."""
+        layout = self.layout(node)
+        assert layout is not None
         return layout
 
     def input_layout(self, node: Node) -> Layout:
@@ -159,7 +166,7 @@ class Propagation:
     def explain_pin(self, node: Node, why: str) -> None:
         """Record how the pinned parameter that ``node`` is, or is computed from, is sharded; its first use counts."""
         name = self.parameter_of(node)
-        if name in self.assumptions.pins:
+        if name is not None and name in self.assumptions.pins:
             self.reasons.setdefault(name, why)
 
     def row_requested(self, node: Node) -> bool:
@@ -253,7 +260,7 @@ class Propagation:
     def _decide(self, node: Node) -> None:
         inputs = node.all_input_nodes
         if node.target is operator.getitem and isinstance(layouts := self.layouts[inputs[0]], tuple):
-            self.layouts[node] = layouts[node.args[1]]
+            self.layouts[node] = layouts[constant(node, 1)]
             if self.layouts[node]:
                 self.decisions[node] = Decision(self.layouts[node])
             return
@@ -286,6 +293,7 @@ class Propagation:
     def is_small(self, node: Node) -> bool:
         """Whether a sharded value is small compared with the outputs of its origins."""
         layout = self.layouts[node]
+        assert layout is not None
         if isinstance(layout, tuple) or layout.padded or node in self.parameter_names:
             return False
         if not values(node)[0].is_floating_point():
@@ -320,7 +328,7 @@ class Propagation:
         finally:
             self.gathered = {}
         for x in dict.fromkeys(x for _, x in steps):
-            for origin in self.layouts[x].origins:
+            for origin in self._origins_of_layout(x):
                 self._append_reason(origin, f"a small piece of its output is all-gathered for {op_name(last)}")
         return True
 
@@ -341,7 +349,7 @@ class Propagation:
                 continue
             finally:
                 self.gathered, self.refuse_costly = {}, True
-            for origin in dict.fromkeys(o for x in chosen for o in self.layouts[x].origins):
+            for origin in dict.fromkeys(o for x in chosen for o in self._origins_of_layout(x)):
                 if ";" not in self.reasons.get(origin, ""):
                     self._append_reason(origin, f"its output is all-gathered for {op_name(node)} in {place(node)}")
             return
@@ -359,9 +367,13 @@ class Propagation:
 
     def _origins_of(self, error: CannotShard) -> tuple[str, ...]:
         """Return the origins of the layouts that a node cannot take."""
-        layouts = [self.layouts[x] for x in error.operands]
-        layouts = [layout for x in layouts for layout in (x if isinstance(x, tuple) else (x,)) if layout]
-        return tuple(dict.fromkeys(origin for layout in layouts for origin in layout.origins))
+        return tuple(dict.fromkeys(o for x in error.operands for o in self._origins_of_layout(x)))
+
+    def _origins_of_layout(self, node: Node) -> list[str]:
+        """Return the names of the parameters whose sharding led to that of a node, or of its several tensors."""
+        layout = self.layouts[node]
+        each = layout if isinstance(layout, tuple) else (layout,)
+        return [origin for one in each if one for origin in one.origins]
 
     def _ban(self, error: CannotShard) -> bool:
         """Ban the origins of an error. Returns False, with nothing changed, if all are pinned or banned already."""

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.gradients import passes_gradient
-from ..ir.nodes import op_name, values
+from ..ir.nodes import constant, op_name, operand, operands, values
 from . import across, rules_shape
 from .placement import Decision, Layout, PaddingValue
 from .propagate import VOCABULARY_ROWS, Propagation
@@ -21,13 +21,13 @@ aten = torch.ops.aten
 def _along_vocabulary(p: Propagation, node: Node, dims: tuple[int, ...]) -> bool:
     """Whether a node works along the sharded dimension, and that is large enough for a vocabulary."""
     layout = p.input_layout(node)
-    floating = values(node.args[0])[0].is_floating_point()
+    floating = values(operand(node))[0].is_floating_point()
     return layout.dim in dims and sum(layout.blocks) >= VOCABULARY_ROWS and floating
 
 
 def _fill_lowest(node: Node, layout: Layout) -> dict[Node, PaddingValue]:
     """Return fills with the lowest number, which changes no maximum and no sum of exponentials."""
-    x = node.args[0]
+    x = operand(node)
     return {x: torch.finfo(values(x)[0].dtype).min} if layout.padded else {}
 
 
@@ -38,7 +38,7 @@ def logsumexp(p: Propagation, node: Node) -> Decision:
     keepdim, dtype = bool(argument(node, "keepdim")), values(node)[0].dtype
 
     def write(writer: Writer, node: Node) -> Node:
-        own = writer.call(across.log_sum_exp, (writer.operand(node.args[0]), dims, keepdim))
+        own = writer.call(across.log_sum_exp, (writer.operand(operand(node)), dims, keepdim))
         return writer.call(across.combined_log_sum_exp, (writer.stack(own), dtype), like=node, sharded=False)
 
     return Decision(None, fills=_fill_lowest(node, p.input_layout(node)), write=write)
@@ -54,7 +54,7 @@ def softmax(p: Propagation, node: Node) -> Decision:
     function = across.log_softmax_shard if "log" in op_name(node) else across.softmax_shard
 
     def write(writer: Writer, node: Node) -> Node:
-        shard = writer.operand(node.args[0])
+        shard = writer.operand(operand(node))
         if shard.meta["val"].dtype.itemsize < dtype.itemsize:
             shard = writer.call(aten.to.dtype, (shard, dtype))
         totals = writer.stack(writer.call(across.log_sum_exp, (shard, dims, True)))
@@ -71,7 +71,7 @@ def amax(p: Propagation, node: Node) -> Decision:
         return reduction(p, node)
 
     def write(writer: Writer, node: Node) -> Node:
-        shard = writer.operand(node.args[0])
+        shard = writer.operand(operand(node))
         detached = writer.call(aten.detach.default, (shard,))
         maxima = writer.stack(writer.call(aten.amax.default, (detached, dims, True)))
         largest = writer.call(aten.amax.default, (maxima, [0]), sharded=False)
@@ -92,13 +92,14 @@ def _reduced(p: Propagation, layout: Layout, function: Callable, *args: Any) -> 
         operands = [[writer.get(x) for x in a] if isinstance(a, list) else a for a in args]
         operands = [writer.get(a) if isinstance(a, Node) else a for a in operands]
         start = writer.rank * layout.extent(p.tp)
-        return writer.sum(writer.call(function, (writer.operand(node.args[0]), *operands, start)))
+        return writer.sum(writer.call(function, (writer.operand(operand(node)), *operands, start)))
 
     return write
 
 
 def gather(p: Propagation, node: Node) -> Decision:
-    x, dim, index = node.args[:3]
+    x, index = operands(node, 0, 2)
+    dim = constant(node, 1)
     layout = p.layout(x)
     dim %= len(p.shape(x))
     if layout is None or p.layout(index) is not None or dim != layout.dim or len(layout.blocks) > 1:
@@ -108,7 +109,8 @@ def gather(p: Propagation, node: Node) -> Decision:
 
 def index(p: Propagation, node: Node) -> Decision:
     """x[i, j, ...] with an index for every dimension: each rank has some of the entries."""
-    x, indices = node.args[:2]
+    x = operand(node)
+    indices = constant(node, 1)
     layout = p.input_layout(node)
     full = len(indices) == len(p.shape(x)) and all(isinstance(i, Node) and p.layout(i) is None for i in indices)
     if not full or len(layout.blocks) > 1 or any(values(i)[0].dtype in (torch.bool, torch.uint8) for i in indices):
@@ -123,7 +125,7 @@ def index(p: Propagation, node: Node) -> Decision:
 
 
 def nll_loss(p: Propagation, node: Node) -> Decision:
-    x, target = node.args[:2]
+    x, target = operands(node, 0, 1)
     layout = p.input_layout(node)
     if layout.dim != min(len(p.shape(x)) - 1, 1) or len(layout.blocks) > 1 or p.layout(target) is not None:
         raise p.cannot_shard(node, "has classes in several blocks, or another dimension sharded")
@@ -141,7 +143,7 @@ def nll_loss(p: Propagation, node: Node) -> Decision:
 
 def maximum(p: Propagation, node: Node) -> Decision:
     """max(x, dim), argmax(x, dim): the first of several maxima counts."""
-    x, dims = node.args[0], dims_of(p, node, "dim")
+    x, dims = operand(node), dims_of(p, node, "dim")
     layout = p.input_layout(node)
     if not _along_vocabulary(p, node, dims) or len(dims) > 1 or len(layout.blocks) > 1:
         return reduction(p, node)
@@ -153,10 +155,9 @@ def maximum(p: Propagation, node: Node) -> Decision:
         maxima = writer.stack(writer.call(aten.amax.default, (detached, [dim], True)))
         indices = writer.stack(writer.call(across.own_argmax, (detached, dim, start)))
         index = writer.call(across.combined_argmax, (maxima, indices), sharded=False)
-        like = {} if op_name(node) == "max" else {"like": node}
-        reshaped = writer.call(aten.reshape.default, (index, shape), sharded=False, **like)
         if op_name(node) != "max":
-            return reshaped
+            return writer.call(aten.reshape.default, (index, shape), like=node, sharded=False)
+        reshaped = writer.call(aten.reshape.default, (index, shape), sharded=False)
         largest = writer.sum(writer.call(across.gather_own, (shard, dim, index, start)))
         largest = writer.call(aten.reshape.default, (largest, shape), sharded=False)
         return writer.call(across.max_and_index, (largest, reshaped), like=node, sharded=False)

@@ -1,9 +1,11 @@
 """The rule of einsum, where the sharded dimension is a letter."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch.fx import Node
 
+from ..ir.nodes import constant
 from .padding import zeros
 from .placement import Decision, Layout, ShardSpec
 from .propagate import Propagation
@@ -13,13 +15,13 @@ from .rules_product import COLUMN, ROW
 def einsum(p: Propagation, node: Node) -> Decision | None:
     """A sharded letter stays sharded if the result has it; else the result is a partial sum."""
     terms, output = _terms(p, node)
-    operands = node.args[1]
+    operands: Sequence[Node] = constant(node, 1)
     sharded = p.sharded(operands)
     if not sharded:
         return _column(p, node, terms, output)
     if any(len(dict.fromkeys(term)) < len(term) for term in (*terms, output)):
         raise p.cannot_shard(node, "takes a diagonal")
-    first = p.layout(sharded[0])
+    first = p.sharded_layout(sharded[0])
     letter = terms[list(operands).index(sharded[0])][first.dim]
     p.explain_pin(sharded[0], COLUMN if letter in output else ROW)
     to_shard: dict[Node, ShardSpec] = {}
@@ -44,10 +46,12 @@ def einsum(p: Propagation, node: Node) -> Decision | None:
 
 def _column(p: Propagation, node: Node, terms: list[str], output: str) -> Decision | None:
     """Shard a weight along the first of its letters that the result has from it alone."""
-    for x, term in zip(node.args[1], terms, strict=True):
+    for x, term in zip(constant(node, 1), terms, strict=True):
         name = p.parameter_of(x)
-        others = "".join(other for y, other in zip(node.args[1], terms, strict=True) if y is not x)
-        for dim, letter in enumerate(term if name else ""):
+        others = "".join(other for y, other in zip(constant(node, 1), terms, strict=True) if y is not x)
+        if name is None:
+            continue
+        for dim, letter in enumerate(term):
             extent = p.shape(x)[dim]
             if letter not in output or letter in others or extent % p.tp:
                 continue
@@ -65,10 +69,12 @@ def _terms(p: Propagation, node: Node) -> tuple[list[str], str]:
     if not arrow:
         letters = "".join(terms)
         output = "".join(sorted(letter for letter in dict.fromkeys(letters) if letters.count(letter) == 1))
-    widths = [len(p.shape(x)) - len(term) + 3 for x, term in zip(node.args[1], terms, strict=True) if "..." in term]
+    operands: Sequence[Node] = constant(node, 1)
+    with_ellipsis = [(x, term) for x, term in zip(operands, terms, strict=True) if "..." in term]
+    widths = [len(p.shape(x)) - len(term) + 3 for x, term in with_ellipsis]
     spare = [c for c in "ZYXWVUTSRQPONM" if c not in left][: max(widths, default=0)][::-1]
     expanded = []
-    for x, term in zip(node.args[1], terms, strict=True):
+    for x, term in zip(operands, terms, strict=True):
         width = len(p.shape(x)) - len(term) + 3
         expanded.append(term.replace("...", "".join(spare[len(spare) - width :])) if "..." in term else term)
     return expanded, output.replace("...", "".join(spare))

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from ...planner.tables import family
+from ..ir.nodes import operands, schema
 from .padding import zeros
 from .placement import Decision, Layout, ShardSpec
 from .propagate import Propagation
@@ -46,7 +47,7 @@ def linear(p: Propagation, node: Node) -> Decision | None:
 
 
 def matmul(p: Propagation, node: Node) -> Decision | None:
-    a, b = node.args[:2]
+    a, b = operands(node, 0, 1)
     rank = len(p.shape(b))
     if len(p.shape(a)) < 2 or rank < 2:
         return None
@@ -54,7 +55,7 @@ def matmul(p: Propagation, node: Node) -> Decision | None:
 
 
 def addmm(p: Propagation, node: Node) -> Decision | None:
-    added, a, b = node.args[:3]
+    added, a, b = operands(node, 0, 1, 2)
     rank = len(p.shape(b))
     bare = aten.mm.default if rank == 2 else aten.bmm.default
     return product(p, Product(node, a, b, rank - 2, rank - 1, added, bare))
@@ -62,7 +63,7 @@ def addmm(p: Propagation, node: Node) -> Decision | None:
 
 def grouped(p: Propagation, node: Node) -> Decision | None:
     """Rows of a [tokens, i] times their expert's weight, b [experts, i, o]; each expert's weight is sharded."""
-    a, b = node.args[:2]
+    a, b = operands(node, 0, 1)
     layout, weight = p.layout(a), p.layout(b)
     if layout and layout.dim != 1 or weight and weight.dim == 0 or len(p.shape(a)) != 2:
         return None
@@ -90,10 +91,11 @@ def product(p: Propagation, m: Product) -> Decision | None:
             p.record_column(str(name), p.shape(m.b)[m.out], m.node)
         return _sharded_result(p, m, Layout(rank - 1, b.blocks, b.origins, b.padded))
     dims = [layout.dim + rank - len(p.shape(x)) for x, layout in ((m.a, a), (m.b, b)) if layout]
-    layout = a or b
-    if len(dims) == 2 and (dims[0] != dims[1] or not a.same_shards(replace(b, dim=a.dim))):
+    if a and b and (dims[0] != dims[1] or not a.same_shards(replace(b, dim=a.dim))):
         raise p.cannot_shard(m.node, "multiplies values that are sharded differently")
     p.explain_pin(m.a, COLUMN)
+    layout = a or b
+    assert layout is not None
     return _sharded_result(p, m, Layout(dims[0], layout.blocks, p.origins(p.sharded([m.a, m.b])), layout.padded))
 
 
@@ -158,47 +160,48 @@ def _row(p: Propagation, m: Product) -> Decision | None:
         if not p.shard_parameter(m.b, ShardSpec(m.contracted, (extent,)), f"{ROW}, as asked for"):
             return None
         to_shard[m.a] = ShardSpec(last, (extent,))
-    elif a is None:
+    elif b is not None and a is None:
         p.explain_pin(m.b, ROW)
         p.shard_operand(to_shard, m.a, ShardSpec(last, b.blocks, b.padded), "row parallel: its input is sharded")
-    else:
+    elif a is not None:
         source = ", ".join(family(origin) for origin in a.origins[:3])
         why = f"row parallel: its input comes sharded from {source}"
         if b is None:
             p.shard_operand(to_shard, m.b, ShardSpec(m.contracted, a.blocks, a.padded), why)
         else:
             p.explain_pin(m.b, why)
-    if p.layout(m.added) is not None:
+    if m.added is not None and p.layout(m.added) is not None:
         raise p.cannot_shard(
             m.node, f"adds {p.parameter_of(m.added) or 'a value'}, which is sharded, to a replicated one"
         )
-    write = _write_row(m) if m.added is not None else None
+    write = _write_row(m, m.added) if m.added is not None else None
     return Decision(None, to_shard, fills=zeros(p, m.node, to_shard), reduce=True, write=write)
 
 
-def _write_row(m: Product) -> Callable[[Writer, Node], Node]:
+def _write_row(m: Product, added: Node) -> Callable[[Writer, Node], Node]:
     def write(writer: Writer, node: Node) -> Node:
         partial = writer.call(m.bare, (writer.operand(m.a), writer.operand(m.b)), like=node)
-        return writer.call(aten.add.Tensor, (writer.sum(partial), writer.get(m.added)), like=node, sharded=False)
+        return writer.call(aten.add.Tensor, (writer.sum(partial), writer.get(added)), like=node, sharded=False)
 
     return write
 
 
 def attention(p: Propagation, node: Node) -> Decision:
     """Query, key and value are sharded along the heads; each rank takes the key-value heads of its query heads."""
-    query, key, value = node.args[:3]
+    query, key, value = operands(node, 0, 1, 2)
     rank = len(p.shape(query))
     mask = argument(node, "attn_mask")
     sharded = p.sharded([query, key, value])
     if not sharded:
         raise p.cannot_shard(node, "takes a sharded mask")
-    dim = min(p.layout(x).dim for x in sharded)
-    if elsewhere := [x for x in sharded if p.layout(x).dim != dim or dim >= rank - 2]:
+    layouts = {x: p.sharded_layout(x) for x in sharded}
+    dim = min(layout.dim for layout in layouts.values())
+    if elsewhere := [x for x in sharded if layouts[x].dim != dim or dim >= rank - 2]:
         raise p.cannot_shard(node, "needs positions and features of its heads unsharded", elsewhere)
     heads = {x: p.shape(x)[dim] for x in (query, key, value)}
-    blocks = {x: p.layout(x).blocks for x in sharded}
+    blocks = {x: layout.blocks for x, layout in layouts.items()}
     uniform = len(dict.fromkeys(heads.values())) == 1
-    if any(p.layout(x).padded for x in sharded) or heads[query] % p.tp:
+    if any(layout.padded for layout in layouts.values()) or heads[query] % p.tp:
         raise p.cannot_shard(node, f"has {heads[query]} heads, which {p.tp} ranks do not share evenly")
     query_blocks = blocks[sharded[0]] if uniform else (heads[query],)
     if any(blocks[x] != (query_blocks if uniform else (heads[x],)) for x in sharded):
@@ -215,8 +218,9 @@ def attention(p: Propagation, node: Node) -> Decision:
     if isinstance(mask, Node):
         shape = p.shape(mask)
         mask_dim = dim - (rank - len(shape))
-        if p.layout(mask) is not None:
-            if not p.layout(mask).same_shards(Layout(mask_dim, query_blocks)):
+        own = p.layout(mask)
+        if own is not None:
+            if not own.same_shards(Layout(mask_dim, query_blocks)):
                 raise p.cannot_shard(node, "takes a mask that is sharded differently")
         elif mask_dim >= 0 and shape[mask_dim] != 1:
             p.shard_operand(to_shard, mask, ShardSpec(mask_dim, query_blocks))
@@ -234,12 +238,15 @@ def depthwise(p: Propagation, node: Node) -> Decision:
     if groups != p.shape(x)[layout.dim] or channels != groups:
         raise p.cannot_shard(node, "mixes the sharded channels")
     to_shard: dict[Node, ShardSpec] = {}
-    for operand in (weight, bias):
-        if operand is not None and p.layout(operand) is None:
-            p.shard_operand(to_shard, operand, ShardSpec(0, layout.blocks))
-        elif operand is not None and not p.layout(operand).same_shards(Layout(0, layout.blocks)):
+    for value in (weight, bias):
+        if value is None:
+            continue
+        own = p.layout(value)
+        if own is None:
+            p.shard_operand(to_shard, value, ShardSpec(0, layout.blocks))
+        elif not own.same_shards(Layout(0, layout.blocks)):
             raise p.cannot_shard(node, "has a weight that is sharded differently")
-    names = [parameter.name for parameter in node.target._schema.arguments]
+    names = [parameter.name for parameter in schema(node).arguments]
     args = list(node.args) + [argument(node, name) for name in names[len(node.args) : names.index("groups") + 1]]
     args[names.index("groups")] = layout.extent(p.tp)
     return Decision(layout, to_shard, args=tuple(args))

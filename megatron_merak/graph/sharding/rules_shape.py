@@ -7,9 +7,9 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from ..ir.nodes import op_name, values
+from ..ir.nodes import constant, op_name, operand, operands, values
 from .padding import equal_padding, padding_values, settle
-from .placement import Decision, Layout, ShardSpec
+from .placement import Decision, Layout, PaddingValue, ShardSpec
 from .propagate import Propagation
 from .rules_value import argument
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def view(p: Propagation, node: Node) -> Decision:
     """Find the smallest groups of input and output dimensions of equal product around the sharded dimension, and where
     its shards are in the output."""
-    x = node.args[0]
+    x = operand(node)
     layout, before, after = p.input_layout(node), p.shape(x), p.shape(node)
     if prod(before) != prod(after) or values(x)[0].dtype != values(node)[0].dtype:
         raise p.cannot_shard(node, "reads a sharded value as another type")
@@ -61,7 +61,7 @@ def _features(layout: Layout, before: Sequence[int], first: int, extent: int) ->
 
 
 def _viewed(p: Propagation, node: Node, layout: Layout) -> Decision:
-    return Decision(layout, args=(node.args[0], local_shape(p, p.shape(node), layout)), target=aten.reshape.default)
+    return Decision(layout, args=(operand(node), local_shape(p, p.shape(node), layout)), target=aten.reshape.default)
 
 
 def local_shape(p: Propagation, shape: Sequence[int], layout: Layout) -> list[int]:
@@ -92,13 +92,13 @@ def _groups(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[tupl
 
 
 def permute(p: Propagation, node: Node) -> Decision:
-    x = node.args[0]
+    x = operand(node)
     order = list(range(len(p.shape(x))))
     if len(node.args) == 3:
-        a, b = (dim % len(order) for dim in node.args[1:])
+        a, b = (constant(node, k) % len(order) for k in (1, 2))
         order[a], order[b] = order[b], order[a]
     elif len(node.args) == 2:
-        order = [dim % len(order) for dim in node.args[1]]
+        order = [dim % len(order) for dim in constant(node, 1)]
     elif op_name(node) in ("mT", "mH", "adjoint"):
         order[-2:] = order[:-3:-1]
     else:
@@ -108,9 +108,10 @@ def permute(p: Propagation, node: Node) -> Decision:
 
 
 def movedim(p: Propagation, node: Node) -> Decision:
-    x, source, target = node.args
+    x = operand(node)
     rank = len(p.shape(x))
-    source, target = ([v] if isinstance(v, int) else list(v) for v in (source, target))
+    source = _dims(constant(node, 1))
+    target = _dims(constant(node, 2))
     order = [dim for dim in range(rank) if dim not in [s % rank for s in source]]
     for position, dim in sorted(zip((t % rank for t in target), (s % rank for s in source), strict=True)):
         order.insert(position, dim)
@@ -118,24 +119,28 @@ def movedim(p: Propagation, node: Node) -> Decision:
     return Decision(replace(layout, dim=order.index(layout.dim)))
 
 
+def _dims(dims: int | Sequence[int]) -> list[int]:
+    return [dims] if isinstance(dims, int) else list(dims)
+
+
 def unsqueeze(p: Propagation, node: Node) -> Decision:
     layout = p.input_layout(node)
-    dim = node.args[1] % len(p.shape(node))
+    dim = constant(node, 1) % len(p.shape(node))
     return Decision(replace(layout, dim=layout.dim + (dim <= layout.dim)))
 
 
 def squeeze(p: Propagation, node: Node) -> Decision:
-    x = node.args[0]
+    x = operand(node)
     layout, shape = p.input_layout(node), p.shape(x)
-    dims = node.args[1] if len(node.args) > 1 else range(len(shape))
-    dims = [dim % len(shape) for dim in ([dims] if isinstance(dims, int) else dims)]
+    given = constant(node, 1) if len(node.args) > 1 else range(len(shape))
+    dims = [dim % len(shape) for dim in _dims(given)]
     removed = [dim for dim in dims if shape[dim] == 1]
     result = replace(layout, dim=layout.dim - sum(dim < layout.dim for dim in removed))
     return _viewed(p, node, result)
 
 
 def expand(p: Propagation, node: Node) -> Decision:
-    x = node.args[0]
+    x = operand(node)
     layout = p.input_layout(node)
     shape = p.shape(node)
     result = replace(layout, dim=layout.dim + len(shape) - len(p.shape(x)))
@@ -144,7 +149,7 @@ def expand(p: Propagation, node: Node) -> Decision:
 
 def like(p: Propagation, node: Node) -> Decision:
     """expand_as, view_as: a replicated value stays replicated, however the other is sharded."""
-    x = node.args[0]
+    x = operand(node)
     target = aten.expand.default if op_name(node) == "expand_as" else aten.reshape.default
     if p.layout(x) is None:
         return Decision(None, args=(x, list(p.shape(node))), target=target, common=x in p.common)
@@ -152,17 +157,19 @@ def like(p: Propagation, node: Node) -> Decision:
 
 
 def repeat(p: Propagation, node: Node) -> Decision:
-    x = node.args[0]
+    x = operand(node)
     layout = p.input_layout(node)
-    result = replace(layout, dim=layout.dim + len(node.args[1]) - len(p.shape(x)))
-    times = node.args[1][result.dim]
+    repeats = constant(node, 1)
+    result = replace(layout, dim=layout.dim + len(repeats) - len(p.shape(x)))
+    times = repeats[result.dim]
     if times != 1 and layout.padded:
         raise p.cannot_shard(node, "repeats a padded dimension")
     return Decision(replace(result, blocks=layout.blocks * times, features=layout.features if times == 1 else None))
 
 
 def repeat_interleave(p: Propagation, node: Node) -> Decision:
-    x, times = node.args[:2]
+    x = operand(node)
+    times = constant(node, 1)
     layout, rank, dim = p.input_layout(node), len(p.shape(x)), argument(node, "dim")
     if not isinstance(times, int) or dim is None:
         raise p.cannot_shard(node, "repeats by a tensor")
@@ -188,7 +195,7 @@ def _pieces(p: Propagation, node: Node, layout: Layout, bounds: Sequence[tuple[i
 
 def split(p: Propagation, node: Node) -> Decision:
     """split, chunk, split_with_sizes, tensor_split."""
-    x = node.args[0]
+    x = operand(node)
     layout, dim = p.input_layout(node), argument(node, "dim") % len(p.shape(x))
     sizes = [tuple(value.shape)[dim] for value in values(node)]
     if dim != layout.dim:
@@ -200,7 +207,7 @@ def split(p: Propagation, node: Node) -> Decision:
 
 
 def unbind(p: Propagation, node: Node) -> Decision:
-    x = node.args[0]
+    x = operand(node)
     layout, dim = p.input_layout(node), argument(node, "dim") % len(p.shape(x))
     if dim == layout.dim:
         raise p.needs_blocks(node, layout, range(p.shape(x)[dim] + 1))
@@ -208,8 +215,8 @@ def unbind(p: Propagation, node: Node) -> Decision:
 
 
 def select(p: Propagation, node: Node) -> Decision:
-    x = node.args[0]
-    layout, dim = p.input_layout(node), node.args[1] % len(p.shape(x))
+    x = operand(node)
+    layout, dim = p.input_layout(node), constant(node, 1) % len(p.shape(x))
     if dim == layout.dim:
         raise p.needs_blocks(node, layout, range(p.shape(x)[dim] + 1))
     return Decision(replace(layout, dim=layout.dim - (dim < layout.dim)))
@@ -224,7 +231,7 @@ def _bounds(node: Node, extent: int) -> tuple[int, int, int]:
 
 
 def slice_(p: Propagation, node: Node) -> Decision:
-    x = node.args[0]
+    x = operand(node)
     layout, rank = p.input_layout(node), len(p.shape(x))
     dim = argument(node, "dim") % rank
     extent = p.shape(x)[dim]
@@ -243,7 +250,10 @@ def slice_(p: Propagation, node: Node) -> Decision:
 
 
 def narrow(p: Propagation, node: Node) -> Decision:
-    x, dim, start, length = node.args
+    x = operand(node)
+    dim = constant(node, 1)
+    start = constant(node, 2)
+    length = constant(node, 3)
     layout = p.input_layout(node)
     if dim % len(p.shape(x)) != layout.dim:
         return Decision(layout)
@@ -255,20 +265,22 @@ def narrow(p: Propagation, node: Node) -> Decision:
 
 def join(p: Propagation, node: Node) -> Decision:
     """cat, stack. Along the sharded dimension the operands' blocks are concatenated; else all are sharded alike."""
-    operands = node.args[0]
+    joined: Sequence[Node] = constant(node, 0)
     new = node.target is aten.stack.default
     dim = argument(node, "dim") % len(p.shape(node))
-    sharded = p.sharded(operands)
-    first = p.layout(sharded[0])
+    sharded = p.sharded(joined)
+    first = p.sharded_layout(sharded[0])
     if not new and first.dim == dim:
-        if any(p.layout(x) is None or p.layout(x).dim != dim or p.layout(x).padded for x in operands):
+        layouts = [p.layout(x) for x in joined]
+        pieces = [layout for layout in layouts if layout and layout.dim == dim and not layout.padded]
+        if len(pieces) < len(joined):
             raise p.cannot_shard(node, "joins sharded and replicated values")
-        blocks = tuple(block for x in operands for block in p.layout(x).blocks)
+        blocks = tuple(block for piece in pieces for block in piece.blocks)
         return Decision(Layout(dim, blocks, p.origins(sharded)))
-    if any(not first.same_shards(p.layout(x)) for x in sharded):
+    if any(not first.same_shards(p.sharded_layout(x)) for x in sharded):
         raise p.cannot_shard(node, "joins values that are sharded differently")
     to_shard: dict[Node, ShardSpec] = {}
-    for x in dict.fromkeys(operands):
+    for x in dict.fromkeys(joined):
         if p.layout(x) is None:
             if p.shape(x)[first.dim : first.dim + 1] != (sum(first.blocks),):
                 raise p.cannot_shard(node, "joins sharded and replicated values")
@@ -281,7 +293,7 @@ def join(p: Propagation, node: Node) -> Decision:
 
 def index(p: Propagation, node: Node) -> Decision:
     """x[i, j]: the sharded dimension must not be indexed, and the indices must be replicated."""
-    x, indices = node.args[:2]
+    indices = constant(node, 1)
     layout = p.input_layout(node)
     used = [dim for dim, i in enumerate(indices) if i is not None]
     replicated = all(p.layout(i) is None for i in indices if i is not None)
@@ -297,24 +309,26 @@ def index(p: Propagation, node: Node) -> Decision:
 
 def gather(p: Propagation, node: Node) -> Decision:
     """gather(x, dim, index) along another dimension than the sharded one; the index is sharded like x."""
-    x, dim, index = node.args[:3]
-    layout = p.layout(x) or p.layout(index)
+    x, index = operands(node, 0, 2)
+    dim = constant(node, 1)
+    layout = p.layout(x) or p.sharded_layout(index)
     if dim % len(p.shape(x)) == layout.dim or p.shape(x)[layout.dim] != p.shape(index)[layout.dim]:
         raise p.cannot_shard(node, "gathers along the sharded dimension")
     if any(own and not own.same_shards(layout) for own in (p.layout(x), p.layout(index))):
         raise p.cannot_shard(node, "gathers from values that are sharded differently")
     to_shard: dict[Node, ShardSpec] = {}
-    for operand in (x, index):
-        if p.layout(operand) is None:
-            p.shard_operand(to_shard, operand, layout.spec())
+    for value in (x, index):
+        if p.layout(value) is None:
+            p.shard_operand(to_shard, value, layout.spec())
     padding = padding_values(p, node, to_shard)
-    fills = {index: 0} if padding.get(index, 0) != 0 else {}
+    fills: dict[Node, PaddingValue] = {index: 0} if padding.get(index, 0) != 0 else {}
     result = replace(layout, origins=p.origins(p.sharded([x, index])), padding_value=padding.get(x, 0))
     return Decision(result, to_shard, fills=fills)
 
 
 def index_select(p: Propagation, node: Node) -> Decision:
-    x, dim = node.args[:2]
+    x = operand(node)
+    dim = constant(node, 1)
     layout = p.input_layout(node)
     if layout.dim == dim % len(p.shape(x)) or len(p.sharded(node.all_input_nodes)) > 1:
         raise p.cannot_shard(node, "selects along the sharded dimension")
@@ -331,12 +345,12 @@ def other_dims(p: Propagation, node: Node) -> Decision:
 
 
 def _dims_worked_on(p: Propagation, node: Node) -> list[int]:
-    rank = len(p.shape(node.args[0]))
+    rank = len(p.shape(operand(node)))
     name = str(node.target)
     if name.startswith("aten.tri"):
         return [rank - 2, rank - 1]
     if name.startswith(("aten.pad", "aten.constant_pad_nd")):
-        widths = node.args[1]
+        widths = constant(node, 1)
         return [rank - 1 - k // 2 for k in range(len(widths)) if widths[k]]
     dims = argument(node, "dims")
     return [dim % rank for dim in dims] or list(range(rank))
@@ -345,6 +359,6 @@ def _dims_worked_on(p: Propagation, node: Node) -> list[int]:
 def view_as_complex(p: Propagation, node: Node) -> Decision:
     """A last dimension of 2 appears or disappears; it must not be the sharded one."""
     layout = p.input_layout(node)
-    if layout.dim >= min(len(p.shape(node.args[0])), len(p.shape(node))):
+    if layout.dim >= min(len(p.shape(operand(node))), len(p.shape(node))):
         raise p.cannot_shard(node, "takes apart the sharded dimension")
     return Decision(replace(layout, padding_value=0 if layout.padding_value == 0 else None))

@@ -5,11 +5,10 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from ..ir.aliases import aliased
-from ..ir.nodes import op_name, values
+from ..ir.nodes import op_name, operand, schema, values
 from .padding import settle
 from .placement import Decision, Layout, ShardSpec
 from .propagate import Propagation
@@ -34,8 +33,7 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     """Return the value of an argument of a node's operator, which may be the operator's default for it."""
     if name in node.kwargs:
         return node.kwargs[name]
-    assert isinstance(node.target, OpOverload)
-    for position, parameter in enumerate(node.target._schema.arguments):
+    for position, parameter in enumerate(schema(node).arguments):
         if parameter.name == name:
             return node.args[position] if position < len(node.args) else parameter.default_value
     return default
@@ -71,7 +69,7 @@ def pointwise(p: Propagation, node: Node) -> Decision:
                 raise p.cannot_shard(node, "combines shards with a replicated value of the same size")
         elif not renormalized:
             renormalized = _is_reduced_statistic(p, x)
-    features = first.features if all(p.layout(x).features == first.features for x in sharded) else None
+    features = first.features if all(p.sharded_layout(x).features == first.features for x in sharded) else None
     result = replace(first, origins=p.origins(sharded), renormalized=renormalized, features=features)
     if not first.padded:
         return Decision(result, to_shard)
@@ -81,8 +79,7 @@ def pointwise(p: Propagation, node: Node) -> Decision:
 
 def aligned(p: Propagation, node: Node, rank: int) -> Layout:
     """Return an operand's layout with its dimension counted in a result of ``rank`` dimensions, as in broadcasting."""
-    layout = p.layout(node)
-    assert layout is not None
+    layout = p.sharded_layout(node)
     return replace(layout, dim=layout.dim + rank - len(p.shape(node)))
 
 
@@ -101,7 +98,7 @@ def _is_reduced_statistic(p: Propagation, node: Node, depth: int = 8) -> bool:
 
 def dims_of(p: Propagation, node: Node, name: str) -> tuple[int, ...]:
     """Return the dimensions an operator works along, as indices >= 0; all if it names none."""
-    rank = len(p.shape(node.args[0]))
+    rank = len(p.shape(operand(node)))
     value = argument(node, name)
     dims = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return tuple(dim % rank for dim in dims) or tuple(range(rank))
@@ -109,7 +106,7 @@ def dims_of(p: Propagation, node: Node, name: str) -> tuple[int, ...]:
 
 def reduction(p: Propagation, node: Node) -> Decision:
     """Reducing other dimensions keeps the shards; a sum or mean along the sharded one is a partial sum."""
-    x = node.args[0]
+    x = operand(node)
     layout = p.input_layout(node)
     dims = dims_of(p, node, "dim")
     if layout.dim not in dims:
@@ -145,7 +142,7 @@ def norm(p: Propagation, node: Node) -> Decision:
     """layer_norm, rms_norm: the normalised dimensions, which are the last ones, must not be sharded."""
     layout = p.input_layout(node)
     count = len(argument(node, "normalized_shape"))
-    if layout.dim >= len(p.shape(node.args[0])) - count or len(p.sharded(node.all_input_nodes)) > 1:
+    if layout.dim >= len(p.shape(operand(node))) - count or len(p.sharded(node.all_input_nodes)) > 1:
         raise p.cannot_shard(node, "normalises over the sharded dimension")
     return _decision(p, node, layout, layout)
 
@@ -153,6 +150,6 @@ def norm(p: Propagation, node: Node) -> Decision:
 def selection(p: Propagation, node: Node) -> Decision:
     """topk, sort: several results along a dimension that must not be the sharded one."""
     layout = p.input_layout(node)
-    if layout.dim == argument(node, "dim") % len(p.shape(node.args[0])):
+    if layout.dim == argument(node, "dim") % len(p.shape(operand(node))):
         raise p.cannot_shard(node, "selects along the sharded dimension")
     return _decision(p, node, layout, layout)

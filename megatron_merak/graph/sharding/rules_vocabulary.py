@@ -41,7 +41,7 @@ def embedding(p: Propagation, node: Node) -> Decision | None:
     elif len(layout.blocks) > 1:
         raise p.cannot_shard(node, "looks up rows that are sharded")
     p.explain_pin(weight, VOCABULARY)
-    layout = p.layout(weight)
+    layout = p.sharded_layout(weight)
     return Decision(None, reduce=True, write=_write_embedding(layout.extent(p.tp)))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.aliases import aliased
-from ..ir.nodes import op_name, values
+from ..ir.nodes import constant, op_name, operand, operands, values
 from .padding import equal_padding, zeros
 from .placement import Decision, ShardSpec
 from .propagate import Propagation
@@ -39,23 +39,23 @@ def _is_written(node: Node) -> bool:
 
 def scatter_piece(p: Propagation, node: Node) -> Decision:
     """slice_scatter, select_scatter: a piece along ``dim`` is replaced; another dimension is sharded."""
-    x, piece = node.args[:2]
+    x, piece = operands(node, 0, 1)
     rank = len(p.shape(x))
     dim = argument(node, "dim") % rank
     selected = len(p.shape(piece)) < rank  # select_scatter: the piece lacks ``dim``
     first = p.layout(x)
     if first is None:
-        inner = p.layout(piece)
+        inner = p.sharded_layout(piece)
         first = replace(inner, dim=inner.dim + (selected and inner.dim >= dim))
     if first.dim == dim:
         raise p.cannot_shard(node, "replaces a piece of the sharded dimension")
     piece_dim = first.dim - (selected and first.dim > dim)
     to_shard: dict[Node, ShardSpec] = {}
-    for operand, operand_dim in ((x, first.dim), (piece, piece_dim)):
-        layout = p.layout(operand)
+    for value, value_dim in ((x, first.dim), (piece, piece_dim)):
+        layout = p.layout(value)
         if layout is None:
-            p.shard_operand(to_shard, operand, ShardSpec(operand_dim, first.blocks, first.padded))
-        elif not layout.same_shards(replace(first, dim=operand_dim)):
+            p.shard_operand(to_shard, value, ShardSpec(value_dim, first.blocks, first.padded))
+        elif not layout.same_shards(replace(first, dim=value_dim)):
             raise p.cannot_shard(node, "combines values that are sharded differently")
     fills, padding_value = equal_padding(p, node, to_shard)
     result = replace(first, origins=p.origins(p.sharded([x, piece])), features=None, padding_value=padding_value)
@@ -64,16 +64,16 @@ def scatter_piece(p: Propagation, node: Node) -> Decision:
 
 def batched(p: Propagation, node: Node) -> Decision:
     """Solvers and decompositions of the last two dimensions: the sharded one is a batch dimension of all operands."""
-    operands = node.all_input_nodes
-    sharded = p.sharded(operands)
+    inputs = node.all_input_nodes
+    sharded = p.sharded(inputs)
     rank = len(p.shape(sharded[0]))
-    first = p.layout(sharded[0])
-    if first.dim >= rank - 2 or first.padded or any(len(p.shape(x)) != rank for x in operands):
+    first = p.sharded_layout(sharded[0])
+    if first.dim >= rank - 2 or first.padded or any(len(p.shape(x)) != rank for x in inputs):
         raise p.cannot_shard(node, "needs unsharded matrices")
-    if any(not first.same_shards(p.layout(x)) for x in sharded):
+    if any(not first.same_shards(p.sharded_layout(x)) for x in sharded):
         raise p.cannot_shard(node, "combines values that are sharded differently")
     to_shard: dict[Node, ShardSpec] = {}
-    for x in operands:
+    for x in inputs:
         if p.layout(x) is None and p.shape(x)[first.dim] != 1:
             p.shard_operand(to_shard, x, first.spec())
     result = replace(first, origins=p.origins(sharded))
@@ -83,14 +83,15 @@ def batched(p: Propagation, node: Node) -> Decision:
 def unfold(p: Propagation, node: Node) -> Decision:
     """Windows along another dimension; their entries become the last one."""
     layout = p.input_layout(node)
-    if argument(node, "dimension") % len(p.shape(node.args[0])) == layout.dim:
+    if argument(node, "dimension") % len(p.shape(operand(node))) == layout.dim:
         raise p.cannot_shard(node, "takes windows of the sharded dimension")
     return Decision(layout)
 
 
 def index_put(p: Propagation, node: Node) -> Decision:
     """x[indices] = value, where the indexed dimensions are the first ones, and the sharded one comes after them."""
-    x, indices, value = node.args[:3]
+    x, value = operands(node, 0, 2)
+    indices = constant(node, 1)
     layout = p.layout(x)
     used = [dim for dim, i in enumerate(indices) if i is not None]
     replicated = all(p.layout(i) is None for i in indices if i is not None)
@@ -102,14 +103,14 @@ def index_put(p: Propagation, node: Node) -> Decision:
         raise p.cannot_shard(node, "writes along the sharded dimension")
     from_end = len(p.shape(x)) - layout.dim
     to_shard: dict[Node, ShardSpec] = {}
-    for operand in (x, value):
-        shape = p.shape(operand)
+    for written in (x, value):
+        shape = p.shape(written)
         dim = len(shape) - from_end
-        own = p.layout(operand)
+        own = p.layout(written)
         if own and not own.same_shards(replace(layout, dim=dim)):
             raise p.cannot_shard(node, "combines values that are sharded differently")
         if own is None and dim >= 0 and shape[dim] != 1:
-            p.shard_operand(to_shard, operand, ShardSpec(dim, layout.blocks, layout.padded))
+            p.shard_operand(to_shard, written, ShardSpec(dim, layout.blocks, layout.padded))
     result = replace(layout, origins=p.origins(p.sharded([x, value])), features=None, padding_value=0)
     broadcast = value not in to_shard and p.layout(value) is None  # it is written into the padding, too
     fills = zeros(p, node, to_shard)
@@ -119,20 +120,23 @@ def index_put(p: Propagation, node: Node) -> Decision:
 def index_add(p: Propagation, node: Node) -> Decision:
     """index_add, index_copy, scatter along another dimension than the sharded one, which all operands but a 1-D index
     have."""
-    x, dim, index, source = node.args[:4]
-    operands = [x, source] if len(p.shape(index)) == 1 and "index" in op_name(node) else [x, source, index]
-    operands = [operand for operand in operands if isinstance(operand, Node)]
-    sharded = p.sharded(operands)
+    x, index = operands(node, 0, 2)
+    dim = constant(node, 1)
+    source = constant(node, 3)
+    whole_rows = len(p.shape(index)) == 1 and "index" in op_name(node)
+    given = [x, source] if whole_rows else [x, source, index]
+    combined = [value for value in given if isinstance(value, Node)]
+    sharded = p.sharded(combined)
     first = p.layout(sharded[0]) if sharded else None
     if first is None or first.dim == dim % len(p.shape(x)):
         raise p.cannot_shard(node, "writes along the sharded dimension")
     to_shard: dict[Node, ShardSpec] = {}
-    for operand in operands:
-        layout = p.layout(operand)
-        if p.shape(operand)[first.dim] != p.shape(x)[first.dim] or layout and not layout.same_shards(first):
+    for value in combined:
+        layout = p.layout(value)
+        if p.shape(value)[first.dim] != p.shape(x)[first.dim] or layout and not layout.same_shards(first):
             raise p.cannot_shard(node, "combines values that are sharded differently")
         if layout is None:
-            p.shard_operand(to_shard, operand, first.spec())
+            p.shard_operand(to_shard, value, first.spec())
     padding_value = 0 if isinstance(source, Node) else None
     result = replace(first, origins=p.origins(sharded), features=None, padding_value=padding_value)
     return Decision(result, to_shard, fills=zeros(p, node, to_shard))
