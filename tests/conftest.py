@@ -15,7 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def pytest_configure():
     """Signals that the caller ignores, as a shell script does for `make test &` and nohup does, would be ignored by
     every process that a test starts and sends them to."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    ending = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+    for number in (*ending, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
@@ -27,18 +28,6 @@ def fp32_products():
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_float32_matmul_precision("highest")
-
-
-@pytest.fixture
-def usual_signals():
-    """Whoever started the tests may ignore signals, and so would all that a test starts: a background job of a shell
-    ignores SIGINT and SIGQUIT, nohup SIGHUP."""
-    handlers = {number: signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)}
-    handlers |= {signal.SIGUSR2: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 LONG = ("parity", "training", "hf_trainer", "rehearsal", "zoo")

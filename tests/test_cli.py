@@ -108,7 +108,6 @@ def test_under_torchrun_ranks_tell_a_mistake_once():
     assert done.stderr.count("flag --num-layer: is not known. The nearest is --num-layers.") == 1
 
 
-@pytest.mark.usefixtures("usual_signals")
 def test_an_interrupted_run_says_so_in_one_line():
     """As Ctrl-C does it: the terminal sends the signal to the launcher and to every rank."""
     command = [sys.executable, "-m", "megatron_merak", "pretrain", *SMALL, "--train-iters", "1000000"]

@@ -66,7 +66,6 @@ def test_rates_are_those_of_the_step(engine):
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_weights())
 
 
-@pytest.mark.usefixtures("usual_signals")
 def test_a_loop_of_ones_own_saves_when_a_signal_asks_it_to_end(engine, tmp_path):
     before, first = engine.steps, tmp_path / "state"
     with pytest.raises(Interrupted) as stop, engine.interruption() as signals:

@@ -16,7 +16,6 @@ from megatron_merak.parallel.interruption import Interrupted
 from tests.hf_trainer.test_resume import curve, equal_weights, trainer
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("usual_signals")
 ROOT = Path(__file__).resolve().parents[2]
 
 

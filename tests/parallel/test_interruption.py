@@ -17,7 +17,14 @@ from megatron_merak.parallel import interruption as module
 from megatron_merak.parallel.interruption import NOTICES, SIGNALS, Interrupted, Interruption
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("usual_signals")
+
+@pytest.fixture(autouse=True)
+def handlers_stay():
+    """What a test installs is not there for the next one."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _stopped(rank, world_size, sender):

@@ -63,7 +63,6 @@ def test_a_rank_that_serves_and_trains_takes_its_part_along(tmp_path):
     assert re.search(gone, job.told), job.told
 
 
-@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.timeout(250)
 def test_a_signal_stops_all_workers_after_one_step_and_the_run_resumes_from_there(tmp_path):
     run = f"ps-sync --num-parameter-servers 1 --train-iters 60 --save {tmp_path / 'run'} --load {tmp_path / 'run'}"

@@ -20,7 +20,6 @@ from tests.ranks import run_ranks
 
 from .jobs import job
 
-pytestmark = pytest.mark.usefixtures("usual_signals")
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
     --global-batch-size 8 --lr 1e-2 --mock-data --vocab-size 60 --log-interval 1 --eval-iters 0"""
