@@ -61,12 +61,7 @@ def _kill_everywhere(rank: int, world: int, root: Path, name: str, stride: int, 
     return kills
 
 
-# Doors that lose something today, as this sweep found.
-TODAY = pytest.mark.xfail(reason="what it wrote before does not open, or its command is refused, after some kills")
-NAMES = [pytest.param(name, marks=TODAY) if name in ("save_model", "merak-convert") else name for name in DOORS]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DOORS)
 def test_a_kill_now_and_then_leaves_what_can_be_read(root, name):
     stride, _ = EXPECTED[name]
     assert run_ranks(_kill_everywhere, 1, root, name, stride, timeout=200.0)[0] > 4
@@ -74,7 +69,7 @@ def test_a_kill_now_and_then_leaves_what_can_be_read(root, name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DOORS)
 def test_a_kill_before_any_disk_call_leaves_what_can_be_read(root, name):
     _, fewest = EXPECTED[name]
     kills = run_ranks(_kill_everywhere, 1, root, name, 1, 2, timeout=1700.0)[0]
