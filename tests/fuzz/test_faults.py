@@ -55,10 +55,10 @@ def rows_of_others(weight, index, start, padding_idx):
     return F.embedding((index - start).clamp(0, weight.shape[0] - 1), weight)
 
 
-def bias_everywhere(m):
+def bias_everywhere(m, added):
     def write(writer, node):
         partial = writer.call(m.bare, (writer.operand(m.a), writer.operand(m.b)), like=node)
-        return writer.sum(writer.call(torch.ops.aten.add.Tensor, (partial, writer.get(m.added)), like=node))
+        return writer.sum(writer.call(torch.ops.aten.add.Tensor, (partial, writer.get(added)), like=node))
 
     return write
 

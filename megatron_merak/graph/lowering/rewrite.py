@@ -158,8 +158,10 @@ class GraphWriter(Writer):
         assert self.decision is not None
         split = self.sharding.layouts.get(node)
         if split is not None and node not in self.decision.gathered:
+            if node not in self.decision.fills:
+                return self.new[node]
             assert isinstance(split, Layout)
-            return self._fill(node, self.new[node], split.spec()) if node in self.decision.fills else self.new[node]
+            return self._fill(node, self.new[node], split.spec())
         full = self._gather(node) if node in self.decision.gathered else self.new[node]
         cut = self.decision.to_shard.get(node)
         if cut is None:
