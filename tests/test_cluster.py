@@ -114,7 +114,7 @@ MISTAKES = [
     (_with("", "speed", 1), "key speed: it is unknown"),
     (_with("device", "speed", 1), "device: key speed: it is unknown"),
     (_with("device", "memory_bandwidth", -1), "device: memory_bandwidth -1: it cannot be. Use a finite number above 0"),
-    (_with("device", "float32_flops", float("nan")), "float32_flops nan: it cannot be"),
+    (_with("device", "float32_flops", float("nan")), "NaN is not a number"),
     (_with("device", "matmul_efficiency", 1.5), "matmul_efficiency 1.5: it exceeds 1"),
     (_with("between", "latency", -1e-6), "between: latency -1e-06: it cannot be. Use a finite number, at least 0"),
     (_with("between", "bandwidth", "fast"), "bandwidth 'fast': it is not a number"),

@@ -9,7 +9,7 @@ each counts its own restarts. So ranks name the attempt themselves:
     hello/RANK := a number of its own
                                               greets every number that it reads, old ones too
     waits for greeting/NUMBER
-    answer/NUMBER := 1
+    answer/GREETING/NUMBER := 1, where the greeting is the first rank's own number
                                               until all that it reads have answered: reads again, greets new ones
                                               attempt/NUMBER := the name of the attempt, for each
     waits for attempt/NUMBER
@@ -55,8 +55,9 @@ def meet(
         return _gather(store, number, size, timeout, say)
     try:
         store.wait([f"greeting/{number}"], timeout)
+        first = store.get(f"greeting/{number}").decode()
         store.delete_key(f"greeting/{number}")
-        store.set(f"answer/{number}", "1")
+        store.set(f"answer/{first}/{number}", "1")
         store.wait([f"attempt/{number}"], timeout)
     except dist.DistStoreError as error:
         seconds = timeout.total_seconds()
@@ -87,7 +88,7 @@ def _gather(
                     store.delete_key(f"greeting/{numbers[rank]}")
                 numbers[rank] = number
                 store.set(f"greeting/{number}", own)
-        waiting = [rank for rank in waiting if not _answered(store, rank, numbers)]
+        waiting = [rank for rank in waiting if not _answered(store, own, numbers.get(rank))]
         if not waiting:
             break
         waited = time.monotonic() - began
@@ -100,7 +101,7 @@ def _gather(
         time.sleep(_LOOK_AGAIN)
     name = secrets.token_hex(8)
     for number in numbers.values():
-        store.delete_key(f"answer/{number}")
+        store.delete_key(f"answer/{own}/{number}")
         store.set(f"attempt/{number}", name)
     return name
 
@@ -109,5 +110,6 @@ def _read(store: dist.Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
-def _answered(store: dist.Store, rank: int, numbers: dict[int, str]) -> bool:
-    return rank in numbers and store.check([f"answer/{numbers[rank]}"])
+def _answered(store: dist.Store, first: str, number: str | None) -> bool:
+    """Whether a rank answered this first rank; it may have answered one that died."""
+    return number is not None and store.check([f"answer/{first}/{number}"])

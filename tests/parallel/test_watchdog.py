@@ -111,7 +111,7 @@ def test_every_rank_names_a_rank_that_ends(tmp_path):
         run_ranks(_together, 4, free_port(), "ended", tmp_path)
     for rank in range(4):
         told = (tmp_path / f"told-{rank}").read_text()
-        assert re.search(r"^rank 3 \(stage 3\) last seen in F3@3 of step 2.* has ended", told), told
+        assert re.search(r"(?m)^rank 3 \(stage 3\) last seen in F3@3 of step 2.* has ended", told), told
 
 
 def test_limits_follow_the_longest_step_unless_a_timeout_is_given():

@@ -126,7 +126,7 @@ def test_plans_and_the_bytes_of_their_ranks(run, tmp_path):
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (("--ranks", "0"), "0 pipeline ranks"),
+        (("--ranks", "0"), "--ranks 0"),
         (("--schedule", "1f2b"), "--schedule 1f2b: it is neither a file nor one of naive"),
         (("--schedule", str(ROOT)), f"--schedule {ROOT}: it cannot be read as text"),
         (("--schedule", str(ROOT / "pyproject.toml")), r"'\[build-system\]' in row 1, column 1 is no step"),
