@@ -63,6 +63,9 @@ def _products(profile: Profile) -> list[dict]:
 # ---- kernels
 def kernels(device: torch.device) -> dict:
     """Every operation once on the device, and once on the CPU."""
+    from megatron_merak.ops import PROBLEMS
+
+    problem = PROBLEMS["_ops_cuda"] if device.type == "cuda" else ""
     makers = {case.op: case.make for case in CASES if case.registered} | MORE
     far: dict[str, float] = {}
     for op, make in makers.items():
@@ -75,6 +78,7 @@ def kernels(device: torch.device) -> dict:
     wrong = [op for op, off in far.items() if not off <= KERNEL_TOLERANCE]
     figure = f"{len(far)} operations, worst {worst}: {far[worst]:.1e} of the largest value"
     figure += f"; WRONG: {', '.join(wrong)}" if wrong else ""
+    figure += f"; by PyTorch's own operations: {problem}" if problem else ""
     return {"figure": figure, "off": far, "wrong": wrong}
 
 

@@ -1,7 +1,7 @@
 """Rehearses benchmarks/gpu_session.py on a machine without a GPU: `make gpu-rehearsal`.
 
     python -m tests.rehearsal.session --write       everything, and its log into docs/gpu.md
-    python -m tests.rehearsal.session --only '^7b'  some steps, no log
+    python -m tests.rehearsal.session --only '^7b' --what steps     renews a part of what the last log said
 
 A copy of this tree and of the kit, as it would travel, runs the very command of the session; each step's command goes
 through tests/rehearsal/program.py. Then failures are planted: into every step one that runs out of memory, one that
@@ -20,6 +20,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -211,13 +212,13 @@ def estimates() -> dict[int, int]:
     return found
 
 
-def rehearsed(trees: list[Path], steps: tuple[Step, ...]) -> list[dict]:
-    """The rows of all steps, each in a session of its own, as many at a time as there are trees."""
+def rehearsed(trees: list[Path], steps: tuple[Step, ...], log: Path) -> None:
+    """Run all steps, each in a session of its own, as many at a time as there are trees; keep their rows."""
     free: queue.Queue[Path] = queue.Queue()
     for tree in trees:
         free.put(tree)
 
-    def one(step: Step) -> dict:
+    def one(step: Step) -> None:
         tree = free.get()
         ended = session(tree, *only(step), "--limit", "5000", "--budget", "100000")
         free.put(tree)
@@ -225,13 +226,13 @@ def rehearsed(trees: list[Path], steps: tuple[Step, ...]) -> list[dict]:
         print(f"{step.name:22} {row['status']:13} {row['seconds']:6.1f} s  {row['figure']}", flush=True)
         if row["status"] != "ok":
             print(ended.logs[step.file][-4000:], flush=True)
-        return row
+        keep(log / f"step {row['step']}.json", row)
 
     with ThreadPoolExecutor(len(trees)) as pool:
-        return list(pool.map(one, steps))
+        list(pool.map(one, steps))
 
 
-def table(rows: list[dict], size: int, endings: dict[str, str]) -> str:
+def table(rows: list[dict], endings: dict[str, str], size: int) -> str:
     """The log of a rehearsal."""
     seconds = estimates()
     now = datetime.now(UTC).date().isoformat()
@@ -260,49 +261,61 @@ def versions() -> str:
     return f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
+def planted(tree: Path, steps: tuple[Step, ...]) -> Iterator[tuple[str, str]]:
+    """Kinds of failure, and how they ended. Raises Different where one ended otherwise."""
+    yield "out of memory", out_of_memory(tree, steps)
+    yield "a hang", hangs(tree, steps)
+    yield "the session killed", killed(tree, steps)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kit", type=Path, default=ROOT / "build" / "gpu-kit", metavar="DIR")
     parser.add_argument("--only", default="", metavar="REGEX", help="steps whose name has this")
+    parser.add_argument("--what", default="planted,steps,kernels", metavar="LIST", help="parts of the rehearsal")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="steps at a time")
     parser.add_argument("--write", action="store_true", help="write the log into docs/gpu.md")
     given = parser.parse_args()
     steps = tuple(step for step in STEPS if re.search(given.only, step.name))
+    what = given.what.split(",")
     kit = given.kit if given.kit.exists() else None
     if kit is None:
         print(f"there is no kit at {given.kit} (make gpu-kit): what is built here is used", flush=True)
+    log = ROOT / "build" / "gpu-rehearsal"
+    log.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        tree = Path(folder)
-        size = travelling(tree, kit)
+        trees = [Path(folder) / str(number) for number in range(given.jobs)]
+        for tree in trees:
+            size = travelling(tree, kit)
+            if kit is None:
+                for path in ROOT.glob("megatron_merak/*.so"):
+                    shutil.copy2(path, tree / "megatron_merak")
         if size > TRAVELS:
             raise Different(f"tree and kit have {size / 2**20:.1f} MiB, at most {TRAVELS / 2**20:.0f} travel")
-        if kit is None:
-            for path in ROOT.glob("megatron_merak/*.so"):
-                shutil.copy2(path, tree / "megatron_merak")
-        estimates()
-        endings = {
-            "out of memory, in every step": out_of_memory(tree, steps),
-            "a hang, in every step": hangs(tree, steps),
-            "the session killed, in every step": killed(tree, steps),
-        }
-        for kind, how in endings.items():
-            print(f"{kind}: {how}", flush=True)
-        trees = [tree, *(tree.with_name(f"{tree.name}-{number}") for number in range(1, given.jobs))]
-        for other in trees[1:]:
-            shutil.copytree(tree, other)
-        try:
-            rows = rehearsed(trees, steps)
-        finally:
-            for other in trees[1:]:
-                shutil.rmtree(other)
-        quick = tuple(step for step in STEPS if step.name in ("start", "kernels", "native"))
-        endings["no CUDA kernels"] = without_kernels(tree, quick)
-        print(f"no CUDA kernels: {endings['no CUDA kernels']}", flush=True)
-    text = table(rows, size, endings)
+        if "planted" in what:
+            for kind, how in planted(trees[0], steps):
+                print(f"{kind}: {how}", flush=True)
+                keep(log / f"planted {kind}.json", how)
+        if "steps" in what:
+            rehearsed(trees, steps, log)
+        if "kernels" in what:
+            how = without_kernels(trees[0], tuple(step for step in STEPS if step.name in ("start", "kernels")))
+            print(f"no CUDA kernels: {how}", flush=True)
+            keep(log / "planted no CUDA kernels.json", how)
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in log.glob("step *.json")]
+    endings = {
+        path.stem.removeprefix("planted "): json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(log.glob("planted *.json"))
+    }
+    text = table(rows, endings, size)
     print(text)
     if given.write:
         write(ROOT / "docs" / "gpu.md", text, BEGIN, END)
     return int(any(row["status"] != "ok" for row in rows))
+
+
+def keep(path: Path, found: object) -> None:
+    path.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
