@@ -40,7 +40,7 @@ COMMAND_LIMIT = 2000  # characters
 BEGIN = "<!-- written by make gpu-rehearsal -->"
 END = "<!-- end of the rehearsal -->"
 PROGRAM = "tests.rehearsal.program"
-HANG = 5.0  # seconds that a step gets into which a hang is planted
+HANG = 8.0  # seconds that a step gets into which a hang is planted
 
 
 class Different(AssertionError):
@@ -140,7 +140,7 @@ def stacks(ended: Ended, step: Step) -> None:
     """A step was ended at its limit, and its log says where it stood."""
     wanted(ended, step, "hung")
     log = ended.logs[step.file]
-    if "Fatal Python error: Aborted" not in log or "in planted" not in log:
+    if "Fatal Python error: Aborted" not in log or "most recent call first" not in log:
         raise Different(f"{step.name}: there are no stacks in its log:\n{log}")
 
 
