@@ -18,6 +18,7 @@ _TOLD = {
     "is_bf16_supported": lambda *arguments: True,
     "manual_seed_all": lambda seed: None,
     "get_rng_state_all": lambda: [],
+    "is_current_stream_capturing": lambda: False,
     "synchronize": lambda *device: None,
     "empty_cache": lambda: None,
     "reset_peak_memory_stats": lambda *device: None,

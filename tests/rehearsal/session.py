@@ -159,6 +159,7 @@ def remaining(tree: Path) -> list[str]:
 def killed(tree: Path, steps: tuple[Step, ...]) -> str:
     """The session is killed within every step: the steps before are there, this one is said to be cut."""
     for before, step in zip((None, *steps[:-1]), steps, strict=True):
+        shutil.rmtree(tree / "build" / "gpu-session", ignore_errors=True)  # logs of an earlier session
         with tempfile.TemporaryDirectory() as folder:
             named = only(step) if before is None else only(before, step)
             process = started(tree, Path(folder), named, f"hang:{step.name}")
