@@ -26,7 +26,7 @@ PY = $(shell $(ENVIRONMENT) --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help environment install wheel train test test-long first-hour test-oldest lint docs parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers bench-reliability faults doctor gpu bench-shm fuzz-graph clean
+.PHONY: help environment install wheel train test test-long first-hour test-oldest lint docs parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers bench-reliability faults doctor gpu gpu-kit gpu-rehearsal bench-shm fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
@@ -55,7 +55,9 @@ help:
 	@echo "make bench-servers    parameter servers beside all-reduce, modelled, into docs/parameter_server.md (2 minutes)"
 	@echo "make bench-reliability  the same faults here and in other programs, into docs/reliability.md (20 minutes)"
 	@echo "make doctor           what is compiled and active here, and why the rest is not"
-	@echo "make gpu              on a machine with a GPU: its tests, none of them skipped, then its kernels' speed into docs/gpu.md"
+	@echo "make gpu              on a machine with a GPU: its tests, none of them skipped"
+	@echo "make gpu-kit          what a session on a rented GPU carries there, into build/gpu-kit; needs Python 3.12 (3 minutes; 6 GB once)"
+	@echo "make gpu-rehearsal    that session on this machine, with planted failures, into docs/gpu.md (20 minutes)"
 	@echo "make wheel        a source distribution in dist/, and a wheel of it: compiled for any x86-64-v3 CPU, faster on AVX-512 (2 minutes)"
 	@echo "make docs         the documentation site, into build/site; broken links and pages outside the nav fail (20 seconds)"
 	@echo "make install      only the set-up that all of these share; idempotent"
@@ -173,9 +175,18 @@ bench-reliability: environment
 doctor: environment
 	@$(PY) tools/doctor.py $(ARGS)
 
+# Kernels that wait for each other deadlock where one is loaded while another waits.
 gpu: environment
-	@$(PY) -m pytest -q -m gpu --no-skip tests/gpu
-	@$(PY) benchmarks/gpu_ops.py --write $(ARGS)
+	@CUDA_MODULE_LOADING=EAGER $(PY) -m pytest -q -m gpu --no-skip tests/gpu $(ARGS)
+
+# With the versions of the rented machine, in an environment of their own.
+GPU_VENV ?= .venv-gpu
+
+gpu-kit:
+	@$(PYTHON) benchmarks/gpu_kit.py --venv "$(GPU_VENV)" $(ARGS)
+
+gpu-rehearsal: gpu-kit
+	@$(GPU_VENV)/bin/python -m tests.rehearsal.session --write $(ARGS)
 
 # The wheel is made of the source distribution, so what that lacks the wheel shows.
 wheel: environment

@@ -2,7 +2,6 @@
 
     python benchmarks/calibrate.py --into FILE                  # the shapes of 1.7B, Llama-2-7B and Llama-3.1-8B
     python benchmarks/calibrate.py --into FILE --device cpu --dtype float32 --shape 256:512:8:8:1376:32000
-    python benchmarks/calibrate.py --profile FILE --beside DIR  # predicted beside measured steps of gpu_step.py
     python tools/plan.py show --device-profile FILE ...         # and pretrain_gpt.py, pretrain_hf.py, MerakArguments
 
 A linear layer's three products (of the output, of the input's gradient, of the weight's gradient) are timed at every
@@ -12,29 +11,25 @@ one thread, since others may be at work. --shape TOKENS:HIDDEN:HEADS:GROUPS:FFN:
 """
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 import torch
-from gpu_results import path_of, read, write
-from gpu_rows import NATIVE, ROWS, SEQUENCE, SHAPES, Row, tiny
+from gpu_rows import SEQUENCE, SHAPES, tiny
 from gpu_stopwatch import device_name
-from gpu_worker import native_flags, training_flags
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_merak.cluster import AttentionRate, Device, ProductRate, Profile, Rates, find_cluster, find_device
-from megatron_merak.config import Config
+from megatron_merak.cluster import AttentionRate, Device, ProductRate, Profile, Rates, find_device
 from megatron_merak.errors import MerakError
 from megatron_merak.ops import causal_attention
 from megatron_merak.parallel.launch import launch
-from megatron_merak.training.planned import configured, planned
-from megatron_merak.training.planned import parser as plan_parser
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -67,7 +62,10 @@ class Measured:
         return [(self.tokens, *side) for side in sides]
 
 
-def shapes_of(texts: list[str], on_cpu: bool, small: bool) -> list[Measured]:
+MODELS = ("7b", "1.7b", "8b")
+
+
+def shapes_of(texts: list[str], on_cpu: bool, small: bool, names: Sequence[str] = MODELS) -> list[Measured]:
     """What is measured. Raises SystemExit for a text that is no shape."""
     if texts:
         try:
@@ -75,7 +73,7 @@ def shapes_of(texts: list[str], on_cpu: bool, small: bool) -> list[Measured]:
         except (TypeError, ValueError):
             form = "TOKENS:HIDDEN:HEADS:GROUPS:FFN:VOCABULARY"
             raise SystemExit(f"calibrate.py: --shape {texts}: it is no shape. Give {form}.") from None
-    models = [SHAPES[name] for name in ("7b", "1.7b", "8b")]
+    models = [SHAPES[name] for name in names]
     if small:
         models = [tiny(model) for model in models]
     elif on_cpu:
@@ -219,39 +217,6 @@ def told(profile: Profile, others: dict) -> str:
     return "\n".join(lines)
 
 
-def predicted(row: Row, sequence: int, on_cpu: bool, device: str, profile: str | None) -> float:
-    """Seconds of a step of a native row, as tools/plan.py predicts it."""
-    shape = tiny(SHAPES[row.model]) if on_cpu else SHAPES[row.model]
-    flags = native_flags(shape, sequence) + training_flags(shape, sequence, row.micro_batches, 1)
-    flags += ["--world-size", "1", "--device", device]
-    flags += ["--device-profile", profile] if profile else []
-    config, own = configured(plan_parser("", "", Config)[0], flags)
-    return planned(config, own)[0].predicted_time
-
-
-def beside(profile: str, folder: Path) -> list[dict]:
-    """Measured steps of the native rows in a folder, and what is predicted by the table and by the profile."""
-    found = []
-    for row in (row for row in ROWS if row.contestant == NATIVE):
-        result = read(path_of(row, folder))
-        if result.get("status") != "measured":
-            continue
-        on_cpu = result["device"] == "cpu"
-        cluster = find_cluster(result["device"]).device.name
-        ways = [predicted(row, result["sequence"], on_cpu, cluster, each) for each in (None, profile)]
-        seconds = min(result["processor_seconds"]) if on_cpu else median(result["seconds"])
-        found.append({"row": row.name, "measured": seconds, "by_table": ways[0], "by_profile": ways[1]})
-    return found
-
-
-def compared(rows: list[dict]) -> str:
-    lines = ["| row | measured, ms | by the table | by the profile |", "|---|--:|--:|--:|"]
-    for row in rows:
-        cells = [f"{1e3 * row[way]:.4g} ({row[way] / row['measured'] - 1:+.0%})" for way in ("by_table", "by_profile")]
-        lines.append(f"| {row['row']} | {1e3 * row['measured']:.4g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -261,23 +226,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", action="append", default=[], metavar="T:H:N:G:F:V", help="a model of your own")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: does it run?")
-    parser.add_argument("--profile", metavar="FILE", help="measure nothing: predict by this profile")
-    parser.add_argument("--beside", type=Path, metavar="DIR", help="with --profile: results of gpu_step.py")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     given = parse(argv)
-    if given.profile or given.beside:
-        if not (given.profile and given.beside):
-            raise SystemExit("calibrate.py: --profile and --beside: one of them is missing. Give both.")
-        try:
-            rows = beside(given.profile, given.beside)
-        except MerakError as error:
-            raise SystemExit(f"calibrate.py: {error}") from None
-        write(given.beside / "predicted_steps.json", rows)
-        print(compared(rows))
-        return 0
     if given.into is None:
         raise SystemExit("calibrate.py: --into: it is missing. Name the file to write.")
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -289,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     profile, others = calibrate(shapes, given.dtype, device, given.tiny)
     given.into.parent.mkdir(parents=True, exist_ok=True)
     profile.to_json(given.into)
-    write(given.into.with_suffix(".attention.json"), others)
+    given.into.with_suffix(".attention.json").write_text(json.dumps(others, indent=1) + "\n", encoding="utf-8")
     print(told(profile, others))
     return 0
 

@@ -253,6 +253,31 @@ def _untouched_rows(into, index, rows) -> int:
     return 2 * size_of(into) - 2 * min(len(index), len(into)) * into.shape[1] * into.element_size()
 
 
+def _centred_inputs(make: Inputs) -> tuple[Tensor, ...]:
+    """x, weight, mean, rstd of LayerNorm."""
+    x, weight = _norm_inputs(make)
+    wide = x.float()
+    return x, weight, wide.mean(-1), (wide.var(-1, correction=0) + EPS).rsqrt()
+
+
+def _merged(make: Inputs) -> Tensor:
+    return torch.cat((make.ffn(), make.ffn()), -1)
+
+
+# Operations that are compared, not timed: operation -> its arguments.
+MORE: dict[str, Callable[[Inputs], tuple]] = {
+    "layer_norm": lambda m: (*_norm_inputs(m), m.normal(m.sizes.hidden), EPS),
+    "add_layer_norm": lambda m: (m.hidden(), *_norm_inputs(m), m.normal(m.sizes.hidden), EPS),
+    "layer_norm_backward": lambda m: (m.hidden(), *_centred_inputs(m)),
+    "add_layer_norm_backward": lambda m: (m.hidden(), m.hidden(), *_centred_inputs(m)),
+    "add_rms_norm_backward": lambda m: (m.hidden(), *_rms_backward_inputs(m)),
+    "gated_merged": lambda m: (_merged(m), "silu"),
+    "gated_merged_backward": lambda m: (m.ffn(), _merged(m), "silu"),
+    "bias_gelu_backward": lambda m: (m.ffn(), m.ffn(), m.normal(m.sizes.ffn), "gelu_tanh"),
+    "bias_dropout_add_backward": lambda m: (m.hidden(), 0.1, torch.ones(1, dtype=torch.int64, device=m.device), True),
+    "cross_entropy_grad": lambda m: _grad_inputs(m),
+}
+
 CASES = (
     Case("rms_norm", "RMSNorm", lambda m: (*_norm_inputs(m), EPS), _rms_norm),
     Case("rms_norm_backward", "RMSNorm, backward", _rms_backward_inputs, _rms_backward),

@@ -1,14 +1,10 @@
 """Every memory-bound operation on one GPU, as a share of what a copy moves, beside PyTorch eager and compiled.
 
-python benchmarks/gpu_ops.py                prints the page
-python benchmarks/gpu_ops.py --write        between its marks in docs/gpu.md
-python benchmarks/gpu_ops.py --out FILE     also as JSON, each operation as soon as it is measured
-python benchmarks/gpu_ops.py --check        on a CPU at tiny sizes: that both sides do the same work; times nothing
+python benchmarks/gpu_ops.py --into FILE                 JSON, each operation as soon as it is measured, and a table
+python benchmarks/gpu_ops.py --into FILE --device cpu    tiny sizes: do both sides do the same work? Times nothing
 """
 
 import argparse
-import datetime
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -18,13 +14,11 @@ from typing import Any
 
 import torch
 from gpu_cases import CASES, FULL, TINY, Case, Inputs, size_of, tensors_of
+from gpu_stopwatch import write
 from torch import Tensor
-from two_lines_page import write
 
 from megatron_merak import ops
 
-BEGIN, END = "<!-- written by benchmarks/gpu_ops.py -->", "<!-- end of gpu_ops -->"
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "gpu.md"
 WARM_UPS, REPEATS = 5, 30
 COPIED = 1 << 30  # bytes of the tensor whose copy is the yardstick
 TOLERANCE = 2**-6  # of the largest value: PyTorch's own operations round to bf16 between their steps
@@ -141,9 +135,12 @@ def measure(case: Case, device: torch.device) -> Row:
 def save(path: Path, rows: list[Row], copied: float) -> None:
     """Write what is measured so far."""
     found = [{"op": row.case.op, "moved": row.moved, "ms": row.times, "problems": row.problems} for row in rows]
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps({"copy_gb_per_s": copied, "rows": found}, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    shares = [row.speed() / copied for row in rows]
+    figure = f"{len(rows)} operations, {median(shares):.0%} of a copy's speed (median), least {min(shares):.0%}"
+    for way in ("eager", "compiled"):
+        ratios = [row.times[way][0] / row.times["ours"][0] for row in rows if way in row.times]
+        figure += f", {median(ratios):.2f} times {way}" if ratios else ""
+    write(path, {"figure": figure, "copy_gb_per_s": copied, "rows": found, "table": table(rows, copied)})
 
 
 def table(rows: list[Row], copied: float) -> str:
@@ -161,45 +158,18 @@ def table(rows: list[Row], copied: float) -> str:
     return "\n".join(lines)
 
 
-TEXT = """Measured {date} on {device}: driver {driver}, PyTorch {torch}, CUDA {cuda}.
-
-A copy of {copied_mb} MiB moves **{copied:.0f} GB/s**, read and written. *GB/s* counts the bytes that an operation has
-to move, each once, so *of copy* is how close it comes to the memory's speed. *Over eager* and *over compiled*: how many
-times as long the same takes in plain PyTorch, and in that under `torch.compile`. Medians of {repeats} calls, with the
-fastest and the slowest; {sizes}.
-
-{table}
-"""
-
-
-def page(device: torch.device, out: Path | None = None) -> str:
+def measured(device: torch.device, into: Path) -> str:
+    """Measure every operation, and write each as soon as it is there; the table. Raises SystemExit without kernels."""
     problem = ops.PROBLEMS["_ops_cuda"]
     if problem:
         raise SystemExit(f"There is nothing of ours to measure: {problem}")
+    rows: list[Row] = []
     with torch.no_grad():
-        copied, rows = copy_speed(device), []
+        copied = copy_speed(device)
         for case in (case for case in CASES if case.registered):
             rows.append(measure(case, device))
-            if out is not None:
-                save(out, rows, copied)
-    return TEXT.format(
-        date=datetime.date.today().isoformat(),
-        device=torch.cuda.get_device_name(device),
-        driver=_driver(),
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        copied_mb=COPIED >> 20,
-        copied=copied,
-        repeats=REPEATS,
-        sizes=", ".join(f"{name} {value}" for name, value in vars(FULL).items()),
-        table=table(rows, copied),
-    )
-
-
-def _driver() -> str:
-    path = Path("/proc/driver/nvidia/version")
-    words = path.read_text(encoding="utf-8").split() if path.exists() else []
-    return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+            save(into, rows, copied)
+    return table(rows, copied)
 
 
 def check() -> str:
@@ -220,19 +190,15 @@ def check() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write into docs/gpu.md; else print")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON here after every operation")
-    parser.add_argument("--check", action="store_true", help="compare results on a CPU at tiny sizes, time nothing")
-    chosen = parser.parse_args()
-    if chosen.check:
-        print(check())
+    parser.add_argument("--into", type=Path, required=True, metavar="FILE", help="JSON, after every operation")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: compare at tiny sizes")
+    given = parser.parse_args()
+    if given.device == "cpu":
+        text = check()
+        print(text)
+        write(given.into, {"figure": text.splitlines()[-1]})
         return
-    if not torch.cuda.is_available():
-        raise SystemExit("There is no CUDA device. --check runs without one.")
-    text = page(torch.device("cuda", torch.cuda.current_device()), chosen.out)
-    if chosen.write:
-        write(DOCUMENT, text, BEGIN, END)
-    print(text)
+    print(measured(torch.device("cuda", torch.cuda.current_device()), given.into))
 
 
 if __name__ == "__main__":

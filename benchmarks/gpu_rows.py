@@ -1,4 +1,4 @@
-"""What gpu_step.py measures: models, contestants, rows in their order, FLOPs and bytes. Imports no torch."""
+"""Training steps that are measured: models, ways to train them, FLOPs and bytes. Imports no torch."""
 
 from dataclasses import dataclass, replace
 
@@ -8,34 +8,30 @@ from megatron_merak.errors import PlanError
 SEQUENCE = 4096
 # bf16 weights, fp32 masters, gradients and both moments; HuggingFace's autocast keeps fp32 weights and bf16 copies.
 STATE_BYTES = 18
-NATIVE, CAPTURED, TRAINER, MEGATRON = "native", "captured", "trainer", "megatron"
+NATIVE, CAPTURED, TRAINER = "native", "captured", "trainer"
 TITLES = {
     NATIVE: "pretrain_gpt.py",
     CAPTURED: "pretrain_hf.py",
     TRAINER: "MerakTrainer",
     "hf": "HF Trainer",
     "hf-compile": "HF Trainer, torch_compile",
-    "hf-liger": "HF Trainer, Liger kernels",
-    "hf-recompute": "HF Trainer, gradient_checkpointing",
-    MEGATRON: "Megatron-core",
 }
 # What TrainingArguments are told beside what all are told.
 SETTINGS = {
     TRAINER: {},
     "hf": {},
     "hf-compile": {"torch_compile": True},
-    "hf-liger": {"use_liger_kernel": True},
-    "hf-recompute": {"gradient_checkpointing": True},
 }
-NEEDS = {"hf-liger": "liger_kernel", MEGATRON: "megatron.core"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of Llama's layers: RMSNorm, rotary embedding, SwiGLU, no biases, an untied head.
+    """A decoder of Llama's layers: RMSNorm, rotary embedding, SwiGLU.
 
-    experts: MLPs of a layer, of which a token takes ``active``. lora: rank of the adapters on queries and values, the
-    only weights that are trained; 0: all weights are. recompute: of all layers, with a loss in chunks of 1024 tokens.
+    experts:   MLPs of a layer, of which a token takes ``active``.
+    lora:      rank of the adapters on queries and values, the only weights that are trained; 0: all weights are.
+    recompute: of all layers, with a loss in chunks of 1024 tokens.
+    qwen:      as Qwen2 has them: queries, keys and values have biases, and the head is the embedding.
     """
 
     title: str
@@ -50,6 +46,7 @@ class Shape:
     active: int = 1
     lora: int = 0
     recompute: bool = False
+    qwen: bool = False
 
     @property
     def _keys(self) -> int:
@@ -69,7 +66,9 @@ class Shape:
     @property
     def parameters(self) -> int:
         norms = (2 * self.layers + 1) * self.hidden
-        return self._weights(self.experts) + self.vocabulary * self.hidden + norms + self.adapters
+        biases = self.layers * (self.hidden + 2 * self._keys) if self.qwen else 0
+        embedding = 0 if self.qwen else self.vocabulary * self.hidden
+        return self._weights(self.experts) + embedding + norms + biases + self.adapters
 
     @property
     def state_bytes(self) -> int:
@@ -95,8 +94,11 @@ SHAPES = {
     "7b-12": replace(_SEVEN, title="12 layers of Llama-2-7B", layers=12),
     "8b": _EIGHT,
     "8b-lora": replace(_EIGHT, title="Llama-3-8B, LoRA 16", lora=16, recompute=False),
+    "qwen": Shape("Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151936, rotary_base=1000000, qwen=True),
     "moe": Shape("Mixtral of 0.9B", 16, 1024, 16, 8, 2048, 32000, experts=8, active=2),
 }
+
+STAND_INS = {"7b": "7b-12"}  # on a device with less memory than its weights, gradients and optimizer need
 
 
 def tiny(shape: Shape) -> Shape:
@@ -107,38 +109,35 @@ def tiny(shape: Shape) -> Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. seconds: the most that it may take, start and compilation included."""
+    """One measurement: a model, how it is trained, and the micro-batches of a step."""
 
     model: str
     contestant: str
     micro_batches: int
-    seconds: int = 150
 
     @property
     def name(self) -> str:
         return f"{self.model} {self.contestant} {self.micro_batches}"
 
 
-_LIMITS = {"hf-compile": 240, "captured": 300}  # seconds: of what compiles, and of what draws weights one by one
+def row_of(name: str) -> Row:
+    """The row of a name such as "7b native 8". Raises ValueError."""
+    words = name.split()
+    if len(words) != 3 or words[0] not in SHAPES or words[1] not in TITLES or not words[2].isdigit():
+        models, ways = ", ".join(SHAPES), ", ".join(TITLES)
+        raise ValueError(f"{name}: it is no row. Give a model ({models}), a way ({ways}) and micro-batches")
+    return Row(words[0], words[1], int(words[2]))
 
 
-def _rows(micro_batches: int, *names: str) -> list[Row]:
-    """Rows of names such as "7b native"."""
-    found = [Row(*name.split(), micro_batches) for name in names]
-    return [replace(row, seconds=_LIMITS.get(row.contestant, row.seconds)) for row in found]
+def that_fits(row: Row, memory: int | None) -> Row:
+    """The row, or that of the model which stands in for its own where that needs more than a device has.
 
-
-_LLAMAS = ("7b", "1.7b", "7b-12")
-# The most valuable first. One that cannot fit into the memory costs nothing, so 12 layers stand in for all 32.
-ROWS = (
-    *_rows(8, "7b native", "1.7b native", "7b-12 native", "8b native"),
-    *_rows(8, "7b trainer", "7b hf-compile", "7b-12 trainer", "7b-12 hf-compile"),
-    *_rows(8, "7b hf-liger", "7b hf", "7b-12 hf", "7b-12 hf-liger", "1.7b trainer", "1.7b hf-compile", "1.7b hf"),
-    *_rows(8, "8b-lora trainer", "8b-lora hf", "moe trainer", "moe hf", "1.7b megatron", "7b-12 megatron"),
-    *_rows(8, "1.7b hf-liger", "7b hf-recompute", "8b captured"),
-    *(row for count in (1, 16) for row in _rows(count, *(f"{model} native" for model in (*_LLAMAS, "8b")))),
-    *(row for count in (1, 16) for row in _rows(count, *(f"{model} trainer" for model in _LLAMAS))),
-)
+    memory: bytes of the device; None where that is no limit.
+    """
+    smaller = STAND_INS.get(row.model)
+    if memory is None or smaller is None or SHAPES[row.model].state_bytes <= memory:
+        return row
+    return replace(row, model=smaller)
 
 
 def peak(device: str) -> float | None:

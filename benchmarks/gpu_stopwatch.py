@@ -3,6 +3,8 @@
 import json
 import os
 import resource
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,16 +16,40 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from gpu_results import write
 from gpu_rows import SHAPES, Row, peak, tiny
 from gpu_trace import breakdown
 
 WARM_UPS = 2
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "liger_kernel", "megatron-core", "triton")
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "triton")
+QUERIED = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu"
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def card(device: torch.device) -> dict:
+    """The device and its clocks, now."""
+    found = {"name": device_name(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
+    if device.type == "cuda" and shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", f"--query-gpu={QUERIED}", "--format=csv,noheader"]
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.splitlines()
+        except subprocess.TimeoutExpired:
+            told = []
+        values = told[0].split(", ") if told else []
+        found |= dict(zip(QUERIED.split(","), values, strict=False))
+    return found
+
+
+def write(path: Path, found: dict) -> None:
+    """Write JSON so that a run that is killed leaves the file that was there, or the whole new one."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 def versions() -> dict[str, str]:
@@ -86,7 +112,7 @@ class Stopwatch:
         flops, name = shape.flops(tokens, self.sequence), device_name(self.device)
         limit = peak(name)
         now = {
-            "row": self.row.name, **asdict(self.row), "status": "measured", "device": name,
+            "row": self.row.name, **asdict(self.row), "device": name, "card": card(self.device),
             "shape": asdict(shape), "parameters": shape.parameters, "sequence": self.sequence, "dtype": "bfloat16",
             "seconds": seconds, "processor_seconds": processor, "startup_s": self.startup,
             "tokens_per_s": tokens / typical,
@@ -95,7 +121,9 @@ class Stopwatch:
             "losses": self.losses, "versions": versions(),
             "environment": environment(), "notes": self.notes, "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
-        self.found = self.memory() | now | {key: self.found[key] for key in ("profile",) if key in self.found}
+        memory = self.memory()
+        now["figure"] = _figure(now, memory)
+        self.found = memory | now | {key: self.found[key] for key in ("profile",) if key in self.found}
         write(self.into, self.found)
 
     def _each(self, ends: list[float]) -> list[float]:
@@ -134,3 +162,10 @@ class Stopwatch:
             self._profiler.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(encoding="utf-8"))
         self.found["profile"] = breakdown(trace, self.device.type)
+
+
+def _figure(found: dict, memory: dict) -> str:
+    """What was measured, in a line."""
+    mfu = f"{found['mfu']:.1%} MFU, " if found["mfu"] else ""
+    speed = f"{found['tokens_per_s']:.0f} tokens/s, {found['tflops']:.3g} TFLOP/s, {mfu}"
+    return f"{speed}{memory['peak_allocated'] / 1e9:.1f} GB, first step after {found['startup_s']:.0f} s"

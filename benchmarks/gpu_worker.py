@@ -1,25 +1,38 @@
-"""One row of gpu_step.py in this process: the entry script or the trainer as it is shipped, timed from outside.
+"""Training steps in this process by an entry script or a trainer as it is shipped, timed from outside.
 
-    python benchmarks/gpu_worker.py REQUEST     # JSON: row, device, sequence, measured, into, began
+    python benchmarks/gpu_worker.py "7b native 8" --into FILE                  # model, way, micro-batches
+    python benchmarks/gpu_worker.py "7b native 8" --into FILE --device cpu     # the same code on tiny shapes
+
+bf16 on sequences of 4096 tokens, one per micro-batch. FILE has tokens/s, model FLOP/s and MFU, peak memory and losses
+as soon as the steps are over, and soon after the profile of one more. A model whose weights, gradients and optimizer do
+not fit is replaced by a part of it (gpu_rows.STAND_INS).
 
 A script is run as ``python SCRIPT`` runs it; its report, and a trainer's callbacks, tell when a step is over.
+
+FLOPs are those of the matrix products of forward and backward, causal attention with the half of its scores that is
+needed, nothing for recomputation. Megatron-LM counted all scores when it published its table: `tflops_all_scores` is
+that (Llama-2-7B at 4096: 7.5 % more). MFU is of the dense bf16 peak, 989e12 FLOP/s for H100 and H200.
 """
 
-import json
+import argparse
 import runpy
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import torch
-from gpu_rows import CAPTURED, MEGATRON, NATIVE, SETTINGS, SHAPES, TRAINER, Row, Shape, tiny
+from gpu_rows import CAPTURED, NATIVE, SEQUENCE, SETTINGS, SHAPES, TRAINER, Row, Shape, row_of, that_fits, tiny
 from gpu_stopwatch import Stopwatch
 from torch.utils.data import Dataset
 
 ROOT = Path(__file__).resolve().parent.parent
+BEGAN = time.time()
+MEASURED = 3  # steps
+CPU_SEQUENCE = 64  # tokens where only the code is tried
 CHUNK = 1024  # tokens whose logits exist at a time where a shape wants a chunked loss
 
 
@@ -76,15 +89,17 @@ def run_script(script: str, flags: list[str], stopwatch: Stopwatch) -> None:
 
 
 def hf_config(shape: Shape, sequence: int):
-    """The shape as transformers has it: Llama, or Mixtral where there are experts."""
-    from transformers import LlamaConfig, MixtralConfig
+    """The shape as transformers has it: Llama, Qwen2, or Mixtral where there are experts."""
+    from transformers import LlamaConfig, MixtralConfig, Qwen2Config
 
     given = {
         "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
         "intermediate_size": shape.ffn, "num_attention_heads": shape.heads, "num_key_value_heads": shape.groups,
         "max_position_embeddings": sequence, "rope_theta": float(shape.rotary_base), "use_cache": False,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": shape.qwen, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+    if shape.qwen:
+        return Qwen2Config(**given)
     if shape.experts == 1:
         return LlamaConfig(**given)
     return MixtralConfig(**given, num_local_experts=shape.experts, num_experts_per_tok=shape.active)
@@ -109,6 +124,20 @@ def hf_model(shape: Shape, sequence: int, device: torch.device) -> torch.nn.Modu
 
     told = {"lora_alpha": 2 * shape.lora, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
     return get_peft_model(model, LoraConfig(r=shape.lora, task_type="CAUSAL_LM", **told))
+
+
+def save_model(shape: Shape, sequence: int, device: torch.device, folder: str) -> None:
+    """Save a model of random bf16 weights, drawn on the device: a CPU takes a minute for three billion."""
+    from transformers import AutoModelForCausalLM, set_seed
+
+    set_seed(1)
+    with device:
+        model = AutoModelForCausalLM.from_config(hf_config(shape, sequence), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 class Tokens(Dataset):
@@ -168,21 +197,26 @@ def run(row: Row, stopwatch: Stopwatch) -> None:
         if row.contestant == NATIVE:
             run_script("pretrain_gpt.py", native_flags(shape, sequence) + flags, stopwatch)
         elif row.contestant == CAPTURED:
-            hf_config(shape, sequence).save_pretrained(folder)
+            save_model(shape, sequence, stopwatch.device, folder)
             run_script("pretrain_hf.py", ["--model", folder, *flags], stopwatch)
-        elif row.contestant == MEGATRON:
-            from gpu_megatron import run_megatron
-
-            run_megatron(row, shape, stopwatch)
         else:
             run_trainer(row, shape, stopwatch, folder)
 
 
 def main() -> None:
-    request = json.loads(sys.argv[1])
-    row, device, into = Row(**request["row"]), torch.device(request["device"]), Path(request["into"])
-    measured = request["measured"]
-    run(row, Stopwatch(row, device, request["sequence"], measured, into, request["began"]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("row", type=row_of, help="model, way and micro-batches")
+    parser.add_argument("--into", type=Path, required=True, metavar="FILE", help="where the result goes")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, to try the code")
+    parser.add_argument("--steps", type=int, default=MEASURED, metavar="N", help="measured steps")
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    on_cpu = device.type == "cpu"
+    row = that_fits(given.row, None if on_cpu else torch.cuda.get_device_properties(device).total_memory)
+    sequence = CPU_SEQUENCE if on_cpu else SEQUENCE
+    stopwatch = Stopwatch(row, device, sequence, given.steps, given.into, BEGAN)
+    run(row, stopwatch)
+    print(stopwatch.found["figure"])
 
 
 if __name__ == "__main__":

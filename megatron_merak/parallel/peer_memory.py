@@ -80,13 +80,15 @@ class PeerRank:
             self._stream = stream
 
 
-def virtual_ranks(world: int, device: torch.device, capacity: int = CAPACITY) -> list[PeerRank]:
+def virtual_ranks(
+    world: int, device: torch.device, capacity: int = CAPACITY, patience: float = PATIENCE
+) -> list[PeerRank]:
     """Return all ranks of a group in this process on one device, for tests; call each rank on its own stream."""
     kernels = load_kernels()
     assert kernels is not None, "the compiled CUDA library is missing"
     buffers = [torch.zeros(kernels.bytes(capacity), dtype=torch.uint8, device=device) for _ in range(world)]
     torch.cuda.synchronize(device)
-    return [PeerRank(kernels, buffers, rank, device, capacity) for rank in range(world)]
+    return [PeerRank(kernels, buffers, rank, device, capacity, patience) for rank in range(world)]
 
 
 class PeerMemory:

@@ -34,12 +34,12 @@ def summed(tensors):
 class Ranks:
     """Virtual ranks, each with a stream. All their blocks must be on the GPU at once, or they would wait for ever."""
 
-    def __init__(self, world):
+    def __init__(self, world, patience):
         self.world, device = world, torch.device("cuda", torch.cuda.current_device())
         room = torch.cuda.get_device_properties(device).multi_processor_count * 2048 // 512
         if 32 * world > room:
             pytest.skip(f"blocks of {world} ranks are not all resident on this GPU")
-        self.ranks = virtual_ranks(world, device, CAPACITY)
+        self.ranks = virtual_ranks(world, device, CAPACITY, patience)
         self.streams = [torch.cuda.Stream() for _ in range(world)]
 
     def check(self, count, dtype, seed=0, offset=0):
@@ -57,9 +57,9 @@ class Ranks:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_of_any_size(world, dtype):
+def test_sums_of_any_size(world, dtype, patience):
     """From one element to all that fits: one shot, two shots, tails, addresses that packs cannot use."""
-    ranks = Ranks(world)
+    ranks = Ranks(world, patience)
     most = CAPACITY // torch.empty(0, dtype=dtype).element_size()
     for seed, count in enumerate((1, 7, 8, 1000, 4099, 65536, most // 2 + 1, most)):
         ranks.check(count, dtype, seed)
@@ -67,9 +67,9 @@ def test_sums_of_any_size(world, dtype):
 
 
 @pytest.mark.parametrize("switching", [False, True])
-def test_many_calls_in_a_row_without_a_wait_of_the_host(switching):
+def test_many_calls_in_a_row_without_a_wait_of_the_host(switching, patience):
     """Switching: every second call is on another stream, and has to wait for the one before."""
-    ranks, others, rounds = Ranks(2), [torch.cuda.Stream() for _ in range(2)], 200
+    ranks, others, rounds = Ranks(2, patience), [torch.cuda.Stream() for _ in range(2)], 200
     given = [messages(2, 3000, torch.float32, seed) for seed in range(rounds)]
     held = [[t.cuda() for t in one] for one in given]
     torch.cuda.synchronize()
@@ -83,8 +83,8 @@ def test_many_calls_in_a_row_without_a_wait_of_the_host(switching):
         assert all(torch.equal(t.cpu(), summed(truth)) for t in one)
 
 
-def test_a_captured_call_can_be_replayed():
-    ranks = Ranks(2)
+def test_a_captured_call_can_be_replayed(patience):
+    ranks = Ranks(2, patience)
     given = messages(2, 5000, torch.float32)
     held, graphs = [t.cuda() for t in given], [torch.cuda.CUDAGraph() for _ in range(2)]
     torch.cuda.synchronize()
@@ -99,9 +99,9 @@ def test_a_captured_call_can_be_replayed():
     assert all(torch.equal(t.cpu(), summed(given) * 4) for t in held)  # the sum, and twice its double
 
 
-def test_sums_on_a_side_stream_wait_for_their_products():
+def test_sums_on_a_side_stream_wait_for_their_products(patience):
     """Each virtual rank launches all of its work, and sums on a side stream, before any result is looked at."""
-    ranks = Ranks(2)
+    ranks = Ranks(2, patience)
     generator = torch.Generator("cuda").manual_seed(0)
     x = [torch.randn(700, 64, generator=generator, device="cuda") for _ in range(2)]
     weight = [torch.randn(96, 64, generator=generator, device="cuda") for _ in range(2)]
@@ -120,10 +120,10 @@ def test_sums_on_a_side_stream_wait_for_their_products():
     torch.testing.assert_close(found[0].double(), exact, rtol=1e-2, atol=0.3)  # products may be in TF32
 
 
-def _shared_device(rank, world_size):
+def _shared_device(rank, world_size, patience):
     """Two processes on one GPU: NCCL refuses that, so the group is gloo, and peer memory is what is tested."""
     torch.cuda.set_device(0)
-    peers = PeerMemory(dist.group.WORLD, torch.device("cuda", 0), CAPACITY)
+    peers = PeerMemory(dist.group.WORLD, torch.device("cuda", 0), CAPACITY, patience)
     assert peers.reason == "", peers.reason
     for seed, count in enumerate((1, 1000, 100_003, 1 << 18)):
         given = messages(world_size, count, torch.float32, seed)
@@ -135,5 +135,5 @@ def _shared_device(rank, world_size):
     return True
 
 
-def test_processes_exchange_handles():
-    assert all(run_ranks(_shared_device, 2))
+def test_processes_exchange_handles(patience):
+    assert all(run_ranks(_shared_device, 2, patience))

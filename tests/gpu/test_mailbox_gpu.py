@@ -16,13 +16,13 @@ CHANNELS = [(0, 1, "F"), (1, 0, "B")]
 
 
 @pytest.mark.parametrize("rounds", [1, 40])
-def test_messages_both_ways(rounds):
+def test_messages_both_ways(rounds, patience):
     """Sizes of no slot to more than there are; the host runs ahead and waits for nothing."""
     device = torch.device("cuda", torch.cuda.current_device())
     buffers = [torch.zeros(places(CHANNELS, rank, SHAPE)[1], dtype=torch.uint8, device=device) for rank in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    ends = [Ends(CHANNELS, rank, buffers, Machine(load_kernels()), SHAPE) for rank in range(2)]
+    ends = [Ends(CHANNELS, rank, buffers, Machine(load_kernels(), patience), SHAPE) for rank in range(2)]
     generator = torch.Generator().manual_seed(0)
     wanted, found = [], []
     for turn in range(rounds):

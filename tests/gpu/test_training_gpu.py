@@ -1,5 +1,7 @@
 """Several ranks on one GPU, over gloo, train as one process that runs HuggingFace's model on a CPU does."""
 
+import datetime
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,13 +47,14 @@ def test_equals_one_process(case, tmp_path):
     check(case, put_together(outcomes))
 
 
-def over_peer_memory(rank, world_size, case, store):
+def over_peer_memory(rank, world_size, case, store, patience):
     dist.destroy_process_group()
     device = torch.device("cuda", 0)
     staged.register()
     peer_group.register(device, staged=True)
     dist.init_process_group(staged.NAME, init_method=f"file://{store}", rank=rank, world_size=world_size)
-    mesh = build_mesh(Grid(tp=case.tp, pp=case.pp), rank, device, collectives=peer_group.NAME)
+    limit = datetime.timedelta(seconds=patience)  # also of kernels that wait for a peer
+    mesh = build_mesh(Grid(tp=case.tp, pp=case.pp), rank, device, limit, collectives=peer_group.NAME)
     outcome = train(case, mesh)
     assert mesh.tp is None or mesh.tp.sums._memory.reason == ""
     pipes = Pipes(mesh, add_communication(build_schedule(case.schedule, case.pp, 6)))
@@ -65,9 +68,9 @@ def over_peer_memory(rank, world_size, case, store):
     [Case("gpt2", tp=2), Case("qwen", pp=2, schedule="zb-v"), Case("llama", tp=2, pp=2, overlap="sub-pipeline")],
     ids=str,
 )
-def test_equals_one_process_over_peer_memory(case, tmp_path):
+def test_equals_one_process_over_peer_memory(case, tmp_path, patience):
     """The engine's sums and messages, each on a stream beside the one that computes."""
-    outcomes = run_ranks(over_peer_memory, case.world, case, str(tmp_path / "store"), timeout=240)
+    outcomes = run_ranks(over_peer_memory, case.world, case, str(tmp_path / "store"), patience, timeout=240)
     check(case, put_together(outcomes))
 
 

@@ -26,6 +26,7 @@ from megatron_merak import ops
 from megatron_merak.stages import native as build
 
 from .attention import attend
+from .memory import Memory
 from .places import GeneratedCode, at_work, inside_micro_batch, place
 
 DEVICE = torch.device("cuda", 0)
@@ -68,10 +69,15 @@ class _FakeGpu(FakeTensorMode):
 
 
 class Rehearsal(TorchDispatchMode):
-    """Use as a context manager; ``findings`` is what was found, in order."""
+    """Use as a context manager; ``findings`` is what was found, in order.
 
-    def __init__(self):
+    memory: of the GPU; None: it is not counted.
+    """
+
+    def __init__(self, memory: Memory | None = None):
         super().__init__()
+        self.memory = memory
+        self.launches = 0  # operations on the GPU that are no views
         self.findings: list[Finding] = []
         self.operations: set[str] = set()  # all that ran on the GPU
         self._fake = _FakeGpu(allow_non_fake_inputs=True)
@@ -117,7 +123,10 @@ class Rehearsal(TorchDispatchMode):
 
     def _run(self, func, args: tuple, kwargs: dict) -> Any:
         with self._fake:
-            return func(*args, **kwargs)
+            results = func(*args, **kwargs)
+        if self.memory is not None:
+            self.memory.take(results)
+        return results
 
     def _to_gpu(self, func, args: tuple, kwargs: dict, others: list[Tensor]) -> Any:
         """New tensors, or copies of some on the CPU."""
@@ -127,6 +136,7 @@ class Rehearsal(TorchDispatchMode):
 
     def _on_gpu(self, func, args: tuple, kwargs: dict, others: list[Tensor]) -> Any:
         self.operations.add(func.name())
+        self.launches += not _is_view(func)
         packet = func.overloadpacket
         args, kwargs = tree_map_only(Tensor, self._beside, (args, kwargs))
         others = [x for x in others if not _is_beside(x)]

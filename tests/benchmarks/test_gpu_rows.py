@@ -1,9 +1,11 @@
-"""Training steps on a GPU, tried on a CPU: what is counted, how kernels are sorted, what becomes of rows."""
+"""Training steps on a GPU, tried on a CPU: what is counted, how kernels are sorted, what a page says of them."""
 
 import importlib
+import io
 import json
 import subprocess
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +20,8 @@ from megatron_merak.planner.cost import model_flops
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-gpu_rows, gpu_step, gpu_trace, gpu_worker = map(
-    importlib.import_module, ("gpu_rows", "gpu_step", "gpu_trace", "gpu_worker")
-)
-gpu_page, gpu_stopwatch = map(importlib.import_module, ("gpu_page", "gpu_stopwatch"))
+gpu_rows, gpu_trace, gpu_worker = map(importlib.import_module, ("gpu_rows", "gpu_trace", "gpu_worker"))
+gpu_page, gpu_steps = map(importlib.import_module, ("gpu_page", "gpu_steps"))
 
 
 @pytest.mark.parametrize("name", gpu_rows.SHAPES)
@@ -107,66 +107,68 @@ def test_a_cpus_operations_count_without_what_they_called():
     assert found["idle_ms"] == pytest.approx(1e-2)
 
 
-def test_rows_that_cannot_be_say_why():
-    row = gpu_rows.Row("7b", "native", 8)
-    assert gpu_step.impossible(row, 160_000_000_000) is gpu_step.impossible(row, None) is None
-    status, reason = gpu_step.impossible(row, 80_000_000_000)
-    assert status == "does not fit" and "121.3 GB, the device has 80.0 GB" in reason
-    if not gpu_step.installed("liger_kernel"):
-        told = gpu_step.impossible(gpu_rows.Row("7b", "hf-liger", 8), None)
-        assert told == ("not installed", "liger_kernel cannot be imported")
-    assert gpu_step.why("x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\nat exit\n") == (
-        "does not fit", "torch.OutOfMemoryError: CUDA out of memory. Tried"
-    )  # fmt: skip
-    assert gpu_step.why("Traceback:\nrank 0: --lr 0: it is wrong\n") == ("failed", "rank 0: --lr 0: it is wrong")
+def test_a_part_stands_in_for_a_model_that_does_not_fit():
+    row = gpu_rows.row_of("7b native 8")
+    assert gpu_rows.that_fits(row, 160_000_000_000) == gpu_rows.that_fits(row, None) == row
+    assert gpu_rows.that_fits(row, 80_000_000_000).name == "7b-12 native 8"
+    for name in ("7b native", "9b native 8", "7b nobody 8", "7b native many"):
+        with pytest.raises(ValueError, match="it is no row"):
+            gpu_rows.row_of(name)
 
 
-def test_a_row_is_measured_once_and_its_table_goes_into_a_page(tmp_path, capsys, monkeypatch):
-    out = ["--out", str(tmp_path), "--device", "cpu", "--steps", "1"]
-    assert gpu_step.main([*out, "--only", "^7b native 1$"]) == 0
-    path = tmp_path / "step_7b_native_1.json"
-    found = json.loads(path.read_text())
-    assert found["status"] == "measured" and len(found["seconds"]) == 1 and len(found["losses"]) == 4
+def test_every_row_of_a_session_is_one():
+    rows = [step.name for step in gpu_steps.STEPS if step.command[0].endswith("gpu_worker.py")]
+    assert len(rows) >= 10 and all(gpu_rows.row_of(name).name == name for name in rows)
+
+
+def packed(folder, name, rows, **head):
+    """A session.tgz."""
+    lines = [{"date": "2026-01-02", "part": 1, "budget": 600, "seconds": 500.0, "kit": "kit for it"} | head, *rows]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    with tarfile.open(folder / name, "w:gz") as archive:
+        one = tarfile.TarInfo("results.jsonl")
+        one.size = len(content)
+        archive.addfile(one, io.BytesIO(content))
+    return str(folder / name)
+
+
+def test_a_row_is_measured_and_goes_into_a_page(tmp_path):
+    into = tmp_path / "row.json"
+    command = [sys.executable, "benchmarks/gpu_worker.py", "7b native 1", "--into", str(into)]
+    done = subprocess.run([*command, "--device", "cpu", "--steps", "1"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(into.read_text())
+    assert len(found["seconds"]) == 1 and len(found["losses"]) == 4 and found["figure"] in done.stdout
     assert found["tokens_per_s"] == pytest.approx(64 / found["seconds"][0])
     assert found["profile"]["class_ms"]["products"] > 0 and torch.__version__.startswith(found["versions"]["torch"])
-    monkeypatch.setattr(subprocess, "Popen", None)
-    assert gpu_step.main([*out, "--only", "^7b native 1$"]) == 0  # nothing is run again
-    assert gpu_step.main([*out, "--only", "^7b native (1|8)$", "--within", "5"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("[there already]") == 2 and "left out, 5 s are over: 7b native 8" in said
 
     page = tmp_path / "page.md"
     page.write_text(f"Above.\n{gpu_page.BEGIN}\nold\n{gpu_page.END}\nBelow.\n")
-    assert gpu_page.main([str(tmp_path), "--into", str(page)]) == 2 and "old" in page.read_text()
-    path.write_text(json.dumps(found | {"device": "NVIDIA H200", "mfu": 0.5}))
-    other = {"row": "7b hf-liger 8", "model": "7b", "contestant": "hf-liger", "micro_batches": 8}
-    (tmp_path / "step_7b_hf-liger_8.json").write_text(
-        json.dumps(other | {"status": "not installed", "why": "it is not"})
-    )
-    assert gpu_page.main([str(tmp_path), "--into", str(page)]) == 0
+    row = {"step": "7b native 1", "status": "ok", "seconds": 30.0, "figure": "fast", "result": found}
+    session = packed(tmp_path, "cpu.tgz", [row])
+    assert gpu_page.main([session, "--into", str(page)]) == 2 and "old" in page.read_text()
+
+    card = {"name": "NVIDIA H200", "clocks.sm": "1980 MHz"}
+    start = {"device": "NVIDIA H200", "card": card, "versions": {"torch": "2.11.0"}}
+    on_gpu = found | {"device": "NVIDIA H200", "card": card, "mfu": 0.5}
+    rows = [
+        {"step": "start", "status": "ok", "seconds": 5.0, "figure": "card", "result": start},
+        row | {"result": on_gpu},
+        {"step": "kernels", "status": "cut", "seconds": 0.0, "figure": ""},
+    ]
+    sessions = [packed(tmp_path, "one.tgz", rows), packed(tmp_path, "two.tgz", rows[:1], part=2, date="2026-01-03")]
+    assert gpu_page.main([*sessions, "--into", str(page)]) == 0
     text = page.read_text()
     assert "| Llama-2-7B | pretrain_gpt.py, 1 |" in text and "50.0%" in text and "old" not in text
-    assert "- Llama-2-7B, HF Trainer, Liger kernels, 8: not installed, it is not" in text and text.endswith("Below.\n")
-    assert len(json.loads((tmp_path / "summary.json").read_text())) == 2
-
-
-def test_a_row_that_takes_too_long_is_ended_and_taken_up_again(tmp_path):
-    given = gpu_step.parse(["--device", "cpu", "--out", str(tmp_path)])
-    row = gpu_rows.Row("1.7b", "native", 8)
-    assert gpu_step.measure(row, tmp_path, given, 0.2)["status"] in gpu_step.AGAIN
-    assert json.loads(gpu_step.path_of(row, tmp_path).read_text())["why"] == "no result after 0 s"
+    assert "### NVIDIA H200, 2026-01-02, part 1" in text and "clocks.sm 1980 MHz" in text and "torch 2.11.0" in text
+    assert text.index("2026-01-03, part 2") < text.index("2026-01-02, part 1")
+    assert "| kernels | cut | 0 |  |" in text and text.endswith("Below.\n")
+    assert gpu_page.main([str(page)]) == 2
 
 
 def test_other_losses_are_told():
     rows = [
-        {
-            "row": f"7b {way} 8",
-            "model": "7b",
-            "contestant": way,
-            "micro_batches": 8,
-            "status": "measured",
-            "losses": [loss],
-        }
+        {"row": f"7b {way} 8", "model": "7b", "contestant": way, "micro_batches": 8, "losses": [loss]}
         for way, loss in (("trainer", 10.0), ("hf", 10.1), ("hf-compile", 10.5), ("native", 7.0))
     ]
     assert gpu_page.disagreements(rows) == ["7b hf-compile 8: first loss 10.5000, 7b trainer 8 has 10.0000"]
