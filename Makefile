@@ -185,7 +185,8 @@ GPU_VENV ?= .venv-gpu
 gpu-kit:
 	@$(PYTHON) benchmarks/gpu_kit.py --venv "$(GPU_VENV)" $(ARGS)
 
-gpu-rehearsal: gpu-kit
+gpu-rehearsal:
+	@$(MAKE) --no-print-directory gpu-kit ARGS=
 	@$(GPU_VENV)/bin/python -m tests.rehearsal.session --write $(ARGS)
 
 # The wheel is made of the source distribution, so what that lacks the wheel shows.
