@@ -312,7 +312,7 @@ class Watchdog(threading.Thread):
             return None  # those that wait for it judge
         if all(self._is_in_step(everyone[rank]) for rank in blamed):
             limit = self.limits.of_step(self.pulse)
-            stand = min(everyone[rank].still for rank in blamed)
+            stand = min((everyone[rank].still for rank in blamed if rank not in gone), default=still)
         else:
             limit = self.limits.elsewhere
             stand = still
