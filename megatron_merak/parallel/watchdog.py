@@ -143,6 +143,7 @@ class Watchdog(threading.Thread):
         self._peers: dict[int, _Peer] = {}
         self._watcher: _Beside | None = None
         self._poll = limits.poll * max(1.0, size / 1024)
+        self._failed = False
         self.obeys = False  # whether this process is about to end by a verdict
 
     def run(self) -> None:
@@ -161,6 +162,12 @@ class Watchdog(threading.Thread):
                 if self._ended or self._stopped.is_set() or sys.is_finalizing():
                     return
                 self._without_store(error)
+            except Exception:  # a fault of ours: whoever goes on without a watchdog should know
+                if not self._failed:
+                    self._failed = True
+                    self._report(
+                        f"rank {self.rank}: the watchdog failed, and goes on\n{traceback.format_exc()}", "watchdog"
+                    )
 
     def farewell(self, how: str = "has ended") -> None:
         """Say that this rank has ended: nobody may wait for it any more, and it blames nobody."""
@@ -305,7 +312,7 @@ class Watchdog(threading.Thread):
             return None  # those that wait for it judge
         if all(self._is_in_step(everyone[rank]) for rank in blamed):
             limit = self.limits.of_step(self.pulse)
-            stand = min(everyone[rank].still for rank in blamed)
+            stand = min((everyone[rank].still for rank in blamed if rank not in gone), default=still)
         else:
             limit = self.limits.elsewhere
             stand = still
@@ -349,7 +356,12 @@ class Watchdog(threading.Thread):
         return {"text": str(HangError(what, value, reason, remedy)), "stack": stack, "readers": readers}
 
     def _is_in_step(self, peer: "_Peer") -> bool:
-        """Whether a rank is in a step: a silent one as its memory says, where that is on this host."""
+        """Whether a rank counts as in a step.
+
+        One that has ended does, since nobody waits long for it; a silent one as its memory says, if it is of this host.
+        """
+        if self._is_gone(peer):
+            return True
         if peer.silent >= self.limits.silence:
             with contextlib.suppress(OSError), self._memory(peer.state, 3) as flag:
                 return is_set(flag)
@@ -554,7 +566,8 @@ def _waits(frame: FrameType | None) -> bool:
     file = frame.f_code.co_filename
     if file.startswith(_TORCH):
         return True
-    line = linecache.getline(file, frame.f_lineno) if file.startswith(_PACKAGE) else ""
+    number = frame.f_lineno or 0  # None between two instructions of some kinds
+    line = linecache.getline(file, number) if file.startswith(_PACKAGE) else ""
     return any(call in line for call in _WAITING)
 
 
