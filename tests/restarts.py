@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS = 24
 LIMIT = 240.0  # seconds for a whole trial: beyond, it hangs
 SOON = 15.0  # seconds from a kill to the next step
+MISSED = 5.0  # seconds after which the agents miss a dead one: three signs of life, one each second, and a margin
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 60 --mock-data"
 RUN = f"""--seq-length 16 --micro-batch-size 2 --global-batch-size 16 --lr 1e-2 --log-interval 1 --eval-iters 0
     --train-iters {STEPS} --save-interval 4"""
@@ -186,9 +187,12 @@ def trial(case: Case, kills: int, draw: random.Random, directory: Path, model: P
             time.sleep(draw.random() * 0.05)
             killed = time.monotonic()
             agent = case.nodes > 1 and draw.random() < 0.5
-            if agent:  # the second node: its launcher and, with it, its ranks; it comes back at once
+            if agent:  # the second node: its launcher and, with it, its ranks
                 job.launchers[-1].kill()
                 job.launchers.pop().wait()
+                # torchrun's agents count a node that comes back before it is missed as two: the round then waits 60 s
+                # for the dead one, and both agents end.
+                time.sleep(MISSED)
                 job.start_launcher()
             else:
                 os.kill(draw.choice(job.ranks()), signal.SIGKILL)
