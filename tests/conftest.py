@@ -3,6 +3,7 @@ behind another way to compute fp32 products."""
 
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -28,6 +29,22 @@ def fp32_products():
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_float32_matmul_precision("highest")
+
+
+MUCH = 20_000  # characters, from the end
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failure that names only a command and its status says nothing: what the command printed belongs to it."""
+    report = yield
+    failure = call.excinfo.value if call.excinfo else None
+    if isinstance(failure, subprocess.CalledProcessError | subprocess.TimeoutExpired):
+        for name, text in (("output", failure.stdout), ("errors", failure.stderr)):
+            if text:
+                text = text.decode(errors="replace") if isinstance(text, bytes) else text
+                report.sections.append((f"{name} of the command", text[-MUCH:]))
+    return report
 
 
 LONG = ("parity", "training", "hf_trainer", "rehearsal", "zoo")
