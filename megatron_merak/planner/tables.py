@@ -108,7 +108,15 @@ def _units(name: str, first: Plan, second: Plan) -> list[str]:
             lines.append(f"{label} of a tensor rank: {before:,} -> {after:,} ({after / before - 1:+.1%})")
     renamed = sum(a.name != b.name for a, b in zip(first.units, second.units, strict=False))
     lines += [f"units of another name: {renamed}"] if renamed else []
-    return lines or ["units differ in what they send or start"]
+    return lines or [_first_unit(first.units, second.units)]
+
+
+def _first_unit(first: Sequence[Unit], second: Sequence[Unit]) -> str:
+    """Name the first unit that differs, and what of it does."""
+    before, after = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
+    names = [field.name for field in fields(Unit) if getattr(before, field.name) != getattr(after, field.name)]
+    changes = [f"{name.replace('_', ' ')} {getattr(before, name)} -> {getattr(after, name)}" for name in names]
+    return f"unit {before.name}: {', '.join(changes)}"
 
 
 def _total(field: str):
