@@ -239,6 +239,12 @@ class Blueprint:
         if unknown:
             reason = "this batch uses it, but the first batch, which determined its placement, did not"
             raise PlanError("parameter", min(unknown), reason, "Start with a batch that uses every parameter")
+        touched = first.untouched & captured.trainable - captured.untouched
+        if role.training and role.compute is None and touched:
+            reason = "this batch gives it a gradient, but the first batch did not, and it was left out of updates"
+            raise PlanError(
+                "parameter", min(touched), reason, "Start with a batch that gives every parameter a gradient"
+            )
         if role.training:
             self.unused.warn(first.trainable, captured.trainable, mesh)
         chain = align(cut(captured, self.plan.graph_sharding), self.chain)

@@ -191,9 +191,11 @@ class CapturedModel(TrainedModel):
         names: of trained parameters, as `named_parameters` of the user's model has them.
 
         Their gradients are computed and not used: what was captured with them serves when they train again.
+
+        What never gets a gradient takes no part either: torch's optimizers skip it, so that it does not decay.
         """
-        aliases = self.blueprint.traced.captured.aliases
-        self.optimizer.freeze([aliases.get(name, name) for name in names])
+        captured = self.blueprint.traced.captured
+        self.optimizer.freeze([*(captured.aliases.get(name, name) for name in names), *captured.untouched])
 
     @property
     def thawable(self) -> list[str]:
