@@ -286,9 +286,10 @@ class Engine:
             return [_plain(batch) for batch in batches]
 
     def _admit(self, batches: Sequence[Batch], training: bool, task: Task) -> None:
-        """Capture what is new, so that an error is raised on all ranks."""
+        """Capture what is new and look at what is looked up, so that an error is raised on all ranks."""
         with together(self.mesh.control, "cpu"):
             self._captured.admit(batches, training, task)
+            self._captured.refuse_outside(batches, training, task)
 
     def _everywhere(self, outputs: list[dict[str, Tensor]] | None) -> list[dict[str, Tensor]]:
         """Return outputs of the last stage on every rank of its replica."""

@@ -1,5 +1,6 @@
 """Build the engine of a ``MerakTrainer`` from its arguments: capture and plan the model, fill this rank's shards."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +40,7 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
     optimizer = OptimizerConfig(
         lr=args.learning_rate or None,
         weight_decay=args.weight_decay,
-        clip_grad=args.max_grad_norm,
+        clip_grad=0.0 if math.isinf(args.max_grad_norm) else args.max_grad_norm,
         adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_epsilon,

@@ -27,7 +27,8 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from ..errors import ConfigError
 from ..graph.capture.fake_model import forward_parameters
 from ..graph.capture.inspected import inspected_model
-from ..parallel.agree import gather_json
+from ..parallel.agree import gather_json, together
+from ..stages.blueprint import Task
 from ..stages.captured import CapturedModel
 from ..stages.guard import Guard
 from ..stages.traced import MASK, OwnLoss
@@ -185,6 +186,8 @@ class Generator:
     def _padded(self, batches: list[dict[str, Tensor]]) -> list:
         """Pad batches to one of a few lengths, as far as padding was shown to be neutral."""
         padded, unsettled = self._neutral.propose(batches, (NEXT,))
+        with together(self.mesh.control, "cpu"):  # a replica has rows of its own
+            self.engine.refuse_outside(padded, False, Task(self._question, (NEXT,)))
         while unsettled is not None:  # on all ranks: their batches have the same shapes
             self._neutral.settle(self.engine, batches[unsettled], padded[unsettled], (NEXT,))
             padded, unsettled = self._neutral.propose(batches, (NEXT,))

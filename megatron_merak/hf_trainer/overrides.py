@@ -104,7 +104,8 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "args": "`MerakArguments`; the same on every rank",
         "callbacks": "`on_substep_end` and `on_pre_optimizer_step` are called when all gradients of the step "
         "are complete; "
-        "gradients are not in `p.grad`. All ranks follow the decision of one rank's callback",
+        "gradients are not in `p.grad`. Training that ends in `on_substep_end` discards the gradient, as under "
+        "`Trainer`, and its loss is in no average. All ranks follow the decision of one rank's callback",
         "compute_loss": "captured with the model: its Python code runs once per kind of batch, and may read "
         "only values that do not change",
         "compute_loss_func": "captured with the model, like `compute_loss`",

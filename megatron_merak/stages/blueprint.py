@@ -20,6 +20,7 @@ from ..graph.capture.outputs import LossFunction
 from ..graph.fusion.fuse import fuse
 from ..graph.ir.nodes import is_random
 from ..graph.kept_state import StateOf
+from ..graph.lowering.lookups import Lookups, Outside
 from ..graph.lowering.rewrite import rewrite
 from ..graph.lowering.split import Parts, split
 from ..graph.lowering.undropped import undropped
@@ -238,6 +239,12 @@ class Blueprint:
         if unknown:
             reason = "this batch uses it, but the first batch, which determined its placement, did not"
             raise PlanError("parameter", min(unknown), reason, "Start with a batch that uses every parameter")
+        touched = first.untouched & captured.trainable - captured.untouched
+        if role.training and role.compute is None and touched:
+            reason = "this batch gives it a gradient, but the first batch did not, and it was left out of updates"
+            raise PlanError(
+                "parameter", min(touched), reason, "Start with a batch that gives every parameter a gradient"
+            )
         if role.training:
             self.unused.warn(first.trainable, captured.trainable, mesh)
         chain = align(cut(captured, self.plan.graph_sharding), self.chain)
@@ -258,7 +265,7 @@ class Blueprint:
                 "sharding of", extra[0], reason, "Start with a batch like this one, or replicate the weight"
             )
         self.fused |= fuse(rewritten.graph, self.plan.loss_chunk, self.plan.recompute_activations)
-        return split(rewritten, self.plan.stages[stage].units, mesh.device)
+        return split(rewritten, self.plan.stages[stage].units, mesh.device, Lookups(captured))
 
 
 class Programs:
@@ -273,6 +280,7 @@ class Programs:
         self.blueprint, self.stage, self.mesh, self.parameters, self.sink = blueprint, stage, mesh, parameters, sink
         self._random = any(map(is_random, blueprint.traced.captured.module.graph.nodes))
         self._programs: dict[tuple, list[tuple[Guards | None, Program]]] = {}
+        self._lookups: dict[Program, Lookups] = {}
 
     def __call__(self, batch: Batch, training: bool, task: Task | None = None) -> Program:
         task = task or Task()
@@ -298,13 +306,17 @@ class Programs:
             cases.append(self._make(batch, role))
         return cases[-1][1]
 
+    def outside(self, batch: Batch, training: bool, task: Task | None = None) -> Outside | None:
+        """Return the first number of a batch that has no row in what its program looks up in; None if all have."""
+        return self._lookups[self(batch, training, task)].outside(batch)
+
     def all(self) -> list[Program]:
         """Every program so far."""
         return [program for cases in self._programs.values() for _, program in cases]
 
     def _make(self, batch: Batch, role: Role) -> tuple[Guards | None, Program]:
         parts, guards = self.blueprint.parts(batch, role, self.stage, self.mesh)
-        return guards, Program(
+        program = Program(
             tuple(parts.segments(self.parameters, self.sink)),
             parts.prelude,
             parts.sources,
@@ -312,3 +324,5 @@ class Programs:
             parts.results,
             named=parts.named,
         )
+        self._lookups[program] = parts.lookups
+        return guards, program

@@ -16,7 +16,7 @@ from ..checkpoint import store
 from ..checkpoint.hf import save_hf
 from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError, MerakError, PlanError
 from ..optimizer.base import Rates, StepResult
 from ..optimizer.loss_scale import LossScaler, is_state
 from ..parallel.agree import gather_json, together
@@ -31,6 +31,7 @@ from .guard import unguarded
 from .kernels import check_kernels
 from .named_outputs import named_outputs
 from .optimizer_state import OptimizerOf, adamw_of, optimizer_kinds, weights_kind
+from .outside import refusal
 from .parameter_groups import GroupOf, matrices_and_others
 from .parameter_shards import ParameterShards
 from .proofs import difference, snapshot
@@ -190,9 +191,11 @@ class CapturedModel(TrainedModel):
         names: of trained parameters, as `named_parameters` of the user's model has them.
 
         Their gradients are computed and not used: what was captured with them serves when they train again.
+
+        What never gets a gradient takes no part either: torch's optimizers skip it, so that it does not decay.
         """
-        aliases = self.blueprint.traced.captured.aliases
-        self.optimizer.freeze([aliases.get(name, name) for name in names])
+        captured = self.blueprint.traced.captured
+        self.optimizer.freeze([*(captured.aliases.get(name, name) for name in names), *captured.untouched])
 
     @property
     def thawable(self) -> list[str]:
@@ -252,6 +255,22 @@ class CapturedModel(TrainedModel):
         for programs in self.programs.values():
             for batch in batches:
                 programs(self.blueprint.traced.prepared(batch), training, task)
+
+    def refuse_outside(self, batches: Sequence[Batch], training: bool, task: Task | None = None) -> None:
+        """Raise DataError for a number of a batch, which is on the CPU, that has no row in what it is looked up in.
+
+        The arguments are those of ``admit``. What cannot be captured is left to the pass that needs it.
+        """
+        programs = next(iter(self.programs.values()))
+        for number, batch in enumerate(batches):
+            prepared = self.blueprint.traced.prepared(batch)
+            for part in self._split(prepared) if training else [prepared]:
+                try:
+                    found = programs.outside(part, training, task)
+                except MerakError:
+                    continue
+                if found is not None:
+                    raise refusal(found, batch, number)
 
     def difference(self, one: Batch, others: Sequence[Batch]) -> str | None:
         """How loss and gradients of batch ``one`` differ from the sums of those of ``others``; see ``proofs``."""

@@ -46,6 +46,8 @@ class TokenModel(CapturedModel):
             scaler=scaler_of_run(config.train),
             optimizer_of=optimizer_of,
         )
+        if traced.captured.untouched:
+            self.freeze(())
 
     def flops(self) -> int:
         forward = sum(map(flops, self.blueprint.traced.captured.module.graph.nodes))

@@ -89,6 +89,9 @@ class EagerEngine:
     def admit(self, batches, training, task):
         pass
 
+    def refuse_outside(self, batches, training, task=None):
+        """The eager model raises by itself."""
+
     def difference(self, one, others):
         """Of the eager model's loss and gradients; every rank has all of them."""
         self.model.eval()

@@ -14,11 +14,14 @@ from transformers import (
     PreTrainedTokenizerFast,
     PrinterCallback,
     ProgressCallback,
+    Trainer,
     TrainerCallback,
+    TrainingArguments,
 )
 
 from megatron_merak.errors import ConfigError, DataError
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.engine import wishes
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.reference import accuracy
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
@@ -228,6 +231,42 @@ def test_a_tokenizer_pads_and_is_told_to_callbacks(tmp_path):
     assert seen == [(words, [5e-5, 5e-5], 2)] and trainer.engine.shapes == {(2, 16)}
     assert trainer.model.config.pad_token_id == 3
     assert trainer.feed.neutral.padding.pad_id == 3
+
+
+class EndsMidway(TrainerCallback):
+    """Wishes something between the micro-batches of the third step."""
+
+    def __init__(self, wish):
+        self.wish = wish
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        setattr(control, self.wish, state.global_step == 2)
+
+
+def test_training_that_a_callback_ends_midway_discards_that_gradient(tmp_path):
+    changes = {"max_steps": 6, "gradient_accumulation_steps": 2}
+    callbacks = [EndsMidway("should_training_stop")]
+    ours = build(tmp_path, data=samples(24, ragged=False), changes=changes, callbacks=callbacks)
+    theirs = Trainer(
+        tiny_llama(),
+        TrainingArguments(str(tmp_path), **{**RUN, **changes}),
+        collate,
+        samples(24, ragged=False),
+        callbacks=callbacks,
+    )
+    for trainer in (ours, theirs):
+        trainer.train()
+        assert trainer.state.global_step == 2 and trainer.state.epoch == pytest.approx(1 / 3)
+    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    ended = build(tmp_path, data=samples(24), changes=changes, callbacks=[EndsMidway("should_epoch_stop")])
+    with pytest.raises(ConfigError, match="should_epoch_stop True: .*Set it in on_step_end"):
+        ended.train()
+
+
+def test_a_limit_that_is_infinite_clips_nothing(tmp_path):
+    args = arguments(tmp_path, max_grad_norm=float("inf"))
+    assert wishes(args)["optimizer"].clip_grad == 0.0
 
 
 def test_rows_of_an_evaluation_are_weighed_alike(tmp_path):

@@ -171,6 +171,9 @@ def in_one_job(rank, world_size, directory):
         seen = run(rank, world_size, name, 1, 2, [WishOnRank(rank == 1, event, wish)], **steps)["seen"]
         assert len(seen) == (2 if wish == "should_training_stop" else 16), name
         assert [path.name for path in Path(name).glob("checkpoint-*")] == ["checkpoint-2"] * (wish == "should_save")
+    midway = [WishOnRank(rank == 1, "on_substep_end", "should_training_stop")]
+    seen = run(rank, world_size, f"{directory}/midway", 1, 2, midway, gradient_accumulation_steps=2)["seen"]
+    assert len(seen) == 3  # the gradient of the third step is discarded
     assert differing_data(rank, world_size, directory) == [False, True, False, True]
     return differ(rank, world_size, directory), fail_in_metrics(rank, world_size, directory), exchange(rank)
 

@@ -34,6 +34,7 @@ class Captured:
 
     shapes, dtypes: shape and dtype of every parameter that the graph reads, by name.
     trainable:      names of the parameters that require a gradient.
+    untouched:      those of them that get none: what reads them is detached, or in ``torch.no_grad``.
     aliases:        other names of tied parameters -> the name in use.
     buffers:        names of the constants that are buffers in the model's state dict.
     how:            the attempt that succeeded.
@@ -53,3 +54,4 @@ class Captured:
     notes: tuple[str, ...] = ()
     guards: Guards | None = None
     origin: Origin | None = None
+    untouched: frozenset[str] = frozenset()

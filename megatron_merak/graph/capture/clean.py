@@ -13,9 +13,10 @@ from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.captured import Captured
 from megatron_merak.graph.capture.eager_module import DataDependentForward, around_node
 from megatron_merak.graph.capture.guards import is_guard, take_guards
+from megatron_merak.graph.capture.outputs import SAME
 from megatron_merak.graph.capture.unlift import RawGraph, source_line
 from megatron_merak.graph.ir.aliases import changing, is_view, written
-from megatron_merak.graph.ir.gradients import passes_gradient
+from megatron_merak.graph.ir.gradients import passes_gradient, reached
 from megatron_merak.graph.ir.inplace import call, out_of_place
 from megatron_merak.graph.ir.opaque import CustomFunction
 from megatron_merak.graph.ir.operators import facts
@@ -50,17 +51,28 @@ def clean(raw: RawGraph, outputs: Sequence[str], how: str) -> Captured:
     module = GraphModule({name: _attribute(raw.module, name) for name in used}, graph)
     module.graph.lint()
     parameters = {n.target: n.meta["val"] for n in module.graph.find_nodes(op="get_attr") if n.target in raw.parameters}
+    trainable = raw.trainable & parameters.keys()
     return Captured(
         module=module,
         outputs=tuple(outputs),
         shapes={name: tuple(value.shape) for name, value in parameters.items()},
         dtypes={name: value.dtype for name, value in parameters.items()},
-        trainable=frozenset(raw.trainable & parameters.keys()),
+        trainable=frozenset(trainable),
+        untouched=frozenset(trainable - _with_gradient(module.graph, outputs)),
         aliases={name: target for name, target in raw.aliases.items() if target in parameters},
         buffers=tuple(name for name in raw.buffers if name in used),
         how=how,
         guards=guards,
     )
+
+
+def _with_gradient(graph: Graph, outputs: Sequence[str]) -> set[str]:
+    """Return the targets of get_attr nodes that take a gradient of the loss, or without one of any output."""
+    (output,) = graph.find_nodes(op="output")
+    pairs = [*zip(outputs, output.args[0], strict=True)]
+    losses = [node for name, node in pairs if "loss" in name.split(SAME)]
+    results = losses or [node for _, node in pairs]
+    return {str(node.target) for node in reached(graph, results) if node.op == "get_attr"}
 
 
 def _name(node: Node) -> str:

@@ -100,6 +100,7 @@ class AnyLength:
 
     codes:            the code of each part.
     first, then:      the code of the prelude.
+    once, varying:    the code of the lookups.
     sources, targets: for each crossing value, its extents as functions of the length.
     """
 
@@ -107,12 +108,15 @@ class AnyLength:
     codes: tuple[_Code, ...]
     first: _Code
     then: _Code
+    once: _Code
+    varying: _Code
     sources: tuple[tuple[Affine, ...], ...]
     targets: tuple[tuple[Affine, ...], ...]
 
     def __call__(self, length: int) -> Parts:
         parts = tuple(replace(part, code=code(length)) for part, code in zip(self.parts.parts, self.codes, strict=True))
         prelude = self.parts.prelude.with_code(self.first(length), self.then(length))
+        lookups = self.parts.lookups.with_code(self.once(length), self.varying(length))
         sources, targets = (
             tuple(
                 replace(value, shape=tuple(factor * length + offset for factor, offset in extents))
@@ -120,28 +124,31 @@ class AnyLength:
             )
             for border in ((self.parts.sources, self.sources), (self.parts.targets, self.targets))
         )
-        return replace(self.parts, parts=parts, prelude=prelude, sources=sources, targets=targets)
+        return replace(self.parts, parts=parts, prelude=prelude, lookups=lookups, sources=sources, targets=targets)
 
 
 def any_length(parts: Parts, length: int, other: Parts, other_length: int) -> AnyLength | None:
     """Generalize the parts of two captures with these lengths; None if their code differs by more than numbers."""
     lengths, one, two = (length, other_length), parts.prelude, other.prelude
+    numbers, others = parts.lookups, other.lookups
     try:
         for a, b in zip(parts.parts, other.parts, strict=True):
             _same(*([getattr(each, f.name) for f in fields(Part) if f.name != "code"] for each in (a, b)))
         _same((parts.results, parts.named), (other.results, other.named))
         _same((one.names, one.reads, one.device), (two.names, two.reads, two.device))
-        for a, b in zip(one.constants, two.constants, strict=True):
+        _same(*((each.fixed, each.varying, each.reads) for each in (numbers, others)))
+        for a, b in zip((*one.constants, *numbers.constants), (*two.constants, *others.constants), strict=True):
             _same_tensor(a, b)
         codes = tuple(_code(a.code, b.code, lengths) for a, b in zip(parts.parts, other.parts, strict=True))
         prelude = _code(one.first, two.first, lengths), _code(one.then, two.then, lengths)
+        lookups = _code(numbers.once, others.once, lengths), _code(numbers.then, others.then, lengths)
         sources, targets = (
             _border(parts.sources, other.sources, lengths),
             _border(parts.targets, other.targets, lengths),
         )
     except (_DifferError, ValueError):  # zip raises ValueError for different counts
         return None
-    return AnyLength(parts, codes, *prelude, sources, targets)
+    return AnyLength(parts, codes, *prelude, *lookups, sources, targets)
 
 
 def _code(one: Callable, other: Callable, lengths: tuple[int, int]) -> _Code:

@@ -4,7 +4,7 @@ Only the units of one pipeline stage are split. Values are named after their nod
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -20,6 +20,7 @@ from ..ir.operators import facts
 from .emit import Emitter
 from .flow import REDUCTIONS, Flow
 from .levels import check_in_place, is_sharded, segment_levels
+from .lookups import Lookups
 from .prelude import Prelude
 from .rewrite import Rewritten
 
@@ -74,6 +75,7 @@ class Parts:
     results: if the range contains the last unit, the values of the captured outputs in their order; else empty.
     prelude: maps a batch to the common values that the parts read.
     named:   the output name of each result; several names joined by ``SAME`` if one value is several outputs.
+    lookups: what all units look up by numbers of the batch; None if that is not known.
     """
 
     parts: tuple[Part, ...]
@@ -82,6 +84,7 @@ class Parts:
     results: tuple[str, ...]
     prelude: Prelude
     named: tuple[str, ...] = ()
+    lookups: Lookups | None = None
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -92,16 +95,20 @@ class Parts:
         return [part.segment(parameters, sink) for part in self.parts]
 
 
-def split(rewritten: Rewritten, units: range, device: torch.device | None = None) -> Parts:
+def split(
+    rewritten: Rewritten, units: range, device: torch.device | None = None, lookups: Lookups | None = None
+) -> Parts:
     """Split ``units`` of a rewritten graph into parts.
 
-    device: the device that the code runs on and the prelude puts common values on; None for the CPU.
+    device:  the device that the code runs on and the prelude puts common values on; None for the CPU.
+    lookups: of the graph before it was rewritten.
 
     Raises TraceError if memory that one segment uses is written in place by another.
     """
     flow = Flow(rewritten)
     (output,) = rewritten.graph.find_nodes(op="output")
-    return _Splitter(flow, output.args[0], rewritten.names, units, device or torch.device("cpu")).split()
+    parts = _Splitter(flow, output.args[0], rewritten.names, units, device or torch.device("cpu")).split()
+    return replace(parts, lookups=lookups)
 
 
 class _Splitter:

@@ -179,7 +179,7 @@ class Feed:
         facts, pad_id = self.facts, self.neutral.padding.pad_id
         items = [facts.items(batch) for batch in batches] if count_items else [None]
         known = all(item is not None for item in items)
-        changed, open_, failure = self._propose(batches, engine)
+        changed, open_, failure = self._propose(batches, engine, known)
         counts = self._over_replicas(
             sum(int(item) for item in items) if known else 0,
             sum(facts.tokens(batch, pad_id, "all") for batch in batches),
@@ -210,9 +210,12 @@ class Feed:
         return [rows, padding, masks]
 
     def _propose(
-        self, batches: Sequence[Batch], engine: CapturedModel | None
+        self, batches: Sequence[Batch], engine: CapturedModel | None, counted: bool
     ) -> tuple[list[Batch], bool, MerakError | None]:
-        """Return the batches with every change, and whether one of these has to be settled first."""
+        """Return the batches with every change, and whether one of these has to be settled first.
+
+        counted: whether they will get ``num_items_in_batch``.
+        """
         changed, open_ = list(batches), False
         try:
             check_documents(batches, self.facts.flash)
@@ -221,6 +224,8 @@ class Feed:
                 for propose, _ in self._changes(engine):
                     changed, place = propose(changed)
                     open_ |= place is not None
+                count = {"num_items_in_batch": torch.tensor(1.0)} if counted else {}
+                engine.refuse_outside([batch | count for batch in changed], True)
         except MerakError as error:
             return list(batches), False, error
         return changed, open_, None

@@ -19,9 +19,10 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
-from ...errors import ConfigError
+from ...errors import ConfigError, DataError, MerakError
 from ...graph.capture.outputs import nested
 from ...parallel.agree import broadcast_json, gather_json, together
+from ...stages.blueprint import Task
 from .exchange import from_rank
 from .model_facts import ModelFacts
 from .neutral import NeutralPadding
@@ -142,9 +143,11 @@ class Evaluation:
         return from_rank(owner, outputs[row] if self.rank == owner else None, self.control)  # type: ignore[return-value]
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
-        """Yield the rounds, after checking that ranks of a replica have the same batches. Collective."""
+        """Yield the rounds, after checking that ranks of a replica have the same batches, with numbers that have rows
+        in the model's tables. Collective.
+        """
         for first, count, batches in chain(self.batches.rounds(), [(0, 0, [])]):
-            check_everywhere(batches, count, self.neutral.mesh)
+            check_everywhere(batches, count, self.neutral.mesh, self._outside(batches))
             if self.facts.flash:
                 with together(self.control, "cpu"):
                     check_documents(batches, True)
@@ -161,10 +164,7 @@ class Evaluation:
 
     def _forward(self, first: int, batches: list[Batch]) -> list[dict]:
         """Return the outputs of this replica's batches of a round; an empty list on ranks without them."""
-        has_loss = bool(batches) and self.facts.has_loss(batches[0])
-        names = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
-        names = (names or ("loss",)) + (() if self.report is None else (self.report.name,))
-        plain = [self._counted(self.engine.read(batch), has_loss) for batch in batches]
+        has_loss, names, plain = self._asked(batches)
         padded = self._padded(plain, names)
         outputs = self.engine.evaluate(padded, names)
         if outputs is None:
@@ -182,6 +182,23 @@ class Evaluation:
                 cropped = {name: self.neutral.crop(name, x, batch, full, names) for name, x in returned.items()}
                 results.append(self._result(batches[row], cropped))
         return results
+
+    def _asked(self, batches: list[Batch]) -> tuple[bool, tuple[str, ...], list[Batch]]:
+        """Return whether batches have a loss, the names of the outputs to compute, and the batches as they run."""
+        has_loss = bool(batches) and self.facts.has_loss(batches[0])
+        names = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
+        names = (names or ("loss",)) + (() if self.report is None else (self.report.name,))
+        return has_loss, names, [self._counted(self.engine.read(batch), has_loss) for batch in batches]
+
+    def _outside(self, batches: list[Batch]) -> MerakError | None:
+        """Return the error for a number of a batch that has no row in what it is looked up in; None if all have."""
+        _, names, plain = self._asked(batches)
+        try:
+            padded, _ = self.neutral.propose(plain, names)  # else every length would be captured by itself
+            self.engine.refuse_outside(padded, False, Task(None, names))
+        except DataError as error:
+            return error
+        return None
 
     def _counted(self, batch: Batch, has_loss: bool) -> Batch:
         items = self.facts.items(batch) if has_loss and self.engine.accepts_num_items else None

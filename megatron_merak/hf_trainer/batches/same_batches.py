@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import DataError
+from ...errors import DataError, MerakError
+from ...parallel.agree import raise_together
 from ...parallel.mesh import Mesh
 
 
@@ -48,18 +49,23 @@ def different(count: int | None = None) -> DataError:
     return DataError("dataset", "(of this step)", reason, remedy)
 
 
-def check_everywhere(batches: Sequence[Mapping[str, object]], count: int, mesh: Mesh) -> None:
+def check_everywhere(
+    batches: Sequence[Mapping[str, object]], count: int, mesh: Mesh, failure: MerakError | None = None
+) -> None:
     """Raise DataError on every rank unless ranks of a replica have the same batches, and all ranks the same
-    ``count``.
+    ``count``; and ``failure`` of any rank.
 
     Collective over all ranks.
     """
     if mesh.control is None:
+        raise_together(failure, None, "cpu")
         return
-    extremes = torch.tensor([count, -count, int(differ_here(batches, mesh))])
+    extremes = torch.tensor([count, -count, int(differ_here(batches, mesh)), int(failure is not None)])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.control)
-    most, least, differ = extremes.tolist()
+    most, least, differ, failed = extremes.tolist()
     if most != -least:
         raise different(count)
     if differ:
         raise different()
+    if failed:
+        raise_together(failure, mesh.control, "cpu")

@@ -215,11 +215,15 @@ class TrainingLoop:
             done += len(group)
             before, self.position = self.position, (epoch, done * self.samples_per_batch)
             try:
-                self._step(group, epoch + done / total)
+                updated = self._step(group, epoch + done / total)
             except (UnexpectedResultError, DoubtfulResultError):  # nothing was updated
                 self.position = before
                 self._save_after_all()
                 raise
+            if not updated:
+                done -= len(group)
+                self.position = before
+                break
             if self.trainer.control.should_epoch_stop or self.trainer.control.should_training_stop:
                 break
         if done == 0:
@@ -245,7 +249,8 @@ class TrainingLoop:
     def _is_over(self) -> bool:
         return self.trainer.control.should_training_stop or self.state.global_step >= self.extent.steps
 
-    def _step(self, batches: list[Batch], epoch: float) -> None:
+    def _step(self, batches: list[Batch], epoch: float) -> bool:
+        """Return whether weights were updated: not where a callback ended training between micro-batches."""
         trainer, state = self.trainer, self.state
         self._tell("on_step_begin")
         self.interruption.before_step()
@@ -257,6 +262,8 @@ class TrainingLoop:
         trainer._note_reports(batches, prepared)
         for _ in batches[1:]:
             self._tell("on_substep_end")
+        if len(batches) > 1 and self._stops_midway():
+            return False
         if self.rate.groups.frozen() != frozen:
             self.fault = _frozen_midway(self.rate.groups.frozen(), frozen)
         self._tell("on_pre_optimizer_step")
@@ -277,6 +284,24 @@ class TrainingLoop:
         told = self.skips.count(result.skipped, lambda: self.engine.first_not_finite(prepared))
         if told:
             self._say(f"Step {state.global_step}: {told}.")
+        return True
+
+    def _stops_midway(self) -> bool:
+        """Whether a callback of any rank has ended training between two micro-batches: transformers discards their
+        gradient.
+
+        Raises ConfigError on every rank if it has ended the epoch: transformers adds that gradient to the next epoch's
+        first step.
+        """
+        group, control = self.trainer.control_group, self.trainer.control
+        wishes = torch.tensor([int(control.should_training_stop), int(control.should_epoch_stop)])
+        if group is not None:
+            dist.all_reduce(wishes, dist.ReduceOp.MAX, group=group)
+        control.should_training_stop, control.should_epoch_stop = map(bool, wishes.tolist())
+        if control.should_epoch_stop and not control.should_training_stop:
+            reason = "a callback set it between micro-batches of a step, whose gradient would belong to no epoch"
+            raise ConfigError("should_epoch_stop", True, reason, "Set it in on_step_end")
+        return control.should_training_stop
 
     def _end_interrupted(self, number: int) -> NoReturn:
         """Save and raise Interrupted on every rank. There may be little time: an evaluation is left to the next run."""
