@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
 from .listening import loopback_interface, new_secret, open_server
 from .meeting import meet
-from .position import SECRET, launcher, position, tell
+from .position import LAUNCHER, SECRET, launcher, position, tell
 from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
 from .pulse import Pulse
@@ -32,6 +33,8 @@ from .watchdog import Limits, Watchdog, running
 DEFAULT_TIMEOUT = 10  # minutes, of collectives
 _PATIENCE = 60.0  # seconds that a rank waits for the others at exit
 _LAST_WORKS = 0.2  # seconds to wait for the threads of collectives to finish
+_ANSWER = 30.0  # seconds for the store of a launcher to answer: it was there before the ranks
+_LOOK_AGAIN = 0.5  # seconds between two attempts
 MPI = "mpi"
 
 
@@ -165,7 +168,7 @@ def launch(
     in_job = (rank, size)
     environment = _environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_launcher()
+        end_with_launcher(os.environ.get(LAUNCHER))
     cluster, clock = _emulation(backend, emulate)
     role = None
     if served is not None:
@@ -248,16 +251,36 @@ def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """
     host = os.environ["MASTER_ADDR"]
     port = _number("MASTER_PORT", "")
-    creates = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    creates = rank == 0 and not of_launcher
     try:
+        if of_launcher:
+            _check_answers(host, port, min(_ANSWER, timeout.total_seconds()))
         store = _open_store(host, port, creates, timeout)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         reason = f"no store answers there ({str(error).splitlines()[0]})"
-        raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, "Start ranks with torchrun") from error
+        remedy = "Its launcher has ended: start the job again" if of_launcher else "Start ranks with torchrun"
+        raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, remedy) from error
     attempt = os.environ.get(ATTEMPT)
     if attempt is None:
         attempt = meet(dist.PrefixStore("megatron_merak", store), rank, size, timeout, tell)
     return job_keys(store, attempt)
+
+
+def _check_answers(host: str, port: int, patience: float) -> None:
+    """Raise OSError if nobody accepts connections at an address.
+
+    torch waits for a store that is not there as long as for a collective, with pages of warnings.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host, port), patience).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_LOOK_AGAIN)
 
 
 def _open_store(host: str, port: int, creates: bool, timeout: timedelta) -> dist.TCPStore:

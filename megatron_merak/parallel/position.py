@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..errors import LaunchError
 
 SECRET = "MERAK_JOB_SECRET"  # environment variable of a launcher's secret for one job
+LAUNCHER = "MERAK_LAUNCHER"  # environment variable of the place of a launcher of ours, see ``places``
 _PATIENCE = 5.0  # seconds to wait for another rank to write its line
 
 
@@ -64,6 +65,11 @@ def position() -> tuple[int, int]:
 def environment() -> dict[str, str]:
     """Return all environment variables, to pass to child processes."""
     return dict(os.environ)
+
+
+def pass_to_ranks(name: str, value: str) -> None:
+    """Set an environment variable of the processes that this one starts."""
+    os.environ[name] = value
 
 
 def launched() -> bool:

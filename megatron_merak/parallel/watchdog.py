@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from ..counting import named_ranks
 from ..errors import HangError
+from .places import is_dead, place_of
 from .pulse import Pulse
 from .watcher import examine, is_set
 
@@ -132,7 +133,7 @@ class Watchdog(threading.Thread):
         # Ranks may make and leave several groups in one process; all of them count these alike.
         number = self._store.add(f"starts of {rank}", 1)
         self._store = dist.PrefixStore(f"{number}", self._store)
-        self._place = _place_of(self._pid)
+        self._place = place_of(self._pid)
         self._own = _Memory(self.pulse)
         self._published = 0
         self._ended = ""  # how this rank has ended; empty while it runs
@@ -292,7 +293,7 @@ class Watchdog(threading.Thread):
         return self.limits.of_step(self.pulse) if in_step else self.limits.elsewhere
 
     def _is_gone(self, peer: "_Peer") -> bool:
-        return bool(peer.ended) or _is_dead(peer.state["place"], self._place)
+        return bool(peer.ended) or is_dead(peer.state["place"], self._place)
 
     def _judge(self, own: dict[str, Any], still: float) -> dict[str, Any] | None:
         """Return the verdict on the ranks for which this one waits in vain; None if it is too early to tell."""
@@ -577,28 +578,3 @@ def _in_package(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _place_of(pid: int) -> list:
-    """Return the place of a process: its host, its number there, and when it started; 0 where unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        host = f"{boot} {os.readlink(f'/proc/{pid}/ns/pid')}"
-    except OSError:
-        return ["", pid, 0]
-    return [host, pid, _started(pid)]
-
-
-def _started(pid: int) -> int:
-    """Return when a process started, in ticks since the host did; 0 if it has ended or is unknown."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
-
-
-def _is_dead(place: Sequence, own: Sequence) -> bool:
-    """Whether the process at ``place`` has ended; False for one on another host."""
-    host, pid, started = place
-    return bool(host) and host == own[0] and bool(started) and _started(pid) != started
