@@ -1,6 +1,7 @@
 """Joins and leaves the job of a launcher, and selects this rank's device. For the rank itself see `position`."""
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
@@ -452,6 +453,7 @@ def abandon(status: int) -> NoReturn:
 
     After an error some of them may be blocked elsewhere, and open connections would abort the interpreter's shutdown.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # its reader has left, or its disk is full
+            stream.flush()
     os._exit(status)

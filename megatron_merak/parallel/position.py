@@ -100,8 +100,9 @@ def tell(text: str, alike: str | None = None) -> None:
 
 
 def _write(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # its reader has left, or its disk is full: what is to follow has to
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def _attempt_directory() -> Path | None:
