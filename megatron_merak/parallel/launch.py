@@ -3,10 +3,12 @@
 import atexit
 import contextlib
 import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -181,7 +183,8 @@ def launch(
     if role is not None or size > 1:
         _check_rendezvous(backend)
         if backend != MPI:  # which connects ranks by its own means
-            store = _job_store(*in_job, timedelta(minutes=timeout_minutes))
+            with _ended_by_ctrl_c():
+                store = _job_store(*in_job, timedelta(minutes=timeout_minutes))
             _listen_on_one_host_only(environment.ranks_here == in_job[1])
         if role is not None and store is not None:
             role = replace(role, secret=_secret(store))
@@ -199,32 +202,51 @@ def launch(
         # they would be the only ones to do so.
         bound = device if job == "nccl" and backend != peer_group.NAME else None
         timeout = timedelta(minutes=timeout_minutes)
-        if store is None:  # MPI numbers the ranks itself
-            dist.init_process_group(job, timeout=timeout, device_id=bound)
-        else:
-            group = "all ranks" if role is None else f"worker {role.worker}"
-            dist.init_process_group(
-                job,
-                timeout=timeout,
-                world_size=size,
-                rank=rank,
-                store=dist.PrefixStore(group, store),
-                device_id=bound,
-            )
-        if (current := (dist.get_rank(), dist.get_world_size())) != (rank, size):
-            reason = f"{launcher().name} says rank {rank} of {size}"
-            place = "(rank {} of {})".format(*current)
-            raise LaunchError("place in the job", place, reason, "Use torch's own MPI")
-        if role is None and store is not None:
-            limits = limits or Limits.of_timeout(60 * timeout_minutes, 60 * DEFAULT_TIMEOUT)
-            watchdog = _watch(rank, size, store, limits)
-        atexit.register(_end, watchdog)
-        if job != "nccl":
-            dist.barrier()  # all connect before any can fail; else some would report a lost connection, not the error
+        with _ended_by_ctrl_c():
+            if store is None:  # MPI numbers the ranks itself
+                dist.init_process_group(job, timeout=timeout, device_id=bound)
+            else:
+                group = "all ranks" if role is None else f"worker {role.worker}"
+                dist.init_process_group(
+                    job,
+                    timeout=timeout,
+                    world_size=size,
+                    rank=rank,
+                    store=dist.PrefixStore(group, store),
+                    device_id=bound,
+                )
+            if (current := (dist.get_rank(), dist.get_world_size())) != (rank, size):
+                reason = f"{launcher().name} says rank {rank} of {size}"
+                place = "(rank {} of {})".format(*current)
+                raise LaunchError("place in the job", place, reason, "Use torch's own MPI")
+            if role is None and store is not None:
+                limits = limits or Limits.of_timeout(60 * timeout_minutes, 60 * DEFAULT_TIMEOUT)
+                watchdog = _watch(rank, size, store, limits)
+            atexit.register(_end, watchdog)
+            if job != "nccl":
+                # All connect before any can fail; else some would report a lost connection, not the error.
+                dist.barrier()
     setup = set_up(device, fp32_matmul, environment)
     collectives = own_collectives(backend, device, size)
     here = (environment.ranks_here, _local_rank())
     return World(rank, size, device, cluster, clock, collectives, setup, *here, role, store, watchdog)
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end this process at once meanwhile, as SIGTERM does.
+
+    Python's handler runs when torch returns, which waits for ranks that have ended by the same Ctrl-C.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _watch(rank: int, size: int, store: dist.Store, limits: Limits) -> Watchdog:
@@ -400,13 +422,22 @@ def _emulation(backend: str, emulate: str | None) -> tuple[Cluster | None, Clock
 
 def leave(world: World) -> None:
     """Leave the job: no rank closes its connections while another one still uses them."""
-    if world.size > 1 and dist.is_initialized():
-        if world.watchdog is not None:
-            world.watchdog.farewell()
+    if world.size == 1 or not dist.is_initialized():
+        return
+    watchdog = world.watchdog
+    if watchdog is not None:
+        watchdog.farewell()
+    try:
         dist.barrier()
-        if world.watchdog is not None:
-            world.watchdog.stop()
-        _destroy()
+    except RuntimeError:
+        line = None if watchdog is None else watchdog.gone()
+        if line is None:
+            raise
+        tell(line)
+        abandon(1)
+    if watchdog is not None:
+        watchdog.stop()
+    _destroy()
 
 
 def _destroy() -> None:
