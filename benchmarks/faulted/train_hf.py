@@ -45,7 +45,7 @@ def main() -> None:
         disable_tqdm=True,
         ddp_timeout=options.timeout,
         seed=3,
-        **dict(word.split("=") for word in more),
+        **{name: int(value) for name, value in (word.split("=") for word in more)},
     )
     draw = torch.Generator().manual_seed(5)
     samples = []

@@ -50,7 +50,10 @@ def run_agent(words: Sequence[str], patience: int | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ..parallel.listening import LOOPBACK, listen, serve_store
+    from ..parallel.position import LAUNCHER, pass_to_ranks
+    from ..parallel.process import launcher_place
 
+    pass_to_ranks(LAUNCHER, launcher_place())
     logging.disable(logging.CRITICAL)  # the agent's own words on ranks that have spoken for themselves
     store = None
     if STANDALONE in words:

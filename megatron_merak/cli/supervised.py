@@ -23,12 +23,13 @@ def supervise(ranks: int, command: str, flags: Sequence[str], servers: int) -> i
 
 def supervised(script: str, flags: Sequence[str], hosts: "Hosts", servers: int, restarts: int = 3) -> int:
     """Run one of TRAINING, or a script, on the ranks of ``hosts`` that are here; the exit status of the job."""
-    from ..parallel.position import environment
+    from ..parallel.position import LAUNCHER, environment
+    from ..parallel.process import launcher_place
     from ..parameter_server.supervisor import Supervisor
 
     start = ["-m", "megatron_merak", script] if script in TRAINING else [script]
     command = [sys.executable, "-u", *start, *flags]
-    return Supervisor(command, environment(), hosts, servers, restarts, _say).run()
+    return Supervisor(command, environment() | {LAUNCHER: launcher_place()}, hosts, servers, restarts, _say).run()
 
 
 def _say(text: str) -> None:

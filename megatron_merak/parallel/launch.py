@@ -1,10 +1,14 @@
 """Joins and leaves the job of a launcher, and selects this rank's device. For the rank itself see `position`."""
 
 import atexit
+import contextlib
 import os
+import signal
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +25,7 @@ from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
 from .listening import loopback_interface, new_secret, open_server
 from .meeting import meet
-from .position import SECRET, launcher, position, tell
+from .position import LAUNCHER, SECRET, launcher, position, tell
 from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
 from .pulse import Pulse
@@ -32,6 +36,8 @@ from .watchdog import Limits, Watchdog, running
 DEFAULT_TIMEOUT = 10  # minutes, of collectives
 _PATIENCE = 60.0  # seconds that a rank waits for the others at exit
 _LAST_WORKS = 0.2  # seconds to wait for the threads of collectives to finish
+_ANSWER = 30.0  # seconds for the store of a launcher to answer: it was there before the ranks
+_LOOK_AGAIN = 0.5  # seconds between two attempts
 MPI = "mpi"
 
 
@@ -165,7 +171,7 @@ def launch(
     in_job = (rank, size)
     environment = _environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_launcher()
+        end_with_launcher(os.environ.get(LAUNCHER))
     cluster, clock = _emulation(backend, emulate)
     role = None
     if served is not None:
@@ -177,7 +183,8 @@ def launch(
     if role is not None or size > 1:
         _check_rendezvous(backend)
         if backend != MPI:  # which connects ranks by its own means
-            store = _job_store(*in_job, timedelta(minutes=timeout_minutes))
+            with _ended_by_ctrl_c():
+                store = _job_store(*in_job, timedelta(minutes=timeout_minutes))
             _listen_on_one_host_only(environment.ranks_here == in_job[1])
         if role is not None and store is not None:
             role = replace(role, secret=_secret(store))
@@ -195,32 +202,51 @@ def launch(
         # they would be the only ones to do so.
         bound = device if job == "nccl" and backend != peer_group.NAME else None
         timeout = timedelta(minutes=timeout_minutes)
-        if store is None:  # MPI numbers the ranks itself
-            dist.init_process_group(job, timeout=timeout, device_id=bound)
-        else:
-            group = "all ranks" if role is None else f"worker {role.worker}"
-            dist.init_process_group(
-                job,
-                timeout=timeout,
-                world_size=size,
-                rank=rank,
-                store=dist.PrefixStore(group, store),
-                device_id=bound,
-            )
-        if (current := (dist.get_rank(), dist.get_world_size())) != (rank, size):
-            reason = f"{launcher().name} says rank {rank} of {size}"
-            place = "(rank {} of {})".format(*current)
-            raise LaunchError("place in the job", place, reason, "Use torch's own MPI")
-        if role is None and store is not None:
-            limits = limits or Limits.of_timeout(60 * timeout_minutes, 60 * DEFAULT_TIMEOUT)
-            watchdog = _watch(rank, size, store, limits)
-        atexit.register(_end, watchdog)
-        if job != "nccl":
-            dist.barrier()  # all connect before any can fail; else some would report a lost connection, not the error
+        with _ended_by_ctrl_c():
+            if store is None:  # MPI numbers the ranks itself
+                dist.init_process_group(job, timeout=timeout, device_id=bound)
+            else:
+                group = "all ranks" if role is None else f"worker {role.worker}"
+                dist.init_process_group(
+                    job,
+                    timeout=timeout,
+                    world_size=size,
+                    rank=rank,
+                    store=dist.PrefixStore(group, store),
+                    device_id=bound,
+                )
+            if (current := (dist.get_rank(), dist.get_world_size())) != (rank, size):
+                reason = f"{launcher().name} says rank {rank} of {size}"
+                place = "(rank {} of {})".format(*current)
+                raise LaunchError("place in the job", place, reason, "Use torch's own MPI")
+            if role is None and store is not None:
+                limits = limits or Limits.of_timeout(60 * timeout_minutes, 60 * DEFAULT_TIMEOUT)
+                watchdog = _watch(rank, size, store, limits)
+            atexit.register(_end, watchdog)
+            if job != "nccl":
+                # All connect before any can fail; else some would report a lost connection, not the error.
+                dist.barrier()
     setup = set_up(device, fp32_matmul, environment)
     collectives = own_collectives(backend, device, size)
     here = (environment.ranks_here, _local_rank())
     return World(rank, size, device, cluster, clock, collectives, setup, *here, role, store, watchdog)
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end this process at once meanwhile, as SIGTERM does.
+
+    Python's handler runs when torch returns, which waits for ranks that have ended by the same Ctrl-C.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _watch(rank: int, size: int, store: dist.Store, limits: Limits) -> Watchdog:
@@ -248,16 +274,36 @@ def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """
     host = os.environ["MASTER_ADDR"]
     port = _number("MASTER_PORT", "")
-    creates = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    creates = rank == 0 and not of_launcher
     try:
+        if of_launcher:
+            _check_answers(host, port, min(_ANSWER, timeout.total_seconds()))
         store = _open_store(host, port, creates, timeout)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         reason = f"no store answers there ({str(error).splitlines()[0]})"
-        raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, "Start ranks with torchrun") from error
+        remedy = "Its launcher has ended: start the job again" if of_launcher else "Start ranks with torchrun"
+        raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, remedy) from error
     attempt = os.environ.get(ATTEMPT)
     if attempt is None:
         attempt = meet(dist.PrefixStore("megatron_merak", store), rank, size, timeout, tell)
     return job_keys(store, attempt)
+
+
+def _check_answers(host: str, port: int, patience: float) -> None:
+    """Raise OSError if nobody accepts connections at an address.
+
+    torch waits for a store that is not there as long as for a collective, with pages of warnings.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host, port), patience).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_LOOK_AGAIN)
 
 
 def _open_store(host: str, port: int, creates: bool, timeout: timedelta) -> dist.TCPStore:
@@ -376,13 +422,22 @@ def _emulation(backend: str, emulate: str | None) -> tuple[Cluster | None, Clock
 
 def leave(world: World) -> None:
     """Leave the job: no rank closes its connections while another one still uses them."""
-    if world.size > 1 and dist.is_initialized():
-        if world.watchdog is not None:
-            world.watchdog.farewell()
+    if world.size == 1 or not dist.is_initialized():
+        return
+    watchdog = world.watchdog
+    if watchdog is not None:
+        watchdog.farewell()
+    try:
         dist.barrier()
-        if world.watchdog is not None:
-            world.watchdog.stop()
-        _destroy()
+    except RuntimeError:
+        line = None if watchdog is None else watchdog.gone()
+        if line is None:
+            raise
+        tell(line)
+        abandon(1)
+    if watchdog is not None:
+        watchdog.stop()
+    _destroy()
 
 
 def _destroy() -> None:
@@ -429,6 +484,7 @@ def abandon(status: int) -> NoReturn:
 
     After an error some of them may be blocked elsewhere, and open connections would abort the interpreter's shutdown.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # its reader has left, or its disk is full
+            stream.flush()
     os._exit(status)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..errors import LaunchError
 
 SECRET = "MERAK_JOB_SECRET"  # environment variable of a launcher's secret for one job
+LAUNCHER = "MERAK_LAUNCHER"  # environment variable of the place of a launcher of ours, see ``places``
 _PATIENCE = 5.0  # seconds to wait for another rank to write its line
 
 
@@ -66,6 +67,11 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def pass_to_ranks(name: str, value: str) -> None:
+    """Set an environment variable of the processes that this one starts."""
+    os.environ[name] = value
+
+
 def launched() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -94,8 +100,9 @@ def tell(text: str, alike: str | None = None) -> None:
 
 
 def _write(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # its reader has left, or its disk is full: what is to follow has to
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def _attempt_directory() -> Path | None:

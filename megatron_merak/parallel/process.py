@@ -1,6 +1,7 @@
 """Process-wide settings of a training process: precision of fp32 matrix products, host memory, threads."""
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import torch
 
+from ..errors import LaunchError
 from .memory import keep_freed_memory
+from .places import is_dead, place_of
 from .precision import choose_fp32_matmul
 
 _PR_SET_PDEATHSIG = 1
@@ -70,13 +73,25 @@ def set_up(device: torch.device, fp32_matmul: str, environment: Environment) -> 
     return Setup(torch.get_float32_matmul_precision(), keeps, torch.get_num_threads())
 
 
-def end_with_launcher() -> None:
+def end_with_launcher(launcher: str | None = None) -> None:
     """Let the operating system end this process when its parent process ends for any reason.
 
     A killed launcher cannot stop its ranks; they would continue and write checkpoints concurrently with the next job.
+
+    launcher: what ``launcher_place`` said in it; None: it was not ours. Raises LaunchError if it has ended before.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if launcher is None:
+        return
+    place = json.loads(launcher)
+    if is_dead(place, place_of(os.getpid())):  # the system tells nothing of what ended before it was asked to
+        raise LaunchError("launcher", f"process {place[1]}", "it has ended", "Start the job again")
+
+
+def launcher_place() -> str:
+    """Return the place of this process, for the ranks that it starts."""
+    return json.dumps(place_of(os.getpid()))
 
 
 def cores() -> int:

@@ -40,6 +40,8 @@ import torch.distributed as dist
 
 from ..counting import named_ranks
 from ..errors import HangError
+from .answers import Answers
+from .places import is_dead, place_of
 from .pulse import Pulse
 from .watcher import examine, is_set
 
@@ -132,7 +134,8 @@ class Watchdog(threading.Thread):
         # Ranks may make and leave several groups in one process; all of them count these alike.
         number = self._store.add(f"starts of {rank}", 1)
         self._store = dist.PrefixStore(f"{number}", self._store)
-        self._place = _place_of(self._pid)
+        self._ask = Answers(_ANSWER)
+        self._place = place_of(self._pid)
         self._own = _Memory(self.pulse)
         self._published = 0
         self._ended = ""  # how this rank has ended; empty while it runs
@@ -159,6 +162,7 @@ class Watchdog(threading.Thread):
             try:
                 self._look()
             except (RuntimeError, ValueError, OSError) as error:
+                self._peers = {}  # while the store does not answer, others cannot publish
                 if self._ended or self._stopped.is_set() or sys.is_finalizing():
                     return
                 self._without_store(error)
@@ -219,6 +223,8 @@ class Watchdog(threading.Thread):
             while time.monotonic() < end:
                 peers = self._read()
                 gone = [rank for rank, peer in peers.items() if self._is_gone(peer)]
+                # Of those, the ones that ended without a farewell are why others did.
+                gone = [rank for rank in gone if not peers[rank].ended] or gone
                 if gone:
                     return self._verdict(gone, peers)["text"]
                 time.sleep(patience / 10)
@@ -237,14 +243,14 @@ class Watchdog(threading.Thread):
             limits = f"{self.limits.of_step(self.pulse)} {self.limits.elsewhere}"
             self._watcher.sign_of_life(f"{limits} {_stage(state)}{state['at']}")
         self._publish(state)
-        if self._store.add("verdicts", 0):
+        if self._ask(self._store.add, "verdicts", 0):
             self._obey()
         if self._ended or still < self.limits.suspicion or not (state["in_step"] or state["waits"]):
             return
         verdict = self._judge(state, still)
         if verdict is not None:
-            if self._store.add("verdicts", 1) == 1:
-                self._store.set("verdict", json.dumps(verdict))
+            if self._ask(self._store.add, "verdicts", 1) == 1:
+                self._ask(self._store.set, "verdict", json.dumps(verdict))
             self._obey(verdict)
 
     def _state(self, still: float, frame: FrameType | None = None) -> dict[str, Any]:
@@ -264,35 +270,39 @@ class Watchdog(threading.Thread):
 
     def _publish(self, state: dict[str, Any]) -> None:
         with self._lock:
+            if self._ended and not state["ended"]:
+                return  # the farewell was published meanwhile, and stays
             self._published += 1
-            self._store.set(f"{self.rank}", json.dumps(state | {"number": self._published}))
+            self._ask(self._store.set, f"{self.rank}", json.dumps(state | {"number": self._published}))
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self.pulse.thread or 0)
 
     def _forget(self) -> None:
         self._still_since = time.monotonic()
-        self._peers.clear()
+        self._peers = {}
 
     def _read(self) -> dict[int, "_Peer"]:
         """Read what all other ranks have published last."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        known = [rank for rank in others if rank in self._peers or self._store.check([f"{rank}"])]
-        texts = self._store.multi_get([f"{rank}" for rank in known]) if known else []
+        known = [rank for rank in others if rank in self._peers or self._ask(self._store.check, [f"{rank}"])]
+        texts = self._ask(self._store.multi_get, [f"{rank}" for rank in known]) if known else []
         now = time.monotonic()
         states = {rank: json.loads(text) for rank, text in zip(known, texts, strict=True)}
+        peers = {}
         for rank in others:
             state = states.get(rank, _NEVER)
             before = self._peers.get(rank)
             news = before is None or before.state["number"] != state["number"]
-            self._peers[rank] = _Peer(state, now if news else before.heard, now)
-        return self._peers
+            peers[rank] = _Peer(state, now if news else before.heard, now)
+        self._peers = peers
+        return peers
 
     def _limit(self, in_step: bool) -> float:
         return self.limits.of_step(self.pulse) if in_step else self.limits.elsewhere
 
     def _is_gone(self, peer: "_Peer") -> bool:
-        return bool(peer.ended) or _is_dead(peer.state["place"], self._place)
+        return bool(peer.ended) or is_dead(peer.state["place"], self._place)
 
     def _judge(self, own: dict[str, Any], still: float) -> dict[str, Any] | None:
         """Return the verdict on the ranks for which this one waits in vain; None if it is too early to tell."""
@@ -393,9 +403,9 @@ class Watchdog(threading.Thread):
         verdict = own or {"text": "", "stack": "", "readers": self.size}
         end = time.monotonic() + _ANSWER
         with contextlib.suppress(RuntimeError, ValueError, OSError):
-            while time.monotonic() < end and not self._store.check(["verdict"]):
+            while time.monotonic() < end and not self._ask(self._store.check, ["verdict"]):
                 time.sleep(self.limits.poll / 10)
-            verdict = json.loads(self._store.get("verdict"))
+            verdict = json.loads(self._ask(self._store.get, "verdict"))
         self._finish(verdict)
 
     def _without_store(self, error: Exception) -> None:
@@ -417,10 +427,10 @@ class Watchdog(threading.Thread):
         # All ranks should get to print it: a launcher ends the others once one exits.
         end = time.monotonic() + _READERS
         with contextlib.suppress(RuntimeError, ValueError, OSError):
-            seen = self._store.add("seen", 1)
+            seen = self._ask(self._store.add, "seen", 1)
             while seen < verdict["readers"] and time.monotonic() < end:
                 time.sleep(self._poll / 20)
-                seen = self._store.add("seen", 0)
+                seen = self._ask(self._store.add, "seen", 0)
         if self._watcher is not None:
             self._watcher.close()
         self._end(1)
@@ -577,28 +587,3 @@ def _in_package(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _place_of(pid: int) -> list:
-    """Return the place of a process: its host, its number there, and when it started; 0 where unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        host = f"{boot} {os.readlink(f'/proc/{pid}/ns/pid')}"
-    except OSError:
-        return ["", pid, 0]
-    return [host, pid, _started(pid)]
-
-
-def _started(pid: int) -> int:
-    """Return when a process started, in ticks since the host did; 0 if it has ended or is unknown."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
-
-
-def _is_dead(place: Sequence, own: Sequence) -> bool:
-    """Whether the process at ``place`` has ended; False for one on another host."""
-    host, pid, started = place
-    return bool(host) and host == own[0] and bool(started) and _started(pid) != started

@@ -1,13 +1,19 @@
 """The console lines of a run: Megatron-LM's, and a short one for terminals."""
 
+import errno
 import math
+import os
 import sys
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import TextIO
 
 WIDTH = 120  # columns of a terminal that lines fit into
 _DROPPED = ("zeros", "flops", "staleness", "rate", "norm", "scale", "left")  # left out, in order, until a line fits
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOST = (errno.EPIPE, errno.EIO)  # its reader has left; its terminal is closed
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,36 @@ def fitted(text: str, width: int = WIDTH) -> str:
 
 def print_fitted(text: str) -> None:
     """Print a text; on a terminal, break its lines to fit."""
-    print(fitted(text) if sys.stdout.isatty() else text, flush=True)
+    put(fitted(text) if sys.stdout.isatty() else text, sys.stdout)
+
+
+def put(text: str, out: TextIO) -> None:
+    """Print a text; if that fails, print it to standard error: training goes on.
+
+    A stream whose reader or terminal is lost discards everything from then on.
+    """
+    try:
+        print(text, file=out, flush=True)
+    except OSError as error:
+        if error.errno in _LOST:
+            _discard(out)
+            text = f"standard output is lost ({error.strerror}): the run goes on without it\n{text}"
+        elif error.errno not in _FULL:
+            raise
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError as lost:
+            if lost.errno in _LOST:
+                _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let a stream write to nowhere; what it still holds would fail again when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+    with suppress(OSError):
+        stream.flush()
 
 
 def _loss(value: float) -> str:

@@ -1,11 +1,9 @@
 """The output of a run: console lines, a JSON line per iteration, TensorBoard, the files of --run-dir."""
 
-import errno
 import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from typing import TextIO
@@ -15,7 +13,7 @@ from ..errors import ConfigError
 from ..pipeline_parallel.pictures.view import View
 from ..report.line_file import LineFile
 from ..report.run_files import RunFiles
-from .console import Interval, Progress, Throughput, console_line, fitted, short_line
+from .console import Interval, Progress, Throughput, console_line, fitted, put, short_line
 
 __all__ = ["Progress", "Report", "Throughput"]
 
@@ -123,21 +121,11 @@ class Report:
             if self.short
             else console_line(interval, work, detailed, datetime.now())
         )
-        self._print(line)
+        put(line, self.out)
 
     def print(self, text: str) -> None:
         """Print a text; on a terminal, break its lines to fit."""
-        self._print(fitted(text) if self.on_terminal else text)
-
-    def _print(self, text: str) -> None:
-        """Print a text. Where standard output is a file on a full disk, it goes to standard error: training goes on."""
-        try:
-            print(text, file=self.out, flush=True)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            with suppress(OSError):
-                print(text, file=sys.stderr, flush=True)
+        put(fitted(text) if self.on_terminal else text, self.out)
 
     def draw(self, path: str, draw: Callable[[], object]) -> bool:
         """Return whether a picture could be drawn into a file; if not, say why."""

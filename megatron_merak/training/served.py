@@ -6,6 +6,7 @@ it claims one part after the other, which all workers number together.
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from ..parameter_server.optimizer import RestartedError, ServedAdamW, wire_dtype
 from ..parameter_server.server import Server, Settings
 from ..parameter_server.stopping import StopRequest
 from ..runtime.parameters import RankParameters
+from .console import put
 from .job import Job
 from .outputs import check_snapshots
 from .report import Report
@@ -67,11 +69,11 @@ def serve(config: RunConfig, world: World) -> None:
         server = Server(world.role, world.store, server_settings(config))
         if world.rank == 0:
             servers, workers = counted(world.role.servers, "parameter server"), counted(world.role.workers, "worker")
-            print(f"megatron_merak: {servers} for {workers}", flush=True)
+            put(f"megatron_merak: {servers} for {workers}", sys.stdout)
         while not server.wait(_LOOK):
             if interruption.received:
                 stop.make(interruption.received)
-        print(server.summary(), flush=True)
+        put(server.summary(), sys.stdout)
         interruption.agreed = interruption.received
     if interruption.agreed:
         raise Interrupted(interruption.agreed)

@@ -1,6 +1,8 @@
 """What a process sets up once: the same from every entry, and never over what the user has chosen."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak import _native
-from megatron_merak.parallel.process import Environment, Setup, set_up
+from megatron_merak.parallel.launch import _check_answers
+from megatron_merak.parallel.places import place_of
+from megatron_merak.parallel.process import Environment, Setup, end_with_launcher, launcher_place, set_up
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,3 +99,28 @@ def adopted_without_backend(rank, world_size, path):
 
 def test_arguments_in_a_job_made_without_a_backend(tmp_path):
     assert run_ranks(adopted_without_backend, 1, str(tmp_path / "store")) == [("undefined", "highest", "cpu")]
+
+
+def _of_a_launcher(rank, world_size, place):
+    end_with_launcher(place)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
+def test_a_rank_whose_launcher_ended_while_it_started_ends():
+    """The operating system ends it only with a launcher that lives when it is asked to."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
+        place = place_of(launcher.pid)
+    with pytest.raises(Exception, match=rf"launcher process {launcher.pid}: it has ended. Start the job again"):
+        run_ranks(_of_a_launcher, 1, json.dumps(place))
+    elsewhere = ["another host", *place[1:]]
+    run_ranks(_of_a_launcher, 1, json.dumps(elsewhere))
+    run_ranks(_of_a_launcher, 1, launcher_place())
+
+
+def test_a_store_of_a_launcher_that_ended_is_not_waited_for():
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        with pytest.raises(OSError):
+            _check_answers(*unheard.getsockname(), 0.0)
+        unheard.listen()
+        _check_answers(*unheard.getsockname(), 5.0)

@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_merak.parallel import watchdog as watchdog_module
 from megatron_merak.parallel.launch import launch, leave
 from megatron_merak.parallel.pulse import Pulse
-from megatron_merak.parallel.watchdog import Limits
+from megatron_merak.parallel.watchdog import Limits, Watchdog
 from megatron_merak.pipeline_parallel.ops import Kind, Op
 from tests.ranks import RankFailure, run_ranks
 
@@ -63,6 +64,10 @@ def _together(rank: int, size: int, port: int, kind: str, directory: Path) -> fl
                 _misbehave(kind, world)
         if step == 2 and rank == size - 1 and kind in SLOW:
             SLOW[kind](3)
+    if kind == "fails behind the last step" and rank == size - 1:
+        world.watchdog.farewell("has failed")
+        dist.destroy_process_group()
+        time.sleep(60)
     leave(world)
     return time.monotonic() - began
 
@@ -112,6 +117,70 @@ def test_every_rank_names_a_rank_that_ends(tmp_path):
     for rank in range(4):
         told = (tmp_path / f"told-{rank}").read_text()
         assert re.search(r"(?m)^rank 3 \(stage 3\) last seen in F3@3 of step 2.* has ended", told), told
+
+
+def test_a_rank_that_fails_behind_the_last_step_is_named_in_one_line(tmp_path):
+    with pytest.raises(RankFailure, match="rank 0 of 2 died with exit code 1"):
+        run_ranks(_together, 2, free_port(), "fails behind the last step", tmp_path)
+    told = (tmp_path / "told-0").read_text()
+    assert re.search(r"(?m)^rank 1 \(stage 1\) last seen after step 3: it has failed, and rank 0 waits", told), told
+    assert "Traceback" not in told
+
+
+def _with_a_stopped_store(rank: int, size: int, port: int, directory: Path) -> tuple | None:
+    """The last rank has the store, and is stopped for a while."""
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("process", str(os.getpid()))
+        dist.barrier()
+        dist.barrier()
+        return None
+    dist.barrier()
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    owner = int(store.get("process"))
+    watchdog_module._ANSWER = 0.3
+    ends: list[int] = []
+    signs: list[str] = []
+    watchdog = Watchdog(0, 2, store, LIMITS, lambda *told: None, ends.append)
+    watchdog.start()
+    time.sleep(0.5)
+    os.kill(owner, signal.SIGSTOP)
+    try:
+        time.sleep(1)
+        watchdog._watcher.sign_of_life = signs.append
+        time.sleep(1)
+        began = time.monotonic()
+        watchdog.farewell()
+        took = time.monotonic() - began
+    finally:
+        os.kill(owner, signal.SIGCONT)
+    dist.barrier()
+    return len(signs), took, ends
+
+
+def test_a_stopped_launcher_does_not_end_ranks_that_train(tmp_path):
+    """It has the store; without signs of life the watcher beside a rank would end it."""
+    signs, took, ends = run_ranks(_with_a_stopped_store, 2, free_port(), tmp_path)[0]
+    assert signs >= 3 and took < 2 and not ends
+
+
+def _interrupted_while_it_joins(rank: int, size: int, port: int) -> None:
+    """The last rank waits for the first one, which does not come."""
+    dist.destroy_process_group()
+    values = (rank, size, rank, "127.0.0.1", port)
+    os.environ.update({name: str(value) for name, value in zip(VARIABLES, values, strict=True)})
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        time.sleep(60)
+        del store
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    launch("gloo")
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_others_at_the_start():
+    with pytest.raises(RankFailure, match="rank 1 of 2 died with exit code -2"):
+        run_ranks(_interrupted_while_it_joins, 2, free_port())
 
 
 def test_limits_follow_the_longest_step_unless_a_timeout_is_given():

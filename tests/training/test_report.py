@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import sys
 from dataclasses import replace
 from datetime import datetime
 
@@ -10,7 +12,16 @@ import pytest
 from megatron_merak.config import CheckpointConfig, Config, LoggingConfig, ModelConfig, TrainConfig
 from megatron_merak.errors import ConfigError
 from megatron_merak.stages.step_report import StepReport
-from megatron_merak.training.console import WIDTH, Interval, Progress, Throughput, console_line, fitted, short_line
+from megatron_merak.training.console import (
+    WIDTH,
+    Interval,
+    Progress,
+    Throughput,
+    console_line,
+    fitted,
+    print_fitted,
+    short_line,
+)
 from megatron_merak.training.outputs import check_outputs
 from megatron_merak.training.pictures import draw_curve
 from megatron_merak.training.report import Report
@@ -189,3 +200,25 @@ def test_steps_of_different_sizes_count_by_their_samples():
         )
     (line,) = out.getvalue().splitlines()
     assert "global batch size:    10 |" in line and "tokens/s: 768 |" in line and "iteration (ms): 1000.0 |" in line
+
+
+def test_a_run_outlives_the_reader_of_its_output(monkeypatch, capsys):
+    """As where `tee`, or the terminal of a job in the background, ends before it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as lost:
+        monkeypatch.setattr(sys, "stdout", lost)
+        print_fitted("a plan")
+        Report(LoggingConfig(), WORK).print("a line")
+    told = capsys.readouterr().err
+    assert told == "standard output is lost (Broken pipe): the run goes on without it\na plan\n"
+
+
+def test_a_run_outlives_the_readers_of_both_streams(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as lost, open(os.dup(writer), "w") as other:
+        monkeypatch.setattr(sys, "stdout", lost)
+        monkeypatch.setattr(sys, "stderr", other)
+        print_fitted("a plan")
+        print_fitted("a plan")
