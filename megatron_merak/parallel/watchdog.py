@@ -18,7 +18,6 @@ A thread cannot run while a C function holds the GIL, or while the process is st
 import contextlib
 import faulthandler
 import json
-import linecache
 import mmap
 import os
 import select
@@ -33,7 +32,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -43,6 +41,7 @@ from ..errors import HangError
 from .answers import Answers
 from .places import is_dead, place_of
 from .pulse import Pulse
+from .stacks import Call, Stacks
 from .watcher import examine, is_set
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -137,6 +136,7 @@ class Watchdog(threading.Thread):
         self._ask = Answers(_ANSWER)
         self._place = place_of(self._pid)
         self._own = _Memory(self.pulse)
+        self._stacks = Stacks(_file("look"))
         self._published = 0
         self._ended = ""  # how this rank has ended; empty while it runs
         self._stopped = threading.Event()
@@ -232,13 +232,13 @@ class Watchdog(threading.Thread):
 
     def _look(self) -> None:
         now = time.monotonic()
-        frame = self._frame()
-        seen = (self.pulse.beats, self.pulse.place(), _signature(frame))
+        calls = self._calls()
+        seen = (self.pulse.beats, self.pulse.place(), calls)
         if seen != self._seen:
             self._seen = seen
             self._still_since = now
         still = now - self._still_since
-        state = self._state(still, frame)
+        state = self._state(still, calls)
         if self._watcher is not None:
             limits = f"{self.limits.of_step(self.pulse)} {self.limits.elsewhere}"
             self._watcher.sign_of_life(f"{limits} {_stage(state)}{state['at']}")
@@ -253,7 +253,7 @@ class Watchdog(threading.Thread):
                 self._ask(self._store.set, "verdict", json.dumps(verdict))
             self._obey(verdict)
 
-    def _state(self, still: float, frame: FrameType | None = None) -> dict[str, Any]:
+    def _state(self, still: float, calls: Sequence[Call] = ()) -> dict[str, Any]:
         place = self.pulse.place()
         suspicious = still >= self.limits.suspicion
         return {
@@ -262,8 +262,8 @@ class Watchdog(threading.Thread):
             "in_step": place.in_step,
             "stage": self.pulse.stage,
             "still": still,
-            "waits": _waits(frame),
-            "stack": _stack(frame) if suspicious else "",
+            "waits": _waits(calls),
+            "stack": _stack(calls) if suspicious else "",
             "place": self._place,
             "memory": self._own.where(),
         }
@@ -275,8 +275,8 @@ class Watchdog(threading.Thread):
             self._published += 1
             self._ask(self._store.set, f"{self.rank}", json.dumps(state | {"number": self._published}))
 
-    def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self.pulse.thread or 0)
+    def _calls(self) -> tuple[Call, ...]:
+        return self._stacks.of(self.pulse.thread)
 
     def _forget(self) -> None:
         self._still_since = time.monotonic()
@@ -309,7 +309,7 @@ class Watchdog(threading.Thread):
         peers = self._read()
         gone = [rank for rank, peer in peers.items() if self._is_gone(peer)]
         alive = [peer for rank, peer in peers.items() if rank not in gone]
-        if gone and own["waits"] and (own["in_step"] or _in_package(self._frame())):
+        if gone and own["waits"] and (own["in_step"] or _in_package(self._calls())):
             # A rank that still computes may be what this one waits for: replicas do not end at the same moment.
             if all(peer.state["waits"] and peer.still >= self.limits.suspicion for peer in alive):
                 return self._verdict(gone, peers)
@@ -361,7 +361,9 @@ class Watchdog(threading.Thread):
         else:
             reason = f"each waits for others, and {waited}"
             remedy = "Ranks have to make the same calls in the same order; a stack follows"
-        lost = [rank for rank, peer in states.items() if self._is_gone(peer) or peer.silent >= self.limits.silence]
+        # One that has said farewell reads too, as long as its process waits for the others.
+        dead = [rank for rank, peer in states.items() if is_dead(peer.state["place"], self._place)]
+        lost = [rank for rank, peer in states.items() if rank in dead or peer.silent >= self.limits.silence]
         readers = self.size - len(lost)
         return {"text": str(HangError(what, value, reason, remedy)), "stack": stack, "readers": readers}
 
@@ -412,13 +414,13 @@ class Watchdog(threading.Thread):
         """The store has failed: end this process if it stands still for long."""
         still = time.monotonic() - self._still_since
         place = self.pulse.place()
-        if still < self._limit(place.in_step) or not (place.in_step or _waits(self._frame())):
+        if still < self._limit(place.in_step) or not (place.in_step or _waits(self._calls())):
             return
         reason = f"it does not answer ({str(error).splitlines()[0]}), and rank {self.rank} has stood still "
         reason += f"for {still:.0f} s in {place.text}"
         remedy = "Look at the launcher, or at the host of rank 0"
         text = str(HangError("store", "of the job", reason, remedy))
-        self._finish({"text": text, "stack": _stack(self._frame()), "readers": 0})
+        self._finish({"text": text, "stack": _stack(self._calls()), "readers": 0})
 
     def _finish(self, verdict: Mapping[str, Any]) -> NoReturn:
         text = verdict["text"]
@@ -550,40 +552,22 @@ def _stage(state: Mapping[str, Any]) -> str:
     return "" if state["stage"] is None else f"(stage {state['stage']}) "
 
 
-def _signature(frame: FrameType | None) -> tuple[int, ...]:
-    """Return what differs when a thread has run between two looks, in all likelihood."""
-    found: list[int] = []
-    while frame is not None:
-        found.append(id(frame))
-        found.append(frame.f_lasti)
-        frame = frame.f_back
-    return tuple(found)
+def _stack(calls: Sequence[Call]) -> str:
+    return "\n".join(str(call) for call in reversed(calls[:_FRAMES]))
 
 
-def _stack(frame: FrameType | None) -> str:
-    if frame is None:
-        return ""
-    summary = traceback.extract_stack(frame, limit=_FRAMES)
-    return "".join(summary.format()).rstrip()
-
-
-def _waits(frame: FrameType | None) -> bool:
+def _waits(calls: Sequence[Call]) -> bool:
     """Whether a thread waits for other ranks: in a function of torch.distributed, or where we wait for a collective, or
     for a GPU that may wait for one.
     """
-    if frame is None:
+    if not calls:
         return False
-    file = frame.f_code.co_filename
-    if file.startswith(_TORCH):
+    innermost = calls[0]
+    if innermost.file.startswith(_TORCH):
         return True
-    number = frame.f_lineno or 0  # None between two instructions of some kinds
-    line = linecache.getline(file, number) if file.startswith(_PACKAGE) else ""
+    line = innermost.text() if innermost.file.startswith(_PACKAGE) else ""
     return any(call in line for call in _WAITING)
 
 
-def _in_package(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            return True
-        frame = frame.f_back
-    return False
+def _in_package(calls: Sequence[Call]) -> bool:
+    return any(call.file.startswith(_PACKAGE) for call in calls)
