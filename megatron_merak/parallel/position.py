@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -100,9 +101,12 @@ def tell(text: str, alike: str | None = None) -> None:
 
 
 def _write(text: str) -> None:
+    stream = sys.stderr
+    if threading.current_thread() is not threading.main_thread() and sys.__stderr__ is not None:
+        stream = sys.__stderr__  # the main thread may have redirected the other one to silence a library meanwhile
     with contextlib.suppress(OSError):  # its reader has left, or its disk is full: what is to follow has to
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+        stream.write(text + "\n")
+        stream.flush()
 
 
 def _attempt_directory() -> Path | None:

@@ -363,7 +363,9 @@ class Watchdog(threading.Thread):
         else:
             reason = f"each waits for others, and {waited}"
             remedy = "Ranks have to make the same calls in the same order; a stack follows"
-        lost = [rank for rank, peer in states.items() if self._is_gone(peer) or peer.silent >= self.limits.silence]
+        # One that has said farewell reads too, as long as its process waits for the others.
+        dead = [rank for rank, peer in states.items() if is_dead(peer.state["place"], self._place)]
+        lost = [rank for rank, peer in states.items() if rank in dead or peer.silent >= self.limits.silence]
         readers = self.size - len(lost)
         return {"text": str(HangError(what, value, reason, remedy)), "stack": stack, "readers": readers}
 
