@@ -152,7 +152,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name == "one" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=pytest.mark.long if name == "one" else pytest.mark.slow) for name in LAYOUTS],
 )
 def test_packed_rows_train_as_in_transformers(tmp_path, layout):
     world, changes = LAYOUTS[layout]

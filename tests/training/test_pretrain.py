@@ -57,6 +57,7 @@ def test_one_process_and_four_tell_the_same_story(tmp_path):
     assert "--adam-beta2 0.95 (Megatron-LM: 0.999)" in told
 
 
+@pytest.mark.long
 def test_a_run_that_stops_and_resumes_is_the_run_that_did_not_stop(tmp_path):
     unbroken, first, second, alone = (tmp_path / f"{name}.jsonl" for name in ("unbroken", "first", "second", "alone"))
     layout = "--train-samples 30 --rampup-batch-size 2 2 10 --lr-warmup-samples 5"  # steps of 2, 2, 4, 6, 8, 8
@@ -96,21 +97,23 @@ def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):
     assert view.clock == "modelled" and 0 < view.timeline.makespan <= times["3090"][-1]
 
 
+def further(*rows: tuple) -> list:
+    return [pytest.param(*row, marks=pytest.mark.long) for row in rows]
+
+
 @pytest.mark.parametrize(
     ("flags", "ranks", "told"),
     [
         ("--train-iters 2 --tensor-model-parallel-size 2", 3, "the number of ranks 3"),
         ("--train-iters 2 --load nowhere --exit-on-missing-checkpoint", 2, "it has no complete checkpoint"),
-        (
-            "--train-iters 2 --distributed-backend emu",
-            2,
-            "--emulate (missing): is needed with --distributed-backend emu",
-        ),
-        ("--train-iters 2 --emulate laptop", 2, "--emulate laptop: has no effect with --distributed-backend auto"),
         ("--train-iters 2 --distributed-backend emu --emulate x", 2, "cluster x: there is no such one"),
-        ("--train-iters 2 --metrics /dev/null/x", 2, "--metrics /dev/null/x"),
-        ("--train-iters 2 --save /dev/null/x", 2, "--save /dev/null/x"),
-        ("--train-iters 2 --timeline /dev/null/x.png", 2, "--timeline /dev/null/x.png"),
+        *further(
+            ("--train-iters 2 --distributed-backend emu", 2, "--emulate (missing): is needed with --distributed"),
+            ("--train-iters 2 --emulate laptop", 2, "--emulate laptop: has no effect with --distributed-backend auto"),
+            ("--train-iters 2 --metrics /dev/null/x", 2, "--metrics /dev/null/x"),
+            ("--train-iters 2 --save /dev/null/x", 2, "--save /dev/null/x"),
+            ("--train-iters 2 --timeline /dev/null/x.png", 2, "--timeline /dev/null/x.png"),
+        ),
     ],
 )
 def test_a_mistake_ends_the_job_and_is_told_in_one_line(flags, ranks, told):

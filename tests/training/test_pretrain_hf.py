@@ -75,6 +75,7 @@ def test_a_checkpoint_of_the_native_model_goes_on_as_the_captured_one(tmp_path, 
         assert losses(captured, kind) == pytest.approx(losses(native, kind), abs=2e-6)
 
 
+@pytest.mark.long
 def test_four_ranks_write_a_directory_that_transformers_opens(tmp_path, shape):
     alone, together, again = (tmp_path / f"{name}.jsonl" for name in ("alone", "together", "again"))
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
