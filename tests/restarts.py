@@ -94,6 +94,9 @@ class Job:
         words += ["--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,is_host=" + str(not self.launchers)]
         words += ["--rdzv-id=restarts", *self.command]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        if self.case.nodes > 1:
+            # torch's agents publish the address of their store once; one that joins a later round waits for it in vain.
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         process = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, cwd=ROOT
         )
@@ -190,8 +193,7 @@ def trial(case: Case, kills: int, draw: random.Random, directory: Path, model: P
             if agent:  # the second node: its launcher and, with it, its ranks
                 job.launchers[-1].kill()
                 job.launchers.pop().wait()
-                # torchrun's agents count a node that comes back before it is missed as two: the round then waits 60 s
-                # for the dead one, and both agents end.
+                # torchrun's agents count a node that comes back before it is missed as two.
                 time.sleep(MISSED)
                 job.start_launcher()
             else:
