@@ -5,6 +5,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..parallel.agree import gather_json
+from ..parallel.attendance import attend
 from ..parallel.mesh import Mesh, build_mesh, control_group
 from ..parallel.same_software import check_same_software
 from ..training.same_files import check_same_files
@@ -26,6 +27,7 @@ def mesh_of(args: Any) -> Mesh:
     world, instances = args.world, instances_of(args)
     timeout = datetime.timedelta(seconds=args.ddp_timeout)
     control = control_group(world.size, timeout)
+    attend("the construction of a trainer or an Engine", control)  # another rank may be in a call of an earlier one
     check_same_software(control, world.device)
     shown = args.to_dict() | {
         "num_distributed_optimizer_instances": instances,

@@ -70,6 +70,12 @@ def test_other_arguments_are_refused(tmp_path):
         MerakTrainer(tiny_llama(), {"output_dir": str(tmp_path)})
 
 
+def test_a_model_without_anything_to_train_is_refused(tmp_path):
+    model = tiny_llama().requires_grad_(False)
+    with pytest.raises(ConfigError, match="none of its parameters requires a gradient.*is_trainable=True"):
+        build(tmp_path, model=model, data=samples(4)).train()
+
+
 def test_missing_datasets_are_told(tmp_path):
     with pytest.raises(ConfigError, match="train_dataset"):
         build(tmp_path, evaluation=samples(2)).train()

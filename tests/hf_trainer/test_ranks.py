@@ -144,6 +144,16 @@ def fail_in_metrics(rank, world_size, directory):
         return str(error)
 
 
+def construct_beside_a_call(rank, directory):
+    """A trainer that the first rank constructs alone, while the other is in a call of an earlier one."""
+    args = MerakArguments(directory, use_cpu=True, tensor_model_parallel_size=2)
+    trainer = EagerTrainer(tiny_llama(), args, collate, samples(4))
+    try:
+        EagerTrainer(tiny_llama(), args, collate) if rank == 0 else trainer.train()
+    except ConfigError as error:
+        return str(error)
+
+
 def differing_data(rank, world_size, directory):
     """Which of (tensor-parallel degree, this rank's samples) are refused."""
     refused = []
@@ -175,6 +185,8 @@ def in_one_job(rank, world_size, directory):
     seen = run(rank, world_size, f"{directory}/midway", 1, 2, midway, gradient_accumulation_steps=2)["seen"]
     assert len(seen) == 3  # the gradient of the third step is discarded
     assert differing_data(rank, world_size, directory) == [False, True, False, True]
+    alone = construct_beside_a_call(rank, directory)
+    assert alone.startswith("rank 1 train: rank 0 is in the construction of a trainer")
     return differ(rank, world_size, directory), fail_in_metrics(rank, world_size, directory), exchange(rank)
 
 

@@ -93,6 +93,10 @@ def check_training(trainer: Any) -> None:
         if trainer.model is not trainer._trained_model:
             reason = "it was set after the trainer was constructed, and transformers.Trainer would train the first one"
             raise ConfigError("trainer.model", kind, reason, "Make a new MerakTrainer with the model to train")
+        if not any(p.requires_grad for p in trainer.model.parameters()):
+            # autograd of transformers.Trainer raises here; a captured graph would take steps that change nothing
+            remedy = "Set requires_grad of those to train; of a loaded adapter, from_pretrained(..., is_trainable=True)"
+            raise ConfigError("model", kind, "none of its parameters requires a gradient", remedy)
     check_model(trainer)
     if trainer._moments is not None:
         reason = "the optimizer trained other parameters of this model than those that are trainable now"
