@@ -20,7 +20,7 @@ from ..graph.capture.outputs import LossFunction
 from ..graph.fusion.fuse import fuse
 from ..graph.ir.nodes import is_random
 from ..graph.kept_state import StateOf
-from ..graph.lowering.lookups import Lookups, Outside
+from ..graph.lowering.lookups import Lookups, Outside, lookups_of
 from ..graph.lowering.rewrite import rewrite
 from ..graph.lowering.split import Parts, split
 from ..graph.lowering.undropped import undropped
@@ -265,7 +265,7 @@ class Blueprint:
                 "sharding of", extra[0], reason, "Start with a batch like this one, or replicate the weight"
             )
         self.fused |= fuse(rewritten.graph, self.plan.loss_chunk, self.plan.recompute_activations)
-        return split(rewritten, self.plan.stages[stage].units, mesh.device, Lookups(captured))
+        return split(rewritten, self.plan.stages[stage].units, mesh.device, lookups_of(captured))
 
 
 class Programs:

@@ -129,8 +129,11 @@ class AnyLength:
 
 def any_length(parts: Parts, length: int, other: Parts, other_length: int) -> AnyLength | None:
     """Generalize the parts of two captures with these lengths; None if their code differs by more than numbers."""
-    lengths, one, two = (length, other_length), parts.prelude, other.prelude
-    numbers, others = parts.lookups, other.lookups
+    lengths = (length, other_length)
+    one = parts.prelude
+    two = other.prelude
+    numbers = parts.lookups
+    others = other.lookups
     try:
         for a, b in zip(parts.parts, other.parts, strict=True):
             _same(*([getattr(each, f.name) for f in fields(Part) if f.name != "code"] for each in (a, b)))
@@ -140,15 +143,18 @@ def any_length(parts: Parts, length: int, other: Parts, other_length: int) -> An
         for a, b in zip((*one.constants, *numbers.constants), (*two.constants, *others.constants), strict=True):
             _same_tensor(a, b)
         codes = tuple(_code(a.code, b.code, lengths) for a, b in zip(parts.parts, other.parts, strict=True))
-        prelude = _code(one.first, two.first, lengths), _code(one.then, two.then, lengths)
-        lookups = _code(numbers.once, others.once, lengths), _code(numbers.then, others.then, lengths)
-        sources, targets = (
-            _border(parts.sources, other.sources, lengths),
-            _border(parts.targets, other.targets, lengths),
+        return AnyLength(
+            parts=parts,
+            codes=codes,
+            first=_code(one.first, two.first, lengths),
+            then=_code(one.then, two.then, lengths),
+            once=_code(numbers.once, others.once, lengths),
+            varying=_code(numbers.then, others.then, lengths),
+            sources=_border(parts.sources, other.sources, lengths),
+            targets=_border(parts.targets, other.targets, lengths),
         )
     except (_DifferError, ValueError):  # zip raises ValueError for different counts
         return None
-    return AnyLength(parts, codes, *prelude, *lookups, sources, targets)
 
 
 def _code(one: Callable, other: Callable, lengths: tuple[int, int]) -> _Code:

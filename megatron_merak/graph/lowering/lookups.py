@@ -4,10 +4,10 @@ A number without a row is an error of one process's PyTorch, but a rank that has
 of another rank, and trains without a word. So numbers are looked at before a batch runs, on the CPU, where it is made.
 """
 
-import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,45 +69,33 @@ class Outside:
         return "", ()
 
 
-class Lookups:
-    """The lookups whose numbers depend on the batch and constants alone.
+def _none(*leaves: Tensor) -> tuple[tuple[Tensor, int], ...]:
+    return ()
 
-    constants:      the graph's constants that are needed.
-    reads:          keys of the batch that are needed.
+
+@dataclass
+class Lookups:
+    """The lookups whose numbers depend on the batch and constants alone; none by default.
+
     fixed, varying: lookups by numbers that depend on constants alone (the positions of a row), and all others.
     once, then:     functions of ``constants``, and of these and the batch, that return (numbers, rows) of each.
+    constants:      the graph's constants that are needed.
+    reads:          keys of the batch that are needed.
+    writes:         whether ``once`` and ``then`` write into their arguments.
     """
 
-    def __init__(self, captured: Captured):
-        graph = captured.module.graph
-        after = mutation_deps(graph)
-        every: list[tuple[Lookup, Node, int, dict[Node, None]]] = []
-        for node in graph.nodes:
-            for lookup, numbers, rows in _lookups_of(node, captured):
-                needed = value_dependencies(numbers, after)
-                if all(_is_plain(each, captured) for each in needed):
-                    entries = tuple(str(each.target) for each in needed if each.op == "placeholder")
-                    every.append((replace(lookup, entries=entries), numbers, rows, needed))
-        fixed = [each for each in every if not each[0].entries]
-        varying = [each for each in every if each[0].entries]
-        self.fixed = tuple(each[0] for each in fixed)
-        self.varying = tuple(each[0] for each in varying)
-        computed = {node: None for *_, group in every for node in group}
-        leaves = [node for node in graph.nodes if node in computed]
-        constants = [node for node in leaves if node.op == "get_attr"]
-        inputs = [node for node in leaves if node.op == "placeholder"]
-        self.constants = tuple(_constant(captured, str(node.target)) for node in constants)
-        self.reads = tuple(str(node.target) for node in inputs)
-        self.once = _code(captured, constants, [each[1:] for each in fixed])
-        self.then = _code(captured, [*constants, *inputs], [each[1:] for each in varying])
-        self._writes = any(aliased(node)[1] for node in computed)
-        self._looked_once = False
+    fixed: tuple[Lookup, ...] = ()
+    varying: tuple[Lookup, ...] = ()
+    once: Code = _none
+    then: Code = _none
+    constants: tuple[Tensor, ...] = ()
+    reads: tuple[str, ...] = ()
+    writes: bool = False
+    _looked_once: bool = False
 
     def with_code(self, once: Code, then: Code) -> "Lookups":
         """Return lookups of the same constants and batch entries by other code."""
-        other = copy.copy(self)
-        other.once, other.then, other._looked_once = once, then, False
-        return other
+        return replace(self, once=once, then=then, _looked_once=False)
 
     @torch.no_grad()
     def outside(self, batch: Mapping[str, Tensor]) -> Outside | None:
@@ -124,7 +112,45 @@ class Lookups:
         return _first(self.varying, self.then(*map(self._own, leaves)))
 
     def _own(self, leaf: Tensor) -> Tensor:
-        return leaf.clone() if self._writes else leaf
+        return leaf.clone() if self.writes else leaf
+
+
+def lookups_of(captured: Captured) -> Lookups:
+    """Return the lookups of a captured graph."""
+    graph = captured.module.graph
+    after = mutation_deps(graph)
+    fixed: list[_Found] = []
+    varying: list[_Found] = []
+    for node in graph.nodes:
+        for lookup, numbers, rows in _lookups_of(node, captured):
+            needed = value_dependencies(numbers, after)
+            if all(_is_plain(each, captured) for each in needed):
+                entries = tuple(str(each.target) for each in needed if each.op == "placeholder")
+                group = varying if entries else fixed
+                group.append(_Found(replace(lookup, entries=entries), numbers, rows, needed))
+    computed = {node: None for found in (*fixed, *varying) for node in found.needed}
+    leaves = [node for node in graph.nodes if node in computed]
+    constants = [node for node in leaves if node.op == "get_attr"]
+    inputs = [node for node in leaves if node.op == "placeholder"]
+    return Lookups(
+        fixed=tuple(found.lookup for found in fixed),
+        varying=tuple(found.lookup for found in varying),
+        once=_code(captured, constants, fixed),
+        then=_code(captured, [*constants, *inputs], varying),
+        constants=tuple(_constant(captured, str(node.target)) for node in constants),
+        reads=tuple(str(node.target) for node in inputs),
+        writes=any(aliased(node)[1] for node in computed),
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A lookup of a graph: the node of its numbers, how many rows there are, and the nodes that the numbers need."""
+
+    lookup: Lookup
+    numbers: Node
+    rows: int
+    needed: dict[Node, None]
 
 
 def _first(lookups: Sequence[Lookup], found: Sequence[tuple[Tensor, int]]) -> Outside | None:
@@ -182,16 +208,16 @@ def _is_plain(node: Node, captured: Captured) -> bool:
 
 
 def _constant(captured: Captured, path: str) -> Tensor:
-    value = captured.module
+    value: Any = captured.module
     for name in path.split("."):
         value = getattr(value, name)
     return value
 
 
-def _code(captured: Captured, leaves: Sequence[Node], lookups: Sequence[tuple[Node, int, dict[Node, None]]]) -> Code:
+def _code(captured: Captured, leaves: Sequence[Node], lookups: Sequence[_Found]) -> Code:
     graph = Graph()
     copies = {leaf: graph.placeholder(leaf.name) for leaf in leaves}
-    needed = {node for *_, group in lookups for node in group}
+    needed = {node for found in lookups for node in found.needed}
 
     def copied(node: Node) -> Node:
         if node in copies:
@@ -202,5 +228,5 @@ def _code(captured: Captured, leaves: Sequence[Node], lookups: Sequence[tuple[No
     for node in captured.module.graph.nodes:
         if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, copied)
-    graph.output(tuple((copies[numbers], rows) for numbers, rows, _ in lookups))
+    graph.output(tuple((copies[found.numbers], found.rows) for found in lookups))
     return GraphModule({}, graph).forward

@@ -4,7 +4,7 @@ Only the units of one pipeline stage are split. Values are named after their nod
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -75,7 +75,7 @@ class Parts:
     results: if the range contains the last unit, the values of the captured outputs in their order; else empty.
     prelude: maps a batch to the common values that the parts read.
     named:   the output name of each result; several names joined by ``SAME`` if one value is several outputs.
-    lookups: what all units look up by numbers of the batch; None if that is not known.
+    lookups: what all units look up by numbers of the batch, as far as that is known.
     """
 
     parts: tuple[Part, ...]
@@ -84,7 +84,7 @@ class Parts:
     results: tuple[str, ...]
     prelude: Prelude
     named: tuple[str, ...] = ()
-    lookups: Lookups | None = None
+    lookups: Lookups = field(default_factory=Lookups)
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -101,14 +101,14 @@ def split(
     """Split ``units`` of a rewritten graph into parts.
 
     device:  the device that the code runs on and the prelude puts common values on; None for the CPU.
-    lookups: of the graph before it was rewritten.
+    lookups: of the graph before it was rewritten; None if nobody asks for them.
 
     Raises TraceError if memory that one segment uses is written in place by another.
     """
     flow = Flow(rewritten)
     (output,) = rewritten.graph.find_nodes(op="output")
     parts = _Splitter(flow, output.args[0], rewritten.names, units, device or torch.device("cpu")).split()
-    return replace(parts, lookups=lookups)
+    return parts if lookups is None else replace(parts, lookups=lookups)
 
 
 class _Splitter:
