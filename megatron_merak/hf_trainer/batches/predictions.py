@@ -90,6 +90,26 @@ class Report:
         return output.partition(".")[0] == self.name
 
 
+@dataclass(frozen=True)
+class Round:
+    """Batches that run together.
+
+    first:    number of the first one.
+    count:    how many they are over all replicas.
+    batches:  this replica's, as they were loaded.
+    plain:    the same, as the model takes them.
+    names:    of the outputs to compute.
+    has_loss: whether the batches have labels.
+    """
+
+    first: int
+    count: int
+    batches: list[Batch]
+    plain: list[Batch]
+    names: tuple[str, ...]
+    has_loss: bool
+
+
 @dataclass
 class Evaluation:
     """One evaluation. ``run`` is collective over all ranks.
@@ -118,41 +138,41 @@ class Evaluation:
         concatenate = self.args.eval_do_concat_batches
         containers = {name: EvalLoopContainer(concatenate, PAD) for name in ("predictions", "labels", "inputs")}
         replicas = self.batches.loading.replicas
-        for first, count, batches in self._rounds():
-            outputs = self._forward(first, batches)
-            for place in range(0 if self.loss_only else count):
-                result = self._collected(place, batches, outputs)
+        for round_ in self._rounds():
+            outputs = self._forward(round_)
+            for place in range(0 if self.loss_only else round_.count):
+                result = self._collected(place, outputs)
                 for name, container in containers.items():
                     if result[name] is not None and (self.everyone or self.rank == 0):
                         container.add(result[name])
-            for _ in range(-(-count // replicas)):
+            for _ in range(-(-round_.count // replicas)):
                 self.after_batch()
         losses, samples = self._losses()
         arrays = {name: container.get_arrays() for name, container in containers.items()}
         metrics = self._metrics(compute_metrics, arrays, losses, prefix)
         return EvalLoopOutput(arrays["predictions"], arrays["labels"], metrics, samples)
 
-    def _collected(self, place: int, batches: list[Batch], outputs: list[dict]) -> dict:
+    def _collected(self, place: int, outputs: list[dict]) -> dict:
         """Return on every rank the outputs of a round's batch at index ``place``. Collective.
 
-        batches: this replica's of the round.
         outputs: of `_forward`, on the rank that has them.
         """
         replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
         owner = self.engine.output_rank(replica)
         return from_rank(owner, outputs[row] if self.rank == owner else None, self.control)  # type: ignore[return-value]
 
-    def _rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
+    def _rounds(self) -> Iterator[Round]:
         """Yield the rounds, after checking that ranks of a replica have the same batches, with numbers that have rows
         in the model's tables. Collective.
         """
         for first, count, batches in chain(self.batches.rounds(), [(0, 0, [])]):
-            check_everywhere(batches, count, self.neutral.mesh, self._outside(batches))
+            round_ = self._round(first, count, batches)
+            check_everywhere(batches, count, self.neutral.mesh, self._outside(round_))
             if self.facts.flash:
                 with together(self.control, "cpu"):
                     check_documents(batches, True)
             if count:
-                yield first, count, batches
+                yield round_
 
     @property
     def rank(self) -> int:
@@ -162,19 +182,20 @@ class Evaluation:
     def control(self) -> dist.ProcessGroup | None:
         return self.neutral.mesh.control
 
-    def _forward(self, first: int, batches: list[Batch]) -> list[dict]:
+    def _forward(self, round_: Round) -> list[dict]:
         """Return the outputs of this replica's batches of a round; an empty list on ranks without them."""
-        has_loss, names, plain = self._asked(batches)
-        padded = self._padded(plain, names)
+        names = round_.names
+        batches = round_.batches
+        padded = self._padded(round_.plain, names)
         outputs = self.engine.evaluate(padded, names)
         if outputs is None:
             return []
         loading, results = self.batches.loading, []
-        for row, (batch, full, output) in enumerate(zip(plain, padded, outputs, strict=True)):
-            number = first + loading.replica + row * loading.replicas
+        for row, (batch, full, output) in enumerate(zip(round_.plain, padded, outputs, strict=True)):
+            number = round_.first + loading.replica + row * loading.replicas
             rows = self.batches.samples(number) or find_batch_size(batches[row]) or 1
             if self.rank == self.engine.output_rank(loading.replica):
-                self.losses.append((number, float(output["loss"]) if has_loss else None, rows))
+                self.losses.append((number, float(output["loss"]) if round_.has_loss else None, rows))
                 if self.report is not None:
                     self.report.take(batches[row], full, output)
             if not self.loss_only:
@@ -183,19 +204,19 @@ class Evaluation:
                 results.append(self._result(batches[row], cropped))
         return results
 
-    def _asked(self, batches: list[Batch]) -> tuple[bool, tuple[str, ...], list[Batch]]:
-        """Return whether batches have a loss, the names of the outputs to compute, and the batches as they run."""
+    def _round(self, first: int, count: int, batches: list[Batch]) -> Round:
         has_loss = bool(batches) and self.facts.has_loss(batches[0])
         names = (("loss",) if has_loss else ()) + (() if self.loss_only else self.facts.predictions)
         names = (names or ("loss",)) + (() if self.report is None else (self.report.name,))
-        return has_loss, names, [self._counted(self.engine.read(batch), has_loss) for batch in batches]
+        plain = [self._counted(self.engine.read(batch), has_loss) for batch in batches]
+        return Round(first, count, batches, plain=plain, names=names, has_loss=has_loss)
 
-    def _outside(self, batches: list[Batch]) -> MerakError | None:
+    def _outside(self, round_: Round) -> MerakError | None:
         """Return the error for a number of a batch that has no row in what it is looked up in; None if all have."""
-        _, names, plain = self._asked(batches)
         try:
-            padded, _ = self.neutral.propose(plain, names)  # else every length would be captured by itself
-            self.engine.refuse_outside(padded, False, Task(None, names))
+            # Padded: else every length would be captured by itself.
+            padded, _ = self.neutral.propose(round_.plain, round_.names)
+            self.engine.refuse_outside(padded, False, Task(None, round_.names))
         except DataError as error:
             return error
         return None
