@@ -21,7 +21,7 @@ class Answers:
 
     def __init__(self, patience: float):
         self.patience = patience
-        self._questions: queue.SimpleQueue[tuple[Future, Callable, tuple]] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._last: Future | None = None
         threading.Thread(target=self._ask, name="megatron_merak store", daemon=True).start()
@@ -42,12 +42,16 @@ class Answers:
         finally:
             self._turn.release()
 
+    def close(self) -> None:
+        """End the thread when it has its last answer."""
+        self._questions.put(None)
+
     def _silent(self) -> TimeoutError:
         return TimeoutError(f"no answer within {self.patience:.0f} s")
 
     def _ask(self) -> None:
-        while True:
-            answer, call, arguments = self._questions.get()
+        while question := self._questions.get():
+            answer, call, arguments = question
             try:
                 answer.set_result(call(*arguments))
             except BaseException as error:

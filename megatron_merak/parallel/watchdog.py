@@ -212,6 +212,7 @@ class Watchdog(threading.Thread):
             self._watcher.close()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(2 * self._poll)
+        self._ask.close()
 
     def gone(self, patience: float = 1.0) -> str | None:
         """Return a line that names the ranks that have ended; None if none has.
