@@ -63,7 +63,7 @@ from .overrides import refuse_gradients, refuse_inputs, refuse_late, refuse_over
 from .own_loss import LossOfTrainer, has_own_loss, has_scripted_loss, is_overridden, label_smoother
 from .run import trainer_state
 from .run.loop import TrainingLoop, saves_for_signals
-from .run.recapture import check_model, check_step, check_training
+from .run.recapture import check_model, check_reached, check_step, check_training
 from .run.run_directory import RunDirectory, write_text
 from .trainer_face import TrainerFace
 
@@ -293,6 +293,7 @@ class MerakTrainer(TrainerFace):
         self.is_in_train = True
         if resume is not None and self._engine is None:
             self._build(int(trainer_state.read(resume, self.control_group).epoch or 0))
+        check_reached(self)
         return TrainingLoop(self, directory, resume, ignored).run()
 
     def prepare_step(self, batches: list[Batch]) -> list[Batch]:

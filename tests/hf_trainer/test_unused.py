@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments, default_data_collator
 
-from megatron_merak.errors import PlanError
+from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.plan import Grid
@@ -61,7 +61,10 @@ class Reads(nn.Module):
     def __init__(self, always=True):
         super().__init__()
         torch.manual_seed(0)
-        self.always, self.body, self.fixed, self.table = always, nn.Linear(8, 8), nn.Linear(8, 8), nn.Embedding(4, 8)
+        self.always = always
+        self.body = nn.Linear(8, 8)
+        self.fixed = nn.Linear(8, 8)
+        self.table = nn.Embedding(4, 8)
 
     def forward(self, x, labels=None):
         hidden = self.body(x)
@@ -86,6 +89,22 @@ def test_what_is_read_without_a_gradient_does_not_decay(tmp_path):
     assert torch.equal(trained[1].fixed.weight, Reads().fixed.weight)
     for one, other in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Merged(Reads):
+    """Reads nothing with a gradient but what is frozen, as with adapters that are merged."""
+
+    def __init__(self):
+        super().__init__()
+        self.body.requires_grad_(False)
+
+
+def test_training_that_would_change_nothing_is_refused(tmp_path):
+    rows = [{"x": torch.ones(8), "labels": 2} for _ in range(4)]
+    arguments = MerakArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to="none", save_strategy="no")
+    trainer = MerakTrainer(Merged(), arguments, default_data_collator, rows)
+    with pytest.raises(ConfigError, match="none of its trainable parameters a gradient.*unmerge"):
+        trainer.train()
 
 
 def test_what_has_a_gradient_in_later_batches_only_is_refused_by_name():

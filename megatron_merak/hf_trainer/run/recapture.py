@@ -103,6 +103,18 @@ def check_training(trainer: Any) -> None:
         raise ConfigError("model", kind, reason, "Train a new MerakTrainer with the changed model")
 
 
+def check_reached(trainer: Any) -> None:
+    """Raise ConfigError, on every rank, if the loss gives no parameter a gradient: steps would change nothing."""
+    engine = trainer.engine
+    if not isinstance(engine, CapturedModel):
+        return
+    captured = engine.blueprint.traced.captured
+    if captured.trainable <= captured.untouched:
+        reason = "the loss gives none of its trainable parameters a gradient"
+        remedy = "Let forward use them, outside of torch.no_grad(); adapters that merge_adapter() merged, unmerge first"
+        raise ConfigError("model", type(trainer.model).__name__, reason, remedy)
+
+
 def check_step(trainer: Any) -> None:
     """Before a step: adopt what a callback wrote to weights that the model shares."""
     check_loss(trainer)
