@@ -29,7 +29,8 @@ def supervised(script: str, flags: Sequence[str], hosts: "Hosts", servers: int, 
 
     start = ["-m", "megatron_merak", script] if script in TRAINING else [script]
     command = [sys.executable, "-u", *start, *flags]
-    return Supervisor(command, environment() | {LAUNCHER: launcher_place()}, hosts, servers, restarts, _say).run()
+    variables = environment() | {LAUNCHER: launcher_place()}
+    return Supervisor(command, variables, hosts, servers, restarts=restarts, say=_say).run()
 
 
 def _say(text: str) -> None:

@@ -47,7 +47,7 @@ class TokenModel(CapturedModel):
             optimizer_of=optimizer_of,
         )
         if traced.captured.untouched:
-            self.freeze(())
+            self.freeze(())  # nothing but these, which freeze() leaves out of updates by itself
 
     def flops(self) -> int:
         forward = sum(map(flops, self.blueprint.traced.captured.module.graph.nodes))

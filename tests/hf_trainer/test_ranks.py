@@ -34,7 +34,7 @@ def noisy(rows):
     return batch | {"input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.2, 7, batch["input_ids"])}
 
 
-def run(rank, world_size, directory, tp, pp, callbacks=(), **changes):
+def run(rank, world_size, directory, tp, pp, *, callbacks=(), **changes):
     degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     args = MerakArguments(directory, **{**RUN, **degrees, **changes})
     trainer = EagerTrainer(
@@ -149,7 +149,10 @@ def construct_beside_a_call(rank, directory):
     args = MerakArguments(directory, use_cpu=True, tensor_model_parallel_size=2)
     trainer = EagerTrainer(tiny_llama(), args, collate, samples(4))
     try:
-        EagerTrainer(tiny_llama(), args, collate) if rank == 0 else trainer.train()
+        if rank == 0:
+            EagerTrainer(tiny_llama(), args, collate)
+        else:
+            trainer.train()
     except ConfigError as error:
         return str(error)
 
@@ -178,11 +181,12 @@ def in_one_job(rank, world_size, directory):
     wishes = [("on_step_end", "should_training_stop"), ("on_log", "should_training_stop"), ("on_log", "should_save")]
     for event, wish in (*wishes, ("on_evaluate", "should_save"), ("on_evaluate", "should_training_stop")):
         name = f"{directory}/{event}-{wish}"
-        seen = run(rank, world_size, name, 1, 2, [WishOnRank(rank == 1, event, wish)], **steps)["seen"]
+        callbacks = [WishOnRank(rank == 1, event, wish)]
+        seen = run(rank, world_size, name, 1, 2, callbacks=callbacks, **steps)["seen"]
         assert len(seen) == (2 if wish == "should_training_stop" else 16), name
         assert [path.name for path in Path(name).glob("checkpoint-*")] == ["checkpoint-2"] * (wish == "should_save")
     midway = [WishOnRank(rank == 1, "on_substep_end", "should_training_stop")]
-    seen = run(rank, world_size, f"{directory}/midway", 1, 2, midway, gradient_accumulation_steps=2)["seen"]
+    seen = run(rank, world_size, f"{directory}/midway", 1, 2, callbacks=midway, gradient_accumulation_steps=2)["seen"]
     assert len(seen) == 3  # the gradient of the third step is discarded
     assert differing_data(rank, world_size, directory) == [False, True, False, True]
     alone = construct_beside_a_call(rank, directory)

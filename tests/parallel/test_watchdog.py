@@ -141,7 +141,7 @@ def _with_a_stopped_store(rank: int, size: int, port: int, directory: Path) -> t
     watchdog_module._ANSWER = 0.3
     ends: list[int] = []
     signs: list[str] = []
-    watchdog = Watchdog(0, 2, store, LIMITS, lambda *told: None, ends.append)
+    watchdog = Watchdog(0, 2, store, LIMITS, report=lambda *told: None, end=ends.append)
     watchdog.start()
     time.sleep(0.5)
     os.kill(owner, signal.SIGSTOP)
