@@ -186,7 +186,8 @@ def _told(outcome: Outcome, steps: Sequence[tuple[int, str]], known: Measured) -
     said = f"{new} line{'s' * (new != 1)}" if new else "no word"
     named = ", rank named" if outcome.named else ""
     if not outcome.ended:
-        return f"**hangs**, {said}{named}"
+        waits = re.search(r"the run waits for space", outcome.output)
+        return f"{'waits for space' if waits else '**hangs**'}, {said}{named}"
     if outcome.status == 0 and steps and steps[-1][0] == STEPS:
         ends = "loss equal" if steps == known.steps else f"last loss {float(steps[-1][1]):.4g}"
         return f"trains on, {ends}, {said}{named}"
