@@ -19,7 +19,7 @@ from .arguments.keywords import checked
 from .arguments.merak_arguments import MerakArguments
 from .batches.exchange import from_rank
 from .batches.order import Batch
-from .batches.predictions import Evaluation
+from .batches.predictions import Evaluation, Round
 from .trainer import MerakTrainer
 
 _DEFAULT_LENGTH = 20  # of transformers, where a generation config has none
@@ -69,16 +69,22 @@ class GeneratedEvaluation(Evaluation):
     generate: Callable[[Batch], Tensor] = field(default=lambda batch: batch["input_ids"])
     lengthened: Callable[[Tensor], Tensor] = field(default=lambda tokens: tokens)
 
-    def _forward(self, first: int, batches: list[Batch]) -> list[dict]:
-        """Return the losses; other outputs are not needed."""
-        Evaluation._forward(replace(self, loss_only=True), first, batches)
+    def _round(self, first: int, count: int, batches: list[Batch]) -> Round:
+        """Ask for the losses; other outputs of the model are not needed."""
+        return Evaluation._round(replace(self, loss_only=True), first, count, batches)
+
+    def _forward(self, round_: Round) -> list[dict]:
+        """Note the losses."""
+        Evaluation._forward(replace(self, loss_only=True), round_)
         return []
 
-    def _collected(self, place: int, batches: list[Batch], outputs: list[dict]) -> dict:
+    def _collected(self, place: int, round_: Round, outputs: list[dict]) -> dict:
         """Return predictions and labels of one batch of a round. Collective."""
         replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
         owner = self.engine.output_rank(replica)
-        tensors = {name: x for name, x in batches[row].items() if isinstance(x, Tensor)} if self.rank == owner else None
+        tensors = None
+        if self.rank == owner:
+            tensors = {name: x for name, x in round_.batches[row].items() if isinstance(x, Tensor)}
         batch: Any = from_rank(owner, tensors, self.control)
         predictions, labels = self.lengthened(self.generate(batch).cpu()), self.facts.labels(batch)
         labels = None if labels is None else self.lengthened(labels)

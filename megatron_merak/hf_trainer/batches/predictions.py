@@ -141,7 +141,7 @@ class Evaluation:
         for round_ in self._rounds():
             outputs = self._forward(round_)
             for place in range(0 if self.loss_only else round_.count):
-                result = self._collected(place, outputs)
+                result = self._collected(place, round_, outputs)
                 for name, container in containers.items():
                     if result[name] is not None and (self.everyone or self.rank == 0):
                         container.add(result[name])
@@ -152,7 +152,7 @@ class Evaluation:
         metrics = self._metrics(compute_metrics, arrays, losses, prefix)
         return EvalLoopOutput(arrays["predictions"], arrays["labels"], metrics, samples)
 
-    def _collected(self, place: int, outputs: list[dict]) -> dict:
+    def _collected(self, place: int, round_: Round, outputs: list[dict]) -> dict:
         """Return on every rank the outputs of a round's batch at index ``place``. Collective.
 
         outputs: of `_forward`, on the rank that has them.
