@@ -67,21 +67,27 @@ def field_texts(cls: type) -> dict[str, str]:
         (definition,) = ast.parse(inspect.getsource(base)).body
         assert isinstance(definition, ast.ClassDef)
         for field, below in zip(definition.body, definition.body[1:], strict=False):
-            documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and documented:
-                texts[field.target.id] = " ".join(below.value.value.split())
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                texts[field.target.id] = " ".join(str(below.value.value).split())
     return texts
 
 
-def sections(config: type[RunConfig] = Config) -> Iterator[tuple[str, type]]:
+def sections(config: type[RunConfig] = Config) -> Iterator[tuple[str, Any]]:
     """Return the name and dataclass of each section of the configuration."""
     for field in dataclasses.fields(config):
         yield field.name, field.type
 
 
-@functools.cache
 def flags(config: type[RunConfig] = Config) -> tuple[Flag, ...]:
     """Return every flag, section by section."""
+    hashable: Any = config  # which mypy denies of the class of a dataclass
+    return _flags(hashable)
+
+
+@functools.cache
+def _flags(config: type[RunConfig]) -> tuple[Flag, ...]:
     declared = []
     for section, cls in sections(config):
         texts = field_texts(cls)
@@ -253,13 +259,18 @@ def _typed(setting: Given, config: type[RunConfig]) -> list[str]:
         if flag.default not in (None, ()):
             raise setting.error("has no value", "Give one, or leave it out")
         return []
-    expected = {bool: "true or false", tuple: "a list", str: "text", int: "a whole number", float: "a number"}[
-        flag.kind
-    ]
+    kinds: dict[type, str] = {
+        bool: "true or false",
+        tuple: "a list",
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+    }
+    expected = kinds[flag.kind]
     if isinstance(value, bool) != (flag.kind is bool) or isinstance(value, tuple) != (flag.kind is tuple):
-        hint = {str: "Put it in quotes", tuple: "Write it like [a, b]"}.get(flag.kind, f"Give {expected}")
-        raise setting.error(f"is not {expected}", hint, _shown(value))
-    if flag.kind in (int, float) and (setting.quoted or re.match(r"[+-]?0[0-9]", value)):
+        hints: dict[type, str] = {str: "Put it in quotes", tuple: "Write it like [a, b]"}
+        raise setting.error(f"is not {expected}", hints.get(flag.kind, f"Give {expected}"), _shown(value))
+    if flag.kind in (int, float) and (setting.quoted or re.match(r"[+-]?0[0-9]", str(value))):
         raise setting.error(f"is not {expected}", f"Give {expected}, without quotes and leading zeros", value)
     if isinstance(value, tuple) and (dashed := next((item for item in value if re.match(r"-[^0-9.]", item)), None)):
         raise setting.error("looks like a flag", "Use a value that does not begin with a dash", dashed)
@@ -281,7 +292,7 @@ def _shown(value: bool | str | tuple[str, ...]) -> str:
 def read(
     parser: argparse.ArgumentParser,
     argv: Sequence[str],
-    config: type[Run] = Config,
+    config: type[Run] = Config,  # type: ignore[assignment]  # there are no defaults of type variables
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Run, argparse.Namespace]:
     """Return the configuration in ``argv``, and the values of flags that a tool added to ``parser``.
@@ -297,13 +308,13 @@ def read(
         namespace, rest = parser.parse_known_args(without_effect(expanded(argv, config))[0])
     except argparse.ArgumentError as error:
         if error.argument_name in switches:
-            raise ConfigError(error.argument_name, "with a value", "is a switch", "Give it alone") from None
-        raise ConfigError(error.argument_name, "(no value)", error.message, "Give its value after it") from None
+            raise ConfigError(f"{error.argument_name}", "with a value", "is a switch", "Give it alone") from None
+        raise ConfigError(f"{error.argument_name}", "(no value)", error.message, "Give its value after it") from None
     if rest:
         known = [name for name in parser._option_string_actions if name.startswith("--")]
         first, *others = unknown_flags(rest, known, config)
-        for error in others:
-            first.add_note(str(error))
+        for other in others:
+            first.add_note(str(other))
         raise first
     values: dict[str, dict[str, Any]] = {section: {} for section, _ in sections(config)}
     for flag in flags(config):
@@ -321,7 +332,7 @@ def read(
 def parse(
     argv: Sequence[str] | None = None,
     description: str | None = None,
-    config: type[Run] = Config,
+    config: type[Run] = Config,  # type: ignore[assignment]  # there are no defaults of type variables
     defaults: Callable[[type[RunConfig], Sequence[str]], Mapping[str, Any]] = lambda config, argv: {},
 ) -> Run:
     """Return the configuration on the command line; a mistake in it is printed to stderr, and the exit status is 2.

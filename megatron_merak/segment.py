@@ -127,7 +127,8 @@ def fuse(segments: Sequence[Segment]) -> Segment:
     written = {o.value for s in segments for o in s.outs}
     ins = {i.value: i for s in segments for i in s.ins if i.value not in written}
     outs = segments[-1].outs
-    assert not any(edge.collective for s in segments for edge in (*s.ins, *s.outs))
+    assert not any(edge.collective for s in segments for edge in s.ins)
+    assert not any(edge.collective for s in segments for edge in s.outs)
     parameters = tuple({id(p): p for s in segments for p in s.parameters}.values())
     chain = Chain(tuple(segments), tuple(ins), tuple(o.value for o in outs))
     return replace(

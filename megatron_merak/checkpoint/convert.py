@@ -83,8 +83,9 @@ def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: di
     for group in groups:
         views, at = {}, 0
         for name in group:
-            shape, dtype = source.shape(name), source.dtype(name)
-            flat = memory.setdefault(dtype, torch.empty(most, dtype=dtype))
+            shape = source.shape(name)
+            kept = source.dtype(name)
+            flat = memory.setdefault(kept, torch.empty(most, dtype=kept))
             views[name] = flat[at : at + math.prod(shape)].view(shape)
             at += math.prod(shape)
         shards = [Shard(names[name], tuple(view.shape), None, (), view) for name, view in views.items()]

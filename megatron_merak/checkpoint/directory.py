@@ -60,7 +60,7 @@ def locate(root: Path, iteration: int) -> Path | None:
     return next(_complete_ones(root, iteration, []), None)
 
 
-def complete_ones(root: Path, faults: list[DamagedError] | None = None) -> Iterator[Path]:
+def complete_ones(root: Path, faults: list[CheckpointError] | None = None) -> Iterator[Path]:
     """Return the complete directories, newest first; none if ROOT is absent. A crash may leave two of one iteration.
 
     faults: collects what is wrong with skipped directories, and what cannot be read raises `CheckpointError`; None:
@@ -220,7 +220,7 @@ def _suffixed(plain: Path, suffix: str) -> Path:
     return plain.with_name(plain.name + suffix)
 
 
-def _complete_ones(root: Path, iteration: int, faults: list[DamagedError] | None) -> Iterator[Path]:
+def _complete_ones(root: Path, iteration: int, faults: list[CheckpointError] | None) -> Iterator[Path]:
     """Return the complete directories of an iteration, the valid one first. ``faults``: see `complete_ones`."""
     plain = directory_of(root, iteration)
     for path in (_suffixed(plain, suffix) for suffix in _SUFFIXES):

@@ -16,7 +16,7 @@ from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -127,7 +127,8 @@ def complete_or_absent(path: Path) -> Iterator[BinaryIO]:
 
 def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a safetensors file with ``tensors`` in this order; their values are not read."""
-    entries, end = {"__metadata__": dict(metadata)}, 0
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         code = DTYPE_CODES[tensor.dtype]
@@ -210,4 +211,4 @@ def verify_tensors(
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the elements of a tensor in row-major order as flat bytes."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ _COMPARED = 1 << 24  # elements of two tied tensors compared at once
 class Source:
     """Reads the values of a model's tensors. A name that is not in ``names()`` has to be initialized."""
 
-    _tensors: dict[str, torch.Tensor]
+    _tensors: Mapping[str, torch.Tensor]
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -74,7 +74,9 @@ class HFSource(Source):
     def __init__(self, directory: Path | str, allow_pickle: bool = False):
         self.directory = Path(directory)
         self._files = WeightFiles(directory, allow_pickle)
-        self._tensors = {name: stored(name, e.shape, e.dtype) for name, e in self._files.entries.items()}
+        self._tensors: dict[str, Patchwork] = {
+            name: stored(name, e.shape, e.dtype) for name, e in self._files.entries.items()
+        }
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
         return read(part(self._tensors[name], dim, intervals), self._files.read)
@@ -289,9 +291,9 @@ def from_pretrained(
     """
     directory = Path(directory)
     source = HFSource(directory, allow_pickle) if has_weights(directory) else None
-    floating = (source.dtype(name) for name in (source.names() if source else ()))
+    floating = (source.dtype(name) for name in source.names()) if source is not None else iter(())
     stored_as = next((dtype for dtype in floating if dtype.is_floating_point), None)
-    model = build_empty(directory, auto_class, trust_remote_code, dict(config), stored_as)
+    model: Any = build_empty(directory, auto_class, trust_remote_code, dict(config), stored_as)
     model.merak_source = source
     if source is not None:
         source.bind(model, allow_missing, allow_extra)

@@ -71,7 +71,7 @@ def build_empty(
     config = _config(directory, trust_remote_code, overrides)
     if build.get("dtype", config.dtype) is None:
         build["dtype"] = stored_as
-    kind = auto_class or _class_of(config, directory, trust_remote_code)
+    kind: Any = auto_class or _class_of(config, directory, trust_remote_code)
     with init_empty_weights():
         try:
             if hasattr(kind, "from_config"):
@@ -89,7 +89,7 @@ def build_empty(
     return model
 
 
-def _keep_in_fp32(model: nn.Module) -> None:
+def _keep_in_fp32(model: Any) -> None:
     """Keep modules in fp32 as ``from_pretrained`` does for classes that require it in a 16-bit model."""
     patterns = list(model._get_dtype_plan(model.dtype))
     if not patterns:
@@ -99,9 +99,9 @@ def _keep_in_fp32(model: nn.Module) -> None:
         for name, tensor in list(model.named_parameters()):
             if pattern.search(name) and tensor.dtype != torch.float32:
                 _put(model, name, nn.Parameter(tensor.float(), requires_grad=tensor.requires_grad))
-        for name, tensor in list(model.named_buffers()):
-            if pattern.search(name) and tensor.is_floating_point():
-                _put(model, name, tensor.float())
+        for name, buffer in list(model.named_buffers()):
+            if pattern.search(name) and buffer.is_floating_point():
+                _put(model, name, buffer.float())
 
 
 def _put(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -215,7 +215,10 @@ def _describe(path: Path) -> dict[str, Entry]:
 
 
 def _entry(path: Path, name: str, value: Any) -> tuple[Entry, tuple[int, int]]:
-    shape, offsets, code = (value.get(key) if isinstance(value, dict) else None for key in _FIELDS)
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    code = fields.get("dtype")
     if not _natural(shape) or not _natural(offsets) or len(offsets) != 2 or not isinstance(code, str):
         raise bad("weight file", path, f"its header describes {name} as {str(value)[:100]}")
     if code not in _DTYPES:
@@ -225,9 +228,6 @@ def _entry(path: Path, name: str, value: Any) -> tuple[Entry, tuple[int, int]]:
         reason = f"tensor {name} of shape {tuple(shape)} and dtype {code} has {offsets[1] - offsets[0]} bytes"
         raise bad("weight file", path, reason)
     return Entry(path, tuple(shape), _DTYPES[code]), (offsets[0], offsets[1])
-
-
-_FIELDS = ("shape", "data_offsets", "dtype")
 
 
 def _natural(values: Any) -> bool:

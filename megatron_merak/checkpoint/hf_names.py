@@ -8,6 +8,7 @@ fill a model.
 import copy
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,11 +73,14 @@ def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    rules = get_model_conversion_mapping(model)
+    hf: Any = model
+    rules = get_model_conversion_mapping(hf)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix, conversions, renamed = model.base_model_prefix, {}, {}
+    prefix = hf.base_model_prefix
+    conversions: dict[str, Any] = {}
+    renamed: dict[str, Patchwork] = {}
     for key in sorted(files, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, expected_names)
         if name not in expected_names and key in expected_names:
@@ -90,7 +94,7 @@ def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str
     for name, rule in conversions.items():
         for target, value in _convert(rule, name, model).items():
             renamed[target] = value[0] if isinstance(value, list) else value
-    model._weight_conversions = [rule for rule in rules if rule.was_used()]
+    hf._weight_conversions = [rule for rule in rules if rule.was_used()]
     return {k: v for k, v in renamed.items() if k in expected_names}, [k for k in renamed if k not in expected_names]
 
 
@@ -100,8 +104,9 @@ def to_files(model: nn.Module, tensors: Mapping[str, Patchwork]) -> dict[str, Pa
         return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
 
+    hf: Any = model
     try:
-        return revert_weight_conversion(model, dict(tensors))
+        return revert_weight_conversion(hf, dict(tensors))
     except Exception as error:
         reason = f"transformers cannot reverse the conversion that it applied to the weights on loading ({error})"
         raise CheckpointError("model", type(model).__name__, reason, "Report this with the model's config") from error

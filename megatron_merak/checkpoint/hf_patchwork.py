@@ -68,11 +68,12 @@ class Patchwork(torch.Tensor):
 
     @staticmethod
     def __new__(cls, pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype):
-        patchwork = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")
+        cpu = torch.device("cpu")
+        patchwork: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=cpu)
         patchwork.pieces = tuple(pieces)
         return patchwork
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
         return f"Patchwork({tuple(self.shape)}, {self.dtype}, {len(self.pieces)} pieces)"
 
     @classmethod
@@ -143,7 +144,7 @@ def _result(computed: Computed, fetch: Fetch) -> torch.Tensor:
     return tree_flatten(computed.func(*args, **kwargs))[0][computed.index]
 
 
-def _compute(func: Callable, args: tuple, kwargs: dict) -> Any:
+def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     if getattr(func, "_schema", None) is None or func._schema.is_mutable:
         raise NotImplementedError(f"{func} on a tensor that is not in memory")
     args_like, kwargs_like = tree_map_only(Patchwork, _like, (args, kwargs))

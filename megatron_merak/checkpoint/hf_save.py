@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -129,18 +130,19 @@ def _prepare(directory: Path, needed: int) -> Path:
 
 def _write_config(fresh: Path, model: nn.Module, dtypes: Mapping[str, torch.dtype], processing_class: Any) -> None:
     if hf_names.is_hf(model):
-        config = copy.deepcopy(model.config)
+        hf: Any = model
+        config = copy.deepcopy(hf.config)
         kinds = [dtypes[name] for name, p in model.named_parameters() if name in dtypes and p.is_floating_point()]
         if kinds:
             config.dtype = str(kinds[0]).removeprefix("torch.")
         config.architectures = [type(model).__name__]
-        if model.is_remote_code():
+        if hf.is_remote_code():
             from transformers.dynamic_module_utils import custom_object_save
 
             custom_object_save(model, fresh, config=config)
         config.save_pretrained(fresh)
-        if model.can_generate():
-            model.generation_config.save_pretrained(fresh)
+        if hf.can_generate():
+            hf.generation_config.save_pretrained(fresh)
     if processing_class is not None:
         processing_class.save_pretrained(fresh)
 
@@ -166,22 +168,33 @@ def _write_weights(
     raise_together(None if file is None else file.error, group, device)
 
 
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
 class _File:
     """A file that stores its first error: other ranks continue to send until all tensors are through."""
 
     def __init__(self, path: Path):
-        self.path, self.error = path, None
+        self.path = path
+        self.error: CheckpointError | None = None
         self._file: BinaryIO | None = None
-        self._do(lambda: setattr(self, "_file", open(path, "wb")))  # noqa: SIM115
+        self._do(self._open)
 
     def write(self, data: bytes | memoryview) -> None:
-        self._do(lambda: self._file.write(data))
+        if self._file is not None:
+            self._do(partial(self._file.write, data))
 
     def close(self) -> None:
-        self._do(lambda: (self._file.flush(), os.fsync(self._file.fileno())))
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
+        if self._file is None:
+            return
+        self._do(partial(_flush, self._file))
+        with suppress(OSError):
+            self._file.close()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "wb")
 
     def _do(self, step: Callable[[], object]) -> None:
         if self.error is None:

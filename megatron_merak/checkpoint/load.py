@@ -61,7 +61,7 @@ def load(
     root, first = Path(root), group is None or dist.get_rank(group) == 0
     kinds = {name: Kind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
     messages: list[str] = []
-    faults: list[DamagedError] = []
+    faults: list[CheckpointError] = []
     candidates = _candidates(root, iteration, faults)
     while True:
         candidate = None
@@ -128,7 +128,7 @@ def _load(
         logging.getLogger(__name__).warning("%s: %d tensors changed dtype while they were loaded", source, casts)
 
 
-def _candidates(root: Path, iteration: int | None, faults: list[DamagedError]) -> Iterator[tuple[str, str]]:
+def _candidates(root: Path, iteration: int | None, faults: list[CheckpointError]) -> Iterator[tuple[str, str]]:
     """Yield name and manifest of the directories to try; ``faults``: see `complete_ones`."""
     for directory in complete_ones(root, faults) if iteration is None else [_requested_directory(root, iteration)]:
         yield directory.name, read_manifest(directory)[0].decode()

@@ -4,6 +4,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,8 @@ def save(
             fresh.mkdir()
     save_id = broadcast_json(secrets.token_hex(16), group, device)
     try:
-        files, tensors = {}, {name: {} for name in kinds}
+        files: dict[str, Any] = {}
+        tensors: dict[str, dict[str, Any]] = {name: {} for name in kinds}
         metadata = {"format": "pt", "save_id": save_id, "iteration": str(iteration)}
         for name, number, turn in in_turns(kinds, group, device):
             with together(group, device), disk_errors(fresh, SAVE_REMEDY, needed):

@@ -73,7 +73,7 @@ class Kind:
     @classmethod
     def of(cls, shards: "Kind | Sequence[Shard]") -> "Kind":
         """Return a kind, given one, or given shards that are always in memory."""
-        return shards if isinstance(shards, cls) else cls([Turn(shards)])
+        return shards if isinstance(shards, Kind) else cls([Turn(shards)])
 
 
 def in_turns(

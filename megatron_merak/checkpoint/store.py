@@ -18,7 +18,7 @@ from megatron_merak.checkpoint.files import disk_errors
 from megatron_merak.checkpoint.load import load
 from megatron_merak.checkpoint.save import SAVE_REMEDY, save
 from megatron_merak.checkpoint.shard import Kind, Shard, Turn
-from megatron_merak.errors import CheckpointError, DamagedError
+from megatron_merak.errors import CheckpointError
 from megatron_merak.parallel.agree import broadcast_json, together
 
 __all__ = ["Kind", "Shard", "Turn", "latest", "load", "prune", "save"]
@@ -33,7 +33,7 @@ def latest(root: Path | str, group: dist.ProcessGroup | None = None, device: tor
     newest = None
     with together(group, device), disk_errors(Path(root), "Check --load"):
         if group is None or dist.get_rank(group) == 0:
-            faults: list[DamagedError] = []
+            faults: list[CheckpointError] = []
             newest = next(map(iteration_of, complete_ones(Path(root), faults)), None)
             if newest is None and faults:
                 raise faults[0]

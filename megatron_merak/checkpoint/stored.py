@@ -10,7 +10,7 @@ from megatron_merak.checkpoint.files import DTYPE_NAMES, verify_tensors
 from megatron_merak.checkpoint.hf import Source
 from megatron_merak.checkpoint.load import copy_parts
 from megatron_merak.checkpoint.shard import Intervals, Shard, local_shape
-from megatron_merak.errors import CheckpointError, DamagedError
+from megatron_merak.errors import CheckpointError
 
 MODEL = "model"
 
@@ -58,7 +58,7 @@ def chosen(path: Path, iteration: int | None) -> Path:
     if iteration_of(path) >= 0:
         read_manifest(path)
         return path
-    faults: list[DamagedError] = []
+    faults: list[CheckpointError] = []
     complete = list(complete_ones(path, faults))
     candidates = [each for each in complete if iteration in (None, iteration_of(each))]
     if candidates:

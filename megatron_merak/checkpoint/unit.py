@@ -167,10 +167,10 @@ def _verify_tensors(beside: Path, name: str) -> None:
 
 def _path(name: object) -> str:
     """Return a path that stays inside the directory."""
-    plain = isinstance(name, str) and name and "\0" not in name and PurePosixPath(name).as_posix() == name
-    if not plain or name.startswith("/") or ".." in name.split("/") or name == NAME:
-        raise ValueError(f"{name!r} is not the path of a file in this directory")
-    return name
+    if isinstance(name, str) and name and "\0" not in name and PurePosixPath(name).as_posix() == name:
+        if not name.startswith("/") and ".." not in name.split("/") and name != NAME:
+            return name
+    raise ValueError(f"{name!r} is not the path of a file in this directory")
 
 
 def _file(value: dict) -> dict:

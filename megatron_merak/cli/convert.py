@@ -174,7 +174,7 @@ def _to_checkpoint(options: argparse.Namespace) -> None:
     from ..models.hf_config import RENAMED
     from ..models.names import tensor_table
 
-    model = from_pretrained(options.source, auto_class=AutoModelForCausalLM)
+    model: Any = from_pretrained(options.source, auto_class=AutoModelForCausalLM)
     if model.merak_source is None:
         remedy = "Give a directory with model.safetensors; merak-pretrain draws weights without a checkpoint"
         raise CheckpointError("model directory", options.source, "it has no weights", remedy)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from ..arguments import Flag, build_parser, convert, flags, read, shown, unknown_flags
 from ..config import Config
@@ -96,7 +97,8 @@ def consequence(error: ConfigError) -> str:
 
 def _script_flags(tokens: Sequence[str], ours: Mapping[str, Flag]) -> Iterator[Given]:
     """Flags with their values; a variable behind a flag that has all its values stands alone."""
-    name, values = "", []
+    name = ""
+    values: list[str] = []
     for token in tokens:
         if re.match(r"--[A-Za-z]", token):
             if name or values:
@@ -106,7 +108,8 @@ def _script_flags(tokens: Sequence[str], ours: Mapping[str, Flag]) -> Iterator[G
         elif token.startswith("$") and (not name or _complete(name, values, ours)):
             yield from [Given(name, tuple(values))] if name else []
             yield Given("", (token,))
-            name, values = "", []
+            name = ""
+            values = []
         else:
             values.append(_unquoted(token))
     if name or values:
@@ -156,7 +159,7 @@ def check(flag: Flag, each: Given) -> None:
     checked(section, section.__dataclass_fields__[flag.field], value)
 
 
-def _sections() -> Iterator[type]:
+def _sections() -> Iterator[Any]:
     return (entry.type for entry in Config.__dataclass_fields__.values())
 
 

@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{program()}: {error_text(error)}", file=sys.stderr)
         return 2
     except RecursionError:
-        error = ConfigError("script", path, "it is nested too deep to be followed", "Write the command by itself")
-        print(f"{program()}: {error}", file=sys.stderr)
+        nested = ConfigError("script", path, "it is nested too deep to be followed", "Write the command by itself")
+        print(f"{program()}: {nested}", file=sys.stderr)
         return 2
     launcher, changes = launcher_of(launch)
     result = converted(launch.flags, ranks_of(launch.before))

@@ -231,7 +231,8 @@ class Script:
     def _holds(self, condition: Sequence[Word]) -> bool | None:
         """Whether a condition of tests in brackets holds; None if that is not known."""
         result: bool | None = None
-        joined, test = "", []
+        joined = ""
+        test: list[str] = []
         for word in condition:
             if not word.separator:
                 values = self.variables.fields(word) or [""]
@@ -248,7 +249,8 @@ class Script:
                     result = False if False in (result, value) else None if None in (result, value) else True
                 else:
                     result = value
-            joined, test = word.separator, []
+            joined = word.separator
+            test = []
         return result
 
     def _simple(self, words: list[Word]) -> Launch | None:

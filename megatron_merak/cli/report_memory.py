@@ -116,14 +116,17 @@ def show(arguments: Sequence[str]) -> None:
     if options.plan is not None:
         from ..training.plan_file import stored
 
-        plan, notes, remake = stored(options.plan), (), None
-        limit = plan.cluster.device.usable
+        plan = stored(options.plan)
+        limit: float = plan.cluster.device.usable
+        parts = [looked_at(plan, limit, None)]
     else:
         config, values = configured(flags, arguments)
         maker = Maker(config, values)
-        plan, notes, remake = maker.plan, (*without_effect(arguments)[1], *maker.notes()), maker.remade
+        plan = maker.plan
         limit = maker.limit
-    print("\n\n".join(part for part in (looked_at(plan, limit, remake), "\n".join(notes)) if part))
+        notes = (*without_effect(arguments)[1], *maker.notes())
+        parts = [looked_at(plan, limit, maker.remade), "\n".join(notes)]
+    print("\n\n".join(part for part in parts if part))
     if options.picture is not None:
         from ..planner.memory_picture import draw_memory
 

@@ -70,10 +70,15 @@ def _value(node: ast.expr, value_of: Callable[[str], str | None]) -> int:
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         result = _BINARY[type(node.op)](_value(node.left, value_of), _value(node.right, value_of))
         return result if -_INTEGERS <= result < _INTEGERS else _unknown()
-    signed = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd | ast.Not)
-    if signed and not isinstance(node.operand, ast.BinOp | ast.Compare):  # where Python and a shell may group otherwise
+    if isinstance(node, ast.UnaryOp):
+        if isinstance(node.operand, ast.BinOp | ast.Compare):  # where Python and a shell may group otherwise
+            return _unknown()
         inner = _value(node.operand, value_of)
-        return -inner if isinstance(node.op, ast.USub) else inner if isinstance(node.op, ast.UAdd) else int(not inner)
+        if isinstance(node.op, ast.USub):
+            return -inner
+        if isinstance(node.op, ast.UAdd):
+            return inner
+        return int(not inner) if isinstance(node.op, ast.Not) else _unknown()
     if isinstance(node, ast.BoolOp):
         values = [_value(each, value_of) != 0 for each in node.values]
         return int(all(values) if isinstance(node.op, ast.And) else any(values))

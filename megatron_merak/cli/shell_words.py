@@ -110,7 +110,9 @@ class Reader:
         return word
 
     def _plain(self) -> str:
-        return self._take(len(re.compile(r"[^ \t\n;&|()<>\\'\"$`]+").match(self.text, self.at).group()))
+        match = re.compile(r"[^ \t\n;&|()<>\\'\"$`]+").match(self.text, self.at)
+        assert match is not None, "called at a plain letter"
+        return self._take(len(match.group()))
 
     def _to(self, quote: str) -> str:
         """What is between two quotes."""
@@ -125,6 +127,7 @@ class Reader:
         opening = self.text[self.at + 1 : self.at + 2]
         if opening not in ("{", "("):
             match = re.compile(r"\$(?:[A-Za-z_]\w*|[\d@*#?$!-])?").match(self.text, self.at)
+            assert match is not None, "called at a dollar"
             return self._take(len(match.group()))
         closing, depth, end = {"{": "}", "(": ")"}[opening], 0, self.at + 1
         while end < len(self.text):

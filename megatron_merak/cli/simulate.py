@@ -226,8 +226,14 @@ def found_at(
     """The best schedule found for one placement of the stages, and what it takes beside a bound and builders."""
     microbatches, ranks = arguments.microbatches, tuple(() for _ in range(place.ranks))
     costs = stage_costs(arguments, Schedule(AUTO, len(place.home), microbatches, ranks, place.home))
-    where = {"placement": place.home, "split_weights": True}
-    result = search(costs, microbatches, limits=limits, report_progress=progress, **where)
+    result = search(
+        costs,
+        microbatches,
+        limits=limits,
+        split_weights=True,
+        placement=place.home,
+        report_progress=progress,
+    )
     text = f"{time_text(result.makespan)}, no schedule is below {time_text(result.bound)}"
     text += f", {result.builder} takes {time_text(result.builder_makespan)}" if result.builder else ", no builder fits"
     return simulate(result.schedule, costs, arguments.overlap), text

@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = described(__doc__, "merak-verify")
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
-    count, faults = 0, []
+    count = 0
+    faults: list[CheckpointError] = []
     for directory in parser.parse_args(arguments).directories:
         try:
             for path in checkpoints(directory, faults):

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -157,9 +157,9 @@ _ZERO_IS_FINE = ("memory", "dispatch", "latency", "nics")
 _KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 
 
-def _fields(kind: type, content: Any, where: str, optional: Sequence[str] = ()) -> dict[str, Any]:
+def _fields(kind: type, content: Any, where: str, optional: Collection[str] = ()) -> dict[str, Any]:
     """Return the checked values of a dataclass: names, types and ranges. Raises ConfigError."""
-    types = {field.name: field.type for field in fields(kind)}
+    types: dict[str, Any] = {field.name: field.type for field in fields(kind)}
     if not isinstance(content, dict):
         raise ConfigError("cluster", where, "it is not an object", f"Give {', '.join(types)}")
     for key, value in content.items():

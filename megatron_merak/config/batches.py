@@ -124,8 +124,9 @@ def _ramp(train: TrainConfig) -> Batches:
     if train.step_batch_size_schedule is not None:
         raise ConfigError(RAMP, value, f"contradicts {STEPS}", "Give only one of them")
     like = "Write it like '16 16 1000000': the first batch size, the increment, the samples of the ramp"
-    numbers = [_number(text) for text in train.rampup_batch_size if re.fullmatch("[0-9]+", text)]
-    if len(numbers) != 3 or len(train.rampup_batch_size) != 3 or not all(numbers):
+    written = [_number(text) for text in train.rampup_batch_size if re.fullmatch("[0-9]+", text)]
+    numbers = [number for number in written if number]
+    if len(numbers) != 3 or len(train.rampup_batch_size) != 3:
         raise ConfigError(RAMP, f"{value:.80}", "is not three positive whole numbers of 15 digits at most", like)
     first, increment, samples = numbers
     if last is None:
@@ -153,7 +154,7 @@ def _start(step: int, samples: int, count: int) -> int:
 
 def _steps(train: TrainConfig, sequence_length: int) -> Batches:
     """Parse sizes with thresholds in tokens, like '0:768 250B:1536'."""
-    text = train.step_batch_size_schedule
+    text = train.step_batch_size_schedule or ""
     like = "Write it like '0:768 250B:1536 500B:3072': tokens from which on, and samples per step"
     sizes: dict[int, int] = {}
     for entry in text.replace(",", " ").split():

@@ -225,7 +225,7 @@ def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
         if value := getattr(optimizer, f"{name}_{other}"):
             reason = f"is not in the unit of --train-{unit}"
             raise ConfigError(flag_name(f"{name}_{other}"), value, reason, f"Give {flag_name(f'{name}_{unit}')}")
-    _check_decay(optimizer, optimizer.decay or train.train_samples or train.train_iters, unit)
+    _check_decay(optimizer, optimizer.decay or train.train_samples or train.train_iters or 0, unit)
     _check_weight_decay(optimizer)
 
 
@@ -286,7 +286,7 @@ def _check_weight_decay(optimizer: OptimizerConfig) -> None:
             )
         if style != "constant" and value is None:
             raise ConfigError(name, "(missing)", f"is needed with --weight-decay-incr-style {style}", "Give it")
-    if style != "constant" and end < start:
+    if start is not None and end is not None and end < start:
         raise ConfigError("--end-weight-decay", end, f"is below --start-weight-decay {start}", f"Use at least {start}")
 
 

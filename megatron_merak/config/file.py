@@ -116,9 +116,10 @@ def _value(node: Any, setting: Given) -> tuple[bool | None | str | tuple[str, ..
     """Return the value of a node, and whether it is in quotes. Raises ConfigError for unsupported nodes."""
     if node.id == "sequence" and node.tag == f"{_PLAIN}seq":
         items = [_value(item, setting)[0] if item.id == "scalar" else None for item in node.value]
-        if not all(isinstance(item, str) for item in items):
+        texts = tuple(item for item in items if isinstance(item, str))
+        if len(texts) != len(items):
             raise setting.error("has an entry that is not text or a number", "Write a list like [0.3, a, 0.7, b]")
-        return tuple(items), False
+        return texts, False
     if node.id == "mapping" and node.tag == f"{_PLAIN}map":
         raise setting.error("is a mapping", "Give a value, a list, true or false")
     if node.id != "scalar" or node.tag not in _SCALARS:

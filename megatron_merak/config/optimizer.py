@@ -72,7 +72,10 @@ class OptimizerConfig(Section):
     @property
     def final_lr(self) -> float:
         """``min_lr``, or a tenth of ``lr`` if unset; one of them is needed."""
-        return self.min_lr if self.min_lr is not None else 0.1 * self.lr
+        if self.min_lr is not None:
+            return self.min_lr
+        assert self.lr is not None, "without --lr nothing is trained"
+        return 0.1 * self.lr
 
     @property
     def decay(self) -> int | None:

@@ -29,14 +29,14 @@ from .parallel import ParallelConfig
 from .rank_order import check_order
 from .sections import CheckpointConfig, DataConfig, HFCheckpointConfig, LoggingConfig, ModelConfig, TrainConfig
 from .servers import check_servers, check_workers
-from .settings import Section, known_keys
+from .settings import known_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The settings that runs of all models have, one section per concern. ``model`` is refined by subclasses."""
 
-    model: Section
+    model: ModelConfig | HFModelConfig
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -121,7 +121,7 @@ class RunConfig:
 
         Raises ConfigError for an unknown key, a missing required value or a value of the wrong type.
         """
-        types = {field.name: field.type for field in dataclasses.fields(cls)}
+        types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
         known_keys("configuration", sections, types)
         return cls(**{name: section_type.from_dict(sections.get(name, {})) for name, section_type in types.items()})
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..counting import counted
 from ..errors import ConfigError
@@ -14,7 +14,10 @@ from .settings import flag_name
 STRATEGY = "--data-parallel-strategy"
 SNAPSHOT_INTERVAL = 100
 
-Run = TypeVar("Run")
+if TYPE_CHECKING:
+    from .run import RunConfig  # which imports this module
+
+Run = TypeVar("Run", bound="RunConfig")
 
 
 def snapshot_directory(save: str) -> Path:
@@ -115,6 +118,11 @@ def of_worker(config: Run, workers: int) -> Run:
     """Return the configuration of one worker: of a job of its own, with its part of every batch."""
     train = config.train
     size = None if train.global_batch_size is None else train.global_batch_size // workers
-    alone = {"data_parallel_strategy": "allreduce", "num_parameter_servers": 0}
-    alone |= {"ps_max_staleness": None, "ps_snapshot_interval": None}
-    return replace(config, parallel=replace(config.parallel, **alone), train=replace(train, global_batch_size=size))
+    parallel = replace(
+        config.parallel,
+        data_parallel_strategy="allreduce",
+        num_parameter_servers=0,
+        ps_max_staleness=None,
+        ps_snapshot_interval=None,
+    )
+    return replace(config, parallel=parallel, train=replace(train, global_batch_size=size))

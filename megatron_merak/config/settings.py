@@ -64,7 +64,8 @@ def _check_choice(field: dataclasses.Field, value: str) -> None:
 
 def checked(cls: type, field: dataclasses.Field, value: Any) -> Any:
     """Return ``value`` in the field's type. Raises ConfigError for another type, out of range, or no choice."""
-    flag, kind = flag_name(field.name), value_type(cls, field.name)
+    flag = flag_name(field.name)
+    kind: Any = value_type(cls, field.name)  # Any: comparing types below narrows no value
     if value is None and field.default is None:
         return None
     if kind is float and type(value) is int and abs(value) < 2**63:

@@ -25,7 +25,7 @@ def parse_blend(flag: str, values: Sequence[str]) -> tuple[list[str], list[float
     if not paired:
         reason = "weights and prefixes do not alternate"
         raise DataError(flag, " ".join(values), reason, "Write 'W1 PREFIX1 W2 PREFIX2 ...', or prefixes only")
-    weights = numbers[::2]
+    weights = [number for number in numbers if number is not None]
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise DataError(
             flag,
@@ -117,6 +117,7 @@ class BlendedDataset:
         # Megatron normalises here a second time; the last bit of a weight decides ties.
         self.weights = normalized(normalized(weights))
         self.size = sum(len(dataset) for dataset in datasets) if size is None else size
+        indices: Sequence[np.ndarray]
         if path_to_cache is None:
             indices = self._build(size)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import Config
+from ..config import RunConfig
 from ..errors import DataError
 from . import tokenizer as tokenizers
 from .blend import BlendedDataset, normalized, parse_blend, samples_per_dataset
@@ -28,7 +28,7 @@ class Datasets(NamedTuple):
     test: Dataset | None
 
 
-def build_tokenizer(config: Config) -> Tokenizer:
+def build_tokenizer(config: RunConfig) -> Tokenizer:
     """Return the run's tokenizer. Raises `DataError`.
 
     Generated data without --tokenizer-type has --vocab-size ids; the last one ends a document.
@@ -39,7 +39,7 @@ def build_tokenizer(config: Config) -> Tokenizer:
     return tokenizers.build_tokenizer(data.tokenizer_type, data.tokenizer_model, vocab_size)
 
 
-def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
+def vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
     """Return the number of token ids before padding: --vocab-size if larger than the tokenizer's.
 
     Raises `DataError` if it is smaller.
@@ -54,7 +54,7 @@ def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
     return size
 
 
-def samples_wanted(config: Config, world_size: int) -> tuple[int, int, int]:
+def samples_wanted(config: RunConfig, world_size: int) -> tuple[int, int, int]:
     """Return the samples of the train, valid and test parts that the run may need.
 
     There is one evaluation of --eval-iters global batches per --eval-interval and one at the end, and one test.
@@ -69,7 +69,7 @@ def samples_wanted(config: Config, world_size: int) -> tuple[int, int, int]:
     return train.train_samples or iterations * batch, evaluations * per_evaluation, per_evaluation
 
 
-def build_datasets(config: Config, tokenizer: Tokenizer, world_size: int) -> Datasets:
+def build_datasets(config: RunConfig, tokenizer: Tokenizer, world_size: int) -> Datasets:
     """Return the run's data sets, equal on every rank.
 
     Needs no communication: the first process of a host builds indices, and the others map them. Raises `DataError` for
@@ -90,7 +90,7 @@ def build_datasets(config: Config, tokenizer: Tokenizer, world_size: int) -> Dat
 class Parts:
     """Builds the parts of one run's data, opening every file once."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, shared: GPTDatasetConfig):
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, shared: GPTDatasetConfig):
         self.config, self.data, self.shared = config, config.data, shared
         self._mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod) if config.data.mock_data else None
         self._sources: dict[str, IndexedDataset] = {}
@@ -158,23 +158,27 @@ class Parts:
             datasets = [self._single(source, part, size) for source, size in zip(sources, sizes, strict=True)]
             if not any(datasets):
                 return None
-            self._complete(flag, sources, datasets, part)
-            return BlendedDataset(datasets, shares, sum(samples_per_dataset(shares, samples)), cache)
-        datasets = [dataset for source in sources if (dataset := self._single(source, part, None)) is not None]
-        if not datasets:
+            complete = self._complete(flag, sources, datasets, part)
+            return BlendedDataset(complete, shares, sum(samples_per_dataset(shares, samples)), cache)
+        present = [dataset for source in sources if (dataset := self._single(source, part, None)) is not None]
+        if not present:
             return None
-        sizes = [len(dataset) for dataset in datasets]
+        sizes = [len(dataset) for dataset in present]
         if sum(sizes) < samples:
             reason = (
                 f"without weights they are read once, {sum(sizes)} {SPLITS[part]} samples, but {samples} are needed"
             )
             raise DataError(flag, f"of {len(sources)} prefixes", reason, "Give weights, to read them repeatedly")
-        return BlendedDataset(datasets, sizes, samples, cache)
+        return BlendedDataset(present, sizes, samples, cache)
 
     def _complete(
         self, flag: str, sources: Sequence[TokenSource], datasets: Sequence[GPTDataset | None], part: int
-    ) -> None:
+    ) -> list[GPTDataset]:
+        """Return ``datasets``. Raises DataError if one has no data of that part."""
+        complete = []
         for source, dataset in zip(sources, datasets, strict=True):
             if dataset is None:
                 reason = f"it has no {SPLITS[part]} data, while others of the blend do"
                 raise DataError(flag, source.prefix, reason, "Give a larger dataset, or leave it out")
+            complete.append(dataset)
+        return complete

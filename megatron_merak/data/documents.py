@@ -77,10 +77,12 @@ def parse_document(raw: Raw, keys: Sequence[str]) -> list[str]:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
-    texts = [document.get(key) for key in keys]
-    for key, value in zip(keys, texts, strict=True):
+    texts = []
+    for key in keys:
+        value = document.get(key)
         if not isinstance(value, str):
             raise ValueError(f"key {key!r} is missing" if value is None else f"the value of {key!r} is no string")
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise ValueError(f"the value of {key!r} holds half a surrogate pair")
+        texts.append(value)
     return texts

@@ -32,11 +32,11 @@ class Indices(NamedTuple):
 class Epochs(NamedTuple):
     """How often a split is read.
 
-    count:     passes.
+    passes:    their number.
     sans_last: number of samples of all passes but the last, if that one is shuffled separately; else None.
     """
 
-    count: int
+    passes: int
     sans_last: int | None
 
 
@@ -84,8 +84,8 @@ def shuffle(items: np.ndarray, random: np.random.RandomState) -> None:
 
 def document_order(documents: np.ndarray, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
     """int32[E * documents]: the passes shuffled together, or all but the last together and then the last."""
-    counts = [epochs.count] if epochs.sans_last is None else [epochs.count - 1, 1]
-    order = np.tile(documents.astype(np.int32), epochs.count)
+    counts = [epochs.passes] if epochs.sans_last is None else [epochs.passes - 1, 1]
+    order = np.tile(documents.astype(np.int32), epochs.passes)
     for part in np.split(order, [len(documents) * counts[0]]):
         shuffle(part, random)
     return order

@@ -44,17 +44,19 @@ def _identity(dataset: Dataset) -> dict:
     samples: how they are cut.
     order:   digest of their order.
     """
-    single = isinstance(dataset, GPTDataset)
-    parts = [dataset] if single else dataset.datasets
+    parts = [dataset] if isinstance(dataset, GPTDataset) else dataset.datasets
     indices = [index for part in parts for index in (part.document_index, part.sample_index, part.shuffle_index)]
-    indices += [] if single else [dataset.dataset_index, dataset.dataset_sample_index]
+    weights = None
+    if not isinstance(dataset, GPTDataset):
+        indices += [dataset.dataset_index, dataset.dataset_sample_index]
+        weights = dataset.weights
     order = hashlib.sha256()
     for index in indices:
         order.update(np.ascontiguousarray(index[:_PREFIX]).astype("<i8").tobytes())
     return {
         "sources": [_source(part) for part in parts],
         "samples": {
-            "weights": None if single else dataset.weights,
+            "weights": weights,
             "sequence length": parts[0].config.sequence_length,
             "seed": parts[0].config.random_seed,
             "end-of-document id left out of the loss": parts[0].config.masked_eod,

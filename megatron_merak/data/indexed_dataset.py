@@ -131,6 +131,7 @@ class IndexedDataset:
             return np.empty(0, self.dtype)
         if self._tokens is not None:
             return np.frombuffer(self._tokens, self.dtype, count, pointer)
+        assert self._file is not None, "either mapped or open"
         data = os.pread(self._file.fileno(), count * self.dtype.itemsize, pointer)
         if len(data) != count * self.dtype.itemsize:
             raise DataError("data file", data_path(self.prefix), "it shrank while it was being read", REBUILD)

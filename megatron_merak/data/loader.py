@@ -66,10 +66,11 @@ class BatchLoader:
         end = self._end(self.consumed_samples)
         if end > len(self.dataset):
             raise StopIteration
-        if self._pool is None:
+        pool = self._pool
+        if pool is None:
             step = self._load(self.consumed_samples)
         else:
-            self._fetch_ahead()
+            self._fetch_ahead(pool)
             step = self._ahead[0][1].result()
             self._ahead.popleft()
         self.consumed_samples = end
@@ -82,11 +83,11 @@ class BatchLoader:
     def _end(self, consumed_samples: int) -> int:
         return consumed_samples + self._size(consumed_samples)
 
-    def _fetch_ahead(self) -> None:
+    def _fetch_ahead(self, pool: ThreadPoolExecutor) -> None:
         """Prepare one step more than there are workers: the one that is waited for, and those after it."""
         start = self._ahead[-1][0] if self._ahead else self.consumed_samples
         while len(self._ahead) <= self._workers and (end := self._end(start)) <= len(self.dataset):
-            self._ahead.append((end, self._pool.submit(self._load, start)))
+            self._ahead.append((end, pool.submit(self._load, start)))
             start = end
 
     def _load(self, consumed_samples: int) -> list[dict[str, torch.Tensor]]:

@@ -19,7 +19,9 @@ class Tokenizer(Protocol):
     that padding can never hide a document's end. `eod` raises `DataError` where the tokenizer has none."""
 
     vocab_size: int
-    pad: int | None
+
+    @property
+    def pad(self) -> int | None: ...
 
     @property
     def eod(self) -> int: ...
@@ -33,7 +35,9 @@ class Tokenizer(Protocol):
     def detokenize(self, ids: Sequence[int]) -> str: ...
 
 
-def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None, vocab_size: int | None) -> Tokenizer:
+def build_tokenizer(
+    tokenizer_type: str | None, tokenizer_model: str | Path | None, vocab_size: int | None
+) -> Tokenizer:
     """The tokenizer that `--tokenizer-type`, `--tokenizer-model` and `--vocab-size` describe. Raises `DataError`."""
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None:
@@ -139,7 +143,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 class NullTokenizer:

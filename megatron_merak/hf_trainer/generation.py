@@ -64,7 +64,8 @@ class Generator:
     def __init__(self, engine: CapturedModel, model: nn.Module, padding: Padding):
         self.engine, self.mesh = engine, engine.mesh
         self.inner: Any = inspected_model(model)
-        self._columns = forward_parameters(_Signature(type(self.inner)))[0]
+        signature: Any = _Signature(type(self.inner))
+        self._columns = forward_parameters(signature)[0]
         self._masked = not engine.is_causal and MASK in self._columns
         self._question = OwnLoss(_logits_at_place)
         self._neutral = NeutralPadding(replace(padding, mask=False), self.mesh, self._question)
@@ -94,7 +95,8 @@ class Generator:
 
     def _refuse(self, kwargs: Mapping[str, Any]) -> None:
         kind = type(self.inner)
-        if not (isinstance(self.inner, GenerationMixin) and self.inner.can_generate()):
+        inner: Any = self.inner
+        if not (isinstance(self.inner, GenerationMixin) and inner.can_generate()):
             remedy = "Generate with a model of transformers that has a language modelling head"
             raise ConfigError("generate", kind.__name__, "the model class cannot generate tokens", remedy)
         if kind.generate is not GenerationMixin.generate:
@@ -120,7 +122,7 @@ class Generator:
     def _stand_in(self) -> Any:
         """Return a model of the same class and configuration whose forward is this object's."""
         kind = type(self.inner)
-        stand_in = object.__new__(type(kind.__name__, (_StandIn, kind), {"__module__": kind.__module__}))
+        stand_in: Any = object.__new__(type(kind.__name__, (_StandIn, kind), {"__module__": kind.__module__}))
         vars(stand_in).update({name: each for name, each in vars(self.inner).items() if not isinstance(each, Guard)})
         vars(stand_in)["merak_device"] = self.mesh.device
 

@@ -183,7 +183,8 @@ def _reads(trainer: Any, model: nn.Module, names: set[str]) -> Iterator[None]:
     """Let ``trainer.model`` be the captured model, and collect in ``names`` which attributes of the trainer are
     read.
     """
-    kind, own = type(trainer), trainer.model
+    kind: Any = type(trainer)
+    own = trainer.model
 
     def noting(instance: Any, name: str) -> Any:
         names.add(name)
@@ -212,11 +213,11 @@ def _outputs_in_fp32(model: nn.Module, mixed: bool) -> Iterator[None]:
     if not mixed:
         yield
         return
-    model.forward = called  # type: ignore[method-assign]
+    model.forward = called
     try:
         yield
     finally:
-        model.forward = forward  # type: ignore[method-assign]
+        model.forward = forward
 
 
 @contextmanager
@@ -259,6 +260,6 @@ def has_scripted_loss(trainer: Any, base: type) -> bool:
     return is_overridden(trainer, base) or trainer.compute_loss_func is not None
 
 
-def is_overridden(trainer: Any, base: type) -> bool:
+def is_overridden(trainer: Any, base: Any) -> bool:
     """Whether a script overrides ``compute_loss``, which then sees the complete batch."""
     return _function(trainer.compute_loss) is not base.compute_loss

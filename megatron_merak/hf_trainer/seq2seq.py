@@ -55,7 +55,7 @@ class MerakSeq2SeqArguments(MerakArguments):
         return values | ({"generation_config": config.to_dict()} if isinstance(config, GenerationConfig) else {})
 
 
-MerakSeq2SeqArguments.__init__ = checked(MerakSeq2SeqArguments.__init__)
+MerakSeq2SeqArguments.__init__ = checked(MerakSeq2SeqArguments.__init__)  # type: ignore[method-assign]
 
 
 @dataclass
@@ -86,7 +86,8 @@ class GeneratedEvaluation(Evaluation):
         if self.rank == owner:
             tensors = {name: x for name, x in round_.batches[row].items() if isinstance(x, Tensor)}
         batch: Any = from_rank(owner, tensors, self.control)
-        predictions, labels = self.lengthened(self.generate(batch).cpu()), self.facts.labels(batch)
+        predictions = self.lengthened(self.generate(batch).cpu())
+        labels: Any = self.facts.labels(batch)
         labels = None if labels is None else self.lengthened(labels)
         if self.preprocess is not None:
             predictions = self.preprocess(predictions, labels)
@@ -100,6 +101,8 @@ class MerakSeq2SeqTrainer(MerakTrainer):
     args: MerakSeq2SeqArguments. With ``predict_with_generate``, ``evaluate`` and ``predict`` take keywords of
           ``generate``, and predictions are tokens.
     """
+
+    args: MerakSeq2SeqArguments
 
     def __init__(self, model: Any = None, args: MerakSeq2SeqArguments | None = None, *arguments: Any, **named: Any):
         if args is not None and not isinstance(args, MerakSeq2SeqArguments):
@@ -163,7 +166,8 @@ class MerakSeq2SeqTrainer(MerakTrainer):
     def _tokens(self, batch: Batch) -> Tensor:
         inputs, labels = dict(batch), batch.get("labels")
         started = inputs.get("decoder_input_ids")
-        if labels is not None and started is not None and started.shape == labels.shape:  # made of the labels
+        made = isinstance(labels, Tensor) and isinstance(started, Tensor) and started.shape == labels.shape
+        if made:  # of the labels
             inputs = {
                 name: x for name, x in inputs.items() if name not in ("decoder_input_ids", "decoder_attention_mask")
             }

@@ -71,7 +71,8 @@ def surroundings(trainer: Any) -> dict[str, Any]:
 def names_read(function: object) -> set[str]:
     """Return every name that a function may use, with the script's functions and methods that it calls."""
     read: set[str] = set()
-    waiting, known = [function], []
+    waiting = [function]
+    known: list[Any] = []
     while waiting:
         each = waiting.pop()
         inner = getattr(each, "__func__", each)

@@ -135,7 +135,7 @@ class MerakTrainer(TrainerFace):
         args = self.args
         args.refuse_changes()
         with together(self.mesh.control, "cpu"):
-            if args.should_save:
+            if args.should_save and args.output_dir is not None:
                 check_directory("output_dir", args.output_dir, Path(args.output_dir))
         if not callable(self.data_collator):
             raise ConfigError("data_collator", self.data_collator, "it cannot be called", "Give a function")
@@ -143,13 +143,15 @@ class MerakTrainer(TrainerFace):
             raise ConfigError("compute_loss_func", self.compute_loss_func, "it cannot be called", "Give a function")
         refuse_beside_deepspeed(self, MerakTrainer)
         if args.eval_strategy != "no" and self.eval_dataset is None:
-            raise ConfigError("eval_strategy", args.eval_strategy.value, "there is no eval_dataset", "Give one")
+            strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
+            raise ConfigError("eval_strategy", strategy, "there is no eval_dataset", "Give one")
         if args.save_strategy == "best" and args.metric_for_best_model is None:
             raise ConfigError("save_strategy", "best", "metric_for_best_model is unset", "Name a metric")
 
     def _default_collator(self) -> Callable:
         if isinstance(self.processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor):
-            return DataCollatorWithPadding(self.processing_class)
+            pads: Any = self.processing_class
+            return DataCollatorWithPadding(pads)
         return default_data_collator
 
     def _callback_handler(self, callbacks: list) -> CallbackHandler:
@@ -176,8 +178,16 @@ class MerakTrainer(TrainerFace):
         padding = Padding(None) if sees else padding_of(self.model, self.facts, self.args, tokenizer)
         neutral = NeutralPadding(padding, self.mesh)
         named = "length_buckets names the lengths of rows" if isinstance(self.args.buckets, tuple) else ""
-        settings = (self.args, self.mesh, self.facts, neutral, self.data_collator, tokenizer)
-        self.feed = Feed(*settings, rows=in_one_row(sees or named, padding.limit), masks=without_masks(sees))
+        self.feed = Feed(
+            self.args,
+            self.mesh,
+            self.facts,
+            neutral,
+            self.data_collator,
+            tokenizer,
+            rows=in_one_row(sees or named, padding.limit),
+            masks=without_masks(sees),
+        )
 
     def _sees_padding(self) -> bool:
         """Whether the loss may depend on padding."""
@@ -201,6 +211,7 @@ class MerakTrainer(TrainerFace):
         """This rank's part of the model; built at first use, from the first batch."""
         if self._engine is None:
             self._build(0)
+        assert self._engine is not None
         return self._engine
 
     def _build(self, epoch: int) -> None:
@@ -263,7 +274,7 @@ class MerakTrainer(TrainerFace):
         if trial is not None:
             raise ConfigError("trial", trial, "there is no search of hyperparameters", "Start one run per trial")
         attend("train", self.control_group)
-        directory = RunDirectory(self.args.output_dir, self.control_group)
+        directory = RunDirectory(self._output_dir, self.control_group)
         try:
             return self._train(directory, resume_from_checkpoint, ignore_keys_for_eval)
         finally:
@@ -331,7 +342,7 @@ class MerakTrainer(TrainerFace):
                 metrics |= self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
-        metrics = self._predict(dataset, metric_key_prefix, loss_only, False, ignore_keys).metrics
+        metrics = self._predict(dataset, metric_key_prefix, loss_only, False, ignore_keys).metrics or {}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -361,6 +372,7 @@ class MerakTrainer(TrainerFace):
         evaluation = self._evaluation(batches, facts, loss_only, everyone)
         self.engine.share_statistics()
         output = evaluation.run(self.compute_metrics, prefix)
+        assert output.num_samples is not None and output.metrics is not None
         steps = math.ceil(output.num_samples / (self.args.eval_batch_size * grid.dp))
         output.metrics.update(speed_metrics(prefix, began, num_samples=output.num_samples, num_steps=steps))
         return output
@@ -405,7 +417,7 @@ class MerakTrainer(TrainerFace):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model, its tokenizer and the arguments, for ``from_pretrained`` of transformers."""
         attend("save_model", self.control_group)
-        directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        directory = Path(self._output_dir if output_dir is None else output_dir)
         check_model(self, saves=True)
         if _internal_call:  # all of the checkpoint is written again
             self._write_model(directory)
@@ -415,6 +427,12 @@ class MerakTrainer(TrainerFace):
     def _write_model(self, directory: Path) -> None:
         self.engine.save_hf(directory, self.feed.tokenizer, self.beside)
         write_text(directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group)
+
+    @property
+    def _output_dir(self) -> str:
+        """``args.output_dir``, for which transformers has a default."""
+        assert self.args.output_dir is not None
+        return self.args.output_dir
 
     @property
     def _saving(self) -> Saving:

@@ -28,6 +28,7 @@ from ..errors import ConfigError
 from ..parallel.mesh import Mesh
 from ..stages.placed import refuse_placed
 from .arguments.deepspeed import decayed_by_deepspeed
+from .arguments.merak_arguments import MerakArguments
 from .arguments.optimizers import class_and_arguments, decayed_parameters, make
 from .batches.feed import Feed
 from .batches.model_facts import ModelFacts
@@ -81,7 +82,7 @@ class TrainerFace:
 
     model = _model()
 
-    args: TrainingArguments
+    args: MerakArguments
     model_init: Callable[..., nn.Module] | None
     train_dataset: Dataset | None
     feed: Feed
@@ -159,10 +160,12 @@ class TrainerFace:
 
     def call_model_init(self, trial: None = None) -> nn.Module:
         """Return a new model from ``model_init``; called at construction and by every ``train``."""
-        count = number_of_arguments(self.model_init)
+        make = self.model_init
+        assert make is not None, "asked only where there is no model"
+        count = number_of_arguments(make)
         if count > 1:
             raise ConfigError("model_init", f"({count} arguments)", "it is called with at most one", "Take no more")
-        model = self.model_init(trial) if count else self.model_init()
+        model = make(trial) if count else make()
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 "model_init", f"(returned {type(model).__name__})", "it is not a model", "Return a module"
@@ -207,6 +210,7 @@ class TrainerFace:
             chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
             decayed = decayed_by_deepspeed(self.args, model) or self.get_decay_parameter_names(model)
             self.optimizer = make(model, self.args.weight_decay, decayed, chosen)
+        assert self.optimizer is not None
         return self.optimizer
 
     def made_optimizer(self) -> torch.optim.Optimizer:
@@ -242,8 +246,11 @@ class TrainerFace:
 
     def create_scheduler(self, num_training_steps: int, optimizer: ParameterGroups | None = None) -> LRScheduler:
         """Return a schedule of ``optimizer``, by default ``self.optimizer``; called by every ``train``."""
-        self.lr_scheduler = schedule(self.args, num_training_steps, self.optimizer if optimizer is None else optimizer)
-        return self.lr_scheduler
+        stepped = self.optimizer if optimizer is None else optimizer
+        assert stepped is not None, "it is made before its schedule"
+        scheduler = schedule(self.args, num_training_steps, stepped)
+        self.lr_scheduler = scheduler
+        return scheduler
 
     def learning_rate(self, steps: int) -> LearningRate:
         """Return the rates of a run of ``steps``: a new schedule of the groups that earlier runs left, as in
@@ -256,7 +263,8 @@ class TrainerFace:
         if scheduler is not None or self._scheduler is None:
             self.lr_scheduler = scheduler
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self._groups, self._scheduler
-        return LearningRate(self._groups, self._scheduler)
+        chosen: Any = self._scheduler  # set beside this method's eyes
+        return LearningRate(self._groups, chosen)
 
     # Logs and callbacks
 

@@ -7,6 +7,7 @@ pipelines.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,15 +110,15 @@ class Embedding(Unit):
 
     def _embed(self, common: Common, x: Tensor) -> tuple[Tensor]:
         if self.positions is not None:
-            x = x + self._positions(common["position_ids"])
+            x = x + self._positions(self.positions, common["position_ids"])
         x = x.to(self.place.stream)
         with self.place.own_stream():
             return (ops.bias_dropout_add(x, None, None, self.config.hidden_dropout, self.training),)
 
-    def _positions(self, ids: Tensor) -> Tensor:
-        if self.place.on_parts and self.place.edges:
-            return self.positions(own_part(ids, self.place.group))
-        embedded = self.positions(ids)
+    def _positions(self, table: nn.Module, ids: Tensor) -> Tensor:
+        if self.place.group is not None and self.place.on_parts and self.place.edges:
+            return table(own_part(ids, self.place.group))
+        embedded = table(ids)
         return scatter_to_sequence_parallel_region(embedded, self.place.group) if self.place.on_parts else embedded
 
 
@@ -216,7 +217,7 @@ class Head(Unit):
         self.layouts["output.weight"] = names.head()
         rows = padded // place.tp
         self.start = rows * group_rank(place.group)
-        self.valid = min(max(config.vocab_size - self.start, 0), rows)
+        self.valid = min(max((config.vocab_size or 0) - self.start, 0), rows)
 
     def chain(self) -> list[Segment]:
         if not self.place.edges:
@@ -297,12 +298,16 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig, place: Placement):
         super().__init__()
-        self.units = nn.ModuleList(build_unit(i, config, place) for i in range(config.num_layers + 2))
+        units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
+        self.units = nn.ModuleList(units)
         self.prelude = Prelude(config, torch.device(place.device))
         if not config.untie_embeddings_and_output_weights:
-            self.units[-1].output.weight = self.units[0].tokens.weight
+            head: Any = units[-1]
+            embedding: Any = units[0]
+            head.output.weight = embedding.tokens.weight
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Sum of the loss over the batch's unmasked tokens, fp32 scalar."""
-        segments = [s for unit in self.units for s in unit.segments()]
+        units: Any = self.units
+        segments = [s for unit in units for s in unit.segments()]
         return run_serial(segments, Common(self.prelude(batch)))["loss"]

@@ -172,7 +172,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError for another model type.
     """
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
+    if kind is None or kind not in ARCHITECTURES:
         remedy = "Train it with merak-pretrain-hf, which takes any model type"
         raise ConfigError("model type", kind, f"the native GPT can be {', '.join(ARCHITECTURES)}", remedy)
     shared = {

@@ -141,10 +141,11 @@ class SelfAttention(nn.Module):
         self.k_norm = Norm(c.head_dim, c, place, partial=True) if c.qk_layernorm else None
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        normed = self.q_norm is not None
+        normed = self.q_norm is not None and self.k_norm is not None
         query, key, value = ops.split_heads(self.qkv(x), self.heads, self.groups, None if normed else angles)
-        if normed:
-            query, key = self.q_norm(query), self.k_norm(key)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = self.q_norm(query)
+            key = self.k_norm(key)
             if angles is not None:
                 query, key = (ops.rotary(part, *angles) for part in (query, key))
         dropout = self.config.attention_dropout if self.training else 0.0

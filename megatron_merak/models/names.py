@@ -34,7 +34,8 @@ class Names:
 
     def _vocabulary(self, name: str) -> ParameterLayout:
         c = self.config
-        return self._one(name, (c.vocab_size, c.hidden_size), 0, self.inner, padded=c.padded_vocab_size(self.tp))
+        padded = c.padded_vocab_size(self.tp)  # raises where the size is not known yet
+        return self._one(name, (c.vocab_size or 0, c.hidden_size), 0, self.inner, padded=padded)
 
     def norm(self, name: str, size: int) -> dict[str, ParameterLayout]:
         layouts = {"weight": self._one(f"{name}.weight", (size,), None, Init("ones"))}

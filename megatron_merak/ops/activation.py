@@ -1,5 +1,6 @@
 """Activations of the feed-forward block: silu, gelu and gelu_tanh, alone after a bias, and as gates."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from .register import kernels, operation
 
-_ACTIVATIONS = {
+# The function and its backward, of (gradient, input).
+_ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "silu": (F.silu, torch.ops.aten.silu_backward),
     "gelu": (F.gelu, torch.ops.aten.gelu_backward),
     "gelu_tanh": (

@@ -65,7 +65,9 @@ def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     batch, length, heads, dim = query.shape
     groups = key.shape[2]
     queries = query.transpose(1, 2).reshape(batch * groups, heads // groups, length, dim)
-    return queries, *(x.transpose(1, 2).reshape(batch * groups, length, dim) for x in (key, value))
+    keys = key.transpose(1, 2).reshape(batch * groups, length, dim)
+    values = value.transpose(1, 2).reshape(batch * groups, length, dim)
+    return queries, keys, values
 
 
 def _probabilities(queries: Tensor, keys: Tensor, start: int, scale: float) -> tuple[Tensor, int]:
@@ -96,7 +98,7 @@ def causal_attention(
 
 
 def _causal_on_heads(query: Tensor, key: Tensor, value: Tensor, _, dropout: float, scale: float | None) -> Tensor:
-    return _causal(*(x.transpose(1, 2) for x in (query, key, value)), dropout, scale)
+    return _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout, scale)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None) -> Tensor:
@@ -131,7 +133,7 @@ def attention(
     """
     if pricing() is not None:
         return AsOneKernel.apply(partial(_masked, dropout=dropout, scale=scale), False, query, key, value, mask)
-    if apart is not None and dropout == 0 and (rows := spans(apart)):
+    if mask is not None and apart is not None and dropout == 0 and (rows := spans(apart)):
         return _by_documents(query, key, value, mask, scale, rows * (len(query) // len(rows)))
     return _masked(query, key, value, mask, dropout, scale)
 
@@ -144,12 +146,12 @@ def _by_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
         sizes = [end - begin for begin, end in bounds]
         hidden = mask[here] if len(mask) > 1 else mask
         pieces = (x[here].split(sizes, 2) for x in (query, key, value))
-        for (begin, end), *operands in zip(bounds, *pieces, strict=True):
+        for (begin, end), q, k, v in zip(bounds, *pieces, strict=True):
             if causal and value.shape[-1] == query.shape[-1]:
-                joined = _causal(*(x.transpose(1, 2) for x in operands), 0.0, scale)
+                joined = _causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, scale)
                 parts.append(joined.unflatten(2, (query.shape[1], -1)).transpose(1, 2))
             else:
-                parts.append(_masked(*operands, hidden[..., begin:end, begin:end], 0.0, scale))
+                parts.append(_masked(q, k, v, hidden[..., begin:end, begin:end], 0.0, scale))
         outputs.append(torch.cat(parts, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -113,6 +113,8 @@ def embedding_part(
     """
     rows = index - start
     outside = (rows < 0) | (rows >= weight.shape[0])
-    pads_here = padding is not None and start <= padding < start + weight.shape[0]
-    output = embedding(rows.masked_fill(outside, 0), weight, sink, padding - start if pads_here else None)
+    pads = None
+    if padding is not None and start <= padding < start + weight.shape[0]:
+        pads = padding - start
+    output = embedding(rows.masked_fill(outside, 0), weight, sink, pads)
     return output.masked_fill(outside.unsqueeze(-1), 0.0)

@@ -19,7 +19,7 @@ class Pricing(Protocol):
 
 def pricing() -> Pricing | None:
     """Return the active mode, if it prices attention as one kernel. Costs a fraction of a microsecond without one."""
-    mode = _get_current_dispatch_mode()
+    mode: Any = _get_current_dispatch_mode()
     return mode if getattr(mode, "fused_attention", False) else None
 
 

@@ -32,7 +32,7 @@ def operation(
             library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
             library.impl(name, reference, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
-            if backward is not None:
+            if setup is not None and backward is not None:
                 overload = getattr(getattr(torch.ops, library.ns), name).default
                 library.impl(name, _differentiable(overload, setup, backward), "Autograd", with_keyset=True)
         return reference

@@ -10,6 +10,7 @@ from megatron_merak.config import OptimizerConfig
 from megatron_merak.optimizer.base import LocalOptimizer, Rates
 from megatron_merak.optimizer.loss_scale import LossScaler
 from megatron_merak.parallel.buffers import ParameterBuffer
+from megatron_merak.parallel.scattered import Scattered
 
 
 class AdamW(LocalOptimizer):
@@ -34,10 +35,12 @@ class AdamW(LocalOptimizer):
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self._change_parts()
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, torch.Tensor | Scattered]:
         """Return the live fp32 tensors [buffer.owned_size], to save or to load into."""
-        state = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return state | {"master": self.master} if self.buffer.rounds else state
+        state: dict[str, torch.Tensor | Scattered] = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        if self.buffer.rounds:
+            state["master"] = self.master
+        return state
 
     def _change_parts(self) -> None:
         """Divide what this rank owns by group and number of steps, without frozen parameters."""

@@ -155,7 +155,10 @@ class FullParameter:
 
     def _views(self, rank: int, ranks: int, local: Tensor, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of views of the same elements in a rank's tensors [n, *stored] and in [n, *shape]."""
-        dim, views, offset = self._tensor.dim + 1, [], 0
+        assert self._tensor.dim is not None, "a replicated tensor has no views of its parts"
+        dim = self._tensor.dim + 1
+        views = []
+        offset = 0
         for start, stop in self._tensor.intervals(rank, ranks):
             length = stop - start
             views.append((local.narrow(dim, offset, length), full.narrow(dim, start, length)))

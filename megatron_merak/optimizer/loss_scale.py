@@ -53,7 +53,7 @@ class LossScaler:
     def update(self, overflowed: bool) -> None:
         """Report a step, skipped if it overflowed. Sets `to_blame`: whether a lower scale may avoid the overflow."""
         self.to_blame = overflowed and self.dynamic and self.scale > self.floor
-        if not self.dynamic:
+        if self.window is None:
             return
         if overflowed:
             self.grown = 0

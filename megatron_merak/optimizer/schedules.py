@@ -27,6 +27,7 @@ def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:
     With --train-samples both count samples, as do all lengths in ``config``. `lr_warmup_fraction` is a fraction of the
     decay.
     """
+    assert config.lr is not None, "without --lr nothing is trained"
     peak, floor = config.lr, config.final_lr
     decay = total if config.decay is None else config.decay
     warmup = warmup_length(config, decay)

@@ -177,7 +177,7 @@ class Gathered(Stepper):
                 share.full.extract(new, part)
 
     def sync(self) -> None:
-        if self._single.optimizer is not None:
+        if self._single.optimizer is not None and self._single.parameter is not None:
             for key, value in self._single.optimizer.state[self._single.parameter].items():
                 if key in self._share.entries:
                     self._share.other_state[key] = self._share.entries[key].stored(value)
@@ -225,7 +225,9 @@ class Owned(Stepper):
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         of_shards = [share.full.lengths(counts[share])[rank] if share in counts else 0 for share in self.shares]
         of_shards += [0] * (ranks - len(of_shards))
-        of_own = self._own.full.lengths(counts[self._own]) if self._own in counts else [0] * ranks
+        of_own = [0] * ranks
+        if self._own is not None and self._own in counts:
+            of_own = self._own.full.lengths(counts[self._own])
         sent, received = (of_shards, of_own) if to_owners else (of_own, of_shards)
         flat = [piece.flatten() for piece in pieces] or [self.shares[0].values.new_empty(0)]
         out = flat[0].new_empty(sum(received))

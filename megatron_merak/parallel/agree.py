@@ -8,6 +8,7 @@ import json
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,9 @@ def gather_json(value: object, group: dist.ProcessGroup | None, device: torch.de
         return [json.loads(text)]
     world = dist.get_world_size(group)
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
-    lengths = [torch.empty_like(length) for _ in range(world)]
-    dist.all_gather(lengths, length, group=group)
-    lengths = torch.cat(lengths).tolist()
+    gathered = [torch.empty_like(length) for _ in range(world)]
+    dist.all_gather(gathered, length, group=group)
+    lengths: list[int] = torch.cat(gathered).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     padded = padded.to(device)
@@ -40,9 +41,7 @@ def gather_json(value: object, group: dist.ProcessGroup | None, device: torch.de
     return [json.loads(_as_bytes(text[:n])) for text, n in zip(texts, lengths, strict=True)]
 
 
-def broadcast_json(
-    value: object, group: dist.ProcessGroup | None, device: torch.device | str, source: int = 0
-) -> object:
+def broadcast_json(value: object, group: dist.ProcessGroup | None, device: torch.device | str, source: int = 0) -> Any:
     """Return the ``value`` of the rank ``source`` of the group on every rank; what other ranks pass is ignored."""
     if group is None:
         return json.loads(json.dumps(value))

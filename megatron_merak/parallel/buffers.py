@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from .pieces import Pieces
+from .pieces import Pieces, whole
 
 ALIGNMENT = 64  # elements: 256 bytes in fp32, 128 in bf16, so that every view starts on a cache line
 
@@ -231,7 +231,7 @@ class ParameterBuffer:
     def own(self, flat: Flat) -> torch.Tensor:
         """Return this rank's shards of `flat` ([size]), concatenated: [owned_size]; `flat` itself if it owns all."""
         if not self.sharded:
-            return flat
+            return whole(flat)
         return self._joined([flat[start:stop] for start, stop, _ in self.owned])
 
     def own_gradient(self) -> torch.Tensor:
@@ -245,7 +245,7 @@ class ParameterBuffer:
     def take(self, state: torch.Tensor, flat: Flat, buckets: Sequence[Bucket] | None = None) -> None:
         """Copy this rank's shards of ``flat`` to ``state`` unless they are the same: the inverse of `spread`."""
         if not self.sharded and state is not flat:
-            state.copy_(flat)
+            state.copy_(whole(flat))
         for bucket in (self.buckets if buckets is None else buckets) if self.sharded else ():
             start, stop, offset = self.owned[self._piece_of[bucket]]
             state[offset : offset + stop - start].copy_(flat[start:stop])

@@ -83,7 +83,8 @@ class EmulatedWork(FinishedByWaiting):
     def __init__(self, data: Work, clock: LogicalClock, result: Any):
         super().__init__(result)
         self.data, self.clock = data, clock
-        self.ready = self.end = None
+        self.ready: float | None = None
+        self.end: float | None = None
 
     def find_end(self) -> None:
         """Set ``ready`` and ``end``."""
@@ -92,6 +93,7 @@ class EmulatedWork(FinishedByWaiting):
     def wait(self, timeout=None) -> bool:
         if self.end is None:
             self.find_end()
+        assert self.ready is not None and self.end is not None
         self.clock.wait(self.ready, self.end)
         return True
 
@@ -117,8 +119,9 @@ class Collective(EmulatedWork):
         with _disable_current_modes():  # some of gloo's collectives copy their result here
             self.data.wait()
         self.stamping.wait()
-        self.ready = self.stamp[0]
-        self.end = queue.free = max(self.ready, queue.free) + self.cost
+        ready = self.stamp[0]
+        self.ready = ready
+        self.end = queue.free = max(ready, queue.free) + self.cost
         self.clock.communication += self.cost
 
 
@@ -130,7 +133,7 @@ class Wire:
         self.free = 0.0
         self._posted: dict[int, deque[Receive]] = {}
         self._sent: list[Stamp] = []
-        self._met: list[Receive] = []
+        self._met: list[tuple[float, Receive]] = []  # with the time when each is ready
 
     def post(self, receive: "Receive") -> None:
         self._posted.setdefault(receive.tag, deque()).append(receive)
@@ -145,10 +148,10 @@ class Wire:
             self.gloo.recv([stamp.tensor], self.source, _STAMP_TAG).wait()
             self._sent.append(stamp)
             self._meet()
-        self._met.sort(key=lambda receive: receive.ready)
+        self._met.sort(key=lambda met: met[0])
         while last.end is None:
-            receive = self._met.pop(0)
-            self.free = max(receive.ready, self.free) + receive.nbytes / self.link.bandwidth
+            ready, receive = self._met.pop(0)
+            self.free = max(ready, self.free) + receive.nbytes / self.link.bandwidth
             receive.end = self.free + self.link.latency
             self.clock.communication += costs.send(receive.nbytes, self.link)
 
@@ -159,8 +162,9 @@ class Wire:
             posted = self._posted.get(int(stamp[1]))
             if posted:
                 receive = posted.popleft()
-                receive.ready = max(stamp[0], receive.posted)
-                self._met.append(receive)
+                ready = max(stamp[0], receive.posted)
+                receive.ready = ready
+                self._met.append((ready, receive))
             else:
                 left.append(stamp)
         self._sent = left
@@ -206,10 +210,15 @@ class EmulatedGroup(dist.ProcessGroup):
     """The ranks of a group, gloo between them for the data, and the clock of this rank. Created by ``register``."""
 
     def __init__(self, gloo: Unseen, ranks: Sequence[int], clock: LogicalClock, name: str):
-        super().__init__(gloo.rank(), gloo.size())
+        super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]  # the stubs leave this constructor out
         self._name = name
-        self.gloo, self.ranks, self.clock, self.n = gloo, ranks, clock, len(ranks)
+        self.gloo: Any = gloo
+        self.ranks = ranks
+        self.clock = clock
+        self.n = len(ranks)
         cluster = clock.cluster
+        assert cluster is not None, "a clock that emulates has a cluster"
+        self.cluster = cluster
         self.link = cluster.link(ranks)
         self.queue = clock.queue(cluster.between if cluster.crosses(ranks) else cluster.inside)
         self._wires: dict[int, Wire] = {}
@@ -219,7 +228,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return "emu"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]  # a plain attribute in the stubs
         """The name of the group, which torch stores in backends but not in those written in Python."""
         return self._name
 
@@ -230,7 +239,8 @@ class EmulatedGroup(dist.ProcessGroup):
         self.gloo = None
 
     def _launch(self, data: Work, cost: float, result: Any) -> Collective:
-        stamp, latest = Stamp(self.clock.now()), dist.AllreduceOptions()
+        stamp = Stamp(self.clock.now())
+        latest: Any = dist.AllreduceOptions()
         latest.reduceOp = dist.ReduceOp.MAX
         stamping = self.gloo.allreduce([stamp.tensor], latest)
         return Collective(data, stamp, stamping, cost, self.queue, self.clock, result)
@@ -301,7 +311,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def recv(self, tensors, source: int, tag: int = 0):
         if source not in self._wires:
-            link = self.clock.cluster.link([self.ranks[source], self.ranks[self.rank()]])
+            link = self.cluster.link([self.ranks[source], self.ranks[self.rank()]])
             self._wires[source] = Wire(self.gloo, source, link, self.clock)
         return Receive(self.gloo.recv(tensors, source, tag), self._wires[source], tag, tensors)
 

@@ -80,8 +80,9 @@ class Kernels(TorchDispatchMode):
             out = run()
         finally:
             self._inside = False
-        query = operands[0]
-        flops = (2.5 if back else 1) * _attention_flops(*operands[:3], causal)
+        query, key, value = operands[:3]
+        assert query is not None and key is not None and value is not None
+        flops = (2.5 if back else 1) * _attention_flops(query, key, value, causal)
         statistics = 4 * query.numel() // query.shape[-1]
         self.charge(self.device.kernel_time(flops, _bytes((operands, out)) + statistics, _dtype((query,))))
         return out
@@ -134,9 +135,9 @@ def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) 
 
 def _flops(packet, args: tuple, kwargs: dict, out: Any) -> float:
     if packet is _ATTENTION:
-        return _attention_flops(*args[:3], _is_causal(args, 4, kwargs))
+        return _attention_flops(args[0], args[1], args[2], _is_causal(args, 4, kwargs))
     if packet is _ATTENTION_BACKWARD:  # the scores again, and four products of their size
-        return 2.5 * _attention_flops(*args[1:4], _is_causal(args, 7, kwargs))
+        return 2.5 * _attention_flops(args[1], args[2], args[3], _is_causal(args, 7, kwargs))
     name = packet._qualified_op_name.removeprefix("aten::")
     count = flop_registry.get(packet) or flop_registry.get(getattr(aten, name.rstrip("_"), None))
     return 0.0 if count is None else count(*args, **kwargs, out_val=out)

@@ -184,7 +184,7 @@ def end_workers() -> None:
     """End the processes that outlast signals; Python's own SIGTERM to them at exit is the first, and it would wait."""
     for child in multiprocessing.active_children():
         with contextlib.suppress(ProcessLookupError):
-            if child.daemon and os.getsid(child.pid) == child.pid:
+            if child.daemon and child.pid is not None and os.getsid(child.pid) == child.pid:
                 child.kill()
 
 

@@ -361,7 +361,6 @@ def adopt(
     environment = _environment()
     _listen_on_one_host_only(environment.ranks_here == dist.get_world_size())
     setup = set_up(device, fp32_matmul, environment)
-    here = {"ranks_here": environment.ranks_here, "local_rank": _local_rank()}
     rank, size = dist.get_rank(), dist.get_world_size()
     watchdog = running()
     if watchdog is None and size > 1 and dist.get_backend() != MPI:
@@ -370,7 +369,16 @@ def adopt(
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             watchdog = _watch(rank, size, dist.PrefixStore(f"megatron_merak {attempt}", store), limits or Limits())
             atexit.register(_say_farewell, watchdog)
-    return World(rank, size, device, collectives=collectives, setup=setup, watchdog=watchdog, **here)
+    return World(
+        rank,
+        size,
+        device,
+        collectives=collectives,
+        setup=setup,
+        watchdog=watchdog,
+        ranks_here=environment.ranks_here,
+        local_rank=_local_rank(),
+    )
 
 
 def _over_tcp(store: dist.Store) -> bool:

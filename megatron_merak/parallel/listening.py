@@ -12,6 +12,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -66,7 +67,7 @@ def serve_store(listener: socket.socket, timeout: timedelta | None = None) -> di
     Within this process, who opens a store with ``multi_tenant`` at that port gets this one.
     """
     host, port = listener.getsockname()[:2]
-    more = {} if timeout is None else {"timeout": timeout}
+    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     return dist.TCPStore(
         host,
         port,

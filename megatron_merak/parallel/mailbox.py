@@ -93,13 +93,15 @@ class Ends:
         def part(owner: int, channel: Channel) -> Tensor:
             return buffers[owner][parts[owner][channel] :]
 
-        self._outboxes, self._inboxes = {}, {}
+        self._outboxes: dict[Channel, _Outbox] = {}
+        self._inboxes: dict[Channel, _Inbox] = {}
         for channel in channels:
             source, destination, _ = channel
-            inbox = part(destination, channel) if rank in (source, destination) else None
             if rank == source:
+                inbox = part(destination, channel)
                 self._outboxes[channel] = _Outbox(inbox, part(source, channel), machine, shape)
             elif rank == destination:
+                inbox = part(destination, channel)
                 self._inboxes[channel] = _Inbox(inbox, part(source, channel), machine, shape)
 
     def send(self, channel: Channel, tensor: Tensor) -> FinishedByWaiting:
@@ -128,6 +130,7 @@ def open_mailboxes(
         logger.info("messages by the process group, not by the copy engine: %s", reason)
         return None
     patience = PATIENCE if timeout is None else timeout.total_seconds()
+    assert buffers.kernels is not None, "without them there is a reason"
     return Ends(channels, group.rank(), buffers.tensors, Machine(buffers.kernels, patience))
 
 
@@ -200,8 +203,9 @@ class _Inbox(_End):
                 self.copy(piece, self.slot(piece))
                 self.count_up(stream)
             tensor.record_stream(stream)
-            message.done = self.last = self.api.Event()
-            message.done.record(stream)
+            done = self.api.Event()
+            done.record(stream)
+            message.done = self.last = done
 
 
 class Sent(FinishedByWaiting):

@@ -116,7 +116,8 @@ def new_groups(
     if not lists:
         return None
     job = dist.get_backend()
-    if backend in (None, job) and job == "nccl" and dist.group.WORLD.bound_device_id is not None:
+    world = dist.group.WORLD
+    if backend in (None, job) and job == "nccl" and world is not None and world.bound_device_id is not None:
         return dist.split_group(split_ranks=lists, timeout=timeout, pg_options=group_options(use, job, timeout))
     own = None
     for ranks in lists:
@@ -169,6 +170,24 @@ def build_mesh(
         new_groups(rank, grid.groups(axis), timeout, axis, name) for axis, name in zip(AXES, backends, strict=True)
     )
     control = control or control_group(grid.size, timeout)
-    groups = (grid.shard_groups(instances), grid.replicate_groups(instances)) if instances > 1 else ()
-    more = [new_groups(rank, members, timeout, "dp", collectives) for members in groups]
-    return Mesh(grid, rank, device, tp, dp, pp, model, control, timeout, clock, instances, *more, pulse=pulse)
+    instance = None
+    replicas = None
+    if instances > 1:
+        instance = new_groups(rank, grid.shard_groups(instances), timeout, "dp", collectives)
+        replicas = new_groups(rank, grid.replicate_groups(instances), timeout, "dp", collectives)
+    return Mesh(
+        grid,
+        rank,
+        device,
+        tp=tp,
+        dp=dp,
+        pp=pp,
+        model=model,
+        control=control,
+        timeout=timeout,
+        clock=clock,
+        instances=instances,
+        instance=instance,
+        replicate_group=replicas,
+        pulse=pulse,
+    )

@@ -92,10 +92,12 @@ def notices(grid: Grid, nodes: Nodes, named: Callable[[str], str] = flag_name) -
         return (f"Which ranks share a host is unclear: {nodes.doubt}. Groups that leave their host are not told.",)
     if len(nodes.sizes) < 2:
         return ()
-    messages = (far_apart(grid, nodes, named),) if reaches(grid, nodes, "tp") else ()
+    messages = []
+    if reaches(grid, nodes, "tp"):
+        messages.append(far_apart(grid, nodes, named))
     if not nodes.alike:
-        messages += (f"Hosts have {nodes} ranks: step times are predicted as if all had as many.",)
-    return messages
+        messages.append(f"Hosts have {nodes} ranks: step times are predicted as if all had as many.")
+    return tuple(messages)
 
 
 def reaches(grid: Grid, nodes: Nodes, axis: str) -> bool:

@@ -34,11 +34,11 @@ class Pipes:
     def __init__(self, mesh: Mesh, schedule: Schedule):
         self.mesh, self.schedule = mesh, schedule
         backend = None if mesh.pp is None else dist.get_backend(mesh.pp)
-        self._by_tag = backend in BACKENDS and BACKENDS[backend].by_tag
+        self._by_tag = backend is not None and backend in BACKENDS and BACKENDS[backend].by_tag
         self._mailboxes: Ends | None = None
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
         self._routes: dict[tuple[Op, int], Route] = {}  # cached: every step needs them between kernels
-        if backend == PEER_MEMORY:
+        if backend == PEER_MEMORY and mesh.pp is not None and mesh.control is not None:
             self._mailboxes = open_mailboxes(self._channels(), mesh.pp, mesh.control, mesh.device, mesh.timeout)
         if backend is not None and not self._by_tag and self._mailboxes is None:
             self._make_groups()
@@ -62,6 +62,7 @@ class Pipes:
     def _find_route(self, op: Op, index: int) -> Route:
         source, destination, kind = channel = self.schedule.channel(op)
         group = self.mesh.pp if self._by_tag else self._groups[channel]
+        assert group is not None, "messages are between ranks"
         other = self.mesh.peer(source if op.kind in RECEIVES else destination)
         peer = dist.get_group_rank(group, other)
         if not self._by_tag:
@@ -74,12 +75,14 @@ class Pipes:
     def send(self, op: Op, tensor: Tensor, index: int = 0) -> None:
         """Start to send the ``index``-th value of an op; the tensor must not change until ``finish``."""
         tensor = tensor.contiguous()
+        work: dist.Work | None
         if self._mailboxes:
             work = self._mailboxes.send(self.schedule.channel(op), tensor)
         else:
             route = self._route(op, index)
             work = dist.isend(tensor, group=route.group, group_dst=route.peer, tag=route.tag)
         self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
+        assert work is not None, "this rank is in the group"
         self._sent.append((work, tensor))
 
     def receive(self, op: Op, shape: tuple[int, ...], dtype: torch.dtype, index: int = 0) -> tuple[Tensor, dist.Work]:
@@ -88,7 +91,9 @@ class Pipes:
         if self._mailboxes:
             return tensor, self._mailboxes.receive(self.schedule.channel(op), tensor)
         route = self._route(op, index)
-        return tensor, dist.irecv(tensor, group=route.group, group_src=route.peer, tag=route.tag)
+        work = dist.irecv(tensor, group=route.group, group_src=route.peer, tag=route.tag)
+        assert work is not None, "this rank is in the group"
+        return tensor, work
 
     def finish(self) -> None:
         """Wait until all sends have completed."""

@@ -36,7 +36,7 @@ class PeerBuffers:
         self._carrier = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self.tensors: list[Tensor] = []
         self.reason = self._agree(problem)
-        if not self.reason:
+        if not self.reason and self.kernels is not None:
             self.tensors = self._connect(nbytes(self.kernels))
 
     def _gather(self, value: object) -> list:

@@ -5,6 +5,7 @@ each other's memory at the first all-reduce; where they cannot, NCCL does everyt
 """
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,8 +82,8 @@ class PeerSums:
 class PeerGroup(dist.ProcessGroup):
     """The process group on NCCL. Other methods are those of the base class, which uses NCCL for CUDA tensors."""
 
-    def __init__(self, nccl: dist.Backend, device: torch.device, patience: float):
-        super().__init__(nccl.rank(), nccl.size())
+    def __init__(self, nccl: Any, device: torch.device, patience: float):
+        super().__init__(nccl.rank(), nccl.size())  # type: ignore[call-arg]  # the stubs leave this constructor out
         self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
         self._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self.nccl, self.sums = nccl, PeerSums(self, device, patience)
@@ -110,7 +111,7 @@ class StagedPeerGroup(StagedGroup):
         return self.sums.start(tensors, opts) or super().allreduce(tensors, opts)
 
 
-def _nccl(options, nccl_options: "dist.ProcessGroupNCCL.Options | None") -> dist.Backend:
+def _nccl(options, nccl_options: "dist.ProcessGroupNCCL.Options | None") -> "dist.ProcessGroupNCCL":
     own = nccl_options or dist.ProcessGroupNCCL.Options()
     own._timeout, own.group_name = options.timeout, options.group_id
     own.global_ranks_in_group = ranks_of(options)

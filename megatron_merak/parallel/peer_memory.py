@@ -111,7 +111,7 @@ class PeerMemory:
         self._rank: PeerRank | None = None
         buffers = PeerBuffers(group, device, lambda kernels: kernels.bytes(capacity), self._own_problem())
         self.reason = buffers.reason
-        if not self.reason:
+        if not self.reason and buffers.kernels is not None:
             rank = dist.get_rank(group)
             self._rank = PeerRank(buffers.kernels, buffers.tensors, rank, device, capacity, patience)
         self._log_once(self.reason)
@@ -127,7 +127,7 @@ class PeerMemory:
 
         Collective, in the same order on all ranks, with tensors of the same size, dtype and layout.
         """
-        if not self.takes(tensor):
+        if self._rank is None or not self.takes(tensor):
             dist.all_reduce(tensor, group=self.group)
         elif tensor.numel():
             self._rank.all_reduce(tensor)

@@ -9,6 +9,18 @@ import torch
 from torch import Tensor
 
 
+def whole(flat: "Tensor | Pieces") -> Tensor:
+    """Return a flat tensor that is not in pieces, by how its buffer is sharded."""
+    assert isinstance(flat, Tensor)
+    return flat
+
+
+def in_pieces(flat: "Tensor | Pieces") -> "Pieces":
+    """Return a flat tensor that is in pieces, by how its buffer is sharded."""
+    assert isinstance(flat, Pieces)
+    return flat
+
+
 class Pieces:
     """A flat tensor in pieces that are allocated and freed independently.
 

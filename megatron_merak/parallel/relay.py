@@ -5,11 +5,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 
 from .clock import Clock
+from .in_flight import Work
 
-Launch = Callable[[], dist.Work]
+Launch = Callable[[], Work]
 
 
 class Relay:
@@ -26,15 +26,15 @@ class Relay:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._clock = clock
         self._blocks = self._side_stream() is None
-        self._in_flight: deque[tuple[dist.Work, Launch]] = deque()
-        self._launched: list[dist.Work] = []
+        self._in_flight: deque[tuple[Work, Launch]] = deque()
+        self._launched: list[Work] = []
 
     def start(self) -> None:
         """Drop the collectives of a step that failed."""
         self._in_flight.clear()
         self._launched.clear()
 
-    def follow(self, work: dist.Work, launch: Launch) -> None:
+    def follow(self, work: Work, launch: Launch) -> None:
         """Call ``launch``, which starts a collective, once ``work`` is done. Call it in the same order on all ranks."""
         self._in_flight.append((work, launch))
         self._launch_next(1 if self._blocks else 0)

@@ -17,6 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,13 +69,17 @@ class SharedMemoryWork(FinishedByWaiting):
     def __init__(self, group: "SharedMemoryGroup", outputs: list[Tensor], alive: Sequence[Tensor], copies: Copies):
         super().__init__(outputs)
         self.number = 0
-        self._group, self._alive, self._copies = group, alive, copies
+        self._group: SharedMemoryGroup | None = group
+        self._alive = alive
+        self._copies = copies
 
     def settle(self) -> None:
         """Release the tensors of a completed collective."""
         for tensor, dense in self._copies:
             tensor.detach().copy_(dense)
-        self._group, self._alive, self._copies = None, (), ()
+        self._group = None
+        self._alive = ()
+        self._copies = ()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Complete it, within the group's timeout or another. Raises RuntimeError that names missing ranks."""
@@ -116,14 +121,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
     and type alone, so that all ranks make the same.
     """
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, core, timeout: timedelta):
-        super().__init__(gloo.rank(), gloo.size())
+    def __init__(self, gloo: Any, core: Any, timeout: timedelta):
+        super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]  # the stubs leave this constructor out
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.gloo, self._core, self._seconds = gloo, core, timeout.total_seconds()
         self._lock = threading.Lock()
         self._works: deque[SharedMemoryWork] = deque()  # launched, in that order, and not settled
-        part = _native.host().shared_memory
+        part: Any = getattr(_native.host(), "shared_memory")  # noqa: B009  # which `connect` found
         self._elements = {getattr(torch, name): element for name, element in part.Element.__members__.items()}
         self._reductions = ((dist.ReduceOp.SUM, part.Reduction.sum), (dist.ReduceOp.MAX, part.Reduction.max))
 
@@ -183,7 +188,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def alltoall_base(self, output, input, output_splits, input_splits, opts=None, **_):
         return self.gloo.alltoall_base(output, input, output_splits, input_splits)
 
-    all_to_all_single = alltoall_base  # its name since torch 2.13
+    all_to_all_single = alltoall_base  # type: ignore[assignment]  # its name since torch 2.13
 
     def allreduce_coalesced(self, tensors, opts=None):
         each = dist.AllreduceOptions()
@@ -200,7 +205,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # The names of these before torch 2.13.
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 

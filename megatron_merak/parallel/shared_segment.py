@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def connect(gloo: dist.ProcessGroupGloo, ranks: Sequence[int], group: str, setti
 
     Collective over ``gloo``, whose ranks are ``ranks`` of the job.
     """
-    part = getattr(_native.host(), "shared_memory", None)
+    part: Any = getattr(_native.host(), "shared_memory", None)
     introductions = _agree(gloo, _introduction(part, len(ranks), settings))
     if len({one["host"] for one in introductions}) > 1:
         raise SeveralHosts("they are on several hosts")
@@ -77,7 +78,7 @@ def connect(gloo: dist.ProcessGroupGloo, ranks: Sequence[int], group: str, setti
     return core
 
 
-def _exchange(gloo: dist.ProcessGroupGloo, value: dict) -> list[dict]:
+def _exchange(gloo: Any, value: dict) -> list[dict]:
     """Return all ranks' values, in rank order."""
     text = json.dumps(value).encode()
     assert len(text) <= _MESSAGE, text

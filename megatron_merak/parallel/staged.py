@@ -7,6 +7,7 @@ outputs back on the current stream.
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,8 @@ class StagedWork(FinishedByWaiting):
 
     def __init__(self, work: Work, outputs: list[Tensor], copies: Copies):
         super().__init__(outputs)
-        self._work, self._copies = work, copies
+        self._work: Work | None = work
+        self._copies = copies
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the collective and copy its outputs back. Raises RuntimeError after the timeout, or the group's."""
@@ -56,8 +58,8 @@ class StagedWork(FinishedByWaiting):
 class StagedGroup(dist.ProcessGroup):
     """The process group. Other methods are those of the base class, which pass their tensors to gloo unchanged."""
 
-    def __init__(self, gloo: dist.ProcessGroupGloo):
-        super().__init__(gloo.rank(), gloo.size())
+    def __init__(self, gloo: Any):
+        super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]  # the stubs leave this constructor out
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -113,8 +115,8 @@ class StagedGroup(dist.ProcessGroup):
 
     # The names of these before torch 2.13.
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -128,7 +128,8 @@ class Watchdog(threading.Thread):
         self._end = end
         self._pid = os.getpid()
         # A clone has a connection of its own: a blocked call of another thread must not block this one.
-        self._store = dist.PrefixStore("watchdog", store.clone())
+        own = store.clone()  # type: ignore[attr-defined]  # which torch's stubs leave out
+        self._store = dist.PrefixStore("watchdog", own)
         self._store.set_timeout(timedelta(seconds=_ANSWER))
         # Ranks may make and leave several groups in one process; all of them count these alike.
         number = self._store.add(f"starts of {rank}", 1)
@@ -296,8 +297,10 @@ class Watchdog(threading.Thread):
         for rank in others:
             state = states.get(rank, _NEVER)
             before = self._peers.get(rank)
-            news = before is None or before.state["number"] != state["number"]
-            peers[rank] = _Peer(state, now if news else before.heard, now)
+            heard = now
+            if before is not None and before.state["number"] == state["number"]:
+                heard = before.heard
+            peers[rank] = _Peer(state, heard, now)
         self._peers = peers
         return peers
 
@@ -491,6 +494,7 @@ class _Beside:
                 bufsize=0,
                 pass_fds=[memory.stacks, memory.flag],
             )
+            assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)
 
     def sign_of_life(self, line: str) -> None:

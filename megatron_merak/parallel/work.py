@@ -35,6 +35,6 @@ class FinishedByWaiting(Work):
     def get_future(self) -> torch.futures.Future:
         """Return a completed future, after waiting."""
         self.wait()
-        future = torch.futures.Future()
+        future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.outputs)
         return future

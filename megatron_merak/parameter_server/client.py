@@ -69,10 +69,16 @@ class _End:
     server: int
     span: Span
     layout: Layout
-    connection: Connection | None = None
+    made: Connection | None = None
     start: int = 0
     version: int = 0
     contributed: int = -1  # the step of which this server, since it was started, has a gradient
+
+    @property
+    def connection(self) -> Connection:
+        """The connection that is made before anything is sent."""
+        assert self.made is not None
+        return self.made
 
 
 class Client:
@@ -268,7 +274,7 @@ class Client:
         end.start, end.contributed, before = start, -1, end.version
         try:
             name = connection_name(end.server, start, self.role.rank)
-            end.connection = Connection(self.store, name, CLIENT, self.timeout, self.role.secret)
+            end.made = Connection(self.store, name, CLIENT, self.timeout, self.role.secret)
             end.connection.send(Kind.HELLO, text=end.layout.to_json())
             end.version = int(self._reply(end).numbers[1])
         except ConnectionLost as error:

@@ -5,6 +5,7 @@ from functools import partial
 
 from ..checkpoint.store import Kind, Shard, Turn
 from ..parallel.buffers import Flat
+from ..parallel.pieces import whole
 from .optimizer import ServedAdamW
 from .piece import KINDS
 
@@ -17,7 +18,7 @@ def served_kinds(optimizer: ServedAdamW, parts: Parts) -> dict[str, Kind]:
     buffer = optimizer.buffer
     kinds = {}
     for kind in KINDS if buffer.rounds else KINDS[1:]:
-        flat = buffer.main_grad
+        flat = whole(buffer.main_grad)
         shards = list(parts(flat, list(buffer.slots)))
         kinds[kind] = Kind([Turn(shards, partial(optimizer.fetch, kind, flat), partial(optimizer.store, kind, flat))])
     return kinds

@@ -11,6 +11,7 @@ from ..config import OptimizerConfig
 from ..optimizer.base import Optimizer, Rates, StepResult
 from ..optimizer.loss_scale import LossScaler
 from ..parallel.host_read import read
+from ..parallel.pieces import whole
 from ..runtime.parameters import RankParameters
 from .client import Client, Contribution, Reply
 
@@ -156,26 +157,25 @@ class ServedAdamW(Optimizer):
         self._take(lambda *arguments: self.client.apply(contribution, update, *arguments), ())
         self._taken += 1
         if sums is not None:
-            rows = [row[: len(values)] for row in total.reported] or [values]
+            rows = [list(row[: len(values)]) for row in total.reported] or [values]
             values = (_in_order(torch.tensor(rows, dtype=sums.dtype)) * missing).tolist()
         return values, self._result(norm, factor is None)
 
     def _on_cpu(self) -> Tensor:
-        if self._gradient is None:
-            return self.buffer.main_grad
-        return self._gradient.copy_(self.buffer.main_grad)
+        gradient = whole(self.buffer.main_grad)
+        return gradient if self._gradient is None else self._gradient.copy_(gradient)
 
     @torch.no_grad()
     def _take(self, call: Callable[..., Reply], arguments: Iterable) -> Reply:
         """Call the servers so that their reply is in the buffer."""
         buffer = self.buffer
-        into = (buffer.master if self._in_fp32 else buffer.data).detach()
+        into = (buffer.master if self._in_fp32 else whole(buffer.data)).detach()
         weights = into if self._weights is None else self._weights
         reply = call(*arguments, weights)
         if weights is not into:
             into.copy_(weights)
         if self._in_fp32 and buffer.rounds:
-            buffer.data.copy_(into)
+            whole(buffer.data).copy_(into)
         self.steps, self.leader = reply.steps, reply.leader
         return reply
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -112,7 +113,8 @@ class Server:
         connection = None
         try:
             name, timeout = connection_name(self.role.rank, self.start, client), self.settings.timeout
-            if not comes(self.store.clone(), name, CLIENT, ended_key(client), timeout):
+            own: Any = self.store.clone()  # type: ignore[attr-defined]  # which torch's stubs leave out
+            if not comes(own, name, CLIENT, ended_key(client), timeout):
                 raise ConnectionLost(f"rank {client} did not come")
             connection = Connection(self.store, name, SERVER, timeout, self.role.secret)
             service.serve(worker, connection)

@@ -112,6 +112,12 @@ class Service:
             self.frozen.pop(worker, None)
             self.changed.notify_all()
 
+    @property
+    def _own(self) -> Piece:
+        """The piece, which the first HELLO makes before anything else is received."""
+        assert self.piece is not None
+        return self.piece
+
     def close(self) -> None:
         """Wait for the snapshot that is being written."""
         self._settle()
@@ -124,17 +130,19 @@ class Service:
             elif self.piece.layout != layout:
                 reason = "it has other parameters, or other settings, than the workers that came before"
                 raise PlanError("worker", worker, reason, "Start all workers alike")
-        connection.send(Kind.HELLO, (self.ready, self.piece.version))
+        connection.send(Kind.HELLO, (self.ready, self._own.version))
 
     def _begin(self, layout: Layout) -> None:
-        if self.snapshots.restores and self.snapshots.path is None:
+        snapshot = self.snapshots.path
+        if self.snapshots.restores and snapshot is None:
             reason = "the server was killed, and without it there is no snapshot from which it could go on"
             raise CheckpointError(
                 "--save", "(unset)", reason, "Start the job again from its last checkpoint, with --save"
             )
-        if self.snapshots.restores:
-            self.piece, self.sequences = read_snapshot(self.snapshots.path, layout, self.snapshots.job)
-            self.record.restored, self.ready = self.piece.version, True
+        if self.snapshots.restores and snapshot is not None:
+            self.piece, self.sequences = read_snapshot(snapshot, layout, self.snapshots.job)
+            self.record.restored = self.piece.version
+            self.ready = True
         else:
             self.piece = Piece(layout)
         if layout.sync:
@@ -142,18 +150,18 @@ class Service:
 
     def _store(self, worker: int, connection: Connection, message: Message) -> None:
         with self.changed:
-            connection.receive_tensor(self.piece.state[KINDS[int(message.numbers[0])]])
+            connection.receive_tensor(self._own.state[KINDS[int(message.numbers[0])]])
         connection.send(Kind.STORE)
 
     def _fetch(self, worker: int, connection: Connection, message: Message) -> None:
-        piece = self.frozen.get(worker, self.piece)
+        piece = self.frozen.get(worker, self._own)
         connection.send(Kind.FETCH, (piece.version, piece.steps))
         connection.send_tensor(piece.state[KINDS[int(message.numbers[0])]])
 
     def _ready(self, worker: int, connection: Connection, message: Message) -> None:
         with self.changed:
-            self.piece.steps = int(message.numbers[0])
-            self.piece.refresh()
+            self._own.steps = int(message.numbers[0])
+            self._own.refresh()
             self._snapshot(wait=True)
             self.ready = True
             self.changed.notify_all()
@@ -169,17 +177,18 @@ class Service:
 
     def _push(self, worker: int, connection: Connection, message: Message) -> None:
         sequence, version, scale, *rates = message.numbers
-        gradient = torch.empty(self.piece.layout.elements)
+        piece = self._own
+        gradient = torch.empty(piece.layout.elements)
         connection.receive_tensor(gradient)
         with self.changed:
-            staleness = max(0, self.piece.version - int(version))
-            late = staleness > self.piece.layout.max_staleness
+            staleness = max(0, piece.version - int(version))
+            late = staleness > piece.layout.max_staleness
             if self.sequences.get(worker, -1) < sequence:  # else it came a second time: the first answer was lost
                 self.sequences[worker] = int(sequence)
                 self.record.staleness[staleness] = self.record.staleness.get(staleness, 0) + 1
                 self.record.dropped += late
                 if not late:
-                    self.piece.update(gradient, Update(scale, _pairs(_softened(rates, staleness))))
+                    piece.update(gradient, Update(scale, _pairs(_softened(rates, staleness))))
                     self._updated()
         self._send_weights(Kind.PUSH, connection, worker, (staleness, late))
 
@@ -188,10 +197,11 @@ class Service:
 
         def receive() -> Tensor:
             connection.send(Kind.CONTRIBUTE)  # it may come
-            gradient = torch.empty(self.piece.layout.elements)
+            gradient = torch.empty(self._own.layout.elements)
             connection.receive_tensor(gradient)
             return gradient
 
+        assert self.rounds is not None, "workers that step together were greeted"
         joined, total = self.rounds.contribute(worker, step, reported, receive, partial(self._wait, connection))
         connection.send(Kind.CONTRIBUTE, (total.square, len(total.reported)))
         if total.reported:
@@ -202,13 +212,14 @@ class Service:
 
     def _apply(self, joined, connection: Connection, message: Message) -> None:
         skip, scale, *rates = message.numbers
+        assert self.rounds is not None, "workers that step together were greeted"
         self.rounds.apply(joined, None if skip else Update(scale, _pairs(rates)))
         self._send_weights(Kind.APPLY, connection)
 
     def _freeze(self, worker: int, connection: Connection, message: Message) -> None:
         with self.changed:
-            self.frozen[worker] = self.piece.copy()
-        connection.send(Kind.FREEZE, (self.piece.version, self.piece.steps))
+            self.frozen[worker] = self._own.copy()
+        connection.send(Kind.FREEZE, (self._own.version, self._own.steps))
 
     def _thaw(self, worker: int, connection: Connection, message: Message) -> None:
         self.frozen.pop(worker, None)
@@ -238,14 +249,15 @@ class Service:
     ) -> None:
         """Send the weights of one moment: a copy, where they may change while they are sent."""
         with self.changed:
-            piece, sync = self.frozen.get(worker, self.piece), self.piece.layout.sync
+            piece = self.frozen.get(worker, self._own)
+            sync = self._own.layout.sync
             weights: Tensor = piece.weights if sync else piece.weights.clone()
             head = (piece.version, piece.steps, min(self.live, default=0), *numbers)
         connection.send(kind, head)
         connection.send_tensor(weights)
 
     def _updated(self) -> None:
-        if self.snapshots.interval and self.piece.version % self.snapshots.interval == 0:
+        if self.snapshots.interval and self._own.version % self.snapshots.interval == 0:
             self._snapshot()
 
     def _snapshot(self, wait: bool = False) -> None:
@@ -256,7 +268,7 @@ class Service:
         if self.snapshots.path is None or (self._written is not None and not self._written.done()):
             return
         self._settle()
-        copy = self.piece.copy()
+        copy = self._own.copy()
         self._written = self.pool.submit(
             write_snapshot, self.snapshots.path, copy, dict(self.sequences), self.snapshots.job
         )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,9 +93,9 @@ class Connection:
         self.name = name
         try:
             # A connection to the store serves one thread at a time, which may wait there for the other side.
-            own = store.clone()
+            own = store.clone()  # type: ignore[attr-defined]  # which torch's stubs leave out
             own.set(_coming(name, side), "")
-            self.group = dist.ProcessGroupGloo(dist.PrefixStore(name, own), side, 2, timeout)
+            self.group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, own), side, 2, timeout)
         except RuntimeError as error:
             raise ConnectionLost(_first_sentence(error)) from error
         if side == SERVER:

@@ -67,6 +67,9 @@ class CompiledTimeline(Timeline):
     schedule: the simulated one.
     """
 
+    _found: Any
+    _given: Schedule
+
     def __init__(self, compiled: Any, schedule: Schedule):
         values = {"makespan": compiled.makespan, "busy": tuple(compiled.busy)}
         values["peak_in_flight"] = tuple(compiled.peak_in_flight)

@@ -56,7 +56,7 @@ class TensorSharding:
         extent = self.shape[self.dim]
         ranges: list[tuple[int, int]] = []
         begin = 0
-        for block in self._block_extents(tp):
+        for block in self._block_extents(self.dim, tp):
             start = begin + tp_rank * (block // tp)
             start, stop = min(start, extent), min(start + block // tp, extent)
             begin += block
@@ -65,8 +65,8 @@ class TensorSharding:
             ranges.append((start, stop))
         return tuple(ranges)
 
-    def _block_extents(self, tp: int) -> tuple[int, ...]:
-        extent = self.shape[self.dim] if self.padded is None else self.padded
+    def _block_extents(self, dim: int, tp: int) -> tuple[int, ...]:
+        extent = self.shape[dim] if self.padded is None else self.padded
         blocks = self.blocks
         if isinstance(blocks, int) and extent % blocks == 0:
             blocks = (extent // blocks,) * blocks

@@ -15,7 +15,8 @@ _SHARDED = {
 def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return a row per stage; the first is the header."""
     total_flops = sum(unit.flops for unit in plan.units) or 1
-    rows = [("stage", "pp rank", "units", "parameters/rank", "FLOPs", "peak bytes/rank", "recomputed")]
+    header = ("stage", "pp rank", "units", "parameters/rank", "FLOPs", "peak bytes/rank", "recomputed")
+    rows: list[tuple[str, ...]] = [header]
     for index, stage in enumerate(plan.stages):
         units = plan.stage_units(index)
         rows.append(

@@ -5,7 +5,6 @@ Stages are placed one per rank, several per rank in turn (interleaved), or down 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
@@ -43,11 +42,7 @@ class Task:
         plain = without(without(self.base.schedule, Kind.R), Kind.W)
         if not self.split:
             return plain
-        parts = [
-            [(op, Op(op.stage, Kind.W, op.microbatch)) if op.kind is Kind.B else (op,) for op in ops]
-            for ops in plain.ranks
-        ]
-        return replace(plain, ranks=tuple(tuple(chain.from_iterable(program)) for program in parts))
+        return replace(plain, ranks=tuple(_with_weight_gradients(program) for program in plain.ranks))
 
 
 def starts(placements: Sequence[Placement], microbatches: int, group: int | None) -> tuple[Schedule, ...]:
@@ -91,7 +86,10 @@ class Automatic:
         self.placements, self.report_progress = placements, report_progress
         homes = [placement.home for placement in placements]
         self.built = [plan for plan in plans if _home(plan.schedule) in homes]
-        self.cap, self.cap_reason = _cap(plans, self.built, limit) if self.built else (0, "")
+        self.cap = 0.0
+        self.cap_reason = ""
+        if self.built:
+            self.cap, self.cap_reason = _cap(plans, self.built, limit)
         self.searched: list[Plan] = []
         self.unsearched: set[tuple[int, ...]] = set()
 
@@ -207,6 +205,16 @@ def _cap(plans: Sequence[Plan], built: Sequence[Plan], limit: float) -> tuple[fl
     cap = largest(min(plain, key=lambda plan: plan.predicted_time))
     unfit = f", since no schedule fits into {bytes_text(int(limit))}" if limit else ""
     return cap, f"{bytes_text(cap)} per rank, the memory that {REFERENCE} needs{unfit}"
+
+
+def _with_weight_gradients(program: Sequence[Op | tuple[Op, ...]]) -> tuple[Op | tuple[Op, ...], ...]:
+    """Return a rank's ops with a W behind each backward."""
+    ops: list[Op | tuple[Op, ...]] = []
+    for op in program:
+        ops.append(op)
+        if isinstance(op, Op) and op.kind is Kind.B:
+            ops.append(Op(op.stage, Kind.W, op.microbatch))
+    return tuple(ops)
 
 
 def _footprints(plan: Plan) -> list:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from megatron_merak.cluster import Cluster, Link, all_reduce
 from megatron_merak.config import ModelConfig
@@ -101,7 +102,7 @@ def gpt_units(
     own = positions + (output if untied else 0)
     looked_up = 9 * tokens if tp > 1 else 0  # row indices in this rank's shard of the table, and which tokens are in it
     learned = activation // parts if positions and tp > 1 else 0  # masking the tokens' gradients makes a copy
-    table = {"weight_bytes": activation + learned} | work["embedding"]
+    table: dict[str, Any] = {"weight_bytes": activation + learned} | work["embedding"]
     inner = _layer_work(model, tokens, bytes_per_value, tp, fused_dropout, parts) | work["layer"]
     return (
         Unit("embedding", "embedding", own, 0, dropout_mask + looked_up, hidden_state, tied, **table),
@@ -126,7 +127,7 @@ def _kept_of_loss(model: ModelConfig, logits: int, tp: int) -> int:
     return (0 if model.cross_entropy_chunk_size else logits) + 12 + 12 * tp
 
 
-def _launched(kind: str, activation: int, tp: int, parts: int) -> dict[str, tuple[int, int]]:
+def _launched(kind: str, activation: int, tp: int, parts: int) -> dict[str, Any]:
     """Return the fields of a `Unit` on kernel launches and tensor-parallel all-reduces."""
     forward, backward = (SEQUENCE_ALL_REDUCES if parts > 1 else TENSOR_ALL_REDUCES)[kind] if tp > 1 else (0, 0)
     return {
@@ -200,7 +201,7 @@ def _layer_saved_bytes(
 
 def _layer_work(
     model: ModelConfig, tokens: int, bytes_per_value: int, tp: int, fused_dropout: bool, parts: int
-) -> dict[str, int | tuple]:
+) -> dict[str, Any]:
     """Return the fields of a layer's `Unit` on its matrix products.
 
     weight_bytes is the size of inputs and output gradients of the four products; transient_bytes that of the gradient

@@ -31,7 +31,9 @@ class CrossInstanceReduction:
     """
 
     def __init__(self, plan: Plan):
-        self._count, self._shards, self._link = plan.sharding_instances, plan.shard_ranks, link_across(plan)
+        self._count = plan.sharding_instances
+        self._shards = plan.shard_ranks
+        self._link = link_across(plan)
         self._value_bytes = plan.gradient_bytes
         self._separate_links = self._link != link_inside(plan)
         self.free = float("-inf")

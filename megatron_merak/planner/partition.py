@@ -69,7 +69,7 @@ class _Chain:
 
     def weigh(self, start: int, end: int) -> float:
         """Return the cost of a run's units, which never decreases with more units."""
-        extra = 0
+        extra: float = 0  # an integer where all costs are
         for cost, before in self.shared:
             if before[end] > before[start]:
                 extra += cost

@@ -129,7 +129,7 @@ def _fitting(
     ranks: of the job.
     times: by which factor a replica has more ranks than in ``plan``.
     """
-    strategies = [{}, {FIELD: "optim"}, {FIELD: SHARDINGS[-1]}]
+    strategies: list[Changes] = [{}, {FIELD: "optim"}, {FIELD: SHARDINGS[-1]}]
     variants: list[Changes] = strategies[:2] + [{**strategy, **FULL} for strategy in strategies[:2] if may_recompute]
     variants.append({**strategies[2], **(FULL if may_recompute else {})})
     more: Changes = {} if ranks == plan.grid.size else {"world_size": ranks}

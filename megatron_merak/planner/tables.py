@@ -57,7 +57,8 @@ def memory_table(plan: Plan) -> str:
 
 def tensor_table(plan: Plan) -> str:
     """Return the table of how each family of tensors is sharded over the tensor-parallel ranks, and why."""
-    reasons, grouped = dict(plan.reasons), {}
+    reasons = dict(plan.reasons)
+    grouped: dict[tuple[Any, ...], list[TensorSharding]] = {}
     for tensor in plan.shardings:
         reason = reasons.get(tensor.name) or reasons.get(family(tensor.name), "")
         key = (family(tensor.name), tensor.shape, _layout(tensor), reason)

@@ -58,6 +58,7 @@ def durations(
     """
     visits = [visit for each in passes for visit in each]
     last = len(visits) - len(passes[-1]) if across is not None else len(visits)
+    sizes: Mapping[int, float] = values or {}
     now, reduced = 0.0, [0.0, 0.0]
     link = arrived = visits[0].gather if visits else 0.0
     ends = []
@@ -68,14 +69,14 @@ def durations(
             link = arrived = max(link, now) + following.gather
         now += visit.compute
         if visit.reduce:
-            if before is not None:
-                link = across.send(values[before.unit], max(now, reduced[-1]), link)
+            if across is not None and before is not None:
+                link = across.send(sizes[before.unit], max(now, reduced[-1]), link)
             link = max(link, now) + visit.reduce
             reduced.append(link)
             before = visit if index >= last else None
         ends.append(now)
-    if before is not None:
-        link = max(link, across.send(values[before.unit], max(now, reduced[-1]), link), across.free)
+    if across is not None and before is not None:
+        link = max(link, across.send(sizes[before.unit], max(now, reduced[-1]), link), across.free)
     return _differences(passes, ends), max(0.0, link - now)
 
 

@@ -171,7 +171,8 @@ def _envelope(points: Points) -> Points:
     """Return the lowest and the highest point of each of so many parts, in order: a line through them looks the
     same.
     """
-    size, envelope = -(-2 * len(points) // MOST), []
+    size = -(-2 * len(points) // MOST)
+    envelope: list[tuple[int, float | None]] = []
     for start in range(0, len(points), size):
         part = [(value, at) for at, value in points[start : start + size] if value is not None]
         if not part:

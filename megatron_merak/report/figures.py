@@ -25,12 +25,12 @@ def charts(facts: Facts) -> list[Chart]:
     steps = [history.steps[at] for at in sorted(history.steps)]
     shown = [_loss(history, steps)]
     rows = (
-        ("learning_rate", "Learning rate", "in each iteration", {"zero": True}),
-        ("grad_norm", "Gradient norm", "before clipping", {"zero": True, "logs": True}),
+        ("learning_rate", "Learning rate", "in each iteration", False),
+        ("grad_norm", "Gradient norm", "before clipping", True),
     )
-    for name, title, unit, more in rows:
+    for name, title, unit, logs in rows:
         line = Line(title.lower(), [(one.iteration, getattr(one, name)) for one in steps])
-        shown.append(Chart(name, title, unit, (line,), **more))
+        shown.append(Chart(name, title, unit, (line,), zero=True, logs=logs))
     shown.append(_throughput(facts, steps))
     if any(one.loss_scale not in (None, 1.0) for one in steps):
         line = Line("loss scale", [(one.iteration, one.loss_scale) for one in steps])

@@ -50,8 +50,12 @@ def history_of_state(text: str) -> tuple[History, dict[str, Any]]:
         if type(step) is not int:
             raise ValueError("an entry of its log_history has no step")
         if "loss" in entry:
-            values = [_number(entry.get(name)) for name in ("loss", "learning_rate", "grad_norm")]
-            history.steps[step] = Step(step, *values)
+            history.steps[step] = Step(
+                iteration=step,
+                loss=_number(entry["loss"]),
+                learning_rate=_number(entry.get("learning_rate")),
+                grad_norm=_number(entry.get("grad_norm")),
+            )
         for name, value in entry.items():
             _note(history, name, step, _number(value))
     return history, state
@@ -86,7 +90,7 @@ def arguments_beside(path: Path) -> dict[str, Any]:
         arguments = parse((path.parent / ARGUMENTS).read_text(encoding="utf-8"), finite=False)
     except (OSError, ValueError):
         return {}
-    empty = (None, False, "", [], {})
+    empty: tuple[Any, ...] = (None, False, "", [], {})
     return (
         {name: value for name, value in arguments.items() if value not in empty}
         if isinstance(arguments, Mapping)

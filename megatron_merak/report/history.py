@@ -74,7 +74,8 @@ class History:
     def begin(self, iteration: int, number: int | None = None, consumed: int | None = None) -> None:
         """Record that training begins after ``iteration``."""
         lost = [place for place in self.steps if place > iteration]
-        for points in (self.steps, *self.evaluations.values()):
+        recorded: list[dict[int, Any]] = [self.steps, *self.evaluations.values()]
+        for points in recorded:
             for place in [place for place in points if place > iteration]:
                 del points[place]
         self.starts.append(Start(iteration, number, len(lost)))

@@ -90,18 +90,22 @@ def _text(event: Event) -> str:
 def rank_rows(predicted: View | None, measured: View | None) -> list[tuple[str, ...]]:
     """Return a row per pipeline rank, after the header: what was predicted and measured of a step."""
     shown = [view for view in (predicted, measured) if view is not None]
-    memory = predicted is not None and bool(predicted.memory)
+    peaks = predicted.peak_bytes() if predicted is not None and predicted.memory else None
     head = ["pipeline rank", "stages"]
     for view in shown:
         word = "predicted" if view is predicted else view.clock
         head += [f"{word} busy", "idle", "bubble"]
-    rows = [tuple([*head, *["predicted memory"] * memory])]
+    if peaks is not None:
+        head.append("predicted memory")
+    rows = [tuple(head)]
     for rank in range(shown[0].ranks):
         cells = [str(rank), ", ".join(map(str, shown[0].stages_of(rank)))]
         for view in shown:
             busy, makespan = view.timeline.busy[rank], view.timeline.makespan
             cells += [time_text(busy), time_text(makespan - busy), f"{view.timeline.bubbles[rank]:.1%}"]
-        rows.append(tuple([*cells, *[bytes_text(predicted.peak_bytes()[rank])] * memory]))
+        if peaks is not None:
+            cells.append(bytes_text(peaks[rank]))
+        rows.append(tuple(cells))
     return rows
 
 

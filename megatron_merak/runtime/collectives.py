@@ -1,21 +1,14 @@
 """Asynchronous collectives over tensor-parallel ranks, which run between segments."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..parallel.in_flight import Work
 from ..segment import Collective
 from ..tensor_parallel.sequence import gather_single, reduce_scatter_single, stacked, unstacked
-
-
-class Work(Protocol):
-    """The handle of an asynchronous collective; wait for it exactly once."""
-
-    def wait(self) -> object:
-        """Block until the result is valid (on CUDA: for work on the current stream)."""
 
 
 class Done:
@@ -29,12 +22,15 @@ class Unstack:
     """An all-gather whose `wait` also reorders the shards [n, b, s / n, ...] into ``out`` [b, s, ...]."""
 
     def __init__(self, work: Work, shards: Tensor, out: Tensor):
-        self._work, self._shards, self._out = work, shards, out
+        self._work = work
+        self._tensors: tuple[Tensor, Tensor] | None = (shards, out)
 
     def wait(self) -> None:
         self._work.wait()
-        self._out.copy_(unstacked(self._shards))
-        self._shards = self._out = None
+        assert self._tensors is not None, "is waited for once"
+        shards, out = self._tensors
+        out.copy_(unstacked(shards))
+        self._tensors = None
 
 
 def _reduce(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:

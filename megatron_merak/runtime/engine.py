@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..parallel.in_flight import Work
 from ..parallel.pulse import Pulse
 from ..pipeline_parallel.ops import Kind
 from ..segment import Collective, Common, In, Segment
@@ -68,14 +69,14 @@ class State:
         self.common, self.training = common, training
         self.values: dict[str, Tensor] = {}
         self.shards: dict[str, Tensor] = {}
-        self.works: dict[str, dist.Work] = {}
+        self.works: dict[str, Work] = {}
         self.grads: dict[str, Tensor] = {}
-        self.pending: dict[str, list[tuple[dist.Work, Tensor]]] = {}
+        self.pending: dict[str, list[tuple[Work, Tensor]]] = {}
         self.tape: dict[Segment, Tape] = {}
         self.queue: list[tuple[Segment, list[Product]]] = []
         self.recomputed = False
 
-    def arriving(self, name: str, value: Tensor, work: dist.Work) -> None:
+    def arriving(self, name: str, value: Tensor, work: Work) -> None:
         self.values[name], self.works[name] = value, work
 
     def value(self, name: str) -> Tensor:
@@ -87,7 +88,7 @@ class State:
         if name in self.works:
             self.works.pop(name).wait()
 
-    def arriving_grad(self, name: str, grad: Tensor, work: dist.Work) -> None:
+    def arriving_grad(self, name: str, grad: Tensor, work: Work) -> None:
         self.pending.setdefault(name, []).append((work, grad))
 
     def add_grad(self, name: str, grad: Tensor) -> None:
@@ -331,7 +332,7 @@ class Engine:
             else:
                 state.add_grad(source.value, grad)
 
-    def _launch(self, tensor: Tensor, kind: Collective, inplace: bool) -> tuple[Tensor, dist.Work]:
+    def _launch(self, tensor: Tensor, kind: Collective, inplace: bool) -> tuple[Tensor, Work]:
         self._pulse.launched(kind)
         tensor, work = launch(tensor, kind, self.group, inplace)
         if not self.overlap:

@@ -128,7 +128,7 @@ class Executor:
         pulse.at("the sends of its stage")
         self.pipes.finish()
         pulse.at("")
-        if self.trace is not None:
+        if self.trace is not None and self._stopwatch is not None:
             read = self._stopwatch.seconds
             self.trace += [(op, read(began), read(ended)) for op, began, ended in self._marks]
         if not self.losses:
@@ -141,10 +141,10 @@ class Executor:
 
     def _run(self, entry: Entry) -> None:
         ops = ops_of(entry)
-        computes = self._stopwatch is not None and ops[0].kind.is_compute
-        if computes:
+        stopwatch = self._stopwatch if ops[0].kind.is_compute else None
+        if stopwatch is not None:
             self._await(ops)
-            began = self._stopwatch.mark()
+            began = stopwatch.mark()
         if ops[0].kind in self._handlers:
             for op in ops:
                 self._handlers[op.kind](self.stages[op.stage], op)
@@ -152,8 +152,8 @@ class Executor:
             execute([each for op in ops for each in self._passes(op)])
             for op in ops:
                 self._hand_over(self.stages[op.stage], op)
-        if computes:
-            ended = self._stopwatch.mark()
+        if stopwatch is not None:
+            ended = stopwatch.mark()
             self._marks += [(str(op), began, ended) for op in ops]
 
     def _idle(self, entry: Entry) -> None:

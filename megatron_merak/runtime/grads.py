@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_merak.parallel.buffers import ParameterBuffer
+from megatron_merak.parallel.in_flight import Work
 from megatron_merak.parallel.relay import Relay
-from megatron_merak.runtime.collectives import Work
 from megatron_merak.runtime.wire import Wire
 
 

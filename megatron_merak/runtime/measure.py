@@ -80,9 +80,10 @@ class MeasuredExecutor(Executor):
             for name, value in part.state.values.items():
                 if name in part.runner.engine.kept:
                     yield value
-            running = part.runner.engine.weights.getters.values()
-            regathers = [*running, *(each for tape in part.state.tape.values() for each in tape.regathers)]
-            yield from (each.shard for each in regathers)
+            running: list[Any] = [*part.runner.engine.weights.getters.values()]  # each a `Regather`
+            yield from (each.shard for each in running)
+            for tape in part.state.tape.values():
+                yield from (each.shard for each in tape.regathers)
             for _, products in part.state.queue:
                 for product in products:
                     yield from product.tensors

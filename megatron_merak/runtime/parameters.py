@@ -96,9 +96,10 @@ class RankParameters:
 
         Raises PlanError where parameters are sharded and a segment reads one that is not gathered for its unit.
         """
-        for segment in segments if self.units is not None else ():
+        units = self.units
+        for segment in segments if units is not None else ():
             for name in (self.names[parameter] for parameter in segment.parameters if parameter in self.names):
-                if not self.units.gathers(segment.unit, name):
+                if units is not None and not units.gathers(segment.unit, name):
                     reason = f"unit {segment.unit} uses it for this batch, and did not for the first one"
                     remedy = "Start with a batch like this one, or use --data-parallel-sharding-strategy optim"
                     raise PlanError("parameter", name, reason, remedy)

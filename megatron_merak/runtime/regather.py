@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..parallel.in_flight import Work
 from ..segment import Collective
-from .collectives import Work
 
 Launch = Callable[[Tensor, Collective, bool], tuple[Tensor, Work]]
 
@@ -21,7 +21,9 @@ class Regather:
     """
 
     def __init__(self, shard: Tensor):
-        self.shard, self._full, self._work = shard, None, None
+        self.shard = shard
+        self._full: Tensor | None = None
+        self._work: Work | None = None
 
     def start(self, launch: Launch) -> None:
         """Start the all-gather; call it once, before calling this object."""
@@ -31,4 +33,5 @@ class Regather:
         if self._work is not None:
             self._work.wait()
             self._work = None
+        assert self._full is not None, "the all-gather was started"
         return self._full

@@ -93,7 +93,7 @@ class ShardGatherer:
         overwrites = self.buffer.sharding == Sharding.OPTIMIZER or (scattered and not self.buffer.sharded)
         if self._preserves and self._saved is None and overwrites:
             self._saved = [own.clone() for own in self.buffer.own_grads]
-        flat = state.spread(buckets) if scattered else self.buffer.spread(state, buckets)
+        flat = state.spread(buckets) if isinstance(state, Scattered) else self.buffer.spread(state, buckets)
         for work in self._gather(flat, buckets):
             work.wait()
         return flat

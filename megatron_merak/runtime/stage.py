@@ -60,7 +60,7 @@ def _collectives_of(program: Program) -> bytes:
     """Return a checksum of a program's tensor-parallel collectives, in the order of its forward, and of its borders."""
     code = zlib.crc32(repr([(value.shape, value.dtype) for value in (*program.sources, *program.targets)]).encode())
     for segment in program.segments:
-        kinds = "/".join(edge.collective for edge in (*segment.ins, *segment.outs))
+        kinds = "/".join([*(edge.collective for edge in segment.ins), *(edge.collective for edge in segment.outs)])
         code = zlib.crc32(f"{segment.unit}.{segment.index}:{kinds}".encode(), code)
     return code.to_bytes(4, "little")
 
@@ -172,9 +172,12 @@ class Stage:
 
     def count(self, microbatch: int) -> Tensor:
         """Return the number of tokens that a micro-batch's loss is summed over (1 if it is complete): fp32 scalar."""
-        if self.program(microbatch).count is None:
-            return torch.ones((), device=self.mesh.device)
-        return sum(part.program.count(part.state.common) for part in self.parts[microbatch])
+        total = torch.zeros((), device=self.mesh.device)
+        for part in self.parts[microbatch]:
+            if part.program.count is None:
+                return torch.ones((), device=self.mesh.device)
+            total = total + part.program.count(part.state.common)
+        return total
 
     def visits(self, kind: Kind, recomputed: bool = False, defer: bool = False) -> Sequence[Visit]:
         """Return the visits of a pass. recomputed: whether an R ran before a backward; defer: as in `backward`."""
@@ -211,8 +214,9 @@ class Stage:
         callback_for = self._ready_callbacks(microbatch) if last and not defer and not by_unit else None
         recomputed = any(part.state.recomputed for part in parts)
         sharded = self.parameters.sharded_pass(self.visits(Kind.B, recomputed, defer), next_unit, last)
-        for part in parts if loss_scale is not None else ():
-            part.state.add_grad(LOSS, loss_scale)
+        if loss_scale is not None:
+            for part in parts:
+                part.state.add_grad(LOSS, loss_scale)
         return [
             Pass(
                 p.runner.engine,

@@ -10,7 +10,6 @@ As in ZeRO (https://arxiv.org/abs/1910.02054), stages 2 and 3.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel.buffers import Bucket, ParameterBuffer, Sharding
+from ..parallel.in_flight import Work
+from ..parallel.pieces import in_pieces
 from ..pipeline_parallel.ops import Kind
 from ..tensor_parallel.sequence import gather_single
-from .collectives import Work
 from .weights import Gradient
 from .wire import Wire
 
@@ -49,7 +49,7 @@ def visits_of(
     """
     run_of = {unit: tuple(run) for run in recompute for unit in run}
     blocks = [*dict.fromkeys(run_of.get(unit, (unit,)) for unit in units)]
-    visits: list[Visit | None] = []
+    visits: list[Visit] = []
     if kind is Kind.F:
         return [Visit(unit, True, False) for unit in units]
     for block in reversed(blocks):
@@ -57,7 +57,7 @@ def visits_of(
             visits += [Visit(unit, True, False) for unit in block]
         if kind is not Kind.R:
             visits += [Visit(unit, kind is Kind.B, not defer) for unit in reversed(block)]
-    return [each for each, after in pairwise([*visits, None]) if after is None or each.unit != after.unit]
+    return [each for at, each in enumerate(visits) if at + 1 == len(visits) or each.unit != visits[at + 1].unit]
 
 
 class UnitShards:
@@ -78,7 +78,7 @@ class UnitShards:
     def __init__(
         self,
         buffer: ParameterBuffer,
-        shard_group: dist.ProcessGroup,
+        shard_group: dist.ProcessGroup | None,
         grads: Mapping[str, Gradient],
         reads: Mapping[int, Collection[str]],
         *,
@@ -110,7 +110,7 @@ class UnitShards:
 
     def start(self) -> None:
         """Begin a step without gradients."""
-        self.buffer.main_grad.release_all()
+        in_pieces(self.buffer.main_grad).release_all()
         self._reduces.clear()
         for wire in (self._all, self._over_shards, self._over_replicas):
             wire.start()
@@ -125,7 +125,7 @@ class UnitShards:
         """
         if self.buffer.sharding < Sharding.PARAMETERS or not units:
             return
-        data = self.buffer.data
+        data = in_pieces(self.buffer.data)
         needed = dict.fromkeys(n for unit in units for n in self._read.get(unit, ()) if self._sharded[n])
         for number in range(len(data)):
             if data.allocated(number) and number not in needed:
@@ -137,7 +137,7 @@ class UnitShards:
             self._wait_gather(number)
 
     def _gather(self, number: int) -> None:
-        data = self.buffer.data
+        data = in_pieces(self.buffer.data)
         if data.allocated(number):
             return
         data.allocate(number)
@@ -152,7 +152,7 @@ class UnitShards:
 
     def allocate_gradients(self, unit: int) -> None:
         """Allocate memory for the weight gradients of a unit, before they are computed."""
-        grad = self.buffer.main_grad
+        grad = in_pieces(self.buffer.main_grad)
         for number in self._read.get(unit, ()):
             self._settle(number)
             if not grad.allocated(number):
@@ -172,7 +172,8 @@ class UnitShards:
                 self._unfinished[number].discard(unit)
             for name in self._buckets[number].names:
                 self.grads[name].settle()
-            full, own = self.buffer.main_grad.piece(number), self.buffer.own_grads[number]
+            full = in_pieces(self.buffer.main_grad).piece(number)
+            own = self.buffer.own_grads[number]
             if self.before_reduction is not None:
                 self.before_reduction(full)
             if self._sharded[number]:
@@ -197,7 +198,7 @@ class UnitShards:
         elif reduced is not own:
             own.copy_(reduced)
         self._begun.add(number)
-        self.buffer.main_grad.release(number)
+        in_pieces(self.buffer.main_grad).release(number)
         if not self._unfinished[number]:
             self._sum_over_replicas(number)
 

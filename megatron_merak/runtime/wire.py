@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..parallel.in_flight import Work
 from ..tensor_parallel.sequence import gather_single, reduce_scatter_single
-from .collectives import Work
 
 _SENT_DTYPE = torch.bfloat16
 
@@ -95,14 +95,14 @@ class _Steps:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-def _reduce_scatter_steps(own: Tensor, values: Tensor, group: dist.ProcessGroup) -> Iterator[Work]:
+def _reduce_scatter_steps(own: Tensor, values: Tensor, group: dist.ProcessGroup | None) -> Iterator[Work]:
     sent = values.to(_SENT_DTYPE)
     received = torch.empty_like(sent)
     yield dist.all_to_all_single(received, sent, group=group, async_op=True)
     _sum_shards(received, own)
 
 
-def _all_reduce_steps(values: Tensor, group: dist.ProcessGroup) -> Iterator[Work]:
+def _all_reduce_steps(values: Tensor, group: dist.ProcessGroup | None) -> Iterator[Work]:
     ranks, count = dist.get_world_size(group), values.numel()
     shard = -(-count // ranks)
     padded = values.new_zeros(shard * ranks, dtype=_SENT_DTYPE)

@@ -79,7 +79,9 @@ def _withheld(model: nn.Module, names: Iterable[str]) -> list[str]:
     """
     try:
         with warnings.catch_warnings(action="ignore"):
-            states = [sys.modules["peft"].get_peft_model_state_dict(model, adapter_name=k) for k in model.peft_config]
+            adapted: Any = model
+            state_of = sys.modules["peft"].get_peft_model_state_dict
+            states = [state_of(model, adapter_name=name) for name in adapted.peft_config]
     except ConfigError:
         return list(names)
     return [name_of(value) for state in states for value in state.values() if is_withheld(value)]

@@ -1,7 +1,7 @@
 """Train any captured model on this rank: its parameter shards, its programs, its optimizer."""
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,10 @@ from ..checkpoint.hf import save_hf
 from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
 from ..errors import CheckpointError, MerakError, PlanError
-from ..optimizer.base import Rates, StepResult
+from ..optimizer.base import LocalOptimizer, Rates, StepResult
 from ..optimizer.loss_scale import LossScaler, is_state
 from ..parallel.agree import gather_json, together
-from ..parallel.buffers import Bucket, Sharding
+from ..parallel.buffers import Bucket, Flat, Sharding
 from ..parallel.mesh import Mesh
 from ..runtime.halves import halve
 from ..runtime.stage import Stage
@@ -80,16 +80,34 @@ class CapturedModel(TrainedModel):
         self.running = RunningStatistics(blueprint, mesh)
         self.parameter_shards = ParameterShards(blueprint, mesh, group_of)
         self.parameter_shards.fill(seed)
-        self.shards, parameters = self.parameter_shards.shards, self.parameter_shards.rank_parameters()
-        arguments = (mesh, self.parameter_shards.parameters, parameters.weights)
-        self.programs = {stage: Programs(blueprint, stage, *arguments) for stage in self.parameter_shards.stages}
+        parameters = self.parameter_shards.rank_parameters()
+        self.programs = {
+            stage: Programs(blueprint, stage, mesh, self.parameter_shards.parameters, parameters.weights)
+            for stage in self.parameter_shards.stages
+        }
         stages = {}
         for index, programs in self.programs.items():
-            part, arguments = plan.stages[index], (index, programs, parameters)
-            options = {"split": self._split, "overlap": plan.overlap != "none", "units": part.units}
-            stages[index] = Stage(*arguments, part.runs, mesh, seed, **options)
-        settings = (optimizer or OptimizerConfig(), scaler, optimizer_of, replica_check_interval)
-        super().__init__(plan, mesh, stages, parameters, *settings)
+            stages[index] = Stage(
+                index,
+                programs,
+                parameters,
+                plan.stages[index].runs,
+                mesh,
+                seed,
+                split=self._split,
+                overlap=plan.overlap != "none",
+                units=plan.stages[index].units,
+            )
+        super().__init__(
+            plan,
+            mesh,
+            stages,
+            parameters,
+            optimizer=optimizer or OptimizerConfig(),
+            scaler=scaler,
+            optimizer_of=optimizer_of,
+            replica_check_interval=replica_check_interval,
+        )
         with together(mesh.control, "cpu"):
             for programs in self.programs.values():
                 programs(example, True)
@@ -111,7 +129,11 @@ class CapturedModel(TrainedModel):
             notes += ("Micro-batches run whole: halves need two samples, and losses that are shares of the step's.",)
         return notes + self.blueprint.replicated_weights()
 
-    def _split(self, batch: Batch) -> list[Batch]:
+    def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[store.Shard]:
+        """See `TrainedModel`."""
+        return self.parameter_shards.shards(flat, names)
+
+    def _split(self, batch: Batch) -> Sequence[Batch]:
         """The parts in which a prepared micro-batch runs: its halves if the plan says so and their losses add up."""
         return halve(batch) if self.halves and "num_items_in_batch" in batch else [batch]
 
@@ -331,6 +353,7 @@ class CapturedModel(TrainedModel):
         gatherer = self.gatherer
         others = () if has_adapters(self.model) else self.others()  # the base model is not saved: it is not trained
         kinds = {"model": weights_kind(gatherer, self.shards, others)}
+        assert isinstance(self.optimizer, LocalOptimizer), "parameter servers have stores of their own"
         return kinds | optimizer_kinds(self.optimizer, gatherer, self.shards)
 
     def others(self) -> list[store.Shard]:

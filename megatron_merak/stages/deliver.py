@@ -6,6 +6,7 @@ same coordinates in other replicas, along a binary tree. No rank needs more memo
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -76,11 +77,12 @@ def deliver(shards: Sequence[Shard], source: Source | None, mesh: Mesh) -> None:
     descriptions = gather_json([part.to_json() for part in parts] if mesh.dp_rank == 0 else None, mesh.control, "cpu")
     tensors = {shard.name: shard.tensor.detach() for shard in shards}
     if mesh.rank == 0:
+        assert source is not None, "the first rank reads it"
         fill(shards, source)
         for rank, described in enumerate(descriptions):
             if rank != 0 and described is not None:
                 for message in _messages([_Part.from_json(fields) for fields in described]):
-                    _send(message, lambda piece: _read(source, piece), rank, mesh)
+                    _send(message, partial(_read, source), rank, mesh)
     elif mesh.dp_rank == 0:
         for message in _messages(parts):
             _receive(message, tensors, 0, mesh)

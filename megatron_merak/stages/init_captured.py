@@ -9,6 +9,7 @@ initialised.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -68,10 +69,11 @@ class Initialiser:
                 for module in dict.fromkeys(module for module, _ in slots):
                     if isinstance(module, ParametrizationList):
                         fresh.copy_(self._original(owners[0]))
-                    elif callable(getattr(module, "reset_parameters", None)):
-                        module.reset_parameters()
+                    elif callable(reset := getattr(module, "reset_parameters", None)):
+                        reset()
                 for module, model in enclosing:
-                    model._init_weights(module)
+                    initialise: Any = model._init_weights
+                    initialise(module)
         finally:
             for module, key in slots:
                 module._parameters[key] = parameter
@@ -118,7 +120,8 @@ class Initialiser:
     def _construct(self, number: int | None = None) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """Construct the model again; return its small parameters and that with ``number``, and the number of each."""
         with _almost_empty(number) as registered, _uninitialised_is_nan():
-            model = type(self._model)._from_config(copy.deepcopy(self._model.config))
+            kind: Any = type(self._model)
+            model = kind._from_config(copy.deepcopy(self._model.config))
         named = dict(model.named_parameters())
         real = {name: parameter.detach() for name, parameter in named.items() if not is_fake(parameter)}
         return real, {name: registered[id(each)][0] for name, each in named.items() if id(each) in registered}
@@ -127,8 +130,9 @@ class Initialiser:
         """The tensor that a parametrisation (weight norm) stores, computed from the one that its module draws."""
         path, _, key = name.rpartition(".")
         owner, _, tensor = path.rpartition(".parametrizations.")
-        module, steps = self._model.get_submodule(owner), self._model.get_submodule(path)
-        bare = object.__new__(type_before_parametrizations(module))
+        module = self._model.get_submodule(owner)
+        steps: Any = self._model.get_submodule(path)
+        bare: Any = object.__new__(type_before_parametrizations(module))
         drawn = torch.empty(getattr(module, tensor).shape, dtype=getattr(module, tensor).dtype)
         bare.__dict__.update(module.__dict__, _parameters={**module._parameters, tensor: nn.Parameter(drawn)})
         bare.reset_parameters()
@@ -179,6 +183,7 @@ def _almost_empty(kept: int | None) -> Iterator[dict[int, tuple[int, nn.Paramete
             keep = number == kept or parameter.numel() <= _SMALL
             (register_real if keep else register_fake)(module, name, parameter)
             result = module._parameters[name]
+            assert result is not None
             registered.setdefault(id(result), (number, result))
 
         with mock.patch.object(nn.Module, "register_parameter", register):

@@ -97,7 +97,7 @@ class _Watch(Interpreter):
 
 def _inside_graph(fn: Callable, common: Common, values: Sequence[Tensor]) -> str:
     """Interpret the code of a captured segment, which is partial(run, code, parameters, common names, sink)."""
-    arguments = getattr(fn, "args", ())
+    arguments: tuple[Any, ...] = getattr(fn, "args", ())
     if len(arguments) != 4:
         return ""
     code, parameters, names, _ = arguments

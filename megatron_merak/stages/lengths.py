@@ -8,6 +8,7 @@ trace needs no capture. All others are captured.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 from ..graph.capture.captured import Captured, Origin
 from ..graph.capture.lengths import Axes, Lengths
@@ -87,7 +88,8 @@ def _axes(one: Shapes, other: Shapes) -> tuple[tuple[str, int], ...]:
     """The (entry, dimension) pairs in which two batches differ, if all are the same two lengths; else ()."""
     if [(name, len(shape), kind) for name, shape, kind in one] != [(n, len(s), k) for n, s, k in other]:
         return ()
-    axes, pairs = [], {}
+    axes: list[tuple[str, int]] = []
+    pairs: dict[Any, None] = {}
     for (name, shape, _), (_, changed, _) in zip(one, other, strict=True):
         for dim, pair in enumerate(zip(shape, changed, strict=True)):
             if pair[0] != pair[1]:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,9 @@ def tie_groups(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh)
     groups = {}
     for ranks in sorted({ranks for ranks in ranks_of.values() if len(ranks) > 1}):
         members = [[grid.rank(tp, 0, dp, pp) for pp in ranks] for dp in range(grid.dp) for tp in range(grid.tp)]
-        groups[ranks] = new_groups(mesh.rank, members, mesh.timeout, "tied")
+        group = new_groups(mesh.rank, members, mesh.timeout, "tied")
+        if group is not None:
+            groups[ranks] = group
     return {key: groups[ranks] for key, ranks in ranks_of.items() if ranks in groups and mesh.pp_rank in ranks}
 
 
@@ -181,13 +184,21 @@ def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
     stages = {}
     for index, part in units_of.items():
         modules = nn.ModuleList(part)
-        for module in modules.modules():
-            if hasattr(module, "sink"):
-                module.sink = rank_parameters.weights
-        programs = _Programs(part, len(chain), prelude, mesh, plan, place.stream)
-        recompute, overlap = plan.stages[index].runs, plan.overlap != "none"
-        arguments = (index, programs, rank_parameters, recompute, mesh, config.train.seed)
-        stages[index] = Stage(*arguments, modules.train, split, overlap, units=plan.stages[index].units)
+        with_sinks: list[Any] = [module for module in modules.modules() if hasattr(module, "sink")]
+        for module in with_sinks:
+            module.sink = rank_parameters.weights
+        stages[index] = Stage(
+            index,
+            _Programs(part, len(chain), prelude, mesh, plan, place.stream),
+            rank_parameters,
+            plan.stages[index].runs,
+            mesh,
+            config.train.seed,
+            mode=modules.train,
+            split=split,
+            overlap=plan.overlap != "none",
+            units=plan.stages[index].units,
+        )
     return NativeStages(stages, rank_parameters, layouts)
 
 
@@ -235,7 +246,10 @@ def _entries(
     group_of: GroupOf,
 ):
     """Buffer entries per unit, name -> layout, and (unit, local name) -> name; tied parameters share one name."""
-    entries, layouts, names, seen = [], {}, {}, {}
+    entries = []
+    layouts = {}
+    names = {}
+    seen: dict[Any, Any] = {}
     for unit in units:
         group = []
         for local, parameter in unit.named_parameters():

@@ -5,6 +5,7 @@ Checkpoints are the same whether or not data-parallel ranks shard this state.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,15 @@ from ..runtime.shards import ShardGatherer
 
 # (flat tensor [buffer.size], parameter names) -> the shards of these parameters in it.
 Parts = Callable[[Flat, Collection[str]], Iterable[Shard]]
-Step = Callable[[Sequence[Bucket]], object]
 _GROUPS = 4  # parameter groups that a run has at most, see `groups_of_run`
 # Makes the optimizer of a rank's parameters.
 OptimizerOf = Callable[[RankParameters, OptimizerConfig, LossScaler | None], Optimizer]
+
+
+class Step(Protocol):
+    """Fetches, or keeps, a state of an optimizer, of some buckets at a time."""
+
+    def __call__(self, *, buckets: Sequence[Bucket]) -> object: ...
 
 
 def adamw_of(parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> AdamW:

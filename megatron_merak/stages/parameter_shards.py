@@ -115,8 +115,9 @@ class ParameterShards:
         Collective over all ranks: makes process groups for the parameters that several pipeline ranks have.
         """
         names, plan, mesh = self.names, self.blueprint.plan, self.mesh
-        stages_of = {(name,): stages for name, stages in self.stages_of.items()}
-        groups, shared = tie_groups(stages_of, plan, mesh), stages_sharing(stages_of, plan, mesh)
+        stages_of: dict[tuple[str, ...], tuple[int, ...]] = {(name,): stages for name, stages in self.stages_of.items()}
+        groups = tie_groups(stages_of, plan, mesh)
+        shared = stages_sharing(stages_of, plan, mesh)
         trained = sorted(names.values())  # the same order on every rank
         return RankParameters(
             self.buffer,

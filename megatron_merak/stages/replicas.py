@@ -21,10 +21,11 @@ from torch import Tensor
 
 from ..counting import named_ranks
 from ..errors import PlanError
-from ..optimizer.base import LocalOptimizer
+from ..optimizer.base import LocalOptimizer, Optimizer
 from ..parallel.agree import gather_json
 from ..parallel.buffers import Sharding
 from ..parallel.mesh import Mesh
+from ..parallel.pieces import whole
 from ..runtime.shards import ShardGatherer
 from ..runtime.stage import Stage
 
@@ -45,7 +46,7 @@ class Replicas:
     def __init__(
         self,
         mesh: Mesh,
-        optimizer: LocalOptimizer,
+        optimizer: Optimizer,
         gatherer: ShardGatherer,
         interval: int,
         stages: Mapping[int, Stage],
@@ -61,7 +62,7 @@ class Replicas:
         for batch in batches:
             tokens = batch.get("tokens")
             if isinstance(tokens, Tensor):
-                self._samples = zlib.crc32(tokens.contiguous().cpu().numpy(), self._samples)
+                self._samples = zlib.crc32(tokens.contiguous().cpu().numpy().data, self._samples)
 
     def record_norm(self, grad_norm: float, steps: int) -> None:
         """Record a step's gradient norm for the next `reduce`, and compare digests every ``interval`` steps.
@@ -168,8 +169,9 @@ class Replicas:
         The second one is of nothing unless replicas of other instances have the same shards.
         """
         self.gatherer.finish()
+        assert isinstance(self.optimizer, LocalOptimizer), "workers of parameter servers are no replicas"
         buffer, master = self.optimizer.buffer, self.optimizer.master
-        full = [buffer.data] if buffer.sharding < Sharding.PARAMETERS else []
+        full = [whole(buffer.data)] if buffer.sharding < Sharding.PARAMETERS else []
         own = [] if full else [*buffer.own_data]
         (own if buffer.sharded else full).extend([master] if buffer.rounds else [])
         return _digest(full), _digest(own if self.mesh.instances > 1 else [])

@@ -63,7 +63,7 @@ class Rerun:
             return self.model.backward(batches)
         if not self.model.settled:
             self.model.backward(batches)  # it decides how to run
-        restore = self.model.snapshot() if self.checks.rerun_mode != "disabled" else None
+        restore: Any = self.model.snapshot() if self.checks.rerun_mode != "disabled" else None
         reduced, seals = self._run(batches)
         facts = self._facts(batches, seals)
         if self.checks.rerun_mode == "report_stats":
@@ -101,7 +101,9 @@ class Rerun:
         }
 
     def _rejection(self, facts: Mapping[str, Any]) -> Rejection | None:
-        rejection, rate = self.judge.rejection(facts["losses"], facts["norm"]), self.checks.error_injection_rate
+        assert self.judge is not None, "without it no step is computed again"
+        rejection = self.judge.rejection(facts["losses"], facts["norm"])
+        rate = self.checks.error_injection_rate
         if rejection is None and rate and self.checks.rerun_mode != "disabled":
             draw = derive_seed(self.seed, self.model.iteration, self.mesh.rank)
             rejection = Rejection("an injected error", False) if draw % rate == 0 else None

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import re
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,14 +70,14 @@ def check_same_graph(captured: Captured, example: object, mesh: Mesh) -> None:
 def _facts(model: nn.Module) -> dict[str, str]:
     """What must be the same on every rank, as name -> value."""
     facts = {"class": f"{type(model).__module__}.{type(model).__qualname__}"}
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         facts |= {f"config.{k}": _stable_repr(v) for k, v in sorted(config.to_dict().items()) if k not in _IGNORED}
     source = source_of(model)
     facts["where the weights come from"] = "the model" if source is None else "a directory that every rank reads"
-    for name in () if source is None else source.names():
-        facts[f"stored tensor {name}"] = f"{source.shape(name)}, {source.dtype(name)}"
     if source is not None:
+        for name in source.names():
+            facts[f"stored tensor {name}"] = f"{source.shape(name)}, {source.dtype(name)}"
         facts |= _stored_samples(source)
     for name, p in model.named_parameters():
         facts[f"parameter {name}"] = f"{tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
@@ -108,7 +109,7 @@ def _stored_samples(source: Source) -> dict[str, str]:
     return {f"values of stored tensor {name}": "sha256 " + _digest(_bytes(row))[:16] for name, row in rows.items()}
 
 
-def _code(kind: type) -> str:
+def _code(kind: Any) -> str:
     try:
         return "source " + _digest(inspect.getsource(kind.forward).encode())[:16]
     except (OSError, TypeError):

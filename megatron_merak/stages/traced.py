@@ -187,8 +187,10 @@ class Traced:
                 raise
             maskless = None
         self.drops_full_mask = maskless is not None and _masks_nothing(maskless)
-        self.is_causal = self.drops_full_mask and attends_causally(maskless.module.graph)
-        if len(self.prepared(example)) == len(bare):
+        self.is_causal = False
+        if maskless is not None and self.drops_full_mask:
+            self.is_causal = attends_causally(maskless.module.graph)
+        if maskless is not None and len(self.prepared(example)) == len(bare):
             return maskless
         return self.capture(example, training=True, outputs=self.trained)
 

@@ -70,7 +70,7 @@ class Withheld:
         name, owner = getattr(func, "__name__", str(func)), getattr(func, "__self__", None)
         if name in ("__get__", "__set__"):
             attribute = getattr(owner, "__name__", "(a property)")
-            return _get(func, args[0], attribute) if name == "__get__" else _set(func, *args, attribute)
+            return _get(func, args[0], attribute) if name == "__get__" else _set(func, args[0], args[1], attribute)
         own = any(map(is_withheld, tree_leaves(args[:1])))
         with torch._C.DisableTorchFunctionSubclass():
             if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
@@ -87,7 +87,7 @@ class Withheld:
                 return func(*args, **kwargs)
         raise _refusal(name, (args, kwargs), own and _writes(name))
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         note: _Note = vars(self)[_NOTE]
         metadata = f"{tuple(self.shape)}, {self.dtype}, device={str(self.device)!r}"  # type: ignore[attr-defined]
         return f"{note.name}: {metadata}, its values sharded over {note.ranks} ranks"
@@ -108,15 +108,15 @@ class Withheld:
         return _withheld_like(self, copied)  # type: ignore[return-value, arg-type]
 
 
-class _Parameter(Withheld, nn.Parameter):
+class _Parameter(Withheld, nn.Parameter):  # type: ignore[misc]  # torch leaves __repr__ untyped
     """A parameter of a module."""
 
 
-class _Tensor(Withheld, Tensor):
+class _Tensor(Withheld, Tensor):  # type: ignore[misc]
     """What ``data`` and ``detach`` of a withheld parameter return."""
 
 
-class _Fake(Withheld, FakeTensor):
+class _Fake(Withheld, FakeTensor):  # type: ignore[misc]
     """A parameter that never had memory."""
 
 
@@ -153,7 +153,7 @@ def restore(parameter: nn.Parameter, values: Tensor | None) -> None:
         if values is not None:
             parameter.data = values
     if is_withheld(parameter):
-        parameter.__class__ = vars(parameter).pop(_NOTE).kind  # type: ignore[assignment]
+        parameter.__class__ = vars(parameter).pop(_NOTE).kind
 
 
 def name_of(tensor: Tensor) -> str:
@@ -209,7 +209,7 @@ def _withheld_like(tensor: Tensor, result: Tensor) -> Tensor:
 def _hide(tensor: Tensor, note: _Note) -> Tensor:
     vars(tensor)[_NOTE] = note
     kind = _KINDS.get(note.kind) or type(note.kind.__name__, (Withheld, note.kind), {})
-    tensor.__class__ = kind  # type: ignore[assignment]
+    tensor.__class__ = kind
     return tensor
 
 

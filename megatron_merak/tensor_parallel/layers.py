@@ -130,7 +130,7 @@ class RowParallelLinear(ParallelLayer):
         """What becomes of this rank's product with the weight."""
         if self.calls:
             y = self._summed(y)
-        if not self.adds_bias:
+        if self.bias is None or not self.adds_bias:
             return y
         # On parts of the sequence each rank has a part of the bias's gradient.
         return y + copy_to_tensor_model_parallel_region(self.bias, self.group if self.sequence_parallel else None)

@@ -116,8 +116,10 @@ def _model_changes(
     may_change = _REPORTED | _OF_A_RUN if config.checkpoint.finetune else _REPORTED
     refused = [change for change in changes if change.flag[2:].replace("-", "_") not in may_change]
     allowed = [change for change in changes if change not in refused]
-    for name in _differing(model or {}, saved.model or {}):
-        change = Change(f"config.json {name}", model[name], saved.model[name])
+    shape = model or {}
+    saved_shape = saved.model or {}
+    for name in _differing(shape, saved_shape):
+        change = Change(f"config.json {name}", shape[name], saved_shape[name])
         if name not in _CONFIG_FREE:
             (allowed if any(part in name for part in _CONFIG_REPORTED) else refused).append(change)
     return refused, allowed
@@ -176,7 +178,7 @@ def _check_seed_and_data(config: RunConfig, saved: SavedRun, data: Mapping) -> l
             lines.append(f"Other training data than the checkpoint's run, as --override-dataset allows: {text}.")
         elif text:
             lines.append(f"Other {part} data than the checkpoint's run: {text}.")
-        elif part == "train" and now is not None and now["order"] != then.get("order"):
+        elif part == "train" and now is not None and then is not None and now["order"] != then.get("order"):
             reason = "the run's length now reads the data another number of times"
             lines.append(f"Samples come in another order than in the checkpoint's run ({reason}): some may come again.")
     return lines

@@ -104,8 +104,7 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     if interval.staleness is not None:
         fields.append(f"staleness: {interval.staleness:.1f}")
     fields.append(f"tokens/s: {work.tokens * interval.samples_per_second:.0f}{modelled}")
-    known = work.peak is not None
-    share = f"MFU: {100 * rate / work.peak:.1f} %" if known else f"GFLOP/s per rank: {rate / 1e9:.1f}"
+    share = f"GFLOP/s per rank: {rate / 1e9:.1f}" if work.peak is None else f"MFU: {100 * rate / work.peak:.1f} %"
     fields.append(share + modelled)
     if not modelled:
         left = timedelta(seconds=round((progress.iterations - progress.iteration) * interval.seconds))
@@ -118,7 +117,8 @@ def short_line(interval: Interval, work: Throughput, detailed: bool) -> str:
     any.
     """
     progress, rate = interval.progress, work.per_rank(interval.samples_per_second)
-    known, total = work.peak is not None, f"{progress.iterations:,}"
+    known = work.peak is not None
+    total = f"{progress.iterations:,}"
     left = timedelta(seconds=round((progress.iterations - progress.iteration) * interval.seconds))
     counts = {"zeros": interval.zeros, "skipped": interval.skipped or None, "nan": interval.nan or None}
     fields = {
@@ -132,7 +132,7 @@ def short_line(interval: Interval, work: Throughput, detailed: bool) -> str:
         "time": f"{_significant(1000 * interval.seconds)} ms",
         "tokens": f"{_large(work.tokens * interval.samples_per_second)} tokens/s",
         "flops": f"{rate / 1e12:.1f} TFLOP/s/GPU" if detailed else "" if known else f"{rate / 1e9:.1f} GFLOP/s/rank",
-        "share": f"MFU {100 * rate / work.peak:.1f} %" if known else "",
+        "share": "" if work.peak is None else f"MFU {100 * rate / work.peak:.1f} %",
         "left": "modelled" if work.clock else f"ETA {str(left).replace(' days, ', 'd ').replace(' day, ', 'd ')}",
     }
     for name in ("", *_DROPPED):

@@ -32,7 +32,7 @@ def build_model(config: HFModelConfig) -> nn.Module:
     for what the model cannot do.
     """
     path = Path(config.model)
-    model = from_pretrained(
+    model: Any = from_pretrained(
         path,
         trust_remote_code=config.trust_remote_code,
         allow_pickle=config.allow_pickle,
@@ -48,16 +48,16 @@ def build_model(config: HFModelConfig) -> nn.Module:
     return model
 
 
-def _check_length(model: nn.Module, length: int, more: int) -> None:
+def _check_length(model: Any, length: int, more: int) -> None:
     """Raise ConfigError if a sample is too long for the model. more: positions needed beside those of the sample."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr]
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(longest, int) and length + more > longest:
         needs = f" (the shift of its labels needs {more} more)" if more else ""
         reason = f"exceeds the model's max_position_embeddings {longest}{needs}"
         raise ConfigError("--seq-length", length, reason, f"Use at most {longest - more}")
 
 
-def _check_causal(model: nn.Module, path: Path) -> None:
+def _check_causal(model: Any, path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     config, name = model.config, type(model).__name__
@@ -72,7 +72,7 @@ def _check_causal(model: nn.Module, path: Path) -> None:
 
 def known_tokens(model: nn.Module) -> int:
     """Return the number of rows of a model's embedding."""
-    return model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+    return model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
 
 
 def rules_text(text: str | None) -> str:
@@ -161,7 +161,7 @@ def shifts_labels(captured: Captured) -> bool:
     return not any((value == 1).any() for value in numbers)
 
 
-def outer_names(model: nn.Module) -> set[str]:
+def outer_names(model: Any) -> set[str]:
     """Return the names of the parameters of the model's word embedding and output layer."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     outer = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}

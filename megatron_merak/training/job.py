@@ -4,6 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,7 @@ def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Se
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def throughput(config: RunConfig, plan: Plan, world: World, flops: int) -> Throughput:
+def throughput(config: RunConfig, plan: Plan, world: World, flops: float) -> Throughput:
     """Return the work of a sample.
 
     flops: of the plan's step, forward and backward, over all ranks.
@@ -151,7 +152,7 @@ class Job:
         rank.
         """
         with together(self.mesh.control, "cpu"):
-            if self.report is not None:
+            if self.report is not None and self.config.checkpoint.save is not None:
                 store_settings(self.settings, self.config.checkpoint.save)
 
     def _run(self) -> None:
@@ -187,7 +188,7 @@ class Job:
             self.evaluate(kind)
         if self.report is not None:
             curve = self.config.logging.curve
-            if curve is not None and self.report.draw(curve, lambda: draw_curve(self.report.records, curve)):
+            if curve is not None and self.report.draw(curve, partial(draw_curve, self.report.records, curve)):
                 self.report.print(f"loss curve: {curve}")
             self.report.close()
 
@@ -213,7 +214,8 @@ class Job:
             return None
         loaded = self.trainer.load(options.load, step, self.say)
         self.say(f"loaded the checkpoint of iteration {loaded} from {options.load}")
-        if step is not None and (newest := store.latest(options.load, self.mesh.control)) > step:
+        newest = None if step is None else store.latest(options.load, self.mesh.control)
+        if step is not None and newest is not None and newest > step:
             self.say(f"{options.load} also holds iteration {newest}, where a resume without --ckpt-step goes on")
         return loaded
 
@@ -299,7 +301,7 @@ class Job:
             progress = Progress(*done, samples, None if self.mesh.steps_together else trainer.global_batch_size)
             self.report.step(progress, seconds, result)
         self._count_skipped(result.skipped, batches)
-        if drawn:
+        if drawn and executor.trace is not None:
             self._draw_timeline(resize(self.plan.schedule, len(batches)), executor.trace)
 
     def _count_skipped(self, skipped: bool, batches: list[dict[str, torch.Tensor]]) -> None:
@@ -314,10 +316,11 @@ class Job:
             self.say(f"iteration {trainer.iteration}: {told}")
 
     def _draw_timeline(self, schedule: Schedule, trace: list) -> None:
-        view, path = step_view(schedule, trace, self.mesh), self.config.logging.timeline
+        view = step_view(schedule, trace, self.mesh)
+        path = self.config.logging.timeline
         if self.report is not None:
             self.report.measured([view])
-            if self.report.draw(path, lambda: write([view], path)):
+            if path is not None and self.report.draw(path, partial(write, [view], path)):
                 self.report.print(f"pipeline timeline: {path}")
 
     def save(self) -> int:
@@ -326,14 +329,15 @@ class Job:
         Raises CheckpointError and NumericsError on every rank, and Interrupted for a signal while it waits for space.
         """
         options = self.config.checkpoint
-        self.saving.run(options.save, self._write)
+        assert options.save is not None, "without --save there is no checkpoint"
+        self.saving.run(options.save, partial(self._write, options.save))
         if options.save_retain_interval:
             store.prune(options.save, options.save_retain_interval, self.mesh.control)
         return self.trainer.iteration
 
-    def _write(self) -> None:
-        directory = self.config.checkpoint.save
+    def _write(self, directory: str) -> None:
         began = time.perf_counter()
+        assert self.lock is not None, "the directory is locked for the run"
         if self.lock.confirm():
             self.say(f"{directory} was removed under the run, with all checkpoints in it: it is made anew")
             self.store_settings()
@@ -350,8 +354,9 @@ class Job:
         )
         losses = [trainer.model.mean_loss(batches) for _, batches in zip(range(iterations), loader, strict=False)]
         loader.close()
-        if self.report is not None and losses:
-            loss = sum(losses) / len(losses)
+        known = [loss for loss in losses if loss is not None]
+        if self.report is not None and known:
+            loss = sum(known) / len(known)
             perplexity = math.exp(min(loss, 700))
             self.report.note(kind, trainer.iteration, loss=loss, perplexity=perplexity)
             name = {"valid": "validation", "test": "test"}[kind]

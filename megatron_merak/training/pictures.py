@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
@@ -51,10 +52,11 @@ def draw_curve(records: Iterable[Mapping], path: str | Path, levels: Mapping[str
     figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for kind, style in (
+    styles: tuple[tuple[str, dict[str, Any]], ...] = (
         ("train", {"lw": 1.2, "color": "#2B6CB0"}),
         ("valid", {"marker": "o", "ms": 5, "color": "#C05621"}),
-    ):
+    )
+    for kind, style in styles:
         # A run that was killed and resumed did some iterations twice: the last time counts.
         points = {row["iteration"]: row["loss"] for row in rows if row["kind"] == kind and "loss" in row}
         if points:

@@ -127,6 +127,7 @@ class Maker:
 
         config.validate(ranks, training=False)
         with Progress(SEARCHING) as progress:
+            assert isinstance(config, HFConfig)
             return blueprint_of(self._traced, config, ranks, self.cluster, progress).plan
 
     @functools.cached_property
@@ -134,6 +135,7 @@ class Maker:
         from .hf_model import build_model, traced_of  # here, since it takes seconds
 
         gc.set_threshold(200_000, 10, 10)  # most objects stay: looking for garbage among them less often saves a tenth
+        assert isinstance(self.config, HFConfig)
         return traced_of(build_model(self.config.model), self.config)[0]
 
 

@@ -103,6 +103,7 @@ class HFJob(Job):
         self.model = model
 
     def finish(self) -> None:
+        assert isinstance(self.config, HFConfig)
         directory = self.config.checkpoint.save_hf
         if directory is not None:
             check_finite(self.trainer.kinds(True), self.mesh.control, "cpu")

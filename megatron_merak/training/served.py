@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from ..checkpoint.lock import DirectoryLock
 from ..config import SNAPSHOT_INTERVAL, OptimizerConfig, ParallelConfig, RunConfig
 from ..config.servers import snapshot_directory
@@ -64,11 +66,14 @@ def serve(config: RunConfig, world: World) -> None:
     Raises the server's error, and Interrupted if this rank got a signal, for which the workers have stopped.
     """
     check_snapshots(config)
-    stop = StopRequest(world.store.clone())
+    role, store = _served(world)
+    own = store.clone()  # type: ignore[attr-defined]  # which torch's stubs leave out
+    stop = StopRequest(own)
     with Interruption(None, end_interrupted, active=config.checkpoint.save is not None) as interruption:
-        server = Server(world.role, world.store, server_settings(config))
+        server = Server(role, store, server_settings(config))
         if world.rank == 0:
-            servers, workers = counted(world.role.servers, "parameter server"), counted(world.role.workers, "worker")
+            servers = counted(role.servers, "parameter server")
+            workers = counted(role.workers, "worker")
             put(f"megatron_merak: {servers} for {workers}", sys.stdout)
         while not server.wait(_LOOK):
             if interruption.received:
@@ -85,6 +90,12 @@ def mesh_of_worker(mesh: Mesh, config: RunConfig, role: Role) -> Mesh:
     return replace(mesh, worker=role.worker, workers=role.workers, steps_together=sync)
 
 
+def _served(world: World) -> tuple[Role, dist.Store]:
+    """Return this rank's role in a job with parameter servers, and the job's store: such a job has both."""
+    assert world.role is not None and world.store is not None
+    return world.role, world.store
+
+
 class Worker:
     """This rank's part in a job with parameter servers.
 
@@ -94,7 +105,8 @@ class Worker:
     """
 
     def __init__(self, config: RunConfig, world: World):
-        self.config, self.role, self.store = config, world.role, world.store
+        self.config = config
+        self.role, self.store = _served(world)
         self.sync = config.parallel.data_parallel_strategy == "ps-sync"
         self.server = Server(self.role, self.store, server_settings(config)) if self.role.clients else None
         self.stop = StopRequest(self.store)
@@ -103,16 +115,19 @@ class Worker:
         """Return an optimizer of this rank's parameters, connected to its servers; an ``OptimizerOf``."""
         parallel, buffer, workers = self.config.parallel, parameters.buffer, self.role.workers
         most = 4 * workers if parallel.ps_max_staleness is None else parallel.ps_max_staleness
-        settings = {
-            "dtype": str(wire_dtype(parameters)).removeprefix("torch."),
-            "betas": (config.adam_beta1, config.adam_beta2),
-            "eps": config.adam_eps,
-            "workers": workers,
-            "sync": self.sync,
-            "max_staleness": most,
-        }
-        pieces = pieces_of(buffer.size, len(self.role.endpoints))
-        layouts = [(piece, layout_of(buffer, piece, **settings)) for piece in pieces]
+        layouts = []
+        for piece in pieces_of(buffer.size, len(self.role.endpoints)):
+            layout = layout_of(
+                buffer,
+                piece,
+                dtype=str(wire_dtype(parameters)).removeprefix("torch."),
+                betas=(config.adam_beta1, config.adam_beta2),
+                eps=config.adam_eps,
+                workers=workers,
+                sync=self.sync,
+                max_staleness=most,
+            )
+            layouts.append((piece, layout))
         client = Client(self.role, self.store, layouts, timedelta(minutes=parallel.distributed_timeout_minutes))
         return ServedAdamW(parameters, config, client, workers, self.sync, scaler)
 
@@ -166,7 +181,8 @@ class WorkerJob:
     def __init__(self, job: Job, worker: Worker, make_report: Callable[[], Report | None]):
         self.job, self.worker, self.make_report = job, worker, make_report
         self.trainer, self.mesh, self.config = job.trainer, job.mesh, job.config
-        self.optimizer: ServedAdamW = job.trainer.optimizer
+        assert isinstance(job.trainer.optimizer, ServedAdamW)
+        self.optimizer = job.trainer.optimizer
         self.leads, self.leading = False, ExitStack()
         self.start = self.consumed = 0  # iteration and samples that the run started at
         self.saved = self.evaluated = 0  # iterations of the last checkpoint and evaluation

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint import store
 from ..config import RunConfig
-from ..optimizer.base import Rates
+from ..optimizer.base import LocalOptimizer, Rates
 from ..parallel.position import tell
 from ..parameter_server.kinds import served_kinds
 from ..parameter_server.optimizer import ServedAdamW
@@ -71,7 +71,9 @@ class Trainer:
 
     def phases_left(self) -> list[tuple[int, int]]:
         """Return (samples per step, steps) of what is left of a run of --train-samples."""
-        return [*self.batch_sizes.phases(self.config.train.train_samples, self.consumed_samples)]
+        samples = self.config.train.train_samples
+        assert samples is not None, "asked only of such a run"
+        return [*self.batch_sizes.phases(samples, self.consumed_samples)]
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> StepReport:
         """Train on one global batch.
@@ -98,6 +100,7 @@ class Trainer:
             return kinds
         if isinstance(self.optimizer, ServedAdamW):
             return kinds | served_kinds(self.optimizer, shards)
+        assert isinstance(self.optimizer, LocalOptimizer)
         return kinds | optimizer_kinds(self.optimizer, gatherer, shards)
 
     def _own_zeros(self) -> Tensor | None:
@@ -165,8 +168,9 @@ class Trainer:
         control = self.mesh.control
         kinds = self.kinds(optimizer and self.mesh.worker == 0)  # one worker loads what servers store
         meta = store.load(root, kinds, control, "cpu", iteration, say=say, check=compare)
-        for line in lines if say is not None else ():
-            say(line)
+        if say is not None:
+            for line in lines:
+                say(line)
         self.model.after_load()
         if not optimizer:
             self.optimizer.refresh_master()

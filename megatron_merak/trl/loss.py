@@ -46,7 +46,9 @@ class LossOfTrl(LossOfTrainer):
         return not model.training and self.trainer.predicts
 
     def compute(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
-        trainer, computed, batch = self.trainer, [], dict(batch)
+        trainer = self.trainer
+        computed: list[Scores] = []
+        batch = dict(batch)
         if "attention_mask" not in batch and trainer.facts.main_input in batch:
             batch["attention_mask"] = Unread()  # of padding that the graph does without
         if not model.training and _evaluates_alone(trainer):
@@ -146,7 +148,7 @@ class _Answers:
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head:
             return FusedCausalLMOutput(**of_tokens(next(self._computed)))
-        outputs = Missing()  # of a forward without a fused head only logits can have been told
+        outputs: Any = Missing()  # of a forward without a fused head only logits can have been told
         outputs.logits = next(self._computed)["logits"] if self._logits else Missing()
         return outputs
 

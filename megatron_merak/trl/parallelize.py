@@ -66,7 +66,7 @@ def parallelize(kind: type) -> type:
         raise ConfigError("parallelize", name, "it is no trainer that can run under a plan", remedy)
     adapted = tuple(each for each in base.__mro__ if each.__module__.partition(".")[0] == "trl")
 
-    class Parallel(kind, _Adapter):  # type: ignore[misc, valid-type]
+    class Parallel(kind, _Adapter):
         __doc__ = kind.__doc__
 
         def __init__(self, *args: Any, **kwargs: Any):
@@ -95,7 +95,7 @@ def _refuse(args: Any) -> None:
 
 
 def _config(kind: type) -> type:
-    class Parallel(kind, MerakArguments):  # type: ignore[misc, valid-type]
+    class Parallel(kind, MerakArguments):
         __doc__ = kind.__doc__
 
         def __post_init__(self) -> None:
@@ -103,7 +103,8 @@ def _config(kind: type) -> type:
                 self.pad_to_multiple_of = None  # as TRL has it on CPUs and GPUs
             super().__post_init__()
             # read by TRL, and set to this, where a dataset is a stream
-            self.accelerator_config = AcceleratorConfig(dispatch_batches=False)
+            settings: Any = AcceleratorConfig(dispatch_batches=False)
+            self.accelerator_config = settings
 
         def __reduce__(self) -> tuple:
             values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -114,7 +115,7 @@ def _config(kind: type) -> type:
 
 def _unpickled(kind: type, values: dict[str, Any]) -> TrainingArguments:
     """A pickled config."""
-    config = object.__new__(_config(kind))
+    config: Any = object.__new__(_config(kind))
     vars(config).update(values)
     return config
 
@@ -124,15 +125,17 @@ def _named(derived: type, kind: type) -> type:
     return derived
 
 
-class _Adapter(MerakTrainer, Trainer):
+class _Adapter(MerakTrainer, Trainer):  # type: ignore[misc]  # the first base replaces what it names of the second
     """The base class of a TRL trainer in place of ``transformers.Trainer``."""
 
     is_fsdp_enabled = is_deepspeed_enabled = can_return_loss = False
     accelerator: Any = None
-    current_gradient_accumulation_steps = 1
+    current_gradient_accumulation_steps: int | Tensor = 1
     ref_model: Any = None
     hub_model_id = None  # of model cards
-    _signature_columns: list[str] | None = None
+    _signature_columns: Any = None
+    _metrics: dict[str, Any]  # which TRL's trainers count in, with the next
+    _total_train_tokens: Any
     _fields: tuple[str, ...] = ()
     _predicting = False
 
@@ -147,7 +150,7 @@ class _Adapter(MerakTrainer, Trainer):
             remedy = "Use LoRA, or another adapter inside of layers"
             raise ConfigError("peft_config", type(learns).__name__, "its tokens come before the model's layers", remedy)
         self.accelerator = Accelerator(self.mesh)
-        self.current_gradient_accumulation_steps: int | Tensor = self.args.gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
 
     def _adopt(self) -> None:
         """Take over what TRL created: models without its fused head, the reference model as a submodule of the trained
@@ -218,8 +221,10 @@ class _Adapter(MerakTrainer, Trainer):
         if "position_ids" in ran and "position_ids" not in batch:  # its rows were made one
             reported = {name: in_rows(value, batch["attention_mask"]) for name, value in reported.items()}
             ran = {name: batch.get(name, value) for name, value in ran.items() if name != "position_ids"}
-        counted = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}  # not padded
-        self.own_loss.count({**ran, **counted}, reported, gather)
+        inputs = dict(ran)
+        inputs.update({name: batch[name] for name in ("attention_mask", "position_ids") if name in batch})  # not padded
+        loss: Any = self.own_loss  # always a `LossOfTrl`
+        loss.count(inputs, reported, gather)
 
     def _share_metrics(self) -> None:
         """Give every rank the metrics that ranks of the last stage counted.

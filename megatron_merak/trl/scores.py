@@ -73,7 +73,7 @@ def take_head(model: nn.Module) -> tuple[str, ...]:
     if getattr(original, "__func__", None) is type(model).forward:
         del model.forward
     else:
-        model.forward = original  # type: ignore[method-assign]
+        model.forward = original
     return ("log_probs", *(name for name in known["outputs"] if name != "log_probs"))
 
 
@@ -102,17 +102,17 @@ def head(model: nn.Module, fields: Sequence[str], computed: list[Scores]) -> Ite
         if getattr(outputs, "aux_loss", None) is not None and kwargs.get("output_router_logits"):
             fused["aux_loss"] = outputs.aux_loss
         computed.append({name: value.detach() for name, value in at_tokens(fused).items()})
-        seen = {name: Unread() for name in fused if name not in TRAINED}
+        seen: dict[str, Any] = {name: Unread() for name in fused if name not in TRAINED}
         return FusedCausalLMOutput(**{name: fused[name] for name in fused if name in TRAINED}, **seen)
 
-    model.forward = answer  # type: ignore[method-assign]
+    model.forward = answer
     try:
         yield
     finally:
         if own is None:
             del model.forward
         else:
-            model.forward = own  # type: ignore[method-assign]
+            model.forward = own
 
 
 def _once(model: nn.Module, forward: Callable) -> Callable:

@@ -77,7 +77,7 @@ def test_both_kinds_of_last_pass_occur():
     kinds = {count_epochs(1000, wanted, 10).sans_last for wanted in (100, 150, 190)}
     assert kinds == {99, None}
     assert count_epochs(1000, 100, 10) == (2, 99)
-    assert count_epochs(1000, 99, 10).count == 1
+    assert count_epochs(1000, 99, 10).passes == 1
     assert count_epochs(1000, None, 10) == (1, None)
 
 

@@ -54,7 +54,7 @@ def _recompile_when_called(module: GraphModule) -> None:
         _recompile(self)
         return type(self).forward(self, *args, **kwargs)
 
-    type(module).forward = forward  # type: ignore[method-assign]
+    type(module).forward = forward
 
 
 def _model_lines(captured: CapturedTraceback) -> StackSummary:

@@ -62,7 +62,7 @@ def pick_outputs(fake_model: nn.Module, names: Sequence[str], compute: LossFunct
             for tensor, group in by_tensor.values()
         }
 
-    fake_model.forward = forward_outputs  # type: ignore[method-assign]
+    fake_model.forward = forward_outputs
 
 
 def output_names(program: ExportedProgram) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ def record_changes(model: nn.Module) -> StateChanges:
         changes.owners = {attribute: owner for attribute, _, _, owner in snapshots if attribute in changed}
         return result
 
-    model.forward = recorded  # type: ignore[method-assign]
+    model.forward = recorded
     return changes
 
 
@@ -158,7 +158,7 @@ def return_changed_tensors(model: nn.Module, changes: StateChanges) -> None:
         forward(*args, **kwargs)
         return tuple(leaf for leaf in tree_leaves(list(changes.values.values())) if isinstance(leaf, Tensor))
 
-    model.forward = changed_tensors  # type: ignore[method-assign]
+    model.forward = changed_tensors
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -353,7 +353,9 @@ def _refuse_fields(args: TrainingArguments) -> None:
         name, value = each.name, getattr(args, each.name)
         if name in HONOURED:
             continue
-        default = each.default if each.default is not dataclasses.MISSING else each.default_factory()
+        default = each.default
+        if default is dataclasses.MISSING and each.default_factory is not dataclasses.MISSING:
+            default = each.default_factory()
         hidden = value == f"<{name.upper()}>"  # a token, in what to_dict gives
         if value == default or hidden or not (value or default):
             continue
@@ -404,4 +406,4 @@ def _check_numbers(args: "MerakArguments") -> None:
         raise ConfigError("pad_to_multiple_of", args.pad_to_multiple_of, "it is below 1", "Give 1 or more")
 
 
-MerakArguments.__init__ = checked(MerakArguments.__init__)
+MerakArguments.__init__ = checked(MerakArguments.__init__)  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ same.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ from ...graph.capture.inspected import inspected_model
 
 def check_alpha(alpha: object) -> None:
     """Raise ConfigError for a value that is no magnitude."""
+    if alpha is None:
+        return
     number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if alpha is not None and not (number and 0 <= alpha < float("inf")):
+    if not (isinstance(alpha, int | float) and number and 0 <= alpha < float("inf")):
         raise ConfigError(
             "neftune_noise_alpha", repr(alpha), "it is not a non-negative number", "Give 0 or more, or leave it unset"
         )
@@ -27,7 +30,7 @@ def check_alpha(alpha: object) -> None:
 
 def embedding_of(model: nn.Module) -> nn.Module:
     """Return the module whose output gets noise, by transformers' rule. Raises ConfigError if there is none."""
-    inner = inspected_model(model)
+    inner: Any = inspected_model(model)
     try:
         embedding = inner.get_input_embeddings()
     except (AttributeError, NotImplementedError):

@@ -1,6 +1,6 @@
 """The optimizer that a script requests: by name, by class, or created by itself."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -67,7 +67,8 @@ def class_and_arguments(args: TrainingArguments, model: nn.Module | None = None)
     if name == MUON:
         return lambda: muon, {**betas, "adam_eps": args.adam_epsilon, "weight_decay": args.weight_decay, **parsed}
     try:
-        return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        hf: Any = model  # GaLore and its like name modules of a transformers model; others do not read it
+        return Trainer.get_optimizer_cls_and_kwargs(args, hf)
     except (ImportError, ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError("optim", name, reason, "Install it, or take adamw_torch") from error
@@ -91,7 +92,9 @@ def _parsed(args: TrainingArguments, name: str) -> dict[str, Any]:
 
 
 _YES = ("true", "1", "yes")
-_MUON_TYPES = MappingProxyType({"ns_steps": int, "adjust_lr_fn": str, "nesterov": lambda text: text.lower() in _YES})
+_MUON_TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+    {"ns_steps": int, "adjust_lr_fn": str, "nesterov": lambda text: text.lower() in _YES}
+)
 
 
 def muon(
@@ -137,13 +140,13 @@ def muon(
     if not matrices:
         reason = f"{type(model).__name__} has no hidden matrix to train"
         raise ConfigError("optim", MUON, reason, "Take adamw_torch")
-    optimizers = [torch.optim.Muon(matrices, lr=lr, adjust_lr_fn=adjust_lr_fn, **options)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=lr, adjust_lr_fn=adjust_lr_fn, **options)]
     if others:
         optimizers.append(torch.optim.AdamW(others, lr=lr if adamw_lr is None else adamw_lr, betas=betas, eps=adam_eps))
     return Chained(optimizers)
 
 
-def _outer(model: nn.Module) -> set[int]:
+def _outer(model: Any) -> set[int]:
     """Return the parameters of embeddings and output layers."""
     modules = [m for n, m in model.named_modules() if isinstance(m, nn.Embedding) or n.rpartition(".")[2] in _HEADS]
     if hasattr(model, "get_output_embeddings"):

@@ -25,7 +25,7 @@ from .columns import UsedColumns
 from .leaner import Leaner, in_one_row, without_masks
 from .model_facts import ModelFacts
 from .neutral import TRAINING, NeutralPadding
-from .order import Batch, Loading, epoch_order
+from .order import Batch, Loading, epoch_order, samples_of
 from .packed import check_documents
 from .same_batches import differ_here, different
 from .samplers import Drawn, EpochSampler, length_of
@@ -86,7 +86,8 @@ class Feed:
 
     def _options(self) -> dict[str, Any]:
         args, workers = self.args, self.args.dataloader_num_workers
-        options = {"num_workers": workers, "pin_memory": args.dataloader_pin_memory and self.mesh.device.type == "cuda"}
+        pinned = args.dataloader_pin_memory and self.mesh.device.type == "cuda"
+        options: dict[str, Any] = {"num_workers": workers, "pin_memory": pinned}
         if workers:
             options["worker_init_fn"] = outlast_signals
             atexit.unregister(end_workers)  # once, however many loaders there are
@@ -119,7 +120,7 @@ class Feed:
         lengths, group, seed = self._lengths(dataset), self.args.per_device_eval_batch_size, self._seed
         return EpochSampler(len(dataset), lambda epoch: epoch_order(len(dataset), seed, epoch, lengths, group))
 
-    def _lengths(self, dataset: Dataset) -> list[int]:
+    def _lengths(self, dataset: Any) -> list[int]:
         """Return the length of every sample: from its column of lengths, or of its tokens."""
         name, first = self.args.length_column_name, dataset[0]
         if name in first:
@@ -137,10 +138,9 @@ class Feed:
         """
         if train is None and evaluation is None:
             raise ConfigError("train_dataset", None, "without a batch the model cannot be captured", "Give a dataset")
-        if train is None and isinstance(evaluation, Mapping):
-            evaluation = next(iter(evaluation.values()))
         if train is None:
-            loading = self.evaluation(evaluation, None)
+            first: Any = next(iter(evaluation.values())) if isinstance(evaluation, Mapping) else evaluation
+            loading = self.evaluation(first, None)
         else:
             loading = self.training(train, self.training_sampler(train))
         if loading.streamed:
@@ -148,7 +148,7 @@ class Feed:
                 batch = loading.first(epoch)
         else:
             batch = loading.first(0)
-        self._check_alike(batch, None if loading.streamed else len(loading.dataset))
+        self._check_alike(batch, None if loading.streamed else samples_of(loading.dataset))
         return batch
 
     def _check_alike(self, batch: Batch, length: int | None) -> None:
@@ -177,13 +177,15 @@ class Feed:
         The counts are elements of the main input and, with ``include_num_input_tokens_seen``, tokens among these.
         """
         facts, pad_id = self.facts, self.neutral.padding.pad_id
+        seen = self.args.include_num_input_tokens_seen
         items = [facts.items(batch) for batch in batches] if count_items else [None]
-        known = all(item is not None for item in items)
+        targets = [int(item) for item in items if item is not None]
+        known = len(targets) == len(items)
         changed, open_, failure = self._propose(batches, engine, known)
         counts = self._over_replicas(
-            sum(int(item) for item in items) if known else 0,
-            sum(facts.tokens(batch, pad_id, "all") for batch in batches),
-            sum(facts.tokens(batch, pad_id, self.args.include_num_input_tokens_seen) for batch in batches),
+            sum(targets) if known else 0,
+            sum([facts.tokens(batch, pad_id, "all") for batch in batches]),
+            sum([facts.tokens(batch, pad_id, seen) for batch in batches]),
             int(open_),
             int(failure is not None),
             int(engine is not None and differ_here(batches, self.mesh)),
@@ -194,7 +196,7 @@ class Feed:
             raise_together(failure, self.mesh.control, "cpu")
         counted = {"num_items_in_batch": torch.tensor(float(counts[0]))} if known else {}
         if counts[3] and engine is not None:
-            changed = self._settled([engine.read(batch) | counted for batch in batches], engine)
+            changed = self._settled([{**engine.read(batch), **counted} for batch in batches], engine)
         return [batch | counted for batch in changed], counts[1], counts[2]
 
     def _changes(self, engine: CapturedModel | None) -> list[tuple[Callable, Callable]]:
@@ -220,7 +222,7 @@ class Feed:
         try:
             check_documents(batches, self.facts.flash)
             if engine is not None:
-                changed = [engine.read(batch) for batch in batches]
+                changed = [{**engine.read(batch)} for batch in batches]
                 for propose, _ in self._changes(engine):
                     changed, place = propose(changed)
                     open_ |= place is not None

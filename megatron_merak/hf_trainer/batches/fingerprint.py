@@ -13,7 +13,8 @@ from ...counting import named_ranks
 from ...errors import DataError
 from ...parallel.agree import gather_json, together
 from .apart import apart
-from .order import private_randomness
+from .order import samples_of
+from .randomness import private_randomness
 
 SAMPLES = 8  # looked at, the first and the last among them
 
@@ -26,7 +27,8 @@ def fingerprint(dataset: Dataset) -> dict:
     """
     if isinstance(dataset, IterableDataset):
         return {"length": None, "samples": None}
-    dataset, length = apart(dataset), len(dataset)
+    length = samples_of(dataset)
+    dataset = apart(dataset)
     places = sorted({round(k * (length - 1) / (SAMPLES - 1)) for k in range(SAMPLES)}) if length else []
     first, second = _digest(dataset, places), _digest(dataset, places)
     return {"length": length, "samples": first if first == second else None}
@@ -98,7 +100,7 @@ def _add(digest: "hashlib._Hash", value: object) -> None:
         digest.update(f"[{len(value)}".encode())
         for each in value:
             _add(digest, each)
-    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # a PIL image
+    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # a PIL image
         digest.update(f"{value.mode}{value.size}".encode() + value.tobytes())
     else:
         digest.update(type(value).__name__.encode())

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import TrainingArguments
@@ -11,6 +12,7 @@ from transformers.utils import can_return_loss, find_labels
 from transformers.utils.generic import is_flash_attention_requested
 
 from ...graph.capture.inspected import inspected_model
+from ..arguments.merak_arguments import MerakArguments
 from .padding import IGNORED, Padding
 
 
@@ -48,7 +50,7 @@ class ModelFacts:
             default = ["cache", "past_key_values"]  # what releases of transformers from 5.24, and older ones, ignore
             ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", default)
             predictions = ",".join(("*", *(f"!{name}" for name in ignored)))
-        next_token = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+        next_token = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "") is ForCausalLMLoss
         return cls(
             labels,
             bool(can_return_loss(kind)),
@@ -76,7 +78,7 @@ class ModelFacts:
             return all(batch.get(name) is not None for name in self.label_names)
         return bool(batch.get("return_loss", self.return_loss))
 
-    def labels(self, batch: Mapping[str, object]) -> Tensor | tuple | None:
+    def labels(self, batch: Mapping[str, Any]) -> Tensor | tuple | None:
         """Return the targets of the batch: one tensor, or a tuple if the model takes several."""
         if not self.has_loss(batch):
             return None
@@ -92,7 +94,7 @@ class ModelFacts:
             targets = targets[..., 1:]
         return targets.ne(IGNORED).sum()
 
-    def tokens(self, batch: Mapping[str, object], pad_id: int | None, kind: str) -> int:
+    def tokens(self, batch: Mapping[str, object], pad_id: int | None, kind: str | bool) -> int:
         """Return the number of elements of the main input, without padding if ``kind`` is "non_padding"."""
         tokens = batch.get(self.main_input)
         if not isinstance(tokens, Tensor):
@@ -104,9 +106,9 @@ class ModelFacts:
         return tokens.numel()
 
 
-def padding_of(model: nn.Module, facts: ModelFacts, args: TrainingArguments, tokenizer: object) -> Padding:
+def padding_of(model: nn.Module, facts: ModelFacts, args: MerakArguments, tokenizer: object) -> Padding:
     """Return how to pad the model's batches. A model that takes no mask and is not causal is never padded."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     known = (getattr(holder, "pad_token_id", None) for holder in (tokenizer, text))
     pad_id = next((value for value in known if isinstance(value, int) and value >= 0), 0)

@@ -10,6 +10,7 @@ A proof holds for batches with the same entries whose relative padding is at mos
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from ...stages.proofs import outputs_differ
 from ...stages.traced import OwnLoss
 from .padding import Padding
 
-Batch = Mapping[str, object]
+Batch = Mapping[str, Any]
 Axes = dict[str, dict[int, str]]  # of each output, its axes that padding lengthens, by what it lengthens
 REACH = 4
 WIDE = 8  # a proof in training pads by about this share of a length
@@ -45,7 +46,7 @@ class NeutralPadding:
         self._reach: dict[tuple, float] = {}
         self._axes: dict[tuple, Axes] = {}
 
-    def propose(self, batches: Sequence[Batch], purpose: tuple) -> tuple[list[Batch], int | None]:
+    def propose(self, batches: Sequence[Batch], purpose: tuple) -> tuple[list[Any], int | None]:
         """Return the batches, padded where possible, and the index of one that has to be settled first.
 
         Raises DataError for a batch that is longer than the largest bucket.
@@ -95,17 +96,20 @@ class NeutralPadding:
         A replica with nothing to settle passes a batch twice, or None in evaluation. Returns whether the trial proved
         anything: a step whose gradients are all zero does not.
         """
-        if purpose == TRAINING:
+        axes: Axes = {}
+        if plain is None or padded is None:
+            mismatch, axes = self._compare_outputs(engine, None, purpose)
+        elif purpose == TRAINING:
             padded = self._widely(plain, padded)
-            mismatch, axes = engine.difference(padded, [plain]), {}
+            mismatch = engine.difference(padded, [plain])
         else:
-            mismatch, axes = self._compare_outputs(engine, plain, padded, purpose)
+            mismatch, axes = self._compare_outputs(engine, (plain, padded), purpose)
         if mismatch is None:
             return False
         if mismatch:
             self.refused[purpose] = mismatch
             self._say("training batches" if purpose == TRAINING else "evaluation batches", mismatch)
-        elif plain is not None and (growth := self._growth(plain, padded)):
+        elif plain is not None and padded is not None and (growth := self._growth(plain, padded)):
             key = self._key(purpose, plain, padded)
             self._reach[key], self._axes[key] = max(growth, self._reach.get(key, 0.0)), axes
         return True
@@ -126,15 +130,20 @@ class NeutralPadding:
             text = f"{what} are not padded, and every length is captured by itself: {reason}."
             warnings.warn(text, stacklevel=2)  # once, by its own rule
 
-    def _compare_outputs(self, engine, plain: Batch | None, padded: Batch | None, names: tuple) -> tuple[str, Axes]:
-        control, batches = self.mesh.control, [] if plain is None else [plain, padded]
+    def _compare_outputs(self, engine, pair: tuple[Batch, Batch] | None, names: tuple) -> tuple[str, Axes]:
+        """pair: a batch as it is and padded; None: this replica has nothing to compare."""
+        control, batches = self.mesh.control, [*(pair or ())]
         try:
             with together(control, "cpu"):
                 engine.admit(batches, False, Task(self.loss, names))
         except MerakError as error:
             return f"{error.what} {error.value}: {error.reason}", {}
         outputs = engine.evaluate(batches, names, self.loss)
-        reason, axes = ("", {}) if not outputs else self._axes_of(engine, plain, padded, *outputs)
+        reason = ""
+        axes: Axes = {}
+        if pair is not None and outputs:
+            short, long = outputs
+            reason, axes = self._axes_of(engine, pair[0], pair[1], short, long)
         return next((text for text in gather_json(reason, control, "cpu") if text), ""), axes
 
     def _axes_of(self, engine, plain: Batch, padded: Batch, short: Mapping, long: Mapping) -> tuple[str, Axes]:
@@ -143,11 +152,13 @@ class NeutralPadding:
         axes: Axes = {}
         for name, value in short.items():
             pairs = list(zip(value.shape, long[name].shape, strict=True)) if value.dim() == long[name].dim() else [()]
-            axes[name] = {axis: names.get(pair) for axis, pair in enumerate(pairs) if len({*pair}) != 1}
-            if None in axes[name].values():
+            moving = {axis: pair for axis, pair in enumerate(pairs) if len({*pair}) != 1}
+            if not all(pair in names for pair in moving.values()):
                 return f"the output {name} of shape {tuple(value.shape)} becomes {tuple(long[name].shape)}", {}
+            axes[name] = {axis: names[pair] for axis, pair in moving.items()}
             other = _narrowed(long[name], axes[name], {key: before for key, (before, _) in moved.items()})
-            if outputs_differ(*_shown(plain, axes[name], value, other), engine.dtype):
+            own, others = _shown(plain, axes[name], value, other)
+            if outputs_differ(own, others, engine.dtype):
                 return f"the output {name} becomes another one", {}
         return "", axes
 

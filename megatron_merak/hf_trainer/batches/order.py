@@ -14,6 +14,7 @@ batch), and those of a stream from one seeded by seed + epoch.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ...errors import DataError
 from .apart import apart, copied
 from .randomness import PrivateStream, private_randomness
 
-Batch = dict[str, object]
+Batch = dict[str, Any]
 
 
 def epoch_order(samples: int, seed: int, epoch: int, lengths: Sequence[int] | None = None, group: int = 1) -> list[int]:
@@ -125,6 +126,12 @@ def _as_it_is(batch: object) -> object:
     return batch
 
 
+def samples_of(dataset: Dataset) -> int:
+    """Return the number of samples of a dataset that is no stream; torch's class does not promise a length."""
+    sized: Any = dataset
+    return len(sized)
+
+
 @dataclass(frozen=True)
 class Loading:
     """How batches are loaded.
@@ -142,7 +149,7 @@ class Loading:
     replicas: int
     seed: int
     drop_last: bool = False
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     order: Callable[[int], Sequence[int] | None] = lambda epoch: None
     samples: int | None = None
     begun: dict[int, tuple[tuple[int, int], PrivateStream]] = field(default_factory=dict)
@@ -166,13 +173,14 @@ class Loading:
     @property
     def count(self) -> int:
         """Return the number of samples of an epoch."""
-        return len(self.dataset) if self.samples is None else self.samples
+        return samples_of(self.dataset) if self.samples is None else self.samples
 
     def __len__(self) -> int:
         """Return the number of batches of one replica and epoch, as a ``DataLoader`` does."""
-        if self.streamed:
+        division = self.division
+        if division is None:
             raise TypeError("a stream has no length")
-        return self.division.batches
+        return division.batches
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
         """Iterate over this replica's batches of an epoch without its first ``skip``. A stream that ``first`` began
@@ -182,6 +190,7 @@ class Loading:
             return self._stream(epoch, skip)
         self._set_epoch(epoch)
         division = self.division
+        assert division is not None, "only streams have none"
         batches = Batches(self.dataset, self.collate, division, self.order(epoch), (self.seed, epoch))
         numbers = [self.replica + self.replicas * place for place in range(skip, division.batches)]
         return iter(self._loader(batches, sampler=numbers))
@@ -211,7 +220,7 @@ class Loading:
     def _samples(self, epoch: int) -> PrivateStream:
         """Return a stream's samples, beginning with those that ``first`` read, if they are this epoch's."""
         key, begun = self.begun.pop(id(self.dataset), (None, None))
-        if key == (self.seed, epoch):
+        if begun is not None and key == (self.seed, epoch):
             return begun
         self._set_epoch(epoch)
         return PrivateStream(lambda: iter(self._loader(self.dataset)), self.seed + epoch)
@@ -230,5 +239,5 @@ class Loading:
             pass
         return batches
 
-    def _loader(self, dataset: Dataset, **more: object) -> DataLoader:
+    def _loader(self, dataset: Dataset, **more: Any) -> DataLoader:
         return DataLoader(dataset, batch_size=None, collate_fn=_as_it_is, **self.options, **more)

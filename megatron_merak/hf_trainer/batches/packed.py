@@ -7,6 +7,7 @@ A captured model masks attention by positions, like sdpa and eager attention of 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def check_documents(batches: Sequence[Mapping[str, object]], flash: bool) -> Non
         _check(batch, batch.get("position_ids"))
 
 
-def _check(batch: Mapping[str, object], positions: object) -> None:
+def _check(batch: Mapping[str, Any], positions: Any) -> None:
     names = [name for name in LENGTHS if isinstance(batch.get(name), Tensor)]
     remedy = "Return position_ids from the collator that restart at each document, in one row"
     known = isinstance(positions, Tensor) and positions.dim() == 2

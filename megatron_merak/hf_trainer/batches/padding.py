@@ -65,11 +65,12 @@ class Padding:
             step = max(power // 4, 4) if self.decoder else max(power // 16, 8)
             target = max(-(-length // step) * step, 8)
         else:
-            place = bisect_left(self.buckets, length)
-            if place == len(self.buckets):
+            buckets = tuple(map(int, self.buckets))
+            place = bisect_left(buckets, length)
+            if place == len(buckets):
                 remedy = "Add a larger bucket, or truncate the sequences"
-                raise DataError("a batch of length", length, f"the largest bucket is {self.buckets[-1]}", remedy)
-            return self.buckets[place]
+                raise DataError("a batch of length", length, f"the largest bucket is {buckets[-1]}", remedy)
+            return buckets[place]
         return max(length, min(target, self.limit)) if not packed and self.limit is not None else target
 
     def lengths(self, batch: Mapping[str, object]) -> dict[str, int]:
@@ -103,8 +104,9 @@ class Padding:
             return padded
         targets = {name: self.length(length + more, "position_ids" in batch) for name, length in lengths.items()}
         if targets.get("input", 0) > lengths.get("input", 0):
-            if self.mask and not {"attention_mask", "position_ids"} & batch.keys():
-                padded["attention_mask"] = torch.ones_like(batch["input_ids"])
+            tokens = batch["input_ids"]
+            if self.mask and isinstance(tokens, Tensor) and not {"attention_mask", "position_ids"} & batch.keys():
+                padded["attention_mask"] = torch.ones_like(tokens)
             names = ENCODER if "decoder" in lengths else ENCODER + TARGETS
             self._pad(padded, names, lengths["input"], targets["input"])
         if "decoder" in lengths:
@@ -133,5 +135,6 @@ class Padding:
 
 def _length(batch: Mapping[str, object], name: str) -> int | None:
     value = batch.get(name)
-    has_length = isinstance(value, Tensor) and value.dim() > 1 and not value.is_floating_point()
-    return value.size(-1) if has_length else None
+    if isinstance(value, Tensor) and value.dim() > 1 and not value.is_floating_point():
+        return value.size(-1)
+    return None

@@ -69,6 +69,7 @@ class EvaluationBatches:
                 yield first, len(chunk), chunk[loading.replica :: loading.replicas]
                 first += len(chunk)
             return
+        assert self.total is not None, "only streams have no total"
         own_batches = loading.some(range(loading.replica, self.total, loading.replicas))
         for first in range(0, self.total, step):
             count = min(step, self.total - first)
@@ -131,7 +132,7 @@ class Evaluation:
     after_batch: Callable[[], None]
     preprocess: Callable | None = None
     report: Report | None = None
-    losses: list[tuple[int, float, int]] = field(default_factory=list)
+    losses: list[tuple[int, float | None, int]] = field(default_factory=list)
     samples: int = 0
 
     def run(self, compute_metrics: Callable | None, prefix: str) -> EvalLoopOutput:
@@ -230,8 +231,9 @@ class Evaluation:
         padded, unsettled = self.neutral.propose(plain, names)
         while self.neutral.anywhere(unsettled is not None):
             place = unsettled or 0
-            pair = (plain[place], padded[place]) if plain else (None, None)
-            self.neutral.settle(self.engine, *pair, names)
+            own = plain[place] if plain else None
+            changed = padded[place] if plain else None
+            self.neutral.settle(self.engine, own, changed, names)
             padded, unsettled = self.neutral.propose(plain, names)
         return padded
 
@@ -252,13 +254,14 @@ class Evaluation:
         samples = sum(rows for _, _, rows in entries)
         if not entries or entries[0][1] is None:
             return None, samples
-        return np.repeat(np.float32([loss for _, loss, _ in entries]), [rows for _, _, rows in entries]), samples
+        losses = np.array([loss for _, loss, _ in entries], dtype=np.float32)
+        return np.repeat(losses, [rows for _, _, rows in entries]), samples
 
     def _metrics(self, compute: Callable | None, arrays: dict, losses: np.ndarray | None, prefix: str) -> dict:
         metrics: dict = {}
-        requested = compute is not None and not self.loss_only
+        known = arrays["predictions"] is not None and arrays["labels"] is not None
         with together(self.control, "cpu"):
-            if requested and self.rank == 0 and arrays["predictions"] is not None and arrays["labels"] is not None:
+            if compute is not None and not self.loss_only and self.rank == 0 and known:
                 extra = {
                     "losses": losses if "loss" in self.args.include_for_metrics else None,
                     "inputs": arrays["inputs"] if "inputs" in self.args.include_for_metrics else None,

@@ -17,12 +17,12 @@ def checksum(batches: Sequence[Mapping[str, object]]) -> int:
     code = 0
     for batch in batches:
         for name, value in sorted(batch.items()):
-            tensor = isinstance(value, Tensor)
-            text = f"{name} {value.dtype} {tuple(value.shape)}" if tensor else f"{name} {value!r}"
-            code = zlib.crc32(text.encode(), code)
-            if tensor:
-                flat = value.detach().cpu().contiguous().flatten()
-                code = zlib.crc32(flat.view(torch.uint8).numpy(), code)
+            if not isinstance(value, Tensor):
+                code = zlib.crc32(f"{name} {value!r}".encode(), code)
+                continue
+            code = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), code)
+            flat = value.detach().cpu().contiguous().flatten()
+            code = zlib.crc32(flat.view(torch.uint8).numpy().data, code)
     return code
 
 

@@ -1,13 +1,15 @@
 """The state of transformers' callbacks in checkpoints."""
 
+from typing import Any
+
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from ...errors import CheckpointError
 
 
-def exportable(handler: CallbackHandler, control: TrainerControl) -> list[ExportableState]:
-    """Return the callbacks whose state is saved, and the control."""
+def exportable(handler: CallbackHandler, control: TrainerControl) -> list[Any]:
+    """Return the callbacks whose state is saved, and the control: each an `ExportableState`."""
     return [each for each in [*handler.callbacks, control] if isinstance(each, ExportableState)]
 
 
@@ -21,11 +23,12 @@ def restore(state: TrainerState, handler: CallbackHandler, control: TrainerContr
 
     Raises CheckpointError if a state does not fit its class.
     """
-    for name, saved in state.stateful_callbacks.items():
+    states: Any = state.stateful_callbacks  # which `TrainerState` makes a dictionary of
+    for name, saved in states.items():
         saved = saved if isinstance(saved, list) else [saved]
         present = [each for each in exportable(handler, control) if type(each).__name__ == name]
         for callback, values in zip(present, saved, strict=False):
-            fresh = _made_of(type(callback), values)
+            fresh: Any = _made_of(type(callback), values)
             if callback is control:
                 control = fresh
             else:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,9 @@ class ParameterGroups(torch.optim.Optimizer):
         self._trained = [p.requires_grad for _, p in self._all]
         members = {id(parameter) for params, _ in self._members for parameter in params}
         self._leaves_some = any(p.requires_grad and id(p) not in members for _, p in self._all)
-        self._opt_called = optimizer._opt_called = True  # schedules look here whether updates come before their steps
+        # Schedules look here whether updates come before their steps.
+        self._opt_called = True
+        vars(optimizer)["_opt_called"] = True
         self._complete = True
 
     step, zero_grad = _absent("step"), _absent("zero_grad")
@@ -57,7 +60,7 @@ class ParameterGroups(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @property
-    def state(self) -> None:
+    def state(self) -> Any:  # an attribute in torch
         raise AbsentError("optimizer.state", "(asked for)", SHARDED, REMEDY)
 
     @state.setter

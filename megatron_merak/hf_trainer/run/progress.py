@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from ...errors import CheckpointError
 from ...stages.saved_run import is_count
@@ -44,7 +45,7 @@ class Progress:
         return _encode(asdict(self))
 
     @staticmethod
-    def of_json(values: object, path: Path, rate: Mapping) -> "Progress":
+    def of_json(saved: object, path: Path, rate: Mapping) -> "Progress":
         """Parse a saved position.
 
         rate: the present ``LearningRate.state()``; the saved one must have the same form.
@@ -53,7 +54,7 @@ class Progress:
         """
         remedy = "Resume from another checkpoint"
         try:
-            values = {**_ABSENT, **_decode(values)}
+            values: dict[str, Any] = {**_ABSENT, **_decode(saved)}
             for name, check in _CHECKS.items():
                 if name not in values:
                     raise ValueError(f"it has no {name}")
@@ -85,12 +86,12 @@ def _is_rates(value: object) -> bool:
     return isinstance(value, list) and len(value) % 2 == 0 and all(map(is_amount, value))
 
 
-def _is_fingerprint(value: object) -> bool:
+def _is_fingerprint(value: Any) -> bool:
     length, samples = value["length"], value["samples"]
     return (length is None or is_count(length)) and isinstance(samples, str | None)
 
 
-_CHECKS: Mapping[str, Callable[[object], bool]] = {
+_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "rate": lambda value: isinstance(value["scheduler"], dict) and _is_rates(value["rates"]),
     "pending_loss": is_number,
     "last_logged": is_count,
@@ -106,7 +107,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
 _ABSENT = MappingProxyType({"owes_evaluation": False, "grad_norm": None, "used_rate": None})  # in older checkpoints
 
 
-def _alike(name: str, saved: object, present: object) -> bool:
+def _alike(name: str, saved: Any, present: Any) -> bool:
     """Whether ``saved`` has the form of ``present``: number, text, None, or lists of as many of these."""
     if name == "lr_lambdas":
         return isinstance(saved, list) and len(saved) == len(present) and all(s in (None, {}) for s in saved)
@@ -120,7 +121,7 @@ def _alike(name: str, saved: object, present: object) -> bool:
     return type(saved) is type(present)
 
 
-def _encode(value: object) -> object:
+def _encode(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {_ODD: str(value)}
     if isinstance(value, dict):
@@ -128,7 +129,7 @@ def _encode(value: object) -> object:
     return [_encode(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _decode(value: object) -> object:
+def _decode(value: object) -> Any:
     if isinstance(value, dict):
         return float(value[_ODD]) if [*value] == [_ODD] else {key: _decode(each) for key, each in value.items()}
     return [_decode(each) for each in value] if isinstance(value, list) else value

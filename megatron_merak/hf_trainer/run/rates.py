@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -50,6 +51,7 @@ def extent(args: TrainingArguments, batches: int | None, examples: int | None, r
             raise ConfigError("max_steps", args.max_steps, reason, "Give the number of steps to train")
         samples, steps = args.max_steps * global_batch, args.max_steps
         return Extent(steps * accumulation, steps, sys.maxsize, steps, samples, samples)
+    assert examples is not None, "only streams have no length"
     updates = -(-batches // accumulation)
     if args.max_steps > 0:
         epochs = -(-args.max_steps // updates)
@@ -63,10 +65,12 @@ def schedule(args: TrainingArguments, steps: int, optimizer: Optimizer) -> LRSch
     if (of_deepspeed := schedule_of_deepspeed(args, steps, optimizer)) is not None:
         return of_deepspeed
     warmup = args.get_warmup_steps(steps)
+    kind: Any = args.lr_scheduler_type  # which ``TrainingArguments`` makes a `SchedulerType` of
+    options: Any = args.lr_scheduler_kwargs  # ... and a dictionary
     try:
-        return get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, args.lr_scheduler_kwargs)
+        return get_scheduler(kind, optimizer, warmup, steps, options)
     except (TypeError, ValueError) as error:
-        what, remedy = f"lr_scheduler_kwargs of {args.lr_scheduler_type.value}", "Correct lr_scheduler_kwargs"
+        what, remedy = f"lr_scheduler_kwargs of {kind.value}", "Correct lr_scheduler_kwargs"
         raise ConfigError(what, args.lr_scheduler_kwargs, str(error).rstrip("."), remedy) from error
 
 
@@ -78,7 +82,8 @@ class LearningRate:
     """
 
     def __init__(self, groups: ParameterGroups, scheduler: LRScheduler):
-        self.groups, self.scheduler = groups, scheduler
+        self.groups = groups
+        self.scheduler: Any = scheduler  # some step by a metric
         try:
             json.dumps(scheduler.state_dict())
         except TypeError as error:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ...checkpoint.hf import source_of
 from ...errors import ConfigError
+from ...optimizer.base import LocalOptimizer
 from ...parallel.agree import gather_json, together
 from ...parallel.scattered import Scattered
 from ...stages.captured import CapturedModel
@@ -26,11 +27,19 @@ _DIVIDED = (
 )
 
 
+def _own_optimizer(engine: CapturedModel) -> LocalOptimizer:
+    """Return the optimizer, which no parameter server has."""
+    assert isinstance(engine.optimizer, LocalOptimizer)
+    return engine.optimizer
+
+
 class Moments:
     """The optimizer state of an engine that has trained, for another engine of the same parameters."""
 
     def __init__(self, engine: CapturedModel):
-        self.buffer, self.optimizer, self.gatherer = engine.buffer, engine.optimizer, engine.parameters.gatherer
+        self.buffer = engine.buffer
+        self.optimizer = _own_optimizer(engine)
+        self.gatherer = engine.parameters.gatherer
 
     def fit(self, engine: CapturedModel) -> bool:
         shapes = [{name: slot.shape for name, slot in each.slots.items()} for each in (self.buffer, engine.buffer)]
@@ -43,7 +52,8 @@ class Moments:
 
         Collective over all ranks.
         """
-        state, gatherer = engine.optimizer.state(), engine.parameters.gatherer
+        optimizer = _own_optimizer(engine)
+        state, gatherer = optimizer.state(), engine.parameters.gatherer
         for key in state:
             theirs = self.optimizer.state()[key]
             flat, into = self.gatherer.full(theirs), gatherer.full(state[key])
@@ -53,15 +63,16 @@ class Moments:
                     rounds = other.to(self.buffer.dtype) == own.to(self.buffer.dtype)
                     other = torch.where(rounds, other, own)
                 own.copy_(other)
-            if isinstance(theirs, Scattered):
-                state[key].take(engine.buffer.buckets)
+            ours = state[key]
+            if isinstance(ours, Scattered):
+                ours.take(engine.buffer.buckets)
             else:
-                engine.buffer.take(state[key], into)
-        for kind, values in engine.optimizer.other_state().items():
+                engine.buffer.take(ours, into)
+        for kind, values in optimizer.other_state().items():
             for name, value in values.items():
                 value.copy_(self.optimizer.other_state()[kind][name])
-        engine.optimizer.missed = self.optimizer.missed
-        engine.optimizer.steps = self.optimizer.steps
+        optimizer.missed = self.optimizer.missed
+        optimizer.steps = self.optimizer.steps
 
 
 def check_model(trainer: Any, saves: bool = False) -> None:

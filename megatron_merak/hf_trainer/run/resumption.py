@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -40,7 +41,7 @@ SOFT = tuple("drop initializer init_std use_cache attn_implementation checkpoint
 
 def describe(model: nn.Module) -> dict:
     """Return class and configuration of a model; the latter is None if it is not from transformers."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else "null"
     return {"class": type(model).__name__, "config": as_json(text)}
 

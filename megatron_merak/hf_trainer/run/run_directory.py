@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -102,10 +103,11 @@ class RunDirectory:
 
         Raises CheckpointError.
         """
-        if requested is not True:
-            verify(Path(requested), self.group)
-            _need_training_state(Path(requested), self.group)
-            return Path(requested)
+        named: Any = requested
+        if named is not True:
+            verify(Path(named), self.group)
+            _need_training_state(Path(named), self.group)
+            return Path(named)
         faults: list[str] = []
         for path in self._candidates(faults):
             try:
@@ -156,7 +158,8 @@ class RunDirectory:
         complete = self._complete()
         protected = {saved}
         if best is not None and Path(best).resolve().parent == self.root.resolve():
-            protected.add(unit_directories.step_of(Path(best)))
+            kept = unit_directories.step_of(Path(best))
+            protected |= set() if kept is None else {kept}
         beyond = max(0, len(complete) - max(limit, len(protected & {*complete})))
         expendable = [step for step in complete[::-1] if step not in protected][:beyond]
         self._remove(expendable, self.place(saved))

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as dist
 from transformers import TrainerState
@@ -23,7 +24,7 @@ def is_number(value: object) -> bool:
     return type(value) is float or type(value) is int and abs(value) < _LARGEST
 
 
-def is_amount(value: object) -> bool:
+def is_amount(value: Any) -> bool:
     """Whether a value is a finite number, 0 or more."""
     return type(value) in (int, float) and 0 <= value < _LARGEST
 

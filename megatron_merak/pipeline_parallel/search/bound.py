@@ -48,7 +48,8 @@ def _parts(problem: Problem) -> list[tuple[float, ...]]:
 
     The mirrored problem has them in the opposite order, with the micro-batches from the last to the first.
     """
-    costs, parts = problem.costs, []
+    costs = problem.costs
+    parts: list[tuple[float, ...]] = []
     for stage in range(problem.stages):
         middle = costs.recompute[stage] if problem.early[stage] else 0.0
         after = costs.weight[stage] if problem.split[stage] else 0.0

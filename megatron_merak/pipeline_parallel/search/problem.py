@@ -271,11 +271,12 @@ class Problem:
         programs = []
         for rank, entries in enumerate(schedule.ranks):
             own_stages = self.stages_of[rank]
-            if any(not isinstance(op, Op) or op.stage not in own_stages or op.kind not in KINDS for op in entries):
+            ops = [op for op in entries if isinstance(op, Op) and op.stage in own_stages and op.kind in KINDS]
+            if len(ops) != len(entries):
                 return None
             program = []
             last: dict[tuple[int, Kind], int] = {}
-            for op in entries:
+            for op in ops:
                 if op.kind is Kind.R and not self.costs.recompute[op.stage]:
                     continue
                 refused = (op.kind is Kind.R and not self.early[op.stage]) or (

@@ -196,8 +196,15 @@ def _choices(rule: Rule, problem: Problem) -> Iterator[Rule]:
     weights = ((every, False), (every, True), (none, False)) if any(problem.split) else ((none, False),)
     for early, (split, last) in product(_recomputations(problem), weights):
         for forward_first, patience, late in product((False, True), _PATIENCE, _orders(problem)):
-            changed = {"early": early, "split": split, "weights_last": last, "late": late}
-            yield replace(rule, forward_first=forward_first, patience=patience, **changed)
+            yield replace(
+                rule,
+                early=early,
+                split=split,
+                weights_last=last,
+                late=late,
+                forward_first=forward_first,
+                patience=patience,
+            )
 
 
 def _orders(problem: Problem) -> tuple[tuple[bool, bool], ...]:
