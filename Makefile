@@ -31,6 +31,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
 	@echo "make test         style check, then every test but long and exhaustive ones; ARGS='tests/data -k blend' WORKERS=1"
+	@echo "make lint         style, and types of the whole package (a minute; seconds from then on)"
 	@echo "make test-long    whole jobs and further layouts, which make test leaves out (20 minutes)"
 	@echo "make first-hour   README in a fresh clone and environment, then from a wheel (8 minutes; installs torch twice); ARGS=clone"
 	@echo "make test-oldest  the same tests with the oldest libraries that pyproject.toml allows, in .venv-oldest"
@@ -71,7 +72,7 @@ install: environment
 train bench-search bench-servers: NEEDS = dependencies pictures
 install test test-long test-oldest parity-full test-native test-slow faults fuzz-graph: NEEDS = dependencies test
 bench bench-two-lines bench-reliability: NEEDS = dependencies accelerate
-lint: NEEDS = lint
+lint: NEEDS = dependencies lint test
 docs: NEEDS = docs
 compile-check: NEEDS = torch
 doctor: NEEDS = torch numpy
@@ -102,6 +103,7 @@ test-oldest:
 
 lint: environment
 	@$(STYLE)
+	@$(PY) -m mypy
 
 # Pages open from disk: build/site/index.html.
 docs: environment
