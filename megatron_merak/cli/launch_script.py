@@ -129,8 +129,15 @@ class Script:
         words = [word.replace(LITERAL, "$") for word in words] if launch.shell else words
         for name in dict.fromkeys(each for word in words for each in self._left(word)):
             self._doubts(f"{name} is left as it is written, but the script sets it to what is not known here")
-        messages = tuple(self.doubts), tuple(note for note in self.notes if note not in self.doubts)
-        return Launch(launch.line, launch.before, launch.flags, launch.shell, exports, *messages)
+        return Launch(
+            line=launch.line,
+            before=launch.before,
+            flags=launch.flags,
+            shell=launch.shell,
+            exports=exports,
+            doubts=tuple(self.doubts),
+            notes=tuple(note for note in self.notes if note not in self.doubts),
+        )
 
     def _left(self, word: str) -> list[str]:
         """The variables in what a word leaves to a shell that the script sets."""

@@ -164,13 +164,15 @@ def of_borders(flag: str, text: str, borders: int) -> tuple[float, ...]:
 
 
 def stage_costs(arguments: argparse.Namespace, schedule: Schedule) -> StageCosts:
-    size = schedule.stages, len(schedule.ranks)
-    costs = {name: of_stages(f"--{name}", getattr(arguments, name), *size) for name in ("forward", "backward")}
+    def given(name: str) -> tuple[float, ...]:
+        return of_stages(f"--{name}", getattr(arguments, name), schedule.stages, len(schedule.ranks))
+
+    costs = {name: given(name) for name in ("forward", "backward")}
     if arguments.weight is None:
         costs["weight"] = tuple(value / 2 for value in costs["backward"])
     else:
-        costs["weight"] = of_stages("--weight", arguments.weight, *size)
-    costs["recompute"] = of_stages("--recompute", arguments.recompute, *size)
+        costs["weight"] = given("weight")
+    costs["recompute"] = given("recompute")
     for name in ("transfer", "latency"):
         costs[name] = of_borders(f"--{name}", getattr(arguments, name), schedule.stages - 1)
     return StageCosts(**costs)

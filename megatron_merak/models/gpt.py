@@ -240,8 +240,16 @@ class Head(Unit):
         """What this rank's classes, padding left out, add to the loss: [b, s, h], int64 [b, s] -> fp32 [b, s, 3]."""
         output, chunk = self.output, self.config.cross_entropy_chunk_size
         if chunk:
-            operands = output.entering(normed), output.weight, labels
-            return ops.linear_cross_entropy_stats(*operands, self.start, self.valid, chunk, output.sink)
+            entering = output.entering(normed)
+            return ops.linear_cross_entropy_stats(
+                entering,
+                output.weight,
+                labels,
+                start=self.start,
+                classes=self.valid,
+                chunk=chunk,
+                sink=output.sink,
+            )
         return ops.cross_entropy_stats(output(normed), labels, self.start, self.valid, owned=True)
 
     def _project(self, common: Common, normed: Tensor) -> tuple[Tensor]:

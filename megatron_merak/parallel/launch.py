@@ -168,7 +168,8 @@ def launch(
     """
     check_available(backend)
     rank, size = position()
-    in_job = (rank, size)
+    job_rank = rank
+    job_size = size
     environment = _environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher(os.environ.get(LAUNCHER))
@@ -184,8 +185,8 @@ def launch(
         _check_rendezvous(backend)
         if backend != MPI:  # which connects ranks by its own means
             with _ended_by_ctrl_c():
-                store = _job_store(*in_job, timedelta(minutes=timeout_minutes))
-            _listen_on_one_host_only(environment.ranks_here == in_job[1])
+                store = _job_store(job_rank, job_size, timedelta(minutes=timeout_minutes))
+            _listen_on_one_host_only(environment.ranks_here == job_size)
         if role is not None and store is not None:
             role = replace(role, secret=_secret(store))
     if device.type == "cuda":
@@ -228,8 +229,20 @@ def launch(
                 dist.barrier()
     setup = set_up(device, fp32_matmul, environment)
     collectives = own_collectives(backend, device, size)
-    here = (environment.ranks_here, _local_rank())
-    return World(rank, size, device, cluster, clock, collectives, setup, *here, role, store, watchdog)
+    return World(
+        rank,
+        size,
+        device,
+        cluster=cluster,
+        clock=clock,
+        collectives=collectives,
+        setup=setup,
+        ranks_here=environment.ranks_here,
+        local_rank=_local_rank(),
+        role=role,
+        store=store,
+        watchdog=watchdog,
+    )
 
 
 @contextlib.contextmanager

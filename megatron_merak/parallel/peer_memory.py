@@ -72,9 +72,19 @@ class PeerRank:
             if self._stream is not None and stream != self._stream:
                 stream.wait_event(self._last)
             pointer, two_shots = tensor.data_ptr(), int(size > _ONE_SHOT[world])
-            ranks = (self._bases, self._rank, world, self.capacity)
-            message = (pointer, pointer, tensor.numel(), _TYPES[tensor.dtype])
-            status = self._kernels.all_reduce(*ranks, *message, two_shots, self._patience, stream.cuda_stream)
+            status = self._kernels.all_reduce(
+                self._bases,
+                self._rank,
+                world,
+                self.capacity,
+                pointer,  # from here
+                pointer,  # to here
+                tensor.numel(),
+                _TYPES[tensor.dtype],
+                two_shots,
+                self._patience,
+                stream.cuda_stream,
+            )
             check("all_reduce", status)
             self._last.record(stream)
             self._stream = stream

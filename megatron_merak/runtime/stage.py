@@ -160,8 +160,10 @@ class Stage:
 
         def seed(segment: Segment) -> None:
             shard = self.mesh.tp_rank if segment.sharded else 0
-            where = (step, microbatch, segment.unit, segment.index, shard)
-            self.generator.manual_seed(derive_seed(self.seed, *where, *(() if half is None else (half,))))
+            where = [step, microbatch, segment.unit, segment.index, shard]
+            if half is not None:
+                where.append(half)
+            self.generator.manual_seed(derive_seed(self.seed, *where))
 
         common = Common(program.prelude(batch), seed if training else None)
         return Part(self._runners[program], State(common, training))

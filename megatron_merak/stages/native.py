@@ -222,14 +222,14 @@ class _Programs:
         return self._programs[samples]
 
     def _make(self, samples: int) -> Program:
-        hidden = (self.units[0].border_shape(samples, self.plan.sequence_length), self.dtype)
+        shape = self.units[0].border_shape(samples, self.plan.sequence_length)
         return Program(
             self.segments,
             self.prelude,
-            () if self.first else (Crossing(self.units[0].source, *hidden),),
-            () if self.last else (Crossing(self.units[-1].target, *hidden),),
-            (LOSS,) if self.last else (),
-            _tokens,
+            sources=() if self.first else (Crossing(self.units[0].source, shape, self.dtype),),
+            targets=() if self.last else (Crossing(self.units[-1].target, shape, self.dtype),),
+            results=(LOSS,) if self.last else (),
+            count=_tokens,
         )
 
 

@@ -36,9 +36,16 @@ class NativeModel(TrainedModel):
         built, train = build_stages(config, plan, mesh), config.train
         self.shape = config.model
         self.layouts, self.per_token = built.layouts, train.calculate_per_token_loss
-        settings = (config.optimizer, scaler_of_run(train), optimizer_of)
-        interval = train.check_weight_hash_across_dp_replicas_interval
-        super().__init__(plan, mesh, built.stages, built.parameters, *settings, interval)
+        super().__init__(
+            plan,
+            mesh,
+            built.stages,
+            built.parameters,
+            optimizer=config.optimizer,
+            scaler=scaler_of_run(train),
+            optimizer_of=optimizer_of,
+            replica_check_interval=train.check_weight_hash_across_dp_replicas_interval,
+        )
 
     def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
         with self.mesh.pulse.in_step(self.iteration + 1):

@@ -128,18 +128,21 @@ def with_example(model: nn.Module, config: HFConfig, make: Callable[[Batch], Mad
     if per_token and not accepts_num_items(model):
         reason = f"the loss of {type(model).__name__} takes no num_items_in_batch"
         raise ConfigError("--calculate-per-token-loss", "on", reason, "Leave it out")
-    size = config.train.micro_batch_size, config.model.seq_length, per_token
+
+    def example(batches: TokenBatches) -> dict[str, Tensor]:
+        return batches.example(config.train.micro_batch_size, config.model.seq_length, per_token)
+
     batches = TokenBatches("shifted")
     try:
-        return make(batches.example(*size)), batches
+        return make(example(batches)), batches
     except TraceError as error:
         if (error.what, error.value) != ("batch entry", "shift_labels"):
             raise
     batches = TokenBatches("plain")
-    if shifts_labels(capture(model, batches.example(*size))):
+    if shifts_labels(capture(model, example(batches))):
         batches = TokenBatches("longer")
         _check_length(model, config.model.seq_length, batches.more)
-    return make(batches.example(*size)), batches
+    return make(example(batches)), batches
 
 
 def shifts_labels(captured: Captured) -> bool:

@@ -238,9 +238,16 @@ class Job:
     def _loader(
         self, dataset, replica: int, replicas: int, size: Callable[[int], int], consumed_samples: int
     ) -> BatchLoader:
-        shape = (self.plan.micro_batch_size, replica, replicas, size)
-        pinned = self.mesh.device.type == "cuda"
-        return BatchLoader(dataset, *shape, consumed_samples, self.config.data.num_workers, pinned)
+        return BatchLoader(
+            dataset,
+            self.plan.micro_batch_size,
+            dp_rank=replica,
+            dp_size=replicas,
+            size=size,
+            consumed_samples=consumed_samples,
+            workers=self.config.data.num_workers,
+            pinned=self.mesh.device.type == "cuda",
+        )
 
     def _train(self, interruption: Interruption) -> None:
         train, checkpoint, trainer = self.config.train, self.config.checkpoint, self.trainer
@@ -254,10 +261,10 @@ class Job:
             while trainer.iteration < trainer.iterations:
                 batches = next(loader, None)
                 if batches is None:
-                    setting = ("--train-iters", train.train_iters)
-                    setting = setting if train.train_samples is None else ("--train-samples", train.train_samples)
+                    flag = "--train-iters" if train.train_samples is None else "--train-samples"
+                    length = train.train_iters if train.train_samples is None else train.train_samples
                     reason = f"the training data ends at {loader.consumed_samples} samples"
-                    raise DataError(*setting, reason, "Lower it, or give more data")
+                    raise DataError(flag, length, reason, "Lower it, or give more data")
                 interruption.before_step()
                 try:
                     self.train_step(batches, trainer.consumed_samples)
@@ -296,9 +303,13 @@ class Job:
             result = trainer.step(batches)
         seconds = self.mesh.clock.now() - began
         if self.report is not None:
-            done = (trainer.iteration, trainer.iterations, trainer.consumed_samples)
-            samples = trainer.consumed_samples - before
-            progress = Progress(*done, samples, None if self.mesh.steps_together else trainer.global_batch_size)
+            progress = Progress(
+                trainer.iteration,
+                trainer.iterations,
+                trainer.consumed_samples,
+                trainer.consumed_samples - before,
+                None if self.mesh.steps_together else trainer.global_batch_size,
+            )
             self.report.step(progress, seconds, result)
         self._count_skipped(result.skipped, batches)
         if drawn and executor.trace is not None:

@@ -54,8 +54,17 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
                 plan = make_plan(own, world.size, cluster, tensors(config), progress)
         else:
             plan = followed(plan, config)
-    where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
-    mesh = build_mesh(plan.grid, *where, plan.sharding_instances, pulse=world.pulse)
+    mesh = build_mesh(
+        plan.grid,
+        world.rank,
+        world.device,
+        timeout=timeout,
+        clock=world.clock,
+        collectives=world.collectives,
+        control=control,
+        instances=plan.sharding_instances,
+        pulse=world.pulse,
+    )
     mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
     if world.rank == 0 and mesh.worker == 0:
         print_fitted(opening(config, plan, world, nodes, notices))

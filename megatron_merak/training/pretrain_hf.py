@@ -47,8 +47,17 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
     agree(config, control)
     own = of_worker(config, workers)
     nodes, grid = find_nodes(world, control), grid_of(own, world.size)
-    where = (world.rank, world.device, timeout, world.clock, world.collectives, control)
-    mesh = build_mesh(grid, *where, own.parallel.num_distributed_optimizer_instances, pulse=world.pulse)
+    mesh = build_mesh(
+        grid,
+        world.rank,
+        world.device,
+        timeout=timeout,
+        clock=world.clock,
+        collectives=world.collectives,
+        control=control,
+        instances=own.parallel.num_distributed_optimizer_instances,
+        pulse=world.pulse,
+    )
     mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)

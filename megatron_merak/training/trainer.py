@@ -88,9 +88,16 @@ class Trainer:
         self.consumed_samples += samples
         self.skipped_iterations += result.skipped
         self.skipped_samples += samples * result.skipped
-        rate, zeros = rates[0][0], self._all_zeros(result.zeros)
-        age = (result.staleness, result.late)
-        return StepReport(result.loss, result.grad_norm, rate, result.skipped, zeros, result.loss_scale, *age)
+        return StepReport(
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=rates[0][0],
+            skipped=result.skipped,
+            zeros=self._all_zeros(result.zeros),
+            loss_scale=result.loss_scale,
+            staleness=result.staleness,
+            late=result.late,
+        )
 
     def kinds(self, optimizer: bool) -> dict[str, store.Kind]:
         """Return the weights, and with ``optimizer`` its state, as a checkpoint has them."""

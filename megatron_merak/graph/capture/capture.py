@@ -113,14 +113,28 @@ def _capture(
     eager: EagerModules,
 ) -> Captured:
     """Capture by the first attempt that succeeds, with the modules that ``eager`` names as single nodes."""
+
+    def traced(attempt: Attempt, before: StateChanges | None = None, return_changed: bool = False):
+        return _trace(
+            model,
+            batch,
+            attempt,
+            training=training,
+            dtype=dtype,
+            outputs=outputs,
+            compute=compute,
+            eager=eager,
+            before=before,
+            return_changed=return_changed,
+        )
+
     last_error: Exception | None = None
     refused: TraceError | None = None
     for attempt in _attempts(model, batch):
         if refused and not attempt.values:
             continue
         try:
-            options = (attempt, training, dtype, outputs, compute, eager)
-            program, events, changes = _trace(model, batch, *options)
+            program, events, changes = traced(attempt)
         except TraceError:
             raise
         except Exception as failure:  # the exporter raises whatever the model's code and its own internals raise
@@ -130,8 +144,7 @@ def _capture(
             continue
 
         def trace(before: StateChanges | None, return_changed: bool) -> tuple[ExportedProgram, StateChanges]:
-            way = (*options, before, return_changed)  # noqa: B023  called within this iteration
-            program, _, changes = _trace(model, batch, *way)
+            program, _, changes = traced(attempt, before, return_changed)  # noqa: B023  called within this iteration
             return program, changes
 
         python_state.refuse_changes(model, changes, trace, program)
@@ -177,8 +190,17 @@ def lengths_of(
     batch = {key: value for key, value in batch.items() if value is not None}
     export = SymbolicLength(batch, axes)
     try:
-        options = (like.attempt, training, dtype, outputs, compute, EagerModules())
-        program, _, changes = _trace(model, batch, *options, export=export)
+        program, _, changes = _trace(
+            model,
+            batch,
+            like.attempt,
+            training=training,
+            dtype=dtype,
+            outputs=outputs,
+            compute=compute,
+            eager=EagerModules(),
+            export=export,
+        )
         changes.restore()
         return export.lengths(program) if digest(program, length) == like.digest else None
     except Exception:  # the exporter raises whatever the model's code and its own internals raise for a symbol

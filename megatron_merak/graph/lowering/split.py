@@ -137,8 +137,14 @@ class _Splitter:
         results = tuple(map(self._name, self.outputs)) if ends else ()
         shared |= {node: None for node in self.outputs if ends and node not in self.flow.unit}
         prelude = Prelude(self.flow, list(shared), self.device)
-        crossing = self._live(self.units.start), self._live(self.units.stop)
-        return Parts(tuple(parts), *crossing, results, prelude, tuple(self.outputs.values()) if ends else ())
+        return Parts(
+            parts=tuple(parts),
+            sources=self._live(self.units.start),
+            targets=self._live(self.units.stop),
+            results=results,
+            prelude=prelude,
+            named=tuple(self.outputs.values()) if ends else (),
+        )
 
     def _name(self, node: Node) -> str:
         return LOSS if LOSS in self.outputs.get(node, "").split(SAME) else node.name

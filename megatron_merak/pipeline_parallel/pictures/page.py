@@ -112,8 +112,16 @@ def _decode(data: Mapping) -> View:
     ]
     memory: tuple[Curve, ...] = tuple(tuple(zip(*columns, strict=True)) for columns in data["memory"])
     timeline = replace(timeline_of(schedule, events, transfers), makespan=data["makespan"], busy=tuple(data["busy"]))
-    shown = (data["title"], data["clock"], data["detail"], memory, data["capacity"], data["timed"])
-    return View(timeline, *shown, data.get("step", 0.0))
+    return View(
+        timeline,
+        title=data["title"],
+        clock=data["clock"],
+        detail=data["detail"],
+        memory=memory,
+        capacity=data["capacity"],
+        timed=data["timed"],
+        step=data.get("step", 0.0),
+    )
 
 
 def _ops(rows: Mapping, kinds: Mapping[str, Kind]) -> list[Op]:

@@ -80,8 +80,16 @@ def _view(words: Mapping, rows: Sequence[Mapping]) -> View:
         else:
             transfers.append(Transfer(op, *schedule.channel(op)[:2], start, end))
     curves: tuple[Curve, ...] = tuple(map(tuple, memory)) if any(memory) else ()
-    shown = (words["title"], words["clock"], words["detail"], curves, words["capacity"], words["timed"])
-    return View(timeline_of(schedule, events, transfers), *shown, words.get("step", 0.0))
+    return View(
+        timeline_of(schedule, events, transfers),
+        title=words["title"],
+        clock=words["clock"],
+        detail=words["detail"],
+        memory=curves,
+        capacity=words["capacity"],
+        timed=words["timed"],
+        step=words.get("step", 0.0),
+    )
 
 
 def timeline_of(schedule: Schedule, events: Sequence[Event], transfers: Sequence[Transfer]) -> Timeline:
