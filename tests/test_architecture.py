@@ -258,7 +258,7 @@ def caches(modules: list[Module]) -> list[str]:
 # Functions whose results depend on the source, or on frozen arguments of which a process sees few.
 CACHED = {
     ("_native.py", "_cpu_features"),
-    ("arguments.py", "flags"),
+    ("arguments.py", "_flags"),
     ("config/settings.py", "value_type"),
     ("plan/parts.py", "_strides"),
     ("planner/links.py", "link_along"),
