@@ -243,6 +243,17 @@ def set_loops(modules: list[Module]) -> list[str]:
     ]
 
 
+def packed(modules: list[Module]) -> list[str]:
+    """Three statements or more on a line, as in ``a, b, c = 1, 2, 3``."""
+    found = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            several = isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+            if several and isinstance(node.targets[0], ast.Tuple) and len(node.value.elts) > 2:
+                found.append(f"{module.path}:{node.lineno} {ast.unparse(node)[:60]}")
+    return found
+
+
 def caches(modules: list[Module]) -> list[str]:
     """Functions that keep results for the life of the process, but for those whose results cannot change."""
     return [
@@ -265,7 +276,7 @@ CACHED = {
 }
 
 
-RULES = (upward_imports, cycles, state, environment_reads, heavy_imports, set_loops, caches)
+RULES = (upward_imports, cycles, state, environment_reads, heavy_imports, set_loops, packed, caches)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -295,6 +306,7 @@ def test_the_package_keeps(rule, house):
         (heavy_imports, "planner/__init__.py", "def f():\n    import torch"),
         (heavy_imports, "cluster.py", "import matplotlib.figure"),
         (set_loops, "runtime/engine.py", "[name for name in {1, 2}]"),
+        (packed, "cluster.py", "a, b, c = 1, 2, 3"),
         (caches, "cluster.py", "@functools.cache\ndef f(x):\n    return x"),
     ],
 )

@@ -154,7 +154,12 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("name", PADDED)
+def some(names, now):
+    """The cases of a test, of which those that are not in ``now`` are long."""
+    return [pytest.param(name, marks=() if name in now else pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("name", some(PADDED, ("pooled", "running statistics", "causal")))
 def test_padding_that_a_model_notices_is_left_out(tmp_path, name):
     make, collator, neutral = PADDED[name]
     changes = {"per_device_train_batch_size": 1 + neutral, "max_steps": 4, "ragged": True}
@@ -190,7 +195,7 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", some(MASKED, ("causal", "targets at padding")))
 def test_masks_of_padding_go_where_they_change_nothing(tmp_path, monkeypatch, name):
     monkeypatch.setattr(leaner, "LONGEST", 0)  # else such batches become one row
     make, collator, goes = MASKED[name]
@@ -266,7 +271,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", some(ROWS, ("causal", "targets at padding", "first tokens are targets")))
 def test_rows_become_one_where_that_changes_nothing(tmp_path, name):
     make, collator, one = ROWS[name]
     changes = {"max_steps": 4, "ragged": True, "seed": 6}  # the first batch has 36 tokens, the second 41
