@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from trl.trainer.utils import FusedCausalLMOutput
 
+from ..errors import ConfigError
 from ..hf_trainer.batches.order import Batch
 from ..hf_trainer.own_loss import LossOfTrainer
 from ..stages.traced import OwnLoss
+from ..stages.withheld import is_withheld
 from .scores import Scores, head, of_tokens
 from .unread import Missing, Unread
 
@@ -121,7 +125,7 @@ class LossOfTrl(LossOfTrainer):
         vars(trainer).update({"model": answers, "ref_model": answers})
         vars(trainer).update({name: _no_loss for name in _LOSSES if before[name] is not None})
         try:
-            with self._gathering(gather):
+            with self._gathering(gather), _MissingWeights():
                 trainer.compute_loss(answers, inputs, num_items_in_batch=batch.get("num_items_in_batch"))
         finally:
             vars(trainer).update(before)
@@ -129,6 +133,22 @@ class LossOfTrl(LossOfTrainer):
 
 def _no_loss(*args: Any, **kwargs: Any) -> Missing:
     return Missing()
+
+
+class _MissingWeights(TorchFunctionMode):
+    """Lets a loss that reads weights (a penalty) be run again on a rank that does not have them: they are ``Missing``.
+
+    The loss itself is not used then. A metric made of weights raises ConfigError.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(map(is_withheld, tree_leaves((args, kwargs)))):
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)  # shapes and dtypes are known
+        except ConfigError:
+            return Missing()
 
 
 class _Sink(dict):

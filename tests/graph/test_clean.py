@@ -165,6 +165,34 @@ def test_a_forward_that_changes_its_tables_is_refused():
         capture(Net(hidden), {"x": torch.randn(4, 6)})
 
 
+def test_a_write_without_gradients_into_a_value_without_one_is_kept():
+    """The second region writes into a result of the first, and into a copy of an entry of the batch."""
+
+    def weighted(m, x):
+        with torch.no_grad():
+            weights = m.layer(x).sigmoid()
+        y, scale = m.layer(x), x.clone()
+        with torch.no_grad():
+            weights *= y.detach().exp()
+            weights[:, 0] += y[:, 1]
+            scale.mul_(m.weight[0])
+        return (weights * y * scale).sum()
+
+    check(weighted)
+
+    def evaluated(m, x):
+        with torch.no_grad():
+            loss = m.layer(x).square()
+            with torch.no_grad():
+                weights = loss.exp()
+            loss *= weights
+            return loss.sum()
+
+    model, x = Net(evaluated).eval(), torch.randn(4, 6)
+    (found,) = run(capture(model, {"x": x}, training=False), dict(model.named_parameters()), {"x": x})
+    assert torch.equal(found, model(x)) and not found.requires_grad
+
+
 def test_batch_norm_counts_nothing():
     class Normed(nn.Module):
         def __init__(self):

@@ -68,6 +68,32 @@ def test_each_case_is_exact_and_every_other_one_is_told():
     assert "if mask.all()" in first.broken(batches[1]) and "tolist()" in first.broken(batches[2])
 
 
+class Windowed(nn.Module):
+    """Borders of windows without repetitions, and a tensor made of numbers of the batch, as in Qwen2.5-VL."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, x, borders):
+        hidden = self.layer(x)
+        lengths = torch.unique_consecutive(borders).diff()
+        longest = torch.tensor([borders[0].max(), lengths.max()], dtype=torch.float32)
+        parts = [part.mean(0).square().sum() for part in hidden.split(lengths.tolist())]
+        return {"loss": sum(parts) * longest.sum()}
+
+
+def test_repeated_borders_and_tensors_of_numbers():
+    model = randomise(Windowed())
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    batches = [{"x": x, "borders": torch.tensor(each)} for each in ([0, 2, 2, 5], [0, 0, 2, 5], [0, 1, 1, 5])]
+    captured = capture(model, batches[0])
+    for same in batches[:2]:
+        assert not captured.guards.broken(same)
+        check(captured, model, same)
+    assert captured.guards.broken(batches[2])
+
+
 def test_a_model_that_does_not_ask_has_no_guards():
     class Fixed(nn.Module):
         def __init__(self):

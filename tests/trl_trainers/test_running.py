@@ -1,6 +1,8 @@
 """What TRL's trainers do around training, parallelized; what cannot be so is refused by name."""
 
+import functools
 import math
+import os
 import pickle
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from megatron_merak.hf_trainer.overrides import Refused
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.trl import parallelize
 from megatron_merak.trl.parallelize import SERIES
+from tests.ranks import run_ranks
 from tests.trl_trainers.cases import COMMON, llama, mixtral, pairs, passages, tokenizer
 from tests.trl_trainers.test_parity import history, parallel
 
@@ -155,6 +158,33 @@ def test_a_class_derived_from_trls(tmp_path):
     ours, theirs = map(history, runs)
     for entry, other in zip(ours, theirs, strict=True):
         assert entry == pytest.approx(other, rel=2e-4, abs=2e-5)
+
+
+class Decayed(trl.SFTTrainer):
+    """A penalty on weights, over TRL's loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        norms = [p.float() for name, p in model.named_parameters() if name.endswith("norm.weight") and p.dim() == 1]
+        return loss + 0.1 * sum((norm**2).sum() for norm in norms)
+
+
+def decayed(rank, world_size, directory, **layout):
+    os.environ["CI"] = "1"
+    trainer = sft(directory, Decayed, eval_strategy="no", max_steps=2, **layout)
+    trainer.train()
+    return history(trainer)
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor_model_parallel_size", pytest.param("pipeline_model_parallel_size", marks=pytest.mark.long)]
+)
+def test_a_loss_may_read_weights_that_ranks_share(layout, tmp_path):
+    theirs = sft(tmp_path, Decayed, lambda kind: kind, eval_strategy="no", max_steps=2)
+    theirs.train()
+    for ours in run_ranks(functools.partial(decayed, **{layout: 2}), 2, str(tmp_path), timeout=240):
+        for entry, other in zip(ours, history(theirs), strict=True):
+            assert entry == pytest.approx(other, rel=2e-4, abs=2e-5)
 
 
 class FromLogits(trl.SFTTrainer):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
@@ -37,7 +37,7 @@ def clean(raw: RawGraph, outputs: Sequence[str], how: str) -> Captured:
     """
     graph = raw.module.graph
     refuse_dynamic(graph, raw.model)
-    _inline_regions(graph, raw.module, raw.model)
+    _inline_regions(graph, raw.module, raw)
     _drop_checks(graph)
     out_of_place(graph)
     guards = take_guards(raw)
@@ -111,7 +111,7 @@ def refuse_dynamic(graph: Graph, model: str) -> None:
             raise TraceError("model", model, reason, "Write it with broadcasting")
 
 
-def _inline_regions(graph: Graph, owner: torch.nn.Module, model: str, nested: bool = False) -> None:
+def _inline_regions(graph: Graph, owner: torch.nn.Module, raw: RawGraph, nested: bool = False) -> None:
     """Inline ``with torch.no_grad()`` regions, with a ``detach`` on each value that leaves them."""
     for node in list(graph.nodes):
         kind = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -122,23 +122,26 @@ def _inline_regions(graph: Graph, owner: torch.nn.Module, model: str, nested: bo
             _, _, enabled, _, body, *args = node.args
             if enabled:
                 reason = f"{source_line(node)} runs under autocast, which later passes would not see"
-                raise TraceError("model", model, reason, "Cast where it matters, or use dtype=")
+                raise TraceError("model", raw.model, reason, "Cast where it matters, or use dtype=")
         else:
             continue
         inner = _attribute(owner, body.target)
         assert isinstance(inner, GraphModule)
         no_grad = kind == "wrap_with_set_grad_enabled" and not enabled
-        _inline_regions(inner.graph, inner, model, nested or no_grad)
-        _inline(graph, node, inner.graph, args, no_grad, model)
+        _inline_regions(inner.graph, inner, raw, nested or no_grad)
+        _inline(graph, node, inner.graph, args, no_grad, raw)
 
 
-def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_grad: bool, model: str) -> None:
+def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_grad: bool, raw: RawGraph) -> None:
+    copies = dict(zip(inner.find_nodes(op="placeholder"), args, strict=True))
+    writes: set[Node] = set()  # into values from outside
     for part, shared in written(inner).items() if no_grad else ():
         if shared[0].op == "placeholder" and "out" not in part.kwargs:  # out= is refused by _refuse_state_changes
-            line = source_line(part)
-            reason = f"{line} writes into a value from outside of torch.no_grad(), so the gradient would change"
-            raise TraceError("model", model, reason, "Write into a copy")
-    copies = dict(zip(inner.find_nodes(op="placeholder"), args, strict=True))
+            if _may_have_gradient(graph, copies[shared[0]], raw):
+                line = source_line(part)
+                reason = f"{line} writes into a value from outside of torch.no_grad(), so the gradient would change"
+                raise TraceError("model", raw.model, reason, "Write into a copy")
+            writes.add(part)
     with graph.inserting_before(node):
         for part in inner.nodes:
             if part.op == "output":
@@ -146,6 +149,8 @@ def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_gra
             elif part.op != "placeholder":
                 assert part.op == "call_function", f"a region of {part.op} nodes"
                 copies[part] = graph.node_copy(part, copies.__getitem__)
+            if part in writes:
+                _detach_sources(graph, copies[part])
         for i, value in enumerate(results if no_grad else ()):
             if isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor) and _origin(value) not in args:
                 results[i] = call(graph, value, aten.detach.default, value)
@@ -154,6 +159,29 @@ def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_gra
         user.replace_all_uses_with(results[constant(user, 1)])
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+def _may_have_gradient(graph: Graph, value: Node, raw: RawGraph) -> bool:
+    """Whether ``value`` depends on a trainable parameter; True in a region with inputs, which are unknown."""
+    region = graph is not raw.module.graph
+    nodes = reached(graph, [value])
+    return any(each.target in raw.trainable or (region and each.op == "placeholder") for each in nodes)
+
+
+def _detach_sources(graph: Graph, write: Node) -> None:
+    """Let an in-place operation of a ``no_grad`` region pass no gradient of what it writes into its first argument.
+
+    The written value has none. It is read after the region under its own name, not as one of the region's results.
+    """
+
+    def detached(source: Node) -> Node:
+        if not isinstance(source.meta["val"], Tensor):
+            return source
+        with graph.inserting_before(write):
+            return call(graph, write, aten.detach.default, source)
+
+    write.args = (write.args[0], *map_arg(write.args[1:], detached))
+    write.kwargs = map_arg(write.kwargs, detached)
 
 
 def _origin(node: Node) -> Node:

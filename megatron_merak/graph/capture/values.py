@@ -157,6 +157,14 @@ class _GuardMarks(TorchFunctionMode):
         elif func in (torch.narrow, Tensor.narrow):
             args = args[0], *(int(x) if isinstance(x, Tensor) else x for x in args[1:])
             kwargs = {name: int(x) if isinstance(x, Tensor) and name == "start" else x for name, x in kwargs.items()}
+        elif func is torch.tensor and args and _of_scalars(args[0]):
+            to = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
+            func, args, kwargs = Tensor.to, (torch.stack(tuple(args[0])).detach(),), to
+        elif func in (torch.unique_consecutive, Tensor.unique_consecutive) and _alone(args, kwargs):
+            flat = args[0].flatten()
+            first = torch.ones_like(flat[:1], dtype=torch.bool)
+            starts = torch.cat((first, flat[1:] != flat[:-1]))
+            func, args, kwargs = Tensor.__getitem__, (flat, self._positions_of(starts)), {}
         result = func(*args, **kwargs)
         self._mark()
         return result
@@ -177,6 +185,16 @@ class _GuardMarks(TorchFunctionMode):
                 read = mode.reads.pop(0)
                 tensor = torch.count_nonzero(read.tensor) if read.is_count else read.tensor.reshape(())
                 aten._assert_async.msg(torch.eq(tensor, read.value), GUARD + read.line)
+
+
+def _alone(args: Any, kwargs: Any) -> bool:
+    """Whether a call has no argument, beside the first, other than None and False."""
+    return len(args) == 1 and all(value is None or value is False for value in kwargs.values())
+
+
+def _of_scalars(data: Any) -> bool:
+    """Whether ``data`` is a list of tensors of one element, whose values ``torch.tensor`` would read."""
+    return isinstance(data, list | tuple) and len(data) > 0 and all(isinstance(x, Tensor) and not x.dim() for x in data)
 
 
 @contextmanager
