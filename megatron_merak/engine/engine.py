@@ -94,9 +94,11 @@ class Engine:
         nodes = find_nodes(args.world, self.mesh.control)
         self._captured = build_engine(model, example, args, self.mesh, self._recipe, self._first, nodes)
         self._captured.share_weights()
+        self._captured.blueprint.unused.left_out = True
         self._pending_loss: Tensor | None = None  # what the last backward returned, until a step
         self._trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
         self._frozen: list[str] = []  # of these, what was frozen at the last backward
+        self._idle: set[str] = set()  # what got no gradient since the last step
         self._generator: Generator | None = None
 
     @property
@@ -142,17 +144,21 @@ class Engine:
             raise ConfigError("batches", "[]", "there is nothing to compute", "Give one micro-batch or more")
         frozen = self._frozen_now()
         captured, replicas = self._captured, self.mesh.grid.dp
-        earlier = [] if self._pending_loss is None else [own.clone() for own in captured.buffer.own_grads]
+        adds = self._pending_loss is not None
+        earlier = [own.clone() for own in captured.buffer.own_grads] if adds else []
         self._pending_loss = None
         task = Task(None if loss is self._first else loss)
         self._admit(batches, True, task)
-        captured.freeze(frozen)
+        idle = self._without_gradient(batches, task)
+        if adds:
+            idle &= self._idle
+        captured.freeze(frozen, idle)
         reduced = captured.backward(batches, [1 / replicas] * len(batches), task)
         outputs = captured.reported(batches, task)
         for own, before in zip(captured.buffer.own_grads, earlier, strict=bool(earlier)):
             own.add_(before)
         self._pending_loss = reduced
-        self._frozen = frozen
+        self._frozen, self._idle = frozen, idle
         reports = self._everywhere(outputs)
         losses = [float(each.pop("loss")) * replicas for each in reports]
         return Passed(losses, reports)
@@ -301,6 +307,19 @@ class Engine:
         raise_together(error, self.mesh.control, "cpu")
         self._check_equal("requires_grad of the model", frozen)
         return frozen
+
+    def _without_gradient(self, batches: Sequence[Batch], task: Task) -> set[str]:
+        """Return the trained parameters to which no batch of any replica gives a gradient. Raises ConfigError, on every
+        rank, if none gets one.
+        """
+        trained = self._captured.blueprint.traced.captured.trainable
+        idle = sorted(trained - self._captured.touched(batches, task))
+        everywhere = set.intersection(*map(set, gather_json(idle, self.mesh.control, "cpu")))
+        if len(everywhere) == len(trained):
+            reason = "it gives none of the trainable parameters a gradient"
+            remedy = "Compute it from the model's outputs, without detach() and outside of torch.no_grad()"
+            raise ConfigError("loss", "(of this batch)", reason, remedy)
+        return everywhere
 
     def _rate(self, lr: float | None) -> float:
         """Return the learning rate of a step. Raises ConfigError on every rank."""

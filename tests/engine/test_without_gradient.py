@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_merak.engine import Engine
-from megatron_merak.errors import ConfigError
+from megatron_merak.errors import ConfigError, MerakError
 from tests.engine.runs import RATE, arguments, close
 from tests.ranks import run_ranks
 
@@ -26,7 +26,8 @@ class Reads(nn.Module):
     def forward(self, x):
         with torch.no_grad():
             side = self.read(x)
-        return {"y": self.last(torch.tanh(self.body(x)) + side + self.fixed(x))}
+        hidden = torch.tanh(self.body(x))
+        return {"y": self.last(hidden + side + self.fixed(x)), "hidden": hidden}
 
 
 def batch_of(seed):
@@ -35,6 +36,15 @@ def batch_of(seed):
 
 def square(outputs, batch):
     return outputs["y"].square().mean()
+
+
+def of_hidden(outputs, batch):
+    return outputs["hidden"].mean()
+
+
+def of_both(outputs, batch):
+    """Reads the last layer, to which it gives no gradient."""
+    return outputs["hidden"].mean() + outputs["y"].detach().square().mean()
 
 
 def engine_of(directory, **changes):
@@ -93,6 +103,38 @@ def refused(model, engine):
 
 def test_they_stay_on_one_rank(tmp_path):
     train(0, 1, str(tmp_path), {})
+
+
+@pytest.mark.parametrize("first", [square, of_both])
+def test_a_loss_moves_only_what_it_gives_a_gradient(tmp_path, first, recwarn):
+    """Steps by different losses, one of two of them, beside torch's AdamW."""
+    engine = Engine(Reads(), arguments(tmp_path, weight_decay=DECAY), batch_of(0), first)
+    eager = Reads()
+    optimizer = torch.optim.AdamW([p for p in eager.parameters() if p.requires_grad], RATE, eps=1.0, weight_decay=DECAY)
+    for seed, losses in enumerate([(square,), (of_hidden,), (of_both,), (of_hidden, square), (of_both,), (square,)]):
+        for loss in losses:
+            engine.forward_backward([batch_of(seed)], loss)
+            loss(eager(**batch_of(seed)), {}).backward()
+        norm = nn.utils.clip_grad_norm_(eager.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        close(engine.step().grad_norm, norm)
+        for name, tensor in engine.named_weights():
+            close(tensor, eager.get_parameter(name).detach())
+    assert not any("do not use these parameters" in str(each.message) for each in recwarn)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda outputs, batch: torch.tensor(1.0), lambda outputs, batch: outputs["y"].detach().mean()],
+    ids=["constant", "detached"],
+)
+def test_a_loss_without_a_gradient_is_refused(tmp_path, loss):
+    _, engine = engine_of(tmp_path)
+    with pytest.raises(MerakError, match="loss .*none of the trainable parameters a gradient"):
+        engine.forward_backward([batch_of(1)], loss)
+    engine.forward_backward([batch_of(1)])
+    assert not engine.step().skipped
 
 
 @pytest.mark.parametrize("degrees", [{"tensor_model_parallel_size": 2}, {}], ids=["tp2", "dp2"])
