@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_merak.engine import Engine
-from megatron_merak.errors import ConfigError, MerakError
+from megatron_merak.errors import ConfigError, MerakError, TraceError
 from tests.engine.runs import RATE, arguments, close
 from tests.ranks import run_ranks
 
@@ -143,6 +143,21 @@ def test_a_loss_without_a_gradient_is_refused(tmp_path, loss):
 def test_they_stay_on_two_ranks(tmp_path, degrees):
     one, other = run_ranks(train, 2, str(tmp_path), degrees)
     assert one == other
+
+
+class Penalised(Reads):
+    """Penalises the gradient of its result by its input."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_(True)
+        y = self.last(torch.tanh(self.body(x)))
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return {"y": y + slope.square().sum()}
+
+
+def test_a_gradient_inside_of_the_forward_is_refused_by_name(tmp_path):
+    with pytest.raises(TraceError, match=r"calls torch\.autograd\.grad"):
+        Engine(Penalised(), arguments(tmp_path), batch_of(0), square)
 
 
 @pytest.mark.parametrize("rate", [-1e-3, float("inf"), float("nan"), "1e-3", [1e-3, 1e-2], True])
