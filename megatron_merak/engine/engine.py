@@ -1,5 +1,6 @@
 """``Engine``: a model that is trained and run under a plan, for programs with a training loop of their own."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..hf_trainer.generation import Generator
 from ..hf_trainer.job import mesh_of
 from ..optimizer.base import StepResult
 from ..optimizer.recipe import Recipe
-from ..parallel.agree import together
+from ..parallel.agree import gather_json, raise_together, together
 from ..parallel.attendance import attend
 from ..parallel.interruption import Interruption
 from ..parallel.launch import end_interrupted, leave
@@ -93,7 +94,11 @@ class Engine:
         nodes = find_nodes(args.world, self.mesh.control)
         self._captured = build_engine(model, example, args, self.mesh, self._recipe, self._first, nodes)
         self._captured.share_weights()
+        self._captured.blueprint.unused.left_out = True
         self._pending_loss: Tensor | None = None  # what the last backward returned, until a step
+        self._trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+        self._frozen: list[str] = []  # of these, what was frozen at the last backward
+        self._idle: set[str] = set()  # what got no gradient since the last step
         self._generator: Generator | None = None
 
     @property
@@ -137,16 +142,23 @@ class Engine:
         check_everywhere(batches, len(batches), self.mesh)
         if not batches:
             raise ConfigError("batches", "[]", "there is nothing to compute", "Give one micro-batch or more")
+        frozen = self._frozen_now()
         captured, replicas = self._captured, self.mesh.grid.dp
-        earlier = [] if self._pending_loss is None else [own.clone() for own in captured.buffer.own_grads]
+        adds = self._pending_loss is not None
+        earlier = [own.clone() for own in captured.buffer.own_grads] if adds else []
         self._pending_loss = None
         task = Task(None if loss is self._first else loss)
         self._admit(batches, True, task)
+        idle = self._without_gradient(batches, task)
+        if adds:
+            idle &= self._idle
+        captured.freeze(frozen, idle)
         reduced = captured.backward(batches, [1 / replicas] * len(batches), task)
         outputs = captured.reported(batches, task)
         for own, before in zip(captured.buffer.own_grads, earlier, strict=bool(earlier)):
             own.add_(before)
         self._pending_loss = reduced
+        self._frozen, self._idle = frozen, idle
         reports = self._everywhere(outputs)
         losses = [float(each.pop("loss")) * replicas for each in reports]
         return Passed(losses, reports)
@@ -154,7 +166,8 @@ class Engine:
     def step(self, lr: float | None = None) -> StepResult:
         """Update the weights by the gradient since the last step, clipped to ``max_grad_norm``.
 
-        lr: the learning rate; None: ``args.learning_rate``. Biases and norms do not decay, as under ``Trainer``.
+        lr: the learning rate, equal on all ranks; None: ``args.learning_rate``. Biases and norms do not decay, as under
+            ``Trainer``; nor does what was frozen (``requires_grad``) at ``forward_backward``, or gets no gradient.
 
         The result has ``grad_norm``, before clipping, and ``skipped``: the gradient was not finite and nothing changed.
         """
@@ -162,7 +175,7 @@ class Engine:
         if self._pending_loss is None:
             reason = "nothing was computed since the last step"
             raise ConfigError("step", "(no gradient)", reason, "Run forward_backward")
-        lr = self.args.learning_rate if lr is None else lr
+        lr = self._rate(lr)
         reduced, self._pending_loss = self._pending_loss, None
         rates = [(lr, group.options.get("weight_decay", 0.0)) for group in self._recipe.groups]
         return self._captured.update(rates, reduced)
@@ -271,6 +284,63 @@ class Engine:
         if self._pending_loss is not None:
             reason = "the gradient of a step is not applied yet, and its memory is needed"
             raise ConfigError(call, "(called)", reason, "Call step or zero_grad first")
+
+    def _frozen_now(self) -> list[str]:
+        """Return the trained parameters that are frozen now. Raises ConfigError, on every rank, for a change of
+        ``requires_grad`` that cannot be followed.
+        """
+        now = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        thawed = [name for name in now if name not in self._trainable]
+        frozen = sorted(self._trainable.difference(now))
+        error = None
+        if thawed:
+            reason = "it was frozen when the engine was made, so that it has no gradient and no place in steps"
+            remedy = "Make the engine while it is trainable, and freeze it before the first forward_backward"
+            error = ConfigError(thawed[0], "requires_grad=True", reason, remedy)
+        elif self._pending_loss is not None and frozen != self._frozen:
+            changed = min(set(frozen).symmetric_difference(self._frozen))
+            reason = "it changed between two calls of forward_backward that add up to one step"
+            error = ConfigError(changed, "requires_grad", reason, "Call step or zero_grad first")
+        elif self._trainable and len(frozen) == len(self._trainable):
+            reason = "every parameter is frozen, so that there is no gradient"
+            error = ConfigError("model", "(frozen)", reason, "Leave a parameter trainable")
+        raise_together(error, self.mesh.control, "cpu")
+        self._check_equal("requires_grad of the model", frozen)
+        return frozen
+
+    def _without_gradient(self, batches: Sequence[Batch], task: Task) -> set[str]:
+        """Return the trained parameters to which no batch of any replica gives a gradient. Raises ConfigError, on every
+        rank, if none gets one.
+        """
+        trained = self._captured.blueprint.traced.captured.trainable
+        idle = sorted(trained - self._captured.touched(batches, task))
+        everywhere = set.intersection(*map(set, gather_json(idle, self.mesh.control, "cpu")))
+        if len(everywhere) == len(trained):
+            reason = "it gives none of the trainable parameters a gradient"
+            remedy = "Compute it from the model's outputs, without detach() and outside of torch.no_grad()"
+            raise ConfigError("loss", "(of this batch)", reason, remedy)
+        return everywhere
+
+    def _rate(self, lr: float | None) -> float:
+        """Return the learning rate of a step. Raises ConfigError on every rank."""
+        lr = self.args.learning_rate if lr is None else lr
+        with together(self.mesh.control, "cpu"):
+            single = isinstance(lr, Tensor) and lr.numel() == 1
+            if not single and (isinstance(lr, bool) or not isinstance(lr, int | float)):
+                raise ConfigError("lr", repr(lr), "a step has one learning rate, a number", "Give a number")
+            lr = float(lr)
+            if not (math.isfinite(lr) and lr >= 0):
+                raise ConfigError("lr", lr, "it is negative or not finite", "Give 0 or more")
+        self._check_equal("lr", lr)
+        return lr
+
+    def _check_equal(self, what: str, value: Any) -> None:
+        """Raise ConfigError, on every rank, unless all ranks have the same value."""
+        values = gather_json(value, self.mesh.control, "cpu")
+        other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
+        if other is not None:
+            reason = f"rank 0 and rank {other} have different ones"
+            raise ConfigError(what, "(of this rank)", reason, "Let all ranks of the job have the same")
 
     def _loss(self, loss_fn: LossFn | None) -> OwnLoss:
         with together(self.mesh.control, "cpu"):

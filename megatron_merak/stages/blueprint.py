@@ -247,6 +247,11 @@ class Blueprint:
             )
         if role.training:
             self.unused.warn(first.trainable, captured.trainable, mesh)
+            if captured.trainable <= captured.untouched:
+                # autograd raises here, too, and a graph without parameters cannot be cut
+                reason = "it gives none of the trainable parameters a gradient"
+                remedy = "Compute it from the model's outputs, without detach() and outside of torch.no_grad()"
+                raise TraceError("loss", "(of this batch)", reason, remedy)
         chain = align(cut(captured, self.plan.graph_sharding), self.chain)
         sharding = shard(captured, self.plan.grid.tp, pins=self.sharding.tensors)
         return captured, self._parts(captured, chain, sharding, *arguments)
@@ -265,7 +270,8 @@ class Blueprint:
                 "sharding of", extra[0], reason, "Start with a batch like this one, or replicate the weight"
             )
         self.fused |= fuse(rewritten.graph, self.plan.loss_chunk, self.plan.recompute_activations)
-        return split(rewritten, self.plan.stages[stage].units, mesh.device, lookups_of(captured))
+        parts = split(rewritten, self.plan.stages[stage].units, mesh.device, lookups_of(captured))
+        return replace(parts, touched=captured.trainable - captured.untouched)
 
 
 class Programs:
@@ -281,6 +287,7 @@ class Programs:
         self._random = any(map(is_random, blueprint.traced.captured.module.graph.nodes))
         self._programs: dict[tuple, list[tuple[Guards | None, Program]]] = {}
         self._lookups: dict[Program, Lookups] = {}
+        self._touched: dict[Program, frozenset[str]] = {}
 
     def __call__(self, batch: Batch, training: bool, task: Task | None = None) -> Program:
         task = task or Task()
@@ -310,6 +317,10 @@ class Programs:
         """Return the first number of a batch that has no row in what its program looks up in; None if all have."""
         return self._lookups[self(batch, training, task)].outside(batch)
 
+    def touched(self, batch: Batch, task: Task | None = None) -> frozenset[str]:
+        """Return the names of the parameters, of all stages, to which training with a batch gives a gradient."""
+        return self._touched[self(batch, True, task)]
+
     def all(self) -> list[Program]:
         """Every program so far."""
         return [program for cases in self._programs.values() for _, program in cases]
@@ -325,4 +336,5 @@ class Programs:
             named=parts.named,
         )
         self._lookups[program] = parts.lookups
+        self._touched[program] = parts.touched
         return guards, program

@@ -207,17 +207,26 @@ class CapturedModel(TrainedModel):
         """See `TrainedModel`. Raises PlanError if the weights of replicas differ."""
         return self.replicas.loss(values)
 
-    def freeze(self, names: Collection[str]) -> None:
+    def touched(self, batches: Sequence[Batch], task: Task | None = None) -> set[str]:
+        """Return the names of the parameters, of all stages, to which one of these batches gives a gradient."""
+        programs = next(iter(self.programs.values()))
+        prepared = map(self.blueprint.traced.prepared, batches)
+        parts = [part for batch in prepared for part in self._split(batch)]
+        return {name for part in parts for name in programs.touched(part, task)}
+
+    def freeze(self, names: Collection[str], idle: Collection[str] | None = None) -> None:
         """Let parameters take no part in updates until the next call, and all others again.
 
         names: of trained parameters, as `named_parameters` of the user's model has them.
+        idle:  those that get no gradient in the step; None: those to which the first batch gives none.
 
-        Their gradients are computed and not used: what was captured with them serves when they train again.
+        Gradients of frozen ones are computed and not used: what was captured with them serves when they train again.
 
-        What never gets a gradient takes no part either: torch's optimizers skip it, so that it does not decay.
+        What gets no gradient takes no part either: torch's optimizers skip it, so that it does not decay.
         """
         captured = self.blueprint.traced.captured
-        self.optimizer.freeze([*(captured.aliases.get(name, name) for name in names), *captured.untouched])
+        idle = captured.untouched if idle is None else idle
+        self.optimizer.freeze([*(captured.aliases.get(name, name) for name in names), *idle])
 
     @property
     def thawable(self) -> list[str]:

@@ -221,6 +221,9 @@ class Traced:
         """
         with unguarded(self.model), self._as_first():
             captured = capture(self.model, batch, **self._options(training, outputs, compute))
+        if training and not captured.shapes:  # a graph without parameters cannot be cut
+            reason = "it reads no parameter of the model"
+            raise TraceError("loss", "(of this batch)", reason, "Compute it from the model's outputs")
         check_operands(captured)
         self._share(captured)
         return captured

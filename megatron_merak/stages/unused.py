@@ -11,11 +11,13 @@ _NAMED = 4
 class Unused:
     """Warns once of each parameter of a model.
 
-    names: the parameters that were warned of.
+    names:    the parameters that were warned of.
+    left_out: whether steps leave out what their batches do not use, so that there is nothing to warn of.
     """
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
+        self.left_out = False
 
     def warn(self, first: Collection[str], present: Collection[str], mesh: Mesh) -> None:
         """Warn, on one rank of the replica, of the parameters that the first batch uses and this one does not.
@@ -24,7 +26,7 @@ class Unused:
         """
         missing = sorted({*first} - {*present} - {*self.names})
         self.names |= dict.fromkeys(missing)
-        if not missing or mesh.tp_rank or mesh.pp_rank:
+        if not missing or self.left_out or mesh.tp_rank or mesh.pp_rank:
             return
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         text = (

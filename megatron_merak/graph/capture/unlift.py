@@ -92,6 +92,11 @@ def _constant(program: ExportedProgram, model: nn.Module, name: str, node: Node)
         raise TraceError("buffer", name, reason, "Build the model under init_empty_weights(), or with its weights")
     value = program.constants[name] if value is None else value
     if is_fake(value):
-        reason = f"{source_line(node)} uses the values of a parameter apart from its gradient (.data, or a copy of it)"
+        line = source_line(node)
+        if line == node.name or "grad(" in line:  # what only autograd reads comes from no line of the model's
+            reason = "its forward or loss calls torch.autograd.grad, which reads values from outside of the graph"
+            remedy = "Compute this gradient with differentiable operations, without torch.autograd.grad"
+            raise TraceError("model", type(model).__name__, reason, remedy)
+        reason = f"{line} uses the values of a parameter apart from its gradient (.data, or a copy of it)"
         raise TraceError("model", type(model).__name__, reason, "Use the parameter itself, or a buffer")
     return value.detach().cpu()

@@ -76,6 +76,7 @@ class Parts:
     prelude: maps a batch to the common values that the parts read.
     named:   the output name of each result; several names joined by ``SAME`` if one value is several outputs.
     lookups: what all units look up by numbers of the batch, as far as that is known.
+    touched: the parameters of all units that get a gradient, likewise.
     """
 
     parts: tuple[Part, ...]
@@ -85,6 +86,7 @@ class Parts:
     prelude: Prelude
     named: tuple[str, ...] = ()
     lookups: Lookups = field(default_factory=Lookups)
+    touched: frozenset[str] = frozenset()
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
