@@ -146,14 +146,17 @@ def _keep(directory: Path) -> None:
     logging.getLogger(__name__).warning("%s was removed, but for %s: now in %s", directory, names, backup)
 
 
-def remove_older(root: Path, keep_every: int) -> list[int]:
+def remove_older(root: Path, keep_every: int, saved: int | None = None) -> list[int]:
     """Remove complete iterations that ``keep_every`` does not divide and that are older than the newest undamaged
     one.
 
     Damage that `verify` finds is logged; damaged iterations are not removed.
+
+    saved: the run's newest. Later ones are of an earlier run, in whose directory this one began with --finetune,
+           --ckpt-step or from the start: if they counted, what was just saved would be removed as older.
     """
     settle(root)
-    iterations = list(newest_first(root))
+    iterations = [iteration for iteration in newest_first(root) if saved is None or iteration <= saved]
     if not any(iteration % keep_every for iteration in iterations[1:]):
         return []
     good = next((n for n in iterations if _is_good(directory_of(root, n))), None)

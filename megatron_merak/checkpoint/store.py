@@ -41,17 +41,23 @@ def latest(root: Path | str, group: dist.ProcessGroup | None = None, device: tor
 
 
 def prune(
-    root: Path | str, keep_every: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+    root: Path | str,
+    keep_every: int,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    saved: int | None = None,
 ) -> list[int]:
     """Remove the complete checkpoints older than the newest whose iteration ``keep_every`` does not divide.
 
     This is Megatron's ``--save-retain-interval``. A damaged checkpoint (every byte is compared with its digest) does
     not count as the newest. Returns the iterations removed.
+
+    saved: the iteration that the run has just saved; those after it are of an earlier run, do not count and stay.
     """
     removed: list[int] = []
     with together(group, device), disk_errors(Path(root), SAVE_REMEDY):
         if keep_every < 1:
             raise CheckpointError("--save-retain-interval", keep_every, "it is not positive", "Give 1 or more")
         if group is None or dist.get_rank(group) == 0:
-            removed = remove_older(Path(root), keep_every)
+            removed = remove_older(Path(root), keep_every, saved)
     return broadcast_json(removed, group, device)

@@ -5,12 +5,14 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ..arguments import deviation_report
 from ..checkpoint import store
+from ..checkpoint.directory import newest_first
 from ..checkpoint.full_disk import Saving
 from ..checkpoint.lock import DirectoryLock
 from ..config import RunConfig, check_sizes, flag_name, worker_note
@@ -159,6 +161,7 @@ class Job:
         self.resume()
         if not self.config.train.skip_train:
             saves = self.config.checkpoint.save is not None
+            self.note_later_checkpoints()
             with Interruption(self.mesh.control, end_interrupted, active=saves) as interruption:
                 self.interruption = interruption
                 self._train(interruption)
@@ -218,6 +221,19 @@ class Job:
         if step is not None and newest is not None and newest > step:
             self.say(f"{options.load} also holds iteration {newest}, where a resume without --ckpt-step goes on")
         return loaded
+
+    def note_later_checkpoints(self) -> None:
+        """Say if --save holds checkpoints of an earlier run that a resume would prefer. Raises CheckpointError on
+        every rank.
+        """
+        options = self.config.checkpoint
+        if options.save is None or options.ckpt_step is not None and options.load == options.save:  # told already
+            return
+        with together(self.mesh.control, "cpu"):
+            newest = 0 if self.report is None else next(newest_first(Path(options.save)), 0)
+        if newest > self.trainer.iteration:
+            text = f"{options.save} already holds iteration {newest} of an earlier run, where a resume goes on"
+            self.say(f"{text} until this run has saved a later one; --save elsewhere keeps them apart")
 
     def say(self, text: str) -> None:
         """Print a line, on the rank that prints."""
@@ -343,7 +359,7 @@ class Job:
         assert options.save is not None, "without --save there is no checkpoint"
         self.saving.run(options.save, partial(self._write, options.save))
         if options.save_retain_interval:
-            store.prune(options.save, options.save_retain_interval, self.mesh.control)
+            store.prune(options.save, options.save_retain_interval, self.mesh.control, saved=self.trainer.iteration)
         return self.trainer.iteration
 
     def _write(self, directory: str) -> None:

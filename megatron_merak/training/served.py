@@ -195,6 +195,8 @@ class WorkerJob:
             self._lead(self.worker.role.worker == 0)
             self._resume()
             self.worker.agree(self.mesh, [self.trainer.data, self.trainer.iteration])
+            if not self.config.train.skip_train:
+                self.job.note_later_checkpoints()
             self.start = self.saved = self.evaluated = self.trainer.iteration
             self.consumed = self.trainer.consumed_samples
             self.optimizer.begin_training(self.worker.role.worker == 0)

@@ -174,6 +174,13 @@ def test_retention_keeps_multiples_and_the_newest(tmp_path):
         prune(tmp_path, 0)
 
 
+def test_retention_keeps_what_was_just_saved_beside_later_ones_of_an_earlier_run(tmp_path):
+    for iteration in (2, 4, 8):
+        _save(tmp_path, iteration)
+    assert prune(tmp_path, 100, saved=4) == [2]
+    assert latest(tmp_path) == 8 and _load(tmp_path, iteration=4)[0]["iteration"] == 4
+
+
 def test_retention_counts_only_what_is_undamaged_as_the_newest(tmp_path, caplog):
     for iteration in (5, 10, 15):
         path = _save(tmp_path, iteration)

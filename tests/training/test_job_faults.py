@@ -130,6 +130,10 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_and_not_the_job(tmp_path):
     assert iterations(tmp_path / "c") == [4, 8]
     told = run_ranks(job, 1, f"--train-iters 5 --load {tmp_path}/c --ckpt-step 4")[0]
     assert "also holds iteration 8, where a resume without --ckpt-step goes on" in told
+    flags = f"--train-iters 3 --save-interval 1 --save-retain-interval 100 --load {tmp_path}/c --finetune"
+    told = run_ranks(job, 1, f"{flags} --save {tmp_path}/c")[0]
+    assert "already holds iteration 8 of an earlier run, where a resume goes on" in told
+    assert iterations(tmp_path / "c") == [3, 4, 8]
     data[-1] ^= 2
     (tmp_path / "c" / "iter_0000008" / file.name).write_bytes(data)
     assert "tensor" in refused(CheckpointError, f"--train-iters 9 --load {tmp_path}/c --ckpt-step 8")
