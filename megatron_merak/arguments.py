@@ -107,7 +107,8 @@ def deviation_report(config: RunConfig) -> str:
     lines = []
     for flag in flags(type(config)):
         if flag.differs and getattr(getattr(config, flag.section), flag.field) == flag.default:
-            ours, theirs = shown(flag.default), shown(flag.metadata["megatron"])
+            ours = shown(flag.default)
+            theirs = shown(flag.metadata["megatron"])
             lines.append(f"  {flag.name} {ours} (Megatron-LM: {theirs}). {flag.text}")
     return "\n".join(["Defaults that differ from Megatron-LM's:", *lines]) if lines else ""
 
@@ -209,7 +210,9 @@ def expanded(argv: Sequence[str], config: type[RunConfig] | None = None) -> list
 
     Raises ConfigError for a file that cannot be read, and for a setting in it that is unknown or has a wrong value.
     """
-    left, rest, paths = list(argv), [], []
+    left = list(argv)
+    rest = []
+    paths = []
     while left:
         token = left.pop(0)
         name, equals, path = token.partition("=")

@@ -14,7 +14,10 @@ class MerakError(Exception):
 
     def __init__(self, what: str, value: object, reason: str, remedy: str):
         super().__init__(what, value, reason, remedy)
-        self.what, self.value, self.reason, self.remedy = what, value, reason, remedy
+        self.what = what
+        self.value = value
+        self.reason = reason
+        self.remedy = remedy
 
     def __str__(self) -> str:
         return f"{self.what} {self.value}: {self.reason}. {self.remedy}."

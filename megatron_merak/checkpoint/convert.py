@@ -24,7 +24,8 @@ class _Read:
     first = True
 
     def __init__(self, source: Source, buffers: Mapping[str, torch.Tensor]):
-        self._source, self._own = source, {k: v for k, v in buffers.items() if k not in source.names()}
+        self._source = source
+        self._own = {k: v for k, v in buffers.items() if k not in source.names()}
         self.shapes = {name: source.shape(name) for name in source.names()}
         self.dtypes = {name: source.dtype(name) for name in source.names()}
         for name, tensor in self._own.items():
@@ -81,7 +82,8 @@ def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: di
     memory: dict[torch.dtype, torch.Tensor] = {}
     turns = []
     for group in groups:
-        views, at = {}, 0
+        views = {}
+        at = 0
         for name in group:
             shape = source.shape(name)
             kept = source.dtype(name)
@@ -111,7 +113,8 @@ def _groups(source: Source, names: Sequence[str]) -> Iterator[list[str]]:
         size = 4 * math.prod(source.shape(name))
         if group and nbytes + size > _AT_ONCE:
             yield group
-            group, nbytes = [], 0
+            group = []
+            nbytes = 0
         group.append(name)
         nbytes += size
     if group:

@@ -91,7 +91,8 @@ def settle(root: Path) -> None:
 def publish(root: Path, iteration: int) -> Path:
     """Rename the complete ``.new`` directory of an iteration; an earlier complete one is removed last."""
     plain = directory_of(root, iteration)
-    new, old = _suffixed(plain, ".new"), _suffixed(plain, ".old")
+    new = _suffixed(plain, ".new")
+    old = _suffixed(plain, ".old")
     if plain.exists():
         os.rename(plain, old)
     os.rename(new, plain)

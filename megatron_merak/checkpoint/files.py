@@ -130,7 +130,8 @@ def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
+        start = end
+        end = end + tensor.nbytes
         code = DTYPE_CODES[tensor.dtype]
         entries[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -144,7 +145,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     Returns ({"bytes": size, "header": sha256 of length and header}, {name: sha256 of the tensor's bytes}).
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    start, digests = header({name: tensors[name] for name in names}, metadata), {}
+    start = header({name: tensors[name] for name in names}, metadata)
+    digests = {}
     with complete_or_absent(path) as file, ThreadPoolExecutor(1) as hasher:
         file.write(start)
         for name in names:

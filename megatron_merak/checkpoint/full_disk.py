@@ -20,7 +20,9 @@ from megatron_merak.parallel.interruption import Interrupted
 STOP = "stop"
 PATIENCE = 12 * 3600.0  # seconds after which waiting ends like "stop": a night
 INTERVAL = 600.0  # seconds between two lines about it
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds between two attempts, which double from the first to the longest
+# seconds between two attempts, which double from the first to the longest
+FIRST_PAUSE = 5.0
+LONGEST_PAUSE = 60.0
 _LOOK = 1.0  # seconds between two exchanges of signals
 
 Result = TypeVar("Result")
@@ -46,8 +48,12 @@ class Saving:
         setting: str = "--on-full-disk",
         patience: float = PATIENCE,
     ):
-        self.policy, self.group, self.say, self.received = policy, group, say, received
-        self.setting, self.patience = setting, patience
+        self.policy = policy
+        self.group = group
+        self.say = say
+        self.received = received
+        self.setting = setting
+        self.patience = patience
         self._told = 0.0  # when the user was told last
         self._first = group is None or dist.get_rank(group) == 0
 

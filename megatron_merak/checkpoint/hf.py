@@ -102,7 +102,8 @@ class HFSource(Source):
         the model have different values.
         """
         stored, extra = hf_names.to_model(model, self._tensors)
-        expected, aliases = hf_names.expected(model), hf_names.aliases(model)
+        expected = hf_names.expected(model)
+        aliases = hf_names.aliases(model)
         for alias, canonical in aliases.items():
             if alias in stored and canonical in stored:
                 self._check_tied(canonical, stored[canonical], alias, stored[alias])
@@ -170,7 +171,8 @@ class JoinedSource(Source):
 
     def __init__(self, sources: Mapping[str, Source]):
         places = {f"{path}." * bool(path) + name: (s, name) for path, s in sources.items() for name in s.names()}
-        self._places, self._sources = places, list(sources.values())
+        self._places = places
+        self._sources = list(sources.values())
 
     def names(self) -> list[str]:
         return list(self._places)
@@ -209,7 +211,8 @@ def fill(shards: Iterable[Shard], source: Source) -> None:
     Raises `CheckpointError` if a tensor is absent or has another full shape, `DamagedError` for values of a directory
     that are not finite; a module in memory may have any.
     """
-    shards, known = list(shards), {*source.names()}
+    shards = list(shards)
+    known = {*source.names()}
     for shard in shards:
         if shard.name not in known:
             raise CheckpointError("tensor", shard.name, "the weights do not have it", "Initialise it")
@@ -217,7 +220,8 @@ def fill(shards: Iterable[Shard], source: Source) -> None:
             reason = f"it has shape {source.shape(shard.name)}, but {tuple(shard.shape)} is needed"
             raise CheckpointError("tensor", shard.name, reason, "Give the weights of this model")
     for shard in sorted(shards, key=lambda shard: source.place(shard.name)):
-        tensor, offset = shard.tensor.detach(), 0
+        tensor = shard.tensor.detach()
+        offset = 0
         if shard.dim is None:
             tensor.copy_(source.read(shard.name))
             _check_finite(shard.name, tensor, source)

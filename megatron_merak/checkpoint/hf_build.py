@@ -143,7 +143,8 @@ def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any])
 def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind, own_code = text.get("model_type"), text.get("auto_map")
+    kind = text.get("model_type")
+    own_code = text.get("auto_map")
     if not isinstance(kind, str | None):
         raise CheckpointError("config", directory, f"its model_type is {str(kind)[:60]!r}", "Copy the directory again")
     if kind in CONFIG_MAPPING or (own_code and trust_remote_code):

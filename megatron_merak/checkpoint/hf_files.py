@@ -140,7 +140,8 @@ class WeightFiles:
         """Return the path of a weight file, which must be a regular file of this directory or of its hub cache."""
         path = self.directory / file
         with _readable(path):
-            real, home = path.resolve(strict=True), self.directory.resolve(strict=True)
+            real = path.resolve(strict=True)
+            home = self.directory.resolve(strict=True)
         blobs = home.parent.parent / "blobs"  # models--X/snapshots/REVISION/FILE is a link to models--X/blobs/HASH
         in_cache = home.parent.name == "snapshots" and real.parent == blobs
         if not real.is_relative_to(home) and not in_cache:
@@ -200,7 +201,8 @@ def _describe(path: Path) -> dict[str, Entry]:
             raise bad("weight file", path, f"it has {size} bytes, too few for its header, or its header is damaged")
         header = _parse(path, file.read(length))
     header.pop("__metadata__", None)
-    entries, spans = {}, []
+    entries = {}
+    spans = []
     for name, value in header.items():
         entries[name], span = _entry(path, name, value)
         spans.append(span)

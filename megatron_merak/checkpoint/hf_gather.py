@@ -45,7 +45,8 @@ class Gather:
         group: dist.ProcessGroup | None,
         device: torch.device | str,
     ):
-        self._group, self._device = group, device
+        self._group = group
+        self._device = device
         self._rank = 0 if group is None else dist.get_rank(group)
         self.first = self._rank == 0
         self._own_shards = {shard.name: shard for shard in shards if shard.owner}
@@ -70,7 +71,8 @@ class Gather:
             self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
 
     def __call__(self, name: str, take: tuple[Range, ...]) -> torch.Tensor:
-        shape, dtype = [stop - start for start, stop in take], self.dtypes[name]
+        shape = [stop - start for start, stop in take]
+        dtype = self.dtypes[name]
         result = torch.empty(shape, dtype=dtype, device="cpu" if self.first else "meta")
         if name in self._replicated:
             return result.copy_(self._replicated[name].detach()[tuple(slice(*bounds) for bounds in take)])
@@ -94,7 +96,8 @@ class Gather:
         return values
 
     def _check(self, name: str, parts: list[tuple[int, int | None, Intervals]]) -> None:
-        dims, shape = {dim for _, dim, _ in parts}, self.shapes[name]
+        dims = {dim for _, dim, _ in parts}
+        shape = self.shapes[name]
         if len(dims) > 1:
             raise _misfit(name, "the ranks divide it along different dimensions")
         (dim,) = dims
@@ -122,9 +125,11 @@ def _shared(take: tuple[Range, ...], dim: int | None, intervals: Intervals) -> I
         return
     offset = 0
     for start, stop in intervals:
-        first, last = max(start, take[dim][0]), min(stop, take[dim][1])
+        first = max(start, take[dim][0])
+        last = min(stop, take[dim][1])
         if first < last:
-            source, target = list(every), [slice(0, b - a) for a, b in take]
+            source = list(every)
+            target = [slice(0, b - a) for a, b in take]
             source[dim] = slice(first - start + offset, last - start + offset)
             target[dim] = slice(first - take[dim][0], last - take[dim][0])
             yield tuple(source), tuple(target)

@@ -51,10 +51,12 @@ class Piece:
         """Return the part within [start, stop) along ``dim`` of the patchwork, in coordinates that begin at
         ``start``.
         """
-        first, last = max(start, self.at[dim]), min(stop, self.at[dim] + self.extent(dim))
+        first = max(start, self.at[dim])
+        last = min(stop, self.at[dim] + self.extent(dim))
         if first >= last:
             return None
-        take, axis = list(self.take), self.axes[dim]
+        take = list(self.take)
+        axis = self.axes[dim]
         if axis is not None:
             begin = take[axis][0] - self.at[dim]
             take[axis] = (begin + first, begin + last)
@@ -148,7 +150,8 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     if getattr(func, "_schema", None) is None or func._schema.is_mutable:
         raise NotImplementedError(f"{func} on a tensor that is not in memory")
     args_like, kwargs_like = tree_map_only(Patchwork, _like, (args, kwargs))
-    result, numbers = func(*args_like, **kwargs_like), itertools.count()
+    result = func(*args_like, **kwargs_like)
+    numbers = itertools.count()
 
     def later(output: torch.Tensor) -> Patchwork:
         return _everything(Computed(func, args, kwargs, next(numbers)), output.shape, output.dtype)
@@ -193,7 +196,9 @@ def _slice(x: Patchwork, dim: int = 0, start: int | None = None, stop: int | Non
 def _cat(parts: Sequence[Patchwork], dim: int = 0):
     if not all(isinstance(x, Patchwork) and x.dim() and x.dtype == parts[0].dtype for x in parts):
         return NotImplemented
-    dim, pieces, end = range(parts[0].dim())[dim], [], 0
+    dim = range(parts[0].dim())[dim]
+    pieces = []
+    end = 0
     for x in parts:
         pieces += [replace(piece, at=_put(piece.at, dim, piece.at[dim] + end)) for piece in x.pieces]
         end += x.shape[dim]

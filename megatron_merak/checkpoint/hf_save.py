@@ -88,7 +88,8 @@ def write_hf(
 
 def _tensors(model: nn.Module, gather: Tensors) -> dict[str, Patchwork]:
     """Return every tensor of the files as a patchwork. Raises `CheckpointError` if ranks lack a part."""
-    state, aliases = {}, hf_names.aliases(model)
+    state = {}
+    aliases = hf_names.aliases(model)
     names: dict[str, list[str]] = {}
     for alias, canonical in aliases.items():
         names.setdefault(canonical, [canonical]).append(alias)

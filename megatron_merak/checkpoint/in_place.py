@@ -27,7 +27,10 @@ from megatron_merak.checkpoint.files import sync_directory
 from megatron_merak.errors import CheckpointError
 
 PLACE = ".being-written"  # of DIR: the directory in which a save is complete before it takes its place
-_NEW, _OLD, _SHOWN, _LINKS = "new", "old", "shown", "links"
+_NEW = "new"
+_OLD = "old"
+_SHOWN = "shown"
+_LINKS = "links"
 _LATE = (".safetensors", ".index.json")  # without links, what decides is renamed last
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _say = logging.getLogger(__name__).warning
@@ -81,7 +84,8 @@ def settle(directory: Path) -> None:
     if os.path.islink(place / _SHOWN):
         names = sorted({*_files(place / _OLD), *_files(place / _NEW)})
         for name in names:
-            target, shown = directory / name, place / _SHOWN / name
+            target = directory / name
+            shown = place / _SHOWN / name
             if not _is_link(directory, name):
                 continue
             if os.path.lexists(shown):
@@ -113,7 +117,8 @@ def _keep_old(directory: Path, names: Collection[str]) -> None:
     try:
         os.symlink(_OLD, place / _SHOWN)
         for name in names:
-            source, kept = directory / name, place / _OLD / name
+            source = directory / name
+            kept = place / _OLD / name
             kept.parent.mkdir(parents=True, exist_ok=True)
             if source.is_symlink():
                 os.symlink(os.path.realpath(source), kept)

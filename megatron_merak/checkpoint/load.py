@@ -58,7 +58,8 @@ def load(
     Raises `CheckpointError` on every rank; `DamagedError` if no checkpoint, or not the requested one, is undamaged.
     Everything but a read failure while copying is detected before the first tensor is changed.
     """
-    root, first = Path(root), group is None or dist.get_rank(group) == 0
+    root = Path(root)
+    first = group is None or dist.get_rank(group) == 0
     kinds = {name: Kind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
     messages: list[str] = []
     faults: list[CheckpointError] = []

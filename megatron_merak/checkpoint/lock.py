@@ -48,7 +48,8 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path | str, group: dist.ProcessGroup | None = None, patience: float = PATIENCE):
-        self.directory, self.group = Path(directory), group
+        self.directory = Path(directory)
+        self.group = group
         self._claim: _Claim | None = None
         with together(group, "cpu"), disk_errors(self.directory, _REMEDY):
             if group is None or dist.get_rank(group) == 0:
@@ -173,7 +174,8 @@ def _same_process(one: dict, other: dict) -> bool:
 def _is_alive(owner: dict, this_process: dict) -> bool | None:
     """Whether the process that wrote a lock is alive; None if that is not visible here."""
     here = all(owner.get(key) == this_process[key] for key in ("host", "boot", "pid_space"))
-    pid, started = owner.get("pid"), owner.get("started")
+    pid = owner.get("pid")
+    started = owner.get("started")
     if not here or type(pid) is not int or pid <= 0:
         return None
     if this_process["started"] is not None:
@@ -189,7 +191,8 @@ def _is_alive(owner: dict, this_process: dict) -> bool | None:
 
 def _watch(path: Path, patience: float) -> dict | None:
     """Wait for a heartbeat of a lock's owner. Return the owner if there was none; else raise."""
-    owner, before = _peek(path), _renewed(path)
+    owner = _peek(path)
+    before = _renewed(path)
     deadline = time.monotonic() + patience
     while owner is not None and time.monotonic() < deadline:
         time.sleep(min(1.0, patience / 4))

@@ -130,9 +130,11 @@ def overlaps(
     target_dim, target_intervals = _divided(shape, target)
     for source_offset, source_start, source_stop in _placed(source_intervals):
         for target_offset, target_start, target_stop in _placed(target_intervals):
-            take, put = [slice(0, extent) for extent in shape], [slice(0, extent) for extent in shape]
+            take = [slice(0, extent) for extent in shape]
+            put = [slice(0, extent) for extent in shape]
             if source_dim == target_dim:
-                start, stop = max(source_start, target_start), min(source_stop, target_stop)
+                start = max(source_start, target_start)
+                stop = min(source_stop, target_stop)
                 if start >= stop:
                     continue
                 take[source_dim] = slice(start - source_start + source_offset, stop - source_start + source_offset)

@@ -25,7 +25,8 @@ class StoredSource(Source):
     """
 
     def __init__(self, directory: Path, rename: Callable[[str], str] = str):
-        self.directory, self.manifest = directory, read_manifest(directory)[1]
+        self.directory = directory
+        self.manifest = read_manifest(directory)[1]
         files = self.manifest.files_of([MODEL])
         for file in sorted(files):
             verify_tensors(directory / file, self.manifest.files[file], files[file], self.manifest.save_id)

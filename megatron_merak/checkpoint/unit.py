@@ -22,7 +22,8 @@ from megatron_merak.checkpoint.manifest import FILE_NAME, NAME
 from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
 from megatron_merak.errors import CheckpointError, DamagedError
 
-FORMAT, VERSION = "megatron_merak directory", 1
+FORMAT = "megatron_merak directory"
+VERSION = 1
 SEALED_BY = "digests in"  # of a file: the manifest beside it that has a digest of each of its tensors
 
 _LARGEST_MANIFEST = 1 << 28  # bytes
@@ -119,7 +120,8 @@ def read(directory: Path, step: int | None = None) -> Unit:
 def verify(directory: Path, unit: Unit, part: int = 0, parts: int = 1) -> None:
     """Compare every byte of each ``parts``-th file with its digest. Raises `DamagedError` naming file and tensor."""
     for name in sorted(unit.files)[part::parts]:
-        path, written = directory / name, unit.files[name]
+        path = directory / name
+        written = unit.files[name]
         with disk_errors(path, _REMEDY):
             if SEALED_BY in written:
                 _verify_tensors(directory / written[SEALED_BY], path.name)

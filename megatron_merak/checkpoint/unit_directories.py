@@ -69,7 +69,8 @@ def settle(root: Path) -> None:
     """
     for step in sorted(_steps(root, fresh, old)):
         faults: list[CheckpointError] = []
-        place, located = plain(root, step), locate(root, step, faults)
+        place = plain(root, step)
+        located = locate(root, step, faults)
         for fault in faults:
             if located is None and not isinstance(fault, DamagedError):
                 raise fault
@@ -113,7 +114,8 @@ def discard(root: Path, step: int) -> None:
 
     May be repeated after a crash at any point.
     """
-    directory, place = old(root, step), plain(root, step)
+    directory = old(root, step)
+    place = plain(root, step)
     if not directory.is_dir() or directory.is_symlink():
         return
     try:

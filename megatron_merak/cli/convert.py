@@ -35,7 +35,8 @@ _DROPOUTS = (  # settings of --hidden-dropout, which is one here
     ("resid_pdrop", "embd_pdrop"),
     ("residual_dropout", "embedding_dropout"),
 )
-_ATTENTION, _SHARDS = "attention_dropout", "5GB"
+_ATTENTION = "attention_dropout"
+_SHARDS = "5GB"
 _BESIDE = (
     "summary_",
     "task_specific_params",
@@ -76,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_target(source: Path, target: Path, to_checkpoint: bool) -> None:
     """Raise ConfigError for a target in which the result would be mistaken for something else."""
-    one, other = source.resolve(), target.resolve()
+    one = source.resolve()
+    other = target.resolve()
     if one == other or one in other.parents or other in one.parents:
         raise ConfigError("TO", target, f"it is {source}, or one is inside the other", "Name another directory")
     if any(target.glob("iter_*")) and not (to_checkpoint and _is_of_conversions(target)):

@@ -12,7 +12,8 @@ from ..config.settings import checked
 from ..errors import ConfigError
 from ..megatron_flags import RENAMED, TAKEN
 
-LAYERS, STAGES = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+LAYERS = "--num-layers-per-virtual-pipeline-stage"
+STAGES = "--num-virtual-stages-per-pipeline-rank"
 INTERLEAVED = ("--pipeline-schedule", "interleaved")
 # Flags that are kept and do something else here, and how so.
 _OTHERWISE: Mapping[str, str] = MappingProxyType(
@@ -64,7 +65,8 @@ def converted(tokens: Sequence[str], ranks: int | None = None) -> Converted:
     tokens: the words behind the program.
     ranks: number of ranks of the job; None if it is not known.
     """
-    result, ours = Converted(), {flag.name: flag for flag in flags(Config)}
+    result = Converted()
+    ours = {flag.name: flag for flag in flags(Config)}
     script_flags = list(_script_flags(tokens, ours))
     for each in script_flags:
         if not each.name:

@@ -83,7 +83,8 @@ def _text(path: str) -> str:
 
 def launcher_of(launch: Launch) -> tuple[list[str], list[tuple[str, str]]]:
     """The words that start our program in place of theirs, and what changed in them: (before, after)."""
-    words, changes = list(launch.before), []
+    words = list(launch.before)
+    changes = []
     for at in range(len(words) - 2):
         python = re.fullmatch(r"(.*/)?python[\d.]*", words[at])
         if python and words[at + 1 : at + 3] == ["-m", "torch.distributed.launch"]:

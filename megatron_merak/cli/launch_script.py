@@ -103,7 +103,9 @@ class Script:
     def read(self, text: str) -> Launch | None:
         """Read a script to its end; return the last launch that it has."""
         last: Launch | None = None
-        before, status = "", None  # what ended the command before, and whether it succeeded
+        # what ended the command before, and whether it succeeded
+        before = ""
+        status = None
         for command, following in itertools.pairwise([*commands(text), []]):
             self._defines(command, following)
             words = self._controlled(command)
@@ -112,7 +114,8 @@ class Script:
                 if sets or any(is_program(word.plain) for word in words):
                     self.doubts |= dict.fromkeys(filter(None, self.unknown))
                 if self.active and self._runs(words, before, status, sets):
-                    launch, status = self._simple(words), self._succeeds(words)
+                    launch = self._simple(words)
+                    status = self._succeeds(words)
                     if launch is not None and last is not None:
                         self._doubts(f"line {last.line}: this command starts {PROGRAM} too, and is not converted")
                     last = launch or last
@@ -220,7 +223,8 @@ class Script:
 
     def _decides(self, line: int) -> None:
         """The condition is complete: read what follows, or not."""
-        condition, self.condition = self.condition or [], None
+        condition = self.condition or []
+        self.condition = None
         if not self.branches or self.branches[-1] is None or not all(each is True for each in self.branches[:-1]):
             return
         holds = self._holds(condition)
@@ -262,7 +266,8 @@ class Script:
 
     def _simple(self, words: list[Word]) -> Launch | None:
         """Run a command in mind: assignments are taken; a command that starts the program is returned."""
-        first, line = words[0].plain, words[0].line
+        first = words[0].plain
+        line = words[0].line
         if first in _DECLARES or all(_assigns(word) for word in words):
             for word in words:
                 name = word.plain.partition("=")[0]
@@ -353,9 +358,11 @@ def _assigns(word: Word) -> bool:
 
 def _held(test: Sequence[str], variables: Variables) -> bool | None:
     """Whether one test holds, such as [[ a == b ]]; None if a value is not known or it is of another kind."""
-    parts, negated = [each for each in test if each not in ("[", "]", "[[", "]]", "test")], False
+    parts = [each for each in test if each not in ("[", "]", "[[", "]]", "test")]
+    negated = False
     while parts[:1] == ["!"]:
-        parts, negated = parts[1:], not negated
+        parts = parts[1:]
+        negated = not negated
     if len(parts) == 1 and parts[0].startswith("(("):
         number = arithmetic(parts[0][2:-2], variables.value)
         return None if number is None else (number != 0) != negated

@@ -16,7 +16,8 @@ _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 def without_flag(arguments: Sequence[str]) -> list[str]:
     """A command line without the number of ranks."""
-    left, rest = list(arguments), []
+    left = list(arguments)
+    rest = []
     while left:
         token = left.pop(0)
         if token == FLAG:

@@ -81,7 +81,8 @@ def show(arguments: Sequence[str]) -> None:
     from ..planner.picture import view
     from ..training.outputs import check_file
 
-    save, picture = config.checkpoint.save, config.logging.timeline
+    save = config.checkpoint.save
+    picture = config.logging.timeline
     copies = {"--json": own.json, "--save": save if save and save.endswith(".json") else None}  # else a run's directory
     for flag, path in {**copies, "--timeline": picture}.items():
         if path is not None:

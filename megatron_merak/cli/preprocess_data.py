@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MerakError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    documents, tokens = counted(counts["documents"], "document"), counted(counts["tokens"], "token")
+    documents = counted(counts["documents"], "document")
+    tokens = counted(counts["tokens"], "token")
     print(f"{documents}, {tokens}, {counts['skipped']:,} skipped")
     for key in options.json_keys:
         print(f"wrote {options.output_prefix}_{key}_document.bin and .idx")

@@ -162,7 +162,8 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
         from ..parallel.launch import launch, leave
         from ..training.served import role_of, serve
 
-        parallel, train = config.parallel, config.train
+        parallel = config.parallel
+        train = config.train
         world = launch(
             parallel.distributed_backend,
             parallel.distributed_timeout_minutes,

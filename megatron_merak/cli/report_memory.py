@@ -44,7 +44,9 @@ NAME = "merak-memory"
 USAGE = """merak-memory --world-size N [--device NAME] [--picture FILE.png] TRAINING FLAGS
        merak-memory --plan PLAN.json [--picture FILE.png]
        merak-memory --classic"""
-GIB, MIB, GB = 2**30, 2**20, 10**9
+GIB = 2**30
+MIB = 2**20
+GB = 10**9
 
 
 def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str:
@@ -80,7 +82,8 @@ def classic() -> str:
     from ..planner.memory import StageMemory, Values
     from ..planner.tables import align
 
-    table, giant = 64000 * 5120, 175 * GB
+    table = 64000 * 5120
+    giant = 175 * GB
     rows = [["", "fp32", "fp16"]]
     sizes = [
         [StageMemory.of(Values(count, 8 * count), dtype, 0, 0, 0) for dtype in ("float32", "float16")]

@@ -83,7 +83,8 @@ def _value(node: ast.expr, value_of: Callable[[str], str | None]) -> int:
         values = [_value(each, value_of) != 0 for each in node.values]
         return int(all(values) if isinstance(node.op, ast.And) else any(values))
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARED:
-        left, right = _value(node.left, value_of), _value(node.comparators[0], value_of)
+        left = _value(node.left, value_of)
+        right = _value(node.comparators[0], value_of)
         return int(_COMPARED[type(node.ops[0])](left, right))
     return _unknown()
 
@@ -105,7 +106,10 @@ def braced(
     match = _BRACED.fullmatch(inside)
     if match is None:
         return None
-    name, index, operation, argument = match["name"], match["index"], match["operator"] or "", match["argument"] or ""
+    name = match["name"]
+    index = match["index"]
+    operation = match["operator"] or ""
+    argument = match["argument"] or ""
     known = values.get(name)
     if index not in (None, "@", "*") and known is not None:
         known = known[int(index) : int(index) + 1]
@@ -135,7 +139,8 @@ def _edited(value: str, operation: str, argument: str, expand: Callable[[str], s
     if operation in ("%", "%%", "#", "##"):
         if len(value) > _MATCHED:
             return None
-        pattern, places = expand(argument), range(len(value) + 1)
+        pattern = expand(argument)
+        places = range(len(value) + 1)
         front = operation[0] == "#"
         places = places[::-1] if operation in ("%", "##") else places  # the shortest end, the longest beginning
         fits = (at for at in places if fnmatchcase(value[:at] if front else value[at:], pattern))
@@ -143,7 +148,8 @@ def _edited(value: str, operation: str, argument: str, expand: Callable[[str], s
         return value[at:] if front else value[:at]
     if operation in ("/", "//"):
         pattern, _, new = argument.partition("/")
-        plain, new = expand(pattern), expand(new)
+        plain = expand(pattern)
+        new = expand(new)
         if any(letter in plain for letter in "*?[#%"):
             return None
         if plain and value.count(plain) * len(new) > LARGEST:
@@ -153,7 +159,8 @@ def _edited(value: str, operation: str, argument: str, expand: Callable[[str], s
         numbers = re.fullmatch(r" *(\d{1,18})(?:: *(\d{1,18}))?", expand(argument))
         if numbers is None:
             return None
-        start, length = int(numbers[1]), numbers[2]
+        start = int(numbers[1])
+        length = numbers[2]
         return value[start:] if length is None else value[start : start + int(length)]
     if argument:
         return None

@@ -47,7 +47,9 @@ class Reader:
     """Reads the words of a script, one after the other."""
 
     def __init__(self, text: str):
-        self.text, self.at, self.line = text.replace("\r\n", "\n"), 0, 1
+        self.text = text.replace("\r\n", "\n")
+        self.at = 0
+        self.line = 1
 
     def words(self, end: str = "") -> Iterator[Word]:
         """All words up to the separator ``end``, or to the end of the script."""
@@ -129,7 +131,9 @@ class Reader:
             match = re.compile(r"\$(?:[A-Za-z_]\w*|[\d@*#?$!-])?").match(self.text, self.at)
             assert match is not None, "called at a dollar"
             return self._take(len(match.group()))
-        closing, depth, end = {"{": "}", "(": ")"}[opening], 0, self.at + 1
+        closing = {"{": "}", "(": ")"}[opening]
+        depth = 0
+        end = self.at + 1
         while end < len(self.text):
             depth += {opening: 1, closing: -1}.get(self.text[end], 0)
             end += 1
@@ -171,7 +175,9 @@ class Variables:
         match = _ASSIGNED.match(word.pieces[0].text) if word.pieces else None
         if match is None or word.pieces[0].quote:
             return False
-        name, index, more = match.group(1), match.group(2), bool(match.group(3))
+        name = match.group(1)
+        index = match.group(2)
+        more = bool(match.group(3))
         if word.items is not None:
             values = [value for item in word.items for value in self.fields(item)]
             self.values[name] = [*self.values.get(name, []), *values] if more else values
@@ -201,7 +207,8 @@ class Variables:
 
     def fields(self, word: Word) -> list[str]:
         """The words that a word becomes: variables replaced, and split at blanks outside of quotes."""
-        fields, open_ = [""], bool(word.pieces) and all(piece.quote for piece in word.pieces)
+        fields = [""]
+        open_ = bool(word.pieces) and all(piece.quote for piece in word.pieces)
         for piece in word.pieces:
             array = re.fullmatch(r"\$(?:\{(\w+)\[@\]\}|(@))", piece.text) if piece.quote == '"' else None
             if array and (array[1] or array[2]) in self.values:

@@ -226,7 +226,8 @@ def found_at(
     arguments: argparse.Namespace, place: Placement, limits: Limits, progress: Progress
 ) -> tuple[Timeline, str]:
     """The best schedule found for one placement of the stages, and what it takes beside a bound and builders."""
-    microbatches, ranks = arguments.microbatches, tuple(() for _ in range(place.ranks))
+    microbatches = arguments.microbatches
+    ranks = tuple(() for _ in range(place.ranks))
     costs = stage_costs(arguments, Schedule(AUTO, len(place.home), microbatches, ranks, place.home))
     result = search(
         costs,

@@ -110,11 +110,14 @@ class Cluster:
         Source: NCCL's own model of a ring, src/graph/tuning.cc (the sum of its channels; the steps between nodes).
         """
         ranks_of_node = Counter(rank // self.ranks_per_node for rank in ranks)
-        nodes, fewest, steps = len(ranks_of_node), min(ranks_of_node.values()), len(ranks) - 1
+        nodes = len(ranks_of_node)
+        fewest = min(ranks_of_node.values())
+        steps = len(ranks) - 1
         if nodes == 1:
             return self.inside
         cards = fewest * (self.nics / self.ranks_per_node if self.nics else 1)
-        bandwidth, outer = cards * self.between.bandwidth, nodes - 1
+        bandwidth = cards * self.between.bandwidth
+        outer = nodes - 1
         if outer == steps:
             return replace(self.between, bandwidth=bandwidth)
         latency = (outer * self.between.latency + (steps - outer) * self.inside.latency) / steps

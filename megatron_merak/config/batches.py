@@ -12,7 +12,8 @@ from ..errors import ConfigError
 from .sections import TrainConfig
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-RAMP, STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
+RAMP = "--rampup-batch-size"
+STEPS = "--step-batch-size-schedule"
 _MOST = 2**53  # samples: beyond it floating point, in which Megatron-LM counts, is not exact
 _MOST_SIZES = 100_000
 
@@ -120,7 +121,8 @@ def _ramp(train: TrainConfig) -> Batches:
     """Return Megatron-LM's ramp: from the first size to --global-batch-size in equal increments, each for as many
     samples.
     """
-    value, last = _value(train, RAMP), train.global_batch_size
+    value = _value(train, RAMP)
+    last = train.global_batch_size
     if train.step_batch_size_schedule is not None:
         raise ConfigError(RAMP, value, f"contradicts {STEPS}", "Give only one of them")
     like = "Write it like '16 16 1000000': the first batch size, the increment, the samples of the ramp"
@@ -159,7 +161,8 @@ def _steps(train: TrainConfig, sequence_length: int) -> Batches:
     sizes: dict[int, int] = {}
     for entry in text.replace(",", " ").split():
         tokens, colon, size = entry.partition(":")
-        threshold, samples = _number(tokens), _number(size)
+        threshold = _number(tokens)
+        samples = _number(size)
         if not colon or threshold is None or not samples:
             raise ConfigError(STEPS, text, f"has an entry {entry!r}", like)
         if sizes and threshold // sequence_length <= max(sizes):

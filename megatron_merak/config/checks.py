@@ -12,7 +12,8 @@ from .settings import flag_name
 def closest(value: int, candidates: Iterable[int]) -> str:
     """Return the nearest candidate below and the nearest above ``value``, as "4 or 8"."""
     candidates = sorted(candidates)
-    below, above = [c for c in candidates if c < value], [c for c in candidates if c > value]
+    below = [c for c in candidates if c < value]
+    above = [c for c in candidates if c > value]
     return " or ".join(str(c) for c in below[-1:] + above[:1])
 
 
@@ -27,7 +28,9 @@ def divisors(value: int) -> list[int]:
 
 
 def check_model(model: ModelConfig) -> None:
-    heads, groups, hidden = model.num_attention_heads, model.num_query_groups, model.hidden_size
+    heads = model.num_attention_heads
+    groups = model.num_query_groups
+    hidden = model.hidden_size
     if model.kv_channels is None and hidden % heads:
         raise ConfigError(
             "--hidden-size",
@@ -97,7 +100,8 @@ def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:
 def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     if tensor_parallel_fits(model, size):
         return
-    heads, groups = model.num_attention_heads, model.query_groups
+    heads = model.num_attention_heads
+    groups = model.query_groups
     if heads % size:
         reason = f"does not divide --num-attention-heads {heads}"
     elif model.ffn_size % size:
@@ -110,7 +114,8 @@ def check_tensor_parallel(model: ModelConfig, size: int) -> None:
 
 def check_sequence_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Check the flag; with one tensor-parallel rank it has no effect, as in Megatron-LM, which is reported."""
-    size, length = parallel.tensor_model_parallel_size, model.seq_length
+    size = parallel.tensor_model_parallel_size
+    length = model.seq_length
     if parallel.sequence_parallel and length % size:
         fitting = [m for m in (length // size * size, -(-length // size) * size) if m > 0]
         if model.max_position_embeddings is not None:
@@ -149,7 +154,8 @@ def check_schedule(parallel: ParallelConfig) -> None:
 
 
 def check_recompute(parallel: ParallelConfig) -> None:
-    method, layers = parallel.recompute_method, parallel.recompute_num_layers
+    method = parallel.recompute_method
+    layers = parallel.recompute_num_layers
     if method is not None and parallel.recompute_granularity != "full":
         reason = "has no effect without --recompute-granularity full"
         raise ConfigError("--recompute-method", method, reason, "Add --recompute-granularity full, or leave it out")
@@ -162,7 +168,8 @@ def check_recompute(parallel: ParallelConfig) -> None:
 
 
 def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    pp = parallel.pipeline_model_parallel_size
     if world_size < 1 or world_size % (tp * pp):
         raise ConfigError(
             "the number of ranks",
@@ -217,7 +224,8 @@ def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
         raise ConfigError("--decoupled-min-lr", optimizer.decoupled_min_lr, reason, "Give both, or leave it out")
     floor = "min_lr" if optimizer.decoupled_min_lr is None else "decoupled_min_lr"
     for name in (floor, "lr_warmup_init"):
-        value, peak = getattr(optimizer, name), optimizer.decoupled_lr
+        value = getattr(optimizer, name)
+        peak = optimizer.decoupled_lr
         if None not in (value, peak) and value > peak:
             raise ConfigError(flag_name(name), value, f"exceeds --decoupled-lr {peak}", f"Use at most {peak}")
     unit, other = ("iters", "samples") if train.train_samples is None else ("samples", "iters")
@@ -247,7 +255,9 @@ def _check_own(optimizer: OptimizerConfig) -> None:
 
 def _check_decay(optimizer: OptimizerConfig, decay: int, unit: str) -> None:
     """Check the end of the decay, in ``unit``."""
-    warmup, anneal, word = optimizer.warmup, optimizer.anneal, "iterations" if unit == "iters" else unit
+    warmup = optimizer.warmup
+    anneal = optimizer.anneal
+    word = "iterations" if unit == "iters" else unit
     if warmup and optimizer.lr_warmup_fraction is not None:
         raise ConfigError(
             "--lr-warmup-fraction",
@@ -275,7 +285,9 @@ def _check_decay(optimizer: OptimizerConfig, decay: int, unit: str) -> None:
 
 
 def _check_weight_decay(optimizer: OptimizerConfig) -> None:
-    style, start, end = optimizer.weight_decay_incr_style, optimizer.start_weight_decay, optimizer.end_weight_decay
+    style = optimizer.weight_decay_incr_style
+    start = optimizer.start_weight_decay
+    end = optimizer.end_weight_decay
     for name, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
         if style == "constant" and value is not None:
             raise ConfigError(
@@ -379,7 +391,8 @@ def check_checkpoint(checkpoint: CheckpointConfig) -> None:
                 )
     if checkpoint.use_checkpoint_opt_param_scheduler and checkpoint.override_opt_param_scheduler:
         raise ConfigError(flag_name(scheduler[0]), True, f"contradicts {flag_name(scheduler[1])}", "Give one of them")
-    interval, retain = checkpoint.save_interval, checkpoint.save_retain_interval
+    interval = checkpoint.save_interval
+    retain = checkpoint.save_retain_interval
     if retain is not None and (interval is None or retain % interval):
         remedy = "Give --save-interval" if interval is None else f"Use {multiples(retain, interval)}"
         raise ConfigError("--save-retain-interval", retain, f"is not a multiple of --save-interval {interval}", remedy)

@@ -86,7 +86,8 @@ class RunConfig:
         check_servers(self.parallel, self.train, self.checkpoint, self.logging, self.optimizer)
         (check_workers if self.parallel.num_parameter_servers else check_ranks)(self.parallel, world_size)
         check_order(self.parallel.rank_order, self.parallel.use_tp_pp_dp_mapping, "--rank-order")
-        batches, replicas = self.batches(world_size), self.data_parallel_size(world_size)
+        batches = self.batches(world_size)
+        replicas = self.data_parallel_size(world_size)
         resumes = self.checkpoint.load is not None and not self.checkpoint.finetune  # checks what is to come, later
         check_sizes(self.train, batches, replicas, batches.sizes[-1][0] if resumes else 0)
         check_length(self.train, batches)
@@ -128,7 +129,8 @@ class RunConfig:
     def ignored(self) -> tuple[str, ...]:
         """Return sentences on settings that have no effect."""
         parallel = self.parallel
-        alone, overlap = parallel.tensor_model_parallel_size == 1, parallel.tp_comm_overlap
+        alone = parallel.tensor_model_parallel_size == 1
+        overlap = parallel.tp_comm_overlap
         flags = {
             "--sequence-parallel": parallel.sequence_parallel,
             f"--tp-comm-overlap {overlap}": overlap not in ("weight-gradient", "auto"),

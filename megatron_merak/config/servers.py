@@ -33,7 +33,8 @@ def check_servers(
     optimizer: OptimizerConfig,
 ) -> None:
     """Raise ConfigError for settings that parameter servers do not support, and for their flags without them."""
-    strategy, default = parallel.data_parallel_strategy, ParallelConfig()
+    strategy = parallel.data_parallel_strategy
+    default = ParallelConfig()
     if not parallel.served:
         for name in ("num_parameter_servers", "ps_max_staleness", "ps_snapshot_interval"):
             if (value := getattr(parallel, name)) != getattr(default, name):
@@ -81,7 +82,8 @@ def check_servers(
 
 def check_workers(parallel: ParallelConfig, world_size: int) -> None:
     """Raise ConfigError if the other ranks do not form workers."""
-    servers, replica = parallel.num_parameter_servers, parallel.ranks_of_replica
+    servers = parallel.num_parameter_servers
+    replica = parallel.ranks_of_replica
     left = world_size - servers
     if left < replica:
         reason = (

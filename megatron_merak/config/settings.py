@@ -46,7 +46,8 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 def _range_remedy(metadata: Mapping[str, Any], value: float) -> str | None:
     words = {"least": "at least", "most": "at most", "above": "above", "below": "below"}
-    low, high = metadata.get("least", -math.inf), metadata.get("most", math.inf)
+    low = metadata.get("least", -math.inf)
+    high = metadata.get("most", math.inf)
     if low <= value <= high and metadata.get("above", -math.inf) < value < metadata.get("below", math.inf):
         return None
     return "Use a value " + " and ".join(f"{words[key]} {metadata[key]}" for key in words if key in metadata)

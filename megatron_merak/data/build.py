@@ -33,7 +33,8 @@ def build_tokenizer(config: RunConfig) -> Tokenizer:
 
     Generated data without --tokenizer-type has --vocab-size ids; the last one ends a document.
     """
-    data, vocab_size = config.data, config.model.vocab_size
+    data = config.data
+    vocab_size = config.model.vocab_size
     if data.tokenizer_type is None and data.mock_data and vocab_size is not None:
         return NullTokenizer(vocab_size - 1)
     return tokenizers.build_tokenizer(data.tokenizer_type, data.tokenizer_model, vocab_size)
@@ -91,7 +92,9 @@ class Parts:
     """Builds the parts of one run's data, opening every file once."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, shared: GPTDatasetConfig):
-        self.config, self.data, self.shared = config, config.data, shared
+        self.config = config
+        self.data = config.data
+        self.shared = shared
         self._mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod) if config.data.mock_data else None
         self._sources: dict[str, IndexedDataset] = {}
 
@@ -103,9 +106,11 @@ class Parts:
             return self._single(self._mock, part, samples)
         data = self.data
         own = (data.train_data_path, data.valid_data_path, data.test_data_path)
-        flag, values = ("--data-path", data.data_path)
+        flag = "--data-path"
+        values = data.data_path
         if any(own):
-            flag, values = f"--{SPLITS[part]}-data-path", own[part]
+            flag = f"--{SPLITS[part]}-data-path"
+            values = own[part]
         if not values:
             return None
         prefixes, weights = parse_blend(flag, values)

@@ -60,7 +60,10 @@ class GPTDataset:
         index_split: str,
         config: GPTDatasetConfig,
     ):
-        self.source, self.bounds, self.num_samples, self.config = source, bounds, num_samples, config
+        self.source = source
+        self.bounds = bounds
+        self.num_samples = num_samples
+        self.config = config
         self.index_split = index_split
         first, last = bounds
         if not source.sequence_lengths[first:last].any():
@@ -135,7 +138,8 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
         text = torch.from_numpy(self.tokens(index))
-        tokens, labels = text[:-1].clone(), text[1:].clone()
+        tokens = text[:-1].clone()
+        labels = text[1:].clone()
         loss_mask = (labels != self.config.pad).float()
         if self.config.masked_eod is not None:
             loss_mask[tokens == self.config.masked_eod] = 0.0

@@ -110,7 +110,8 @@ def sample_starts(
     """
     host = _native.host()
     if host is not None:
-        lengths, order = _full(sequence_lengths), _full(documents)
+        lengths = _full(sequence_lengths)
+        order = _full(documents)
         return host.sample_starts(lengths, order, sequence_length, drop_last, _threads())
     lengths = sequence_lengths[documents]
     ends = np.cumsum(lengths, dtype=np.int64)

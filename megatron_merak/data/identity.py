@@ -9,7 +9,9 @@ from .build import Dataset, Datasets
 from .gpt_dataset import GPTDataset
 
 _PREFIX = 1 << 12  # entries of an index that are hashed for its order
-_FIRST, _SPREAD = 4, 12  # samples whose values are hashed: the first ones, and some of all
+# samples whose values are hashed: the first ones, and some of all
+_FIRST = 4
+_SPREAD = 12
 
 
 def identity(datasets: Datasets) -> dict[str, dict | None]:
@@ -77,7 +79,8 @@ def difference(now: Mapping | None, saved: Mapping | None) -> str:
     """
     if now is None or saved is None:
         return "" if now is saved else f"there is {'none' if now is None else 'some'} now, unlike then"
-    before, after = saved["sources"], now["sources"]
+    before = saved["sources"]
+    after = now["sources"]
     if len(before) != len(after):
         return f"{len(after)} data sets, and then {len(before)}"
     for one, other in zip(after, before, strict=True):

@@ -54,8 +54,10 @@ class BatchLoader:
         assert consumed_samples >= 0 and workers >= 0
         self.dataset = dataset
         self.consumed_samples = consumed_samples
-        self._shape, self._size = (micro_batch_size, dp_rank, dp_size), size
-        self._workers, self._pinned = workers, pinned
+        self._shape = (micro_batch_size, dp_rank, dp_size)
+        self._size = size
+        self._workers = workers
+        self._pinned = pinned
         self._pool = ThreadPoolExecutor(workers, "batch-loader") if workers else None
         self._ahead: deque[tuple[int, Future]] = deque()  # (samples consumed after the step, the step)
 

@@ -16,7 +16,8 @@ class MockIndexedDataset:
     def __init__(self, vocab_size: int, eod: int):
         assert vocab_size >= 2 and 0 <= eod < vocab_size
         self.prefix = "--mock-data"
-        self.vocab_size, self.eod = vocab_size, eod
+        self.vocab_size = vocab_size
+        self.eod = eod
         self.sequence_lengths = (_scattered(np.arange(DOCUMENTS)) % (MAX_LENGTH - 1) + 2).astype(np.int32)
 
     def __len__(self) -> int:

@@ -73,13 +73,15 @@ def encode_chunk(tokenizer: Tokenizer, config: EncoderConfig, chunk: Sequence[Ra
 
 def chunks(documents: Iterable[Raw]) -> Iterator[list[Raw]]:
     """Group documents into chunks of about `CHUNK_BYTES`."""
-    chunk, size = [], 0
+    chunk = []
+    size = 0
     for raw in documents:
         chunk.append(raw)
         size += len(raw.data)
         if size >= CHUNK_BYTES or len(chunk) == CHUNK_DOCUMENTS:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 

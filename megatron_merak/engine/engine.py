@@ -82,7 +82,9 @@ class Engine:
             if getattr(args, name, None) not in (None, False, 0, "disabled"):
                 raise ConfigError(f"args.{name}", getattr(args, name), "an Engine has no loop of its own", remedy)
         refuse_placed(model)
-        self.model, self.args, self.mesh = model, args, mesh_of(args)
+        self.model = model
+        self.args = args
+        self.mesh = mesh_of(args)
         self._default = loss_of_model if loss_fn is None else loss_fn
         self._losses = Losses(model, args.bf16 or args.fp16)
         with together(self.mesh.control, "cpu"):
@@ -143,7 +145,8 @@ class Engine:
         if not batches:
             raise ConfigError("batches", "[]", "there is nothing to compute", "Give one micro-batch or more")
         frozen = self._frozen_now()
-        captured, replicas = self._captured, self.mesh.grid.dp
+        captured = self._captured
+        replicas = self.mesh.grid.dp
         adds = self._pending_loss is not None
         earlier = [own.clone() for own in captured.buffer.own_grads] if adds else []
         self._pending_loss = None
@@ -158,7 +161,8 @@ class Engine:
         for own, before in zip(captured.buffer.own_grads, earlier, strict=bool(earlier)):
             own.add_(before)
         self._pending_loss = reduced
-        self._frozen, self._idle = frozen, idle
+        self._frozen = frozen
+        self._idle = idle
         reports = self._everywhere(outputs)
         losses = [float(each.pop("loss")) * replicas for each in reports]
         return Passed(losses, reports)
@@ -176,7 +180,8 @@ class Engine:
             reason = "nothing was computed since the last step"
             raise ConfigError("step", "(no gradient)", reason, "Run forward_backward")
         lr = self._rate(lr)
-        reduced, self._pending_loss = self._pending_loss, None
+        reduced = self._pending_loss
+        self._pending_loss = None
         rates = [(lr, group.options.get("weight_decay", 0.0)) for group in self._recipe.groups]
         return self._captured.update(rates, reduced)
 

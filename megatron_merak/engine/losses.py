@@ -136,7 +136,8 @@ def _same(one: LossFn, other: LossFn) -> bool:
 
 def _picture(function: LossFn, read: Mapping[str, Any]) -> dict[str, Any]:
     """Return a fingerprint of the values that a function reads; of objects, the attributes that it names."""
-    names, owner = names_read(function), getattr(function, "__self__", None)
+    names = names_read(function)
+    owner = getattr(function, "__self__", None)
     picture = {}
     for name, value in read.items():
         holder, _, attribute = name.rpartition(".")

@@ -57,7 +57,8 @@ class NamedWeights:
     """
 
     def __init__(self, shards: Sequence[Shard], names: Sequence[str], mesh: Mesh, dtype: torch.dtype | None = None):
-        self.mesh, self._own_shards = mesh, {shard.name: shard for shard in shards}
+        self.mesh = mesh
+        self._own_shards = {shard.name: shard for shard in shards}
         owned = [
             (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), s.dim, s.intervals) for s in shards if s.owner
         ]
@@ -106,7 +107,8 @@ class NamedWeights:
 
 def _message_and_views(sent: Sequence[tuple[FullTensor, _Part]], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """Return one message, and views of it for each shard."""
-    starts, end = [], 0
+    starts = []
+    end = 0
     sizes = [torch.Size(part.shape(tensor.shape)).numel() * tensor.dtype.itemsize for tensor, part in sent]
     for size in sizes:
         starts.append(end)

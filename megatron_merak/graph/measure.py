@@ -109,7 +109,8 @@ def _product_sizes(nodes: Iterable[Node]) -> tuple[tuple[int, int, int], ...]:
     for node in nodes:
         product_flops = 0 if facts(node).attends else flops(node)
         if product_flops and (results := values(node)):
-            columns, count = results[0].shape[-1], results[0].numel()
+            columns = results[0].shape[-1]
+            count = results[0].numel()
             sizes.append((count // columns, columns, max(1, product_flops // (2 * count))))
     return tuple(sizes)
 
@@ -257,7 +258,8 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: "Replay") -> int:
         if function is ops.linears:
             outputs = tuple(output for output, each in zip(outputs, trained, strict=True) if each)
         if function is ops.linear_cross_entropy:  # the factors of the logits' gradient, and the scaled input
-            rows, weight = replay.value(operands[0]), replay.value(operands[1])
+            rows = replay.value(operands[0])
+            weight = replay.value(operands[1])
             sizes[node] = (len(rows) * weight.shape[0] + rows.numel()) * rows.element_size()
             continue
         if function in (ops.linear, ops.linears, ops.joined_linear):
@@ -317,7 +319,9 @@ class Replay:
     """
 
     def __init__(self, nodes: Sequence[Node], flow: Flow, fused_attention: bool):
-        self.nodes, self.flow, self.fused_attention = nodes, flow, fused_attention
+        self.nodes = nodes
+        self.flow = flow
+        self.fused_attention = fused_attention
         self.results: dict[Node, Any] = {}
         self.outside: dict[Node, Any] = {}
         self.saved: dict[int, int] = {}

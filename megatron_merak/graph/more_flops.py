@@ -15,7 +15,9 @@ from .ir.operators import facts, flops, is_causal
 def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]]:
     """``attention_flops`` and ``more_flops`` of a ``plan.Unit``, from its nodes after ``fuse``. fused: see
     ``cluster.Device``."""
-    total, ahead, behind = 0, 0, 0
+    total = 0
+    ahead = 0
+    behind = 0
     for node in nodes:
         chunked = node.target is ops.linear_cross_entropy and node.kwargs.get("chunk")
         if chunked or node.target is ops.linear_cross_entropy_stats:  # logits are recomputed
@@ -30,11 +32,14 @@ def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]
             count = _products(query, key.shape[2], value)
             more = masked_more(count, query.shape[2], fused, _dropout(node, 4) > 0)
         elif is_op(node, "scaled_dot_product_attention"):
-            count, kind = flops(node), causal_more if is_causal(node) else masked_more
+            count = flops(node)
+            kind = causal_more if is_causal(node) else masked_more
             more = kind(count, SHORT + 1, fused, _dropout(node, 4) > 0)
         else:
             continue
-        total, ahead, behind = total + count, ahead + more[0], behind + more[1]
+        total = total + count
+        ahead = ahead + more[0]
+        behind = behind + more[1]
     return total, (ahead, behind)
 
 

@@ -72,7 +72,8 @@ def build_engine(
     recipe: which optimizer steps which parameter.
     nodes:  the hosts of the job; None: unknown.
     """
-    requested, adam = wishes(args), adam_of(recipe)
+    requested = wishes(args)
+    adam = adam_of(recipe)
     check_layout(recipe, mesh.grid.tp * mesh.grid.pp, requested["plan"]["parallel"].sharding != "no_shard")
     requested["plan"]["state_bytes"] = recipe.state_bytes
     requested["plan"]["cluster"] = located(requested["plan"]["cluster"], nodes or Nodes())

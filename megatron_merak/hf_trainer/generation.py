@@ -35,7 +35,8 @@ from ..stages.traced import MASK, OwnLoss
 from .batches.neutral import NeutralPadding
 from .batches.padding import Padding
 
-PLACE, NEXT = "merak_place", "next"
+PLACE = "merak_place"
+NEXT = "next"
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _TOGETHER = "Give every rank the same inputs, and processors and criteria that depend on these alone"
 # Keywords of a forward that say how to run it, not on what.
@@ -62,7 +63,8 @@ class Generator:
     """
 
     def __init__(self, engine: CapturedModel, model: nn.Module, padding: Padding):
-        self.engine, self.mesh = engine, engine.mesh
+        self.engine = engine
+        self.mesh = engine.mesh
         self.inner: Any = inspected_model(model)
         signature: Any = _Signature(type(self.inner))
         self._columns = forward_parameters(signature)[0]
@@ -80,7 +82,8 @@ class Generator:
         self._refuse(kwargs)
         share_generators(self.mesh)
         device = next((x.device for x in (inputs, *kwargs.values()) if isinstance(x, Tensor)), self.mesh.device)
-        inputs, kwargs = self._here(inputs), {name: self._here(value) for name, value in kwargs.items()}
+        inputs = self._here(inputs)
+        kwargs = {name: self._here(value) for name, value in kwargs.items()}
         if self.inner.config.is_encoder_decoder:
             kwargs |= self._instead_of_encoder(inputs, kwargs)
         self._failed = False
@@ -175,7 +178,8 @@ class Generator:
         divides = all(len(value) == rows for value in batch.values())
         size = -(-rows // (replicas * stages)) if divides else rows
         count = -(-rows // (replicas * size)) if divides else 1
-        batch, place = {name: value.cpu() for name, value in batch.items()}, torch.tensor([tokens.shape[1] - 1])
+        batch = {name: value.cpu() for name, value in batch.items()}
+        place = torch.tensor([tokens.shape[1] - 1])
         batches = []
         for number in range(count):
             first = (self.mesh.dp_rank * count + number) * size if divides else 0

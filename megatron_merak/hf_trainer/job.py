@@ -24,7 +24,8 @@ def mesh_of(args: Any) -> Mesh:
     """
     if not isinstance(args, MerakArguments):
         raise ConfigError("args", type(args).__name__, "it has no degrees of parallelism", "Make MerakArguments")
-    world, instances = args.world, instances_of(args)
+    world = args.world
+    instances = instances_of(args)
     timeout = datetime.timedelta(seconds=args.ddp_timeout)
     control = control_group(world.size, timeout)
     attend("the construction of a trainer or an Engine", control)  # another rank may be in a call of an earlier one

@@ -140,7 +140,8 @@ class Refused:
     """Descriptor for a name that only ``transformers.Trainer`` has; setting or reading it raises."""
 
     def __init__(self, name: str):
-        self.name, self.reason = name, REFUSED.get(name, OTHER)
+        self.name = name
+        self.reason = REFUSED.get(name, OTHER)
 
     def __get__(self, trainer: object, kind: type) -> object:
         if trainer is None:

@@ -54,7 +54,8 @@ def compute_loss(
     inputs:    loses its labels in the first two cases.
     num_items: the targets of the step, [] fp32.
     """
-    function, smoother = trainer.compute_loss_func, trainer.label_smoother
+    function = trainer.compute_loss_func
+    smoother = trainer.label_smoother
     labels = inputs.pop("labels", None) if function is not None or smoother is not None else None
     takes_items = trainer.model_accepts_loss_kwargs and num_items is not None
     outputs = model(**inputs, **({"num_items_in_batch": num_items} if takes_items else {}))
@@ -86,7 +87,8 @@ class LossOfTrainer:
     """
 
     def __init__(self, trainer: Any, overridden: bool):
-        self.trainer, self.overridden = trainer, overridden
+        self.trainer = trainer
+        self.overridden = overridden
         self.name = f"{type(trainer).__name__}.compute_loss"
         self.read: set[str] = set()
         self.known: dict[str, Any] = {}
@@ -108,7 +110,8 @@ class LossOfTrainer:
 
         Raises TraceError for a loss that a capture would compute differently.
         """
-        trainer, with_outputs = self.trainer, self.wants_outputs(model)
+        trainer = self.trainer
+        with_outputs = self.wants_outputs(model)
         items = batch.get("num_items_in_batch")
         inputs = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         before = self._picture()
@@ -134,7 +137,8 @@ class LossOfTrainer:
         loss, outputs = result if with_outputs else (result, None)
         if not isinstance(loss, Tensor):
             raise TraceError(self.name, "(its loss)", *self._no_loss(loss))
-        replicas, adds_up = trainer.mesh.grid.dp, self.own_loss().adds_up
+        replicas = trainer.mesh.grid.dp
+        adds_up = self.own_loss().adds_up
         if model.training and replicas > 1 and (items is not None if adds_up is None else adds_up):
             loss = loss / replicas
         return loss, outputs

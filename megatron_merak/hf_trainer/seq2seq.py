@@ -80,7 +80,8 @@ class GeneratedEvaluation(Evaluation):
 
     def _collected(self, place: int, round_: Round, outputs: list[dict]) -> dict:
         """Return predictions and labels of one batch of a round. Collective."""
-        replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
+        replica = place % self.batches.loading.replicas
+        row = place // self.batches.loading.replicas
         owner = self.engine.output_rank(replica)
         tensors = None
         if self.rank == owner:
@@ -144,7 +145,8 @@ class MerakSeq2SeqTrainer(MerakTrainer):
         """Generate with these keywords and the arguments; nested evaluations of several datasets keep those of the
         outer one.
         """
-        before, settings = self._generating, dict(gen_kwargs)
+        before = self._generating
+        settings = dict(gen_kwargs)
         if settings.get("max_length") is None and settings.get("max_new_tokens") is None:
             settings["max_length"] = self.args.generation_max_length
         if settings.get("num_beams") is None:
@@ -164,7 +166,8 @@ class MerakSeq2SeqTrainer(MerakTrainer):
         return GeneratedEvaluation(**fields, generate=self._tokens, lengthened=self._lengthened)
 
     def _tokens(self, batch: Batch) -> Tensor:
-        inputs, labels = dict(batch), batch.get("labels")
+        inputs = dict(batch)
+        labels = batch.get("labels")
         started = inputs.get("decoder_input_ids")
         made = isinstance(labels, Tensor) and isinstance(started, Tensor) and started.shape == labels.shape
         if made:  # of the labels
@@ -176,7 +179,8 @@ class MerakSeq2SeqTrainer(MerakTrainer):
 
     def _lengthened(self, tokens: Tensor) -> Tensor:
         """Pad to the largest length of the model's generation config, like transformers."""
-        config, length = self.model.generation_config, tokens.shape[-1]
+        config = self.model.generation_config
+        length = tokens.shape[-1]
         longest = config.max_length or _DEFAULT_LENGTH
         if length >= longest and config.max_new_tokens is not None:
             longest = config.max_new_tokens + 1

@@ -104,25 +104,32 @@ class MerakTrainer(TrainerFace):
         refuse_inputs(model, model_init, optimizer_cls_and_kwargs, optimizers)
         refuse_overrides(type(self), MerakTrainer, self.adapted)
         self._given_optimizer, self._given_scheduler = optimizers
-        self._created_optimizer, self.optimizer_cls_and_kwargs = self._given_optimizer, optimizer_cls_and_kwargs
+        self._created_optimizer = self._given_optimizer
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.mesh = mesh_of(args)
         self._nodes = find_nodes(args.world, self.mesh.control)
         logging.set_verbosity(args.get_process_log_level())
         set_seed(args.seed)
         self.model_init = model_init
         self.model = self._trained_model = self.call_model_init() if model is None else model
-        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.processing_class = processing_class
         self.data_collator = self._default_collator() if data_collator is None else data_collator
         self.compute_loss_func = compute_loss_func
-        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self._check()
         self._describe()
         self.model_accepts_loss_kwargs = accepts_num_items(self.model)
         self.label_smoother = label_smoother(self.model, args.label_smoothing_factor)
         self.callback_handler = self._callback_handler(callbacks or [])
-        self.control, self.state = TrainerControl(), TrainerState()
+        self.control = TrainerControl()
+        self.state = TrainerState()
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
-        self.is_in_train, self.current_flos, self.first_tokens = False, 0, 0
+        self.is_in_train = False
+        self.current_flos = 0
+        self.first_tokens = 0
         self._compared: list[Dataset] = []  # datasets to evaluate that all ranks have alike
         self._engine: CapturedModel | None = None
         self._generator: Generator | None = None
@@ -222,7 +229,8 @@ class MerakTrainer(TrainerFace):
 
     def create_engine(self, example: Batch) -> CapturedModel:
         """Capture the model, cut and shard it, load or initialize its weights. Collective."""
-        began, name = time.time(), type(self.model).__name__
+        began = time.time()
+        name = type(self.model).__name__
         self._built_by = wishes(self.args)
         named = self.model.named_parameters(remove_duplicate=False)
         recipe = Recipe(self.made_optimizer(), named, self.mesh.device)
@@ -360,7 +368,8 @@ class MerakTrainer(TrainerFace):
         self, dataset: Dataset, prefix: str, loss_only: bool, everyone: bool, ignore_keys: list[str] | None
     ) -> EvalLoopOutput:
         attend("evaluate or predict", self.control_group)
-        began, grid = time.time(), self.mesh.grid
+        began = time.time()
+        grid = self.mesh.grid
         self.model.eval()
         if self._engine is None and self.train_dataset is None and self.eval_dataset is None:
             self.eval_dataset = dataset

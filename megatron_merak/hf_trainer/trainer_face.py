@@ -74,10 +74,15 @@ def _model() -> property:
 
 
 class TrainerFace:
-    log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
-    get_learning_rates, get_optimizer_group = get_learning_rates, get_optimizer_group
+    log_metrics = log_metrics
+    metrics_format = metrics_format
+    save_metrics = save_metrics
+    save_state = save_state
+    get_learning_rates = get_learning_rates
+    get_optimizer_group = get_optimizer_group
     get_num_trainable_parameters = get_num_trainable_parameters
-    data_collator, processing_class = _described("data_collator"), _described("processing_class")
+    data_collator = _described("data_collator")
+    processing_class = _described("processing_class")
     compute_loss_func = _described("compute_loss_func")
 
     model = _model()
@@ -222,7 +227,8 @@ class TrainerFace:
         if self._given_optimizer is None and self._created_for != trained:
             self._created_optimizer, groups, self._groups = None, self._groups, None
             self.create_optimizer()
-            self._created_for, self._groups = trained, groups
+            self._created_for = trained
+            self._groups = groups
         if self._created_optimizer is None:
             reason = "it did not set self.optimizer"
             raise ConfigError(f"{type(self).__name__}.create_optimizer", "(called)", reason, "Set it there")

@@ -25,7 +25,8 @@ class Taken:
         return not self.beside or self.beside in flags
 
 
-_ONE, _FP32 = ("1",), ("fp32",)
+_ONE = ("1",)
+_FP32 = ("fp32",)
 _STRATEGY = "--data-parallel-sharding-strategy"
 _FUSED = Taken("fused and plain operations compute the same formula here")
 _ALWAYS = Taken("this is the only behaviour here")
@@ -123,7 +124,8 @@ def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Remove the flags that change nothing from a command line; return the rest, and a notice for each removed flag."""
     rest: list[str] = []
     notices: dict[str, None] = {}
-    left, names = list(tokens), {token.partition("=")[0] for token in tokens}
+    left = list(tokens)
+    names = {token.partition("=")[0] for token in tokens}
     while left:
         token = left.pop(0)
         name, equals, value = token.partition("=")

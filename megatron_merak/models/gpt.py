@@ -35,8 +35,12 @@ class Unit(nn.Module):
 
     def __init__(self, name: str, index: int, config: ModelConfig, place: Placement):
         super().__init__()
-        self.name, self.index, self.config, self.place = name, index, config, place
-        self.source, self.target = f"hidden.{index - 1}", f"hidden.{index}"
+        self.name = name
+        self.index = index
+        self.config = config
+        self.place = place
+        self.source = f"hidden.{index - 1}"
+        self.target = f"hidden.{index}"
         self.layouts: dict[str, ParameterLayout] = {}
 
     def border_shape(self, samples: int, length: int) -> tuple[int, int, int]:
@@ -92,7 +96,8 @@ class Embedding(Unit):
 
     def chain(self) -> list[Segment]:
         looked_up = self._value("tokens")
-        random, place = self.config.hidden_dropout > 0, self.place
+        random = self.config.hidden_dropout > 0
+        place = self.place
         return [
             self._segment(self._lookup, [], [Out(looked_up, place.sums, inplace=True)], [self.tokens], sharded=True),
             self._segment(
@@ -140,9 +145,13 @@ class TransformerLayer(Unit):
         normed, context, residual, again, fed = (
             self._value(name) for name in ("normed", "context", "residual", "again", "fed")
         )
-        attention, mlp, dropout = self.attention, self.mlp, self.config.hidden_dropout > 0
+        attention = self.attention
+        mlp = self.mlp
+        dropout = self.config.hidden_dropout > 0
         inner = [attention.qkv, attention.q_norm, attention.k_norm, attention.proj.weight]
-        sums, joins, parts = self.place.sums, self.place.joins, self.place.on_parts
+        sums = self.place.sums
+        joins = self.place.joins
+        parts = self.place.on_parts
         return [
             self._segment(self._enter, [In(self.source)], [Out(normed, joins)], [self.input_norm], sharded=parts),
             self._segment(
@@ -222,7 +231,9 @@ class Head(Unit):
     def chain(self) -> list[Segment]:
         if not self.place.edges:
             return [self._segment(self._serial, [In(self.source)], [Out("loss")], [self.norm, self.output])]
-        normed, stats, place = self._value("normed"), self._value("stats"), self.place
+        normed = self._value("normed")
+        stats = self._value("stats")
+        place = self.place
         return [
             self._segment(
                 self._enter, [In(self.source)], [Out(normed, place.joins)], [self.norm], sharded=place.on_parts
@@ -238,7 +249,8 @@ class Head(Unit):
 
     def stats(self, normed: Tensor, labels: Tensor) -> Tensor:
         """What this rank's classes, padding left out, add to the loss: [b, s, h], int64 [b, s] -> fp32 [b, s, 3]."""
-        output, chunk = self.output, self.config.cross_entropy_chunk_size
+        output = self.output
+        chunk = self.config.cross_entropy_chunk_size
         if chunk:
             entering = output.entering(normed)
             return ops.linear_cross_entropy_stats(
@@ -259,7 +271,8 @@ class Head(Unit):
         return ((ops.loss_of_stats(stats) * common["loss_mask"]).sum(),)
 
     def _serial(self, common: Common, x: Tensor) -> tuple[Tensor]:
-        normed, labels = self.norm(x), common["labels"]
+        normed = self.norm(x)
+        labels = common["labels"]
         if self.place.tp > 1:
             stats = stack_over_tensor_model_parallel_region(self.stats(normed, labels), self.place.group)
             return self._loss(common, stats)
@@ -284,7 +297,8 @@ class Prelude:
     """What every stage takes from its own batch and never receives: tokens, labels, mask, positions, angles."""
 
     def __init__(self, config: ModelConfig, device: torch.device):
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
 
     @cached_property
     def angles(self) -> dict[str, Tensor]:

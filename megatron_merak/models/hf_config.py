@@ -45,7 +45,8 @@ def hf_type(model: ModelConfig) -> str:
         return "gpt2"
     if model.position_embedding_type != "rope":
         raise _no_type("--position-embedding-type", model.position_embedding_type, "rope")
-    biased, qkv = not model.disable_bias_linear, model.add_qkv_bias
+    biased = not model.disable_bias_linear
+    qkv = model.add_qkv_bias
     if model.normalization == "RMSNorm":
         if not model.swiglu:
             raise _no_type("--swiglu", "off", "on, with --normalization RMSNorm")
@@ -199,9 +200,11 @@ def _gpt2_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotary_settings(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    heads, width = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    width = config["hidden_size"]
     groups = config.get("num_key_value_heads") or heads
-    rope, norm = config["rope_parameters"], "rms_norm_eps" in config
+    rope = config["rope_parameters"]
+    norm = "rms_norm_eps" in config
     scaled = rope.get("rope_type") == "llama3"
     biased = kind == "starcoder2" or bool(config.get("attention_bias")) and kind == "llama"
     return {

@@ -115,7 +115,8 @@ class Norm(nn.Module):
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Norm of x + residual, and the sum, which has residual's dtype."""
-        x, weight = x.to(residual.dtype), copy_to_tensor_model_parallel_region(self.weight, self.group)
+        x = x.to(residual.dtype)
+        weight = copy_to_tensor_model_parallel_region(self.weight, self.group)
         if self.bias is None:
             normed, total = ops.add_rms_norm(x, residual, weight, self.eps)
         else:
@@ -129,9 +130,12 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, place: Placement):
         super().__init__()
-        c, tp = config, place.tp
-        self.config, self.rng = config, place.rng
-        self.heads, self.groups = c.num_attention_heads // tp, c.query_groups // tp
+        c = config
+        tp = place.tp
+        self.config = config
+        self.rng = place.rng
+        self.heads = c.num_attention_heads // tp
+        self.groups = c.query_groups // tp
         width = (c.num_attention_heads + 2 * c.query_groups) * c.head_dim
         bias = not c.disable_bias_linear
         self.qkv = ColumnParallelLinear(c.hidden_size, width, bias or c.add_qkv_bias, **place.kwargs())
@@ -164,14 +168,18 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, place: Placement):
         super().__init__()
-        c, bias = config, not config.disable_bias_linear
+        c = config
+        bias = not config.disable_bias_linear
         self.recomputes = place.recompute_activations
-        self.gated, width = c.swiglu, c.ffn_size * (2 if c.swiglu else 1)
+        self.gated = c.swiglu
+        width = c.ffn_size * (2 if c.swiglu else 1)
         self.fc1 = ColumnParallelLinear(c.hidden_size, width, bias, skip_bias_add=not c.swiglu, **place.kwargs())
         self.fc2 = RowParallelLinear(c.ffn_size, c.hidden_size, bias, skip_bias_add=True, **place.kwargs())
 
     def forward(self, x: Tensor) -> Tensor:
-        y, weight, sink = self.fc1(x), self.fc2.weight, self.fc2.sink
+        y = self.fc1(x)
+        weight = self.fc2.weight
+        sink = self.fc2.sink
         if not self.recomputes:
             return self.fc2(ops.swiglu(y) if self.gated else ops.bias_gelu(y, self.fc1.bias))
         if self.gated:

@@ -24,7 +24,8 @@ class Names:
     """Layouts by role; subclasses say how their family names and stores them."""
 
     def __init__(self, config: ModelConfig, tp: int):
-        self.config, self.tp = config, tp
+        self.config = config
+        self.tp = tp
         self.inner = Init("normal", config.init_method_std)
         self.outer = Init("normal", config.init_method_std / math.sqrt(2 * config.num_layers))
 
@@ -72,7 +73,9 @@ class GPT2Names(Names):
         }
 
     def layer(self, index: int) -> dict[str, dict[str, ParameterLayout]]:
-        h, f, base = self.config.hidden_size, self.config.ffn_size, f"transformer.h.{index}"
+        h = self.config.hidden_size
+        f = self.config.ffn_size
+        base = f"transformer.h.{index}"
         return {
             "input_norm": self.norm(f"{base}.ln_1", h),
             "qkv": self._conv1d(f"{base}.attn.c_attn", h, 3 * h, 1, self.inner, blocks=3),
@@ -115,10 +118,15 @@ class LlamaNames(Names):
         return layouts
 
     def layer(self, index: int) -> dict[str, dict[str, ParameterLayout]]:
-        c, base = self.config, f"model.layers.{index}"
-        h, f, bias = c.hidden_size, c.ffn_size, not c.disable_bias_linear
-        heads, groups = c.num_attention_heads * c.head_dim, c.query_groups * c.head_dim
-        attention, mlp = f"{base}.self_attn", f"{base}.mlp"
+        c = self.config
+        base = f"model.layers.{index}"
+        h = c.hidden_size
+        f = c.ffn_size
+        bias = not c.disable_bias_linear
+        heads = c.num_attention_heads * c.head_dim
+        groups = c.query_groups * c.head_dim
+        attention = f"{base}.self_attn"
+        mlp = f"{base}.mlp"
         qkv = [(f"{attention}.q_proj", heads), (f"{attention}.k_proj", groups), (f"{attention}.v_proj", groups)]
         fc1 = [(f"{mlp}.gate_proj", f), (f"{mlp}.up_proj", f)] if c.swiglu else [(f"{mlp}.up_proj", f)]
         layouts = {

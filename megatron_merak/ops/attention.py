@@ -40,11 +40,9 @@ class _ShortCausal(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         queries, keys, values = _by_group(query, key, value)
         grads, _, _ = _by_group(grad.view_as(query), key, value)
-        grad_queries, grad_keys, grad_values = (
-            torch.empty_like(queries),
-            torch.zeros_like(keys),
-            torch.zeros_like(values),
-        )
+        grad_queries = torch.empty_like(queries)
+        grad_keys = torch.zeros_like(keys)
+        grad_values = torch.zeros_like(values)
         scale = ctx.scale
         for start in range(0, queries.shape[2], _BLOCK):
             part, stop = _probabilities(queries, keys, start, scale)
@@ -143,7 +141,8 @@ def _by_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
     """Attention inside each document, with causal kernels where the mask is causal. rows: of ``spans``."""
     outputs = []
     for place, (causal, bounds) in enumerate(rows):
-        here, parts = slice(place, place + 1), []
+        here = slice(place, place + 1)
+        parts = []
         sizes = [end - begin for begin, end in bounds]
         hidden = mask[here] if len(mask) > 1 else mask
         pieces = (x[here].split(sizes, 2) for x in (query, key, value))
@@ -175,7 +174,9 @@ def _whole_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     rows = query.reshape(batch, key.shape[1], -1, dim)
     scores = _scores(rows, key).view(batch, heads, length, -1)
     if mask is not None and mask.dtype != torch.bool:
-        scores, mask, scale = torch.add(mask, scores, alpha=scale), None, 1.0
+        scores = torch.add(mask, scores, alpha=scale)
+        mask = None
+        scale = 1.0
     part = masked_softmax(scores, mask, scale).to(query.dtype)
     part = F.dropout(part, dropout) if dropout > 0 else part
     return (part.view(*rows.shape[:3], -1) @ value).view(batch, heads, length, -1)

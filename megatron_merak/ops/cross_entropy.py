@@ -94,7 +94,9 @@ class _OwnedStats(torch.autograd.Function):
     def forward(ctx, logits, target, start, classes, smoothing):
         stats = kernels(logits).cross_entropy_stats(logits, target, start, classes, smoothing)
         ctx.save_for_backward(logits, target, stats)
-        ctx.start, ctx.classes, ctx.consumed = start, classes, False
+        ctx.start = start
+        ctx.classes = classes
+        ctx.consumed = False
         return stats
 
     @staticmethod
@@ -124,7 +126,8 @@ def cross_entropy_stats(
     classes: number of classes; later columns are padding; None: v.
     owned:   nothing else reads the logits, so that the backward, which may run once, overwrites them.
     """
-    flat, targets = logits.reshape(target.numel(), logits.shape[-1]), target.flatten()
+    flat = logits.reshape(target.numel(), logits.shape[-1])
+    targets = target.flatten()
     arguments = flat, targets, start, logits.shape[-1] if classes is None else classes, smoothing
     stats = _OwnedStats.apply(*arguments) if owned else kernels(logits).cross_entropy_stats(*arguments)
     return stats.view(*target.shape, stats.shape[-1])
@@ -138,7 +141,8 @@ class _LossOfStats(torch.autograd.Function):
         maximum = stats[..., 0].amax(0)
         factors = (stats[..., 0] - maximum).exp_().masked_fill_(stats[..., 0] == -torch.inf, 0.0)
         total = (stats[..., 1] * factors).sum(0)
-        log_sum, chosen = total.log(), stats[..., 2].amax(0) - maximum
+        log_sum = total.log()
+        chosen = stats[..., 2].amax(0) - maximum
         loss = log_sum - chosen
         grad = torch.zeros_like(stats)
         grad[..., 1], grad[..., 2] = factors / total, smoothing - 1
@@ -146,7 +150,8 @@ class _LossOfStats(torch.autograd.Function):
             number = stats[..., 4].sum(0)
             others = stats[..., 3].sum(0) - maximum * number
             if not everywhere:
-                others, number = others - chosen, number - 1
+                others = others - chosen
+                number = number - 1
                 grad[..., 2] += smoothing / number
             grad[..., 3] = -smoothing / number
             loss = (1 - smoothing) * loss + smoothing * (log_sum - others / number)
@@ -240,13 +245,17 @@ class _ChunkedStats(torch.autograd.Function):
         ]
         stats = torch.cat(parts)
         ctx.save_for_backward(x, weight, target, stats)
-        ctx.start, ctx.classes, ctx.chunk, ctx.sink = start, classes, chunk, sink
+        ctx.start = start
+        ctx.classes = classes
+        ctx.chunk = chunk
+        ctx.sink = sink
         return stats
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, target, stats = ctx.saved_tensors
-        grad_x, grad_weight = torch.empty_like(x), None
+        grad_x = torch.empty_like(x)
+        grad_weight = None
         if ctx.sink is None:
             grad_weight = torch.zeros_like(weight, dtype=_wide(weight))
         parts = (tensor.split(ctx.chunk) for tensor in (x, target, stats, grad, grad_x))

@@ -24,7 +24,8 @@ def documents(mask: Tensor) -> Tensor:
     A document ends where no later token attends to it and it attends to no later token. A row is one document off the
     CPU, whose kernels do not work by document, where a token attends to nothing, and for a mask without values.
     """
-    rows, length = mask.shape[0], mask.shape[-1]
+    rows = mask.shape[0]
+    length = mask.shape[-1]
     one_document = torch.tensor([[0, 0, length]]).expand(rows, -1)
     if mask.device.type != "cpu" or isinstance(mask, FakeTensor):
         return one_document
@@ -32,7 +33,8 @@ def documents(mask: Tensor) -> Tensor:
     count = seen.sum(-1)
     if not bool(count.all()):
         return one_document
-    first, last = seen.argmax(-1), length - 1 - seen.flip(-1).argmax(-1)
+    first = seen.argmax(-1)
+    last = length - 1 - seen.flip(-1).argmax(-1)
     place = torch.arange(length)
     ahead = torch.cat((first.new_full((rows, 1), -1), last.cummax(-1).values[:, :-1]), -1)
     begins = (ahead < place) & (first.flip(-1).cummin(-1).values.flip(-1) >= place)

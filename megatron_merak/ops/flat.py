@@ -51,7 +51,8 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     flat = x.reshape(-1)
     rows = flat[: len(flat) // _ROW * _ROW].view(-1, _ROW)
     wide = torch.promote_types(x.dtype, torch.float32)
-    norms, rest = torch.linalg.vector_norm(rows, dim=1, dtype=wide).double(), flat[rows.numel() :].double()
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide).double()
+    rest = flat[rows.numel() :].double()
     return norms.dot(norms) + rest.dot(rest)
 
 

@@ -34,7 +34,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, input, weight, bias, transposed, sink):
         ctx.get_input = sink.getter(input)
         ctx.save_for_backward(None if ctx.get_input else input, weight)
-        ctx.transposed, ctx.sink = transposed, sink
+        ctx.transposed = transposed
+        ctx.sink = sink
         return _product(input, weight, bias) if transposed else F.linear(input, weight, bias)
 
     @staticmethod
@@ -44,7 +45,8 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_input = grad @ weight.t() if ctx.transposed else grad @ weight
         input = ctx.get_input() if ctx.get_input else input
-        rows, inputs = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
+        rows = grad.reshape(-1, grad.shape[-1])
+        inputs = input.reshape(-1, input.shape[-1])
         if ctx.transposed:
             ctx.sink.matmul(weight, inputs, rows)
         else:
@@ -57,7 +59,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, index, weight, padding, sink):
         ctx.save_for_backward(index, weight)
-        ctx.padding, ctx.sink = padding, sink
+        ctx.padding = padding
+        ctx.sink = sink
         return F.embedding(index, weight)
 
     @staticmethod

@@ -23,10 +23,14 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input, sink, together, count, *parameters):
-        weights, biases = parameters[:count], parameters[count:]
+        weights = parameters[:count]
+        biases = parameters[count:]
         trained = sink is not None or any(ctx.needs_input_grad[4 : 4 + count])
         ctx.save_for_backward(input if trained else None, *weights)
-        ctx.shape, ctx.sink, ctx.together, ctx.count = input.shape, sink, together, count
+        ctx.shape = input.shape
+        ctx.sink = sink
+        ctx.together = together
+        ctx.count = count
         ctx.set_materialize_grads(False)
         if together:
             return _side_by_side(input, weights)
@@ -83,7 +87,8 @@ def _side_by_side(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
 def _joined(weights: Sequence[Tensor]) -> Tensor | None:
     """Return the weights as one tensor, if each begins in memory where the one before ends; else None."""
     first = weights[0]
-    storage, end = first.untyped_storage()._cdata, first.storage_offset()
+    storage = first.untyped_storage()._cdata
+    end = first.storage_offset()
     for weight in weights:
         if weight.untyped_storage()._cdata != storage or weight.storage_offset() != end or not weight.is_contiguous():
             return None

@@ -34,7 +34,9 @@ class AsOneKernel(torch.autograd.Function):
         leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in operands]
         with torch.enable_grad():
             out = _priced(lambda: run(*leaves), operands, causal, back=False)
-        ctx.leaves, ctx.out, ctx.causal = leaves, out, causal
+        ctx.leaves = leaves
+        ctx.out = out
+        ctx.causal = causal
         return out.detach()
 
     @staticmethod

@@ -19,7 +19,9 @@ class _LinearOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, make: Callable[..., Tensor], transposed, sink, weight, bias, *inputs):
-        ctx.make, ctx.transposed, ctx.sink = make, transposed, sink
+        ctx.make = make
+        ctx.transposed = transposed
+        ctx.sink = sink
         ctx.save_for_backward(weight, *inputs)
         return linear(make(*inputs), weight, bias, transposed=transposed)
 
@@ -30,7 +32,8 @@ class _LinearOf(torch.autograd.Function):
         inputs = [x.detach().requires_grad_(needs) for x, needs in zip(inputs, needed, strict=True)]
         with torch.enable_grad():
             activation = ctx.make(*inputs)
-        recomputed, rows = activation.detach().reshape(-1, activation.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        recomputed = activation.detach().reshape(-1, activation.shape[-1])
+        rows = grad.reshape(-1, grad.shape[-1])
         of_weight = (recomputed, rows) if ctx.transposed else (rows, recomputed)
         grad_weight = grad_bias = None
         if ctx.sink is not None:

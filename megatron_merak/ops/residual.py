@@ -50,13 +50,16 @@ def _bias_dropout_add_backward(grad: Tensor, p: float, seed: Tensor | None, bias
 
 def _setup(ctx, inputs, output) -> None:
     _, bias, residual, ctx.p, seed = inputs
-    ctx.of_bias, ctx.has_residual = None if bias is None else bias.dtype, residual is not None
+    ctx.of_bias = None if bias is None else bias.dtype
+    ctx.has_residual = residual is not None
     ctx.save_for_backward(seed)
 
 
 def _backward(ctx, grad):
     (seed,) = ctx.saved_tensors
-    grad_x, grad_bias, with_bias = grad, None, ctx.of_bias is not None
+    grad_x = grad
+    grad_bias = None
+    with_bias = ctx.of_bias is not None
     if seed is not None:
         grad_x, grad_bias = kernels(grad).bias_dropout_add_backward(grad, ctx.p, seed, with_bias)
     elif with_bias:

@@ -29,7 +29,8 @@ def _backward_rotary(ctx, grad):
 
 @operation("rotary", lambda x, cos, sin, interleaved, inverse: x.new_empty(x.shape), _setup_rotary, _backward_rotary)
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    cos = cos.to(x.dtype)
+    sin = sin.to(x.dtype)
     sin = -sin if inverse else sin
     rotated = 2 * cos.shape[-1]
     out = x.new_empty(x.shape)
@@ -73,7 +74,8 @@ def rotary_angles(
     """
     frequency = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     if scaling_factor is not None:
-        low, high = 1.0, 4.0
+        low = 1.0
+        high = 4.0
         blend = ((original_length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         frequency = frequency * blend + frequency / scaling_factor * (1 - blend)
     angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency).unsqueeze(1)

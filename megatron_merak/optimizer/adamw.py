@@ -64,7 +64,8 @@ class AdamW(LocalOptimizer):
 
     def _update(self, rates: Rates, scale: float) -> None:
         self.steps += 1
-        config, rounds = self.config, self.buffer.rounds
+        config = self.config
+        rounds = self.buffer.rounds
         for own, grad, data, group, missed in self._ranges:
             lr, weight_decay = rates[group]
             ops.adamw_(
@@ -89,8 +90,10 @@ def _owned_ranges(
     ranges = []
     for (start, stop, offset), grad, data in zip(buffer.owned, buffer.own_grads, buffer.own_data, strict=True):
         for low, high, group, missed in runs:
-            first, last = max(start, low), min(stop, high)
+            first = max(start, low)
+            last = min(stop, high)
             if first < last:
-                local, own = slice(first - start, last - start), slice(offset + first - start, offset + last - start)
+                local = slice(first - start, last - start)
+                own = slice(offset + first - start, offset + last - start)
                 ranges.append((own, grad[local], data[local], group, missed))
     return tuple(ranges)

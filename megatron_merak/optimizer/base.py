@@ -255,7 +255,8 @@ def _parts(buffer: ParameterBuffer, counted: bool, frozen: Collection[str] = ())
     parts = []
     for low, high in spans:
         for (start, stop, _), grad in zip(buffer.owned, buffer.own_grads, strict=True):
-            first, last = max(start, low), min(stop, high)
+            first = max(start, low)
+            last = min(stop, high)
             if first < last and (start, stop) not in skipped:
                 parts.append(grad[first - start : last - start])
     return tuple(parts)

@@ -32,7 +32,8 @@ class Lion(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state, grad = self.state[parameter], parameter.grad
+                state = self.state[parameter]
+                grad = parameter.grad
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
                 momentum = state["exp_avg"]

@@ -13,7 +13,9 @@ from typing import Any
 from megatron_merak.config import TrainConfig
 
 _FACTOR = 2.0
-_LEAST, _LARGEST = 2.0**-126, 2.0**127  # the normal powers of two of fp32
+# the normal powers of two of fp32
+_LEAST = 2.0**-126
+_LARGEST = 2.0**127
 
 
 class LossScaler:
@@ -36,9 +38,15 @@ class LossScaler:
         floor: float | None = None,
         setting: str = "",
     ):
-        self.scale, self.initial, self.minimum, self.window = float(initial), float(initial), minimum, window
-        self.hysteresis, self.floor, self.setting = hysteresis, minimum if floor is None else floor, setting
-        self.grown, self.forgiven = 0, 0
+        self.scale = float(initial)
+        self.initial = float(initial)
+        self.minimum = minimum
+        self.window = window
+        self.hysteresis = hysteresis
+        self.floor = minimum if floor is None else floor
+        self.setting = setting
+        self.grown = 0
+        self.forgiven = 0
         self.to_blame = False
 
     @property
@@ -75,7 +83,8 @@ class LossScaler:
         if self.dynamic:
             saved = state or {"scale": self.initial, "grown": 0, "forgiven": 0}
             self.scale = max(float(saved["scale"]), self.minimum)
-            self.grown, self.forgiven = saved["grown"], saved["forgiven"]
+            self.grown = saved["grown"]
+            self.forgiven = saved["forgiven"]
 
 
 def is_state(value: Any) -> bool:

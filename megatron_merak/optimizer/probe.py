@@ -78,7 +78,8 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def remake(prototype: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
     """Return an optimizer like ``prototype`` for other parameters. Raises ConfigError where that fails."""
-    kind, settings = type(prototype), {**vars(prototype), **prototype.defaults}
+    kind = type(prototype)
+    settings = {**vars(prototype), **prototype.defaults}
     keywords = [name for name in signature(kind.__init__).parameters if name in settings]
     try:
         return kind([dict(group) for group in groups], **{name: settings[name] for name in keywords})
@@ -90,7 +91,8 @@ def remake(prototype: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
 
 def check_remade(prototype: torch.optim.Optimizer, remade: torch.optim.Optimizer) -> None:
     """Raise ConfigError where ``remade``, the result of `remake`, would behave differently from ``prototype``."""
-    kind, hooks = type(prototype).__name__, (prototype._optimizer_step_pre_hooks, prototype._optimizer_step_post_hooks)
+    kind = type(prototype).__name__
+    hooks = (prototype._optimizer_step_pre_hooks, prototype._optimizer_step_post_hooks)
     if any(hooks):
         raise ConfigError("optimizer", kind, "it has hooks, which others like it have not", "Use a callback instead")
     if callable(getattr(prototype, "train", None)) and callable(getattr(prototype, "eval", None)):
@@ -116,14 +118,19 @@ def probe(
     Raises ConfigError for an unsupported class: one whose steps need a closure or are random, or whose state is not
     fp32 or has a shape that does not follow from the parameter's.
     """
-    kind, independent, elementwise, state = type(prototype).__name__, True, True, {}
+    kind = type(prototype).__name__
+    independent = True
+    elementwise = True
+    state = {}
     own = {**options, "lr": 0.01}
     with torch.random.fork_rng(devices=()), torch.enable_grad():
         torch.default_generator.manual_seed(1234)
         for count in sorted({max(each, 1) for each in dims}):
             shape = _EXTENTS[:count]
-            values, grads = _random(shape, device, 0), [_random(shape, device, step + 1) for step in range(3)]
-            others, other_grads = _random(shape, device, 7), [_random(shape, device, step + 8) for step in range(3)]
+            values = _random(shape, device, 0)
+            grads = [_random(shape, device, step + 1) for step in range(3)]
+            others = _random(shape, device, 7)
+            other_grads = [_random(shape, device, step + 8) for step in range(3)]
             try:
                 (after,), remade = _run(prototype, own, [values], [grads])
                 (beside_others, _), _ = _run(prototype, own, [values, others], [grads, other_grads])
@@ -157,8 +164,10 @@ def _is_elementwise(
     prototype: torch.optim.Optimizer, options: Mapping, values: Tensor, grads: Sequence[Tensor], after: Tensor
 ) -> bool:
     """Whether stepping two parts of the parameter, and zeros beside them, gives the same result."""
-    cut, zeros = values.numel() // 2, torch.zeros(4, device=values.device)
-    flat, parts = [grad.flatten() for grad in grads], [values.flatten()[:cut], values.flatten()[cut:], zeros]
+    cut = values.numel() // 2
+    zeros = torch.zeros(4, device=values.device)
+    flat = [grad.flatten() for grad in grads]
+    parts = [values.flatten()[:cut], values.flatten()[cut:], zeros]
     of_parts = [[grad[:cut] for grad in flat], [grad[cut:] for grad in flat], [zeros] * len(flat)]
     try:
         (first, second, none), _ = _run(prototype, options, parts, of_parts)

@@ -50,7 +50,8 @@ class Recipe:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]], device: Any):
-        self.optimizer, self._device = optimizer, torch.device(device)
+        self.optimizer = optimizer
+        self._device = torch.device(device)
         self.prototypes = optimizer.optimizers if isinstance(optimizer, Chained) else [optimizer]
         self.name = " + ".join(dict.fromkeys(type(each).__name__ for each in self.prototypes))
         names: dict[int, list[str]] = {}
@@ -67,7 +68,8 @@ class Recipe:
         self.other_shaped = list(dict.fromkeys(key for key, entry in entries if not entry.param_shaped))
 
     def _add(self, prototype: torch.optim.Optimizer, group: Mapping[str, Any], names: Mapping[int, list[str]]) -> None:
-        kind, options = type(prototype).__name__, options_of(group)
+        kind = type(prototype).__name__
+        options = options_of(group)
         if options.get("lr") is None:
             reason = "a group of it has no learning rate: it would choose one by itself"
             raise ConfigError("optimizer", kind, reason, "Give lr (for Adafactor, with relative_step=False)")

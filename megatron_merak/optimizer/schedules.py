@@ -28,7 +28,8 @@ def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:
     decay.
     """
     assert config.lr is not None, "without --lr nothing is trained"
-    peak, floor = config.lr, config.final_lr
+    peak = config.lr
+    floor = config.final_lr
     decay = total if config.decay is None else config.decay
     warmup = warmup_length(config, decay)
     style = config.lr_decay_style
@@ -60,7 +61,8 @@ def weight_decay(config: OptimizerConfig, done: int, total: int) -> float:
     """Return the weight decay of the step after ``done`` of ``total`` steps, or samples."""
     if config.weight_decay_incr_style == "constant":
         return config.weight_decay
-    start, end = config.start_weight_decay, config.end_weight_decay
+    start = config.start_weight_decay
+    end = config.end_weight_decay
     assert start is not None and end is not None, "a growing weight decay needs its start and its end"
     if done > total:
         return end

@@ -66,7 +66,8 @@ class Stepper:
     """
 
     def __init__(self, recipe: Recipe, shares: Sequence[Share], started: Collection[str]):
-        self.recipe, self.shares = recipe, shares
+        self.recipe = recipe
+        self.shares = shares
         self.started = {share.name for share in shares if share.name in started}
 
     def step(self, rates: Rates, frozen: Collection[str]) -> None:
@@ -100,7 +101,8 @@ class InPlace(Stepper):
             self._grads.append(share.grad.data.view(shape))
             members.setdefault(share.group, []).append(parameter)
             self._parameters.append(parameter)
-        self._numbers, self._optimizer = [*members], recipe.make(members)
+        self._numbers = [*members]
+        self._optimizer = recipe.make(members)
         for share, parameter in zip(shares, self._parameters, strict=True):
             if share.name not in self.started:
                 continue
@@ -127,7 +129,9 @@ class _SingleParameter:
     """A PyTorch optimizer of one full parameter, whose values and state it has only during a step."""
 
     def __init__(self, recipe: Recipe, share: Share, step: Callable[[torch.optim.Optimizer, Rates], None]):
-        self._recipe, self._share, self._step = recipe, share, step
+        self._recipe = recipe
+        self._share = share
+        self._step = step
         self.optimizer: torch.optim.Optimizer | None = None
         self.parameter: nn.Parameter | None = None
 
@@ -141,12 +145,15 @@ class _SingleParameter:
             self.optimizer = self._recipe.make({share.group: [self.parameter]})
             if started:
                 self.optimizer.state[self.parameter] = share.live()
-        parameter, live = self.parameter, self.optimizer.state[self.parameter]
-        parameter.data, parameter.grad = values, grad
+        parameter = self.parameter
+        live = self.optimizer.state[self.parameter]
+        parameter.data = values
+        parameter.grad = grad
         live.update(state)
         self._step(self.optimizer, rates)
         results = [parameter.data, *(live.pop(key) for key in share.param_shaped)]
-        parameter.grad, parameter.data = None, values.new_empty(0)
+        parameter.grad = None
+        parameter.data = values.new_empty(0)
         return results
 
 
@@ -222,7 +229,8 @@ class Owned(Stepper):
 
     def _exchange(self, pieces: Sequence[Tensor], counts: Mapping[Share, int], to_owners: bool) -> list[Tensor]:
         """Send each rank its flat piece; return the received ones. counts: tensors of each parameter that steps."""
-        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        rank = dist.get_rank(self._group)
+        ranks = dist.get_world_size(self._group)
         of_shards = [share.full.lengths(counts[share])[rank] if share in counts else 0 for share in self.shares]
         of_shards += [0] * (ranks - len(of_shards))
         of_own = [0] * ranks

@@ -43,20 +43,25 @@ class TorchOptimizer(LocalOptimizer):
         scaler: LossScaler | None = None,
     ):
         super().__init__(buffer, config, mesh.model, mesh.shard_group, scaler)
-        self.recipe, self.mesh, self.name = recipe, mesh, recipe.name
+        self.recipe = recipe
+        self.mesh = mesh
+        self.name = recipe.name
         trained = {name: slot for name, slot in buffer.slots.items() if slot.group < len(recipe.groups)}
         self._shares = {name: self._share(name, slot, tensors.get(name)) for name, slot in trained.items()}
         self._kinds = {_kind_of(key): key for key in (*recipe.param_shaped, *recipe.other_shaped)}
 
     def _share(self, name: str, slot: Slot, tensor: TensorSharding | None) -> Share:
-        buffer, mesh = self.buffer, self.mesh
+        buffer = self.buffer
+        mesh = self.mesh
         full = FullParameter(buffer, name, tensor or TensorSharding(name, slot.shape), mesh.tp, mesh.shard_group)
         first, last = own_span(buffer, name)
         grad = values = self.master[:0]
         for (start, stop, offset), own, data in zip(buffer.owned, buffer.own_grads, buffer.own_data, strict=True):
             if start <= first < last <= stop:
-                local, flat = slice(first - start, last - start), slice(offset + first - start, offset + last - start)
-                grad, values = own[local], self.master[flat] if buffer.rounds else data[local]
+                local = slice(first - start, last - start)
+                flat = slice(offset + first - start, offset + last - start)
+                grad = own[local]
+                values = self.master[flat] if buffer.rounds else data[local]
         entries = self.recipe.groups[slot.group].entries(len(slot.shape))
         return Share(name, slot.group, full, grad, values, dict(entries))
 

@@ -137,8 +137,10 @@ class ParameterBuffer:
         assert bucket_elements is None or bucket_elements > 0, bucket_elements
         assert 0 <= shard < shards, (shard, shards)
         shards, shard = (shards, shard) if sharding else (1, 0)
-        self.sharding, self.shard = sharding if shards > 1 else Sharding.NOTHING, shard
-        self.sharded, self.rounds = self.sharding > Sharding.NOTHING, dtype != torch.float32
+        self.sharding = sharding if shards > 1 else Sharding.NOTHING
+        self.shard = shard
+        self.sharded = self.sharding > Sharding.NOTHING
+        self.rounds = dtype != torch.float32
         if dtype == torch.float32:  # then `data` is the master copy, and all entries are in it
             entries = [[replace(entry, fp32=False) for entry in group] for group in entries]
         if self.sharded:
@@ -154,7 +156,8 @@ class ParameterBuffer:
         self._piece_of = {bucket: number for number, (bucket, _) in enumerate(places)}
         self._shard_of = {bucket: (start, stop) for bucket, (start, stop, _) in places if bucket.sharded}
         self.ranges = _merge_ranges(self.slots, self.size)
-        self.dtype, self.device = dtype, torch.device(device)
+        self.dtype = dtype
+        self.device = torch.device(device)
         self.data, self._values, self.own_data = self._flat(dtype, self.sharding >= Sharding.PARAMETERS)
         self.main_grad, _, self.own_grads = self._flat(torch.float32, self.sharding >= Sharding.GRADIENTS)
         self._master = None if self.rounds else self._values
@@ -287,7 +290,8 @@ class ParameterBuffer:
         """Yield (view of `data`, view of `master` that is rounded into it) of what this rank owns of each parameter."""
         for slot in self.slots.values() if self.rounds else ():
             for (start, stop, offset), data in zip(self.owned, self.own_data, strict=True) if not slot.fp32 else ():
-                first, last = max(start, slot.start), min(stop, slot.stop)
+                first = max(start, slot.start)
+                last = min(stop, slot.stop)
                 if first < last:
                     own = slice(offset + first - start, offset + last - start)
                     yield data[first - start : last - start], self.master[own]
@@ -299,9 +303,11 @@ class ParameterBuffer:
         """Return flat views of this rank's shard of a parameter's gradient; none where other ranks own all of it."""
         if name in self._own_grad_of:
             return self._own_grad_of[name]
-        slot, views = self.slots[name], []
+        slot = self.slots[name]
+        views = []
         for (start, stop, _), grad in zip(self.owned, self.own_grads, strict=True):
-            first, last = max(start, slot.start), min(stop, slot.stop)
+            first = max(start, slot.start)
+            last = min(stop, slot.stop)
             if first < last:
                 views.append(grad[first - start : last - start])
         self._own_grad_of[name] = views
@@ -370,7 +376,8 @@ def _lay_out_shards(
 def _owned(buckets: Sequence[Bucket], size: int, shards: int, shard: int) -> tuple[Owned, ...]:
     if shards == 1:
         return (Owned(0, size, 0),)
-    owned, offset = [], 0
+    owned = []
+    offset = 0
     for bucket in reversed(buckets):
         length = (bucket.stop - bucket.start) // (shards if bucket.sharded else 1)
         start = bucket.start + (shard * length if bucket.sharded else 0)
@@ -381,12 +388,14 @@ def _owned(buckets: Sequence[Bucket], size: int, shards: int, shard: int) -> tup
 
 def _cut_into_buckets(slots: dict[str, Slot], size: int, bucket_elements: int) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
-    stop, names = size, []
+    stop = size
+    names = []
     for name, slot in reversed(slots.items()):
         names.append(name)
         if stop - slot.start >= bucket_elements or slot.start == 0:
             buckets.append(Bucket(slot.start, stop, tuple(names)))
-            stop, names = slot.start, []
+            stop = slot.start
+            names = []
     return tuple(buckets)
 
 

@@ -82,7 +82,8 @@ class EmulatedWork(FinishedByWaiting):
 
     def __init__(self, data: Work, clock: LogicalClock, result: Any):
         super().__init__(result)
-        self.data, self.clock = data, clock
+        self.data = data
+        self.clock = clock
         self.ready: float | None = None
         self.end: float | None = None
 
@@ -109,7 +110,10 @@ class Collective(EmulatedWork):
 
     def __init__(self, data: Work, stamp: Stamp, stamping: Work, cost: float, queue: Queue, clock, result: Any):
         super().__init__(data, clock, result)
-        self.stamp, self.stamping, self.cost, self.queue = stamp, stamping, cost, queue
+        self.stamp = stamp
+        self.stamping = stamping
+        self.cost = cost
+        self.queue = queue
         queue.waiting.append(self)
 
     def find_end(self) -> None:
@@ -129,7 +133,10 @@ class Wire:
     """The receiving end of the messages from one rank: one at a time, in the order in which they become ready."""
 
     def __init__(self, gloo, source: int, link: Link, clock: LogicalClock):
-        self.gloo, self.source, self.link, self.clock = gloo, source, link, clock
+        self.gloo = gloo
+        self.source = source
+        self.link = link
+        self.clock = clock
         self.free = 0.0
         self._posted: dict[int, deque[Receive]] = {}
         self._sent: list[Stamp] = []
@@ -175,8 +182,11 @@ class Receive(EmulatedWork):
 
     def __init__(self, data: Work, wire: Wire, tag: int, tensors: list[Tensor]):
         super().__init__(data, wire.clock, tensors)
-        self.wire, self.tag, self.nbytes = wire, tag, _bytes(tensors)
-        self.posted, self._arrived = wire.clock.now(), False
+        self.wire = wire
+        self.tag = tag
+        self.nbytes = _bytes(tensors)
+        self.posted = wire.clock.now()
+        self._arrived = False
         wire.post(self)
 
     def find_end(self) -> None:
@@ -194,7 +204,9 @@ class Sent(Work):
 
     def __init__(self, data: Work, tensors: list[Tensor]):
         super().__init__()
-        self.data, self.tensors, self._gone = data, tensors, False
+        self.data = data
+        self.tensors = tensors
+        self._gone = False
 
     def wait(self, timeout=None) -> bool:
         if not self._gone:

@@ -54,7 +54,9 @@ class Kernels(TorchDispatchMode):
 
     def __init__(self, device: Device, charge: Callable[[float], None]):
         super().__init__()
-        self.device, self.charge, self.fused_attention = device, charge, device.fused_attention
+        self.device = device
+        self.charge = charge
+        self.fused_attention = device.fused_attention
         self._inside = False
         self._signatures: dict[Any, Signature] = {}
 
@@ -102,7 +104,9 @@ def _dtype(values: Any) -> str:
 def _signature(func) -> Signature:
     schema = func._schema
     write_only = func.overloadpacket in _OVERWRITE
-    read, written, names = [], [], []
+    read = []
+    written = []
+    names = []
     for place, argument in enumerate(schema.arguments):
         mutable = argument.alias_info is not None and argument.alias_info.is_write
         read.append(not (mutable and (argument.is_out or (write_only and place == 0))))

@@ -63,7 +63,9 @@ class Interruption:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, end: Callable[[int], object], active: bool = True):
-        self.group, self.end, self.active = group, end, active
+        self.group = group
+        self.end = end
+        self.active = active
         self.received = 0  # the first signal that this rank received
         self.agreed = 0  # the signal because of which all ranks stop
         self.kept: list[str] = []  # signals that stay with handlers of others
@@ -121,7 +123,8 @@ class Interruption:
         else:
             received, work = self._exchange
             work.wait()
-            self.agreed, self._exchange = int(received), None
+            self.agreed = int(received)
+            self._exchange = None
         return self.agreed
 
     def stops(self) -> int:

@@ -107,7 +107,8 @@ def _device(backend: str, size: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError("--distributed-backend", backend, "there is no CUDA device", "Use --distributed-backend gloo")
-    local_rank, count = _number(launcher().local_rank, "0" if size == 1 else ""), torch.cuda.device_count()
+    local_rank = _number(launcher().local_rank, "0" if size == 1 else "")
+    count = torch.cuda.device_count()
     if backend == staged.NAME:
         return torch.device("cuda", local_rank % count)
     if local_rank >= count:
@@ -374,7 +375,8 @@ def adopt(
     environment = _environment()
     _listen_on_one_host_only(environment.ranks_here == dist.get_world_size())
     setup = set_up(device, fp32_matmul, environment)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     watchdog = running()
     if watchdog is None and size > 1 and dist.get_backend() != MPI:
         store = dist.distributed_c10d._get_default_store()

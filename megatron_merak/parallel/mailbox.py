@@ -24,7 +24,8 @@ from .work import FinishedByWaiting
 
 logger = logging.getLogger(__name__)
 
-SLOTS, SLOT_BYTES = 8, 4 << 20
+SLOTS = 8
+SLOT_BYTES = 4 << 20
 _LINE = 128  # bytes reserved for a counter, a full cache line
 
 Channel = tuple[int, int, Hashable]
@@ -43,7 +44,8 @@ def places(channels: Sequence[Channel], rank: int, shape: Shape) -> tuple[dict[C
 
     A destination has the counter of written slots and the slots, a source the counter of slots that were read.
     """
-    offsets, end = {}, 0
+    offsets = {}
+    end = 0
     for channel in channels:
         source, destination, _ = channel
         if rank in (source, destination):
@@ -139,7 +141,9 @@ class _End:
 
     def __init__(self, inbox: Tensor, awaited: Tensor, raised: Tensor, machine: Machine, shape: Shape):
         self.slots = inbox[_LINE : _LINE + shape.slots * shape.size].view(shape.slots, shape.size)
-        self.awaited, self.raised, self.shape = awaited, raised, shape
+        self.awaited = awaited
+        self.raised = raised
+        self.shape = shape
         self.kernels, self.patience, self.api, self.copy = machine
         self.count = 0  # slots that this end has written or read
 
@@ -165,7 +169,8 @@ class _Outbox(_End):
         self.stream = self.api.Stream()
 
     def send(self, tensor: Tensor) -> "Sent":
-        ready, done = self.api.Event(), self.api.Event()
+        ready = self.api.Event()
+        done = self.api.Event()
         ready.record(self.api.current_stream())
         with self.api.stream(self.stream):
             self.stream.wait_event(ready)
@@ -194,7 +199,8 @@ class _Inbox(_End):
     def take(self, last: "Received") -> None:
         """Read messages in order, up to that of ``last``."""
         while last.done is None:
-            message, stream = self.announced.popleft(), self.api.current_stream()
+            message = self.announced.popleft()
+            stream = self.api.current_stream()
             stream.wait_event(message.ready)  # the tensor may still be in use on the stream that posted the receive
             if self.last is not None:
                 stream.wait_event(self.last)
@@ -213,7 +219,8 @@ class Sent(FinishedByWaiting):
 
     def __init__(self, outputs: list[Tensor], done: Any, api: Any):
         super().__init__(outputs)
-        self._done, self._api = done, api
+        self._done = done
+        self._api = api
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait until the tensor may be modified."""
@@ -232,7 +239,9 @@ class Received(FinishedByWaiting):
 
     def __init__(self, outputs: list[Tensor], inbox: _Inbox, ready: Any):
         super().__init__(outputs)
-        self.ready, self.done, self._inbox = ready, None, inbox
+        self.ready = ready
+        self.done = None
+        self._inbox = inbox
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait for the message; receives posted before it are completed, too."""

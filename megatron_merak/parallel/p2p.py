@@ -32,7 +32,8 @@ class Pipes:
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule):
-        self.mesh, self.schedule = mesh, schedule
+        self.mesh = mesh
+        self.schedule = schedule
         backend = None if mesh.pp is None else dist.get_backend(mesh.pp)
         self._by_tag = backend is not None and backend in BACKENDS and BACKENDS[backend].by_tag
         self._mailboxes: Ends | None = None

@@ -31,7 +31,8 @@ class PeerBuffers:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, nbytes: Callable[[Kernels], int], problem: str = ""
     ):
-        self._group, self._device = group, device
+        self._group = group
+        self._device = device
         self.kernels = load_kernels() if device.type == "cuda" else None
         self._carrier = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self.tensors: list[Tensor] = []

@@ -60,7 +60,9 @@ class PeerSums:
     """The all-reduces of ``group`` that use peer memory."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float):
-        self._group, self._device, self._patience = group, device, patience
+        self._group = group
+        self._device = device
+        self._patience = patience
         self._memory: PeerMemory | None = None
         self._side_stream: SideStream | None = None
 
@@ -113,7 +115,8 @@ class StagedPeerGroup(StagedGroup):
 
 def _nccl(options, nccl_options: "dist.ProcessGroupNCCL.Options | None") -> "dist.ProcessGroupNCCL":
     own = nccl_options or dist.ProcessGroupNCCL.Options()
-    own._timeout, own.group_name = options.timeout, options.group_id
+    own._timeout = options.timeout
+    own.group_name = options.group_id
     own.global_ranks_in_group = ranks_of(options)
     store = dist.PrefixStore("nccl", options.store)
     return dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, own)

@@ -26,7 +26,10 @@ def load_kernels() -> Kernels | None:
     if path is None or _native.unfit(path):
         return None
     library = ctypes.CDLL(str(path))
-    pointer, number, wide, seconds = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    pointer = ctypes.c_void_p
+    number = ctypes.c_int
+    wide = ctypes.c_int64
+    seconds = ctypes.c_double
     signatures = {
         "all_reduce": [pointer, number, number, wide, pointer, pointer, wide, number, number, seconds, pointer],
         "await_counter": [pointer, wide, seconds, pointer],

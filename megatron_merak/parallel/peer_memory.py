@@ -47,7 +47,10 @@ class PeerRank:
         patience: float = PATIENCE,
     ):
         assert len(buffers) in WORLDS, len(buffers)
-        self._kernels, self._rank, self._device, self.capacity = kernels, rank, device, capacity
+        self._kernels = kernels
+        self._rank = rank
+        self._device = device
+        self.capacity = capacity
         self._patience = patience
         self._buffers = buffers  # keeps the memory mapped
         self._bases = (ctypes.c_void_p * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
@@ -66,12 +69,14 @@ class PeerRank:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """All-reduce a supported tensor in place on the current stream; the result is bitwise equal on all ranks."""
-        size, world = tensor.numel() * tensor.element_size(), len(self._bases)
+        size = tensor.numel() * tensor.element_size()
+        world = len(self._bases)
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             if self._stream is not None and stream != self._stream:
                 stream.wait_event(self._last)
-            pointer, two_shots = tensor.data_ptr(), int(size > _ONE_SHOT[world])
+            pointer = tensor.data_ptr()
+            two_shots = int(size > _ONE_SHOT[world])
             status = self._kernels.all_reduce(
                 self._bases,
                 self._rank,

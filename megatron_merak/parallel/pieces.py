@@ -41,7 +41,8 @@ class Pieces:
         device: torch.device | str,
         paged: bool | None = None,
     ):
-        self.dtype, self._starts = dtype, [start for start, _ in bounds]
+        self.dtype = dtype
+        self._starts = [start for start, _ in bounds]
         paged = torch.device(device).type == "cpu" if paged is None else paged
         lengths = [stop - start for start, stop in bounds]
         self._memory: _Pages | _Storages = _Pages(lengths, dtype) if paged else _Storages(lengths, dtype, device)
@@ -62,7 +63,8 @@ class Pieces:
 
     def __getitem__(self, span: slice) -> Tensor:
         number = self._piece_at(span.start)
-        start, piece = self._starts[number], self.piece(number)
+        start = self._starts[number]
+        piece = self.piece(number)
         assert span.stop - start <= len(piece), f"{span} is not within a piece"
         return piece[span.start - start : span.stop - start]
 

@@ -62,7 +62,8 @@ def launcher() -> Launcher:
 def position() -> tuple[int, int]:
     """Return (rank, number of ranks) as given by the launcher, without a process group. Raises LaunchError."""
     by = launcher()
-    rank, size = number(by.rank, "0"), number(by.size, "1")
+    rank = number(by.rank, "0")
+    size = number(by.size, "1")
     if not 0 <= rank < size:
         what = f"environment variable {by.rank}"
         raise LaunchError(what, rank, f"{by.size} is {size}", f"Start ranks with {by.name}")

@@ -15,7 +15,9 @@ class Scattered:
     """
 
     def __init__(self, buffer: ParameterBuffer, names: Collection[str], parts: Mapping[str, torch.Tensor]):
-        self.buffer, self.names, self.parts = buffer, names, parts
+        self.buffer = buffer
+        self.names = names
+        self.parts = parts
 
     def spread(self, buckets: Sequence[Bucket] | None = None) -> Flat:
         """Copy this rank's shards to their positions in `buffer.main_grad`, and return that.
@@ -48,7 +50,8 @@ def own_span(buffer: ParameterBuffer, name: str) -> tuple[int, int]:
     """
     slot = buffer.slots[name]
     for start, stop, _ in buffer.owned:
-        first, last = max(start, slot.start), min(stop, slot.stop)
+        first = max(start, slot.start)
+        last = min(stop, slot.stop)
         if first < last:
             return first, last
     return slot.start, slot.start

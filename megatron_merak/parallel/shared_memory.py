@@ -49,7 +49,8 @@ def register(settings: Settings | None = None, one_host: bool = True) -> None:
     settings = settings or Settings()
 
     def create(options, _) -> dist.ProcessGroup | dist.ProcessGroupGloo:
-        ranks, gloo = ranks_of(options), gloo_of(options)
+        ranks = ranks_of(options)
+        gloo = gloo_of(options)
         if len(ranks) == 1:
             return gloo
         try:
@@ -125,7 +126,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]  # the stubs leave this constructor out
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self.gloo, self._core, self._seconds = gloo, core, timeout.total_seconds()
+        self.gloo = gloo
+        self._core = core
+        self._seconds = timeout.total_seconds()
         self._lock = threading.Lock()
         self._works: deque[SharedMemoryWork] = deque()  # launched, in that order, and not settled
         part: Any = getattr(_native.host(), "shared_memory")  # noqa: B009  # which `connect` found
@@ -153,8 +156,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allgather(self, outputs, inputs, opts=None):
         if len(inputs) != 1 or not self._divides(outputs[0], inputs[0]):
             return self.gloo.allgather(outputs, inputs)
-        source, parts = inputs[0].contiguous(), [_dense(part) for part in outputs[0]]
-        alive, copies = [source, *(dense for dense, _ in parts)], [pair for _, pairs in parts for pair in pairs]
+        source = inputs[0].contiguous()
+        parts = [_dense(part) for part in outputs[0]]
+        alive = [source, *(dense for dense, _ in parts)]
+        copies = [pair for _, pairs in parts for pair in pairs]
         arguments = source.data_ptr(), [dense.data_ptr() for dense, _ in parts], source.nbytes
         return self._launch(self._core.all_gather, arguments, outputs[0], alive, copies, opts is None or opts.asyncOp)
 

@@ -66,7 +66,8 @@ def connect(gloo: dist.ProcessGroupGloo, ranks: Sequence[int], group: str, setti
     seat = part.Seat(gloo.rank(), list(ranks), group, crowded)
     core, created = _first(part, seat, len(ranks), settings) if gloo.rank() == 0 else (None, {})
     try:
-        segment, joined = _agree(gloo, created)[0], {}
+        segment = _agree(gloo, created)[0]
+        joined = {}
         if core is None:
             core, joined = _join(part, seat, len(ranks), segment)
         _agree(gloo, joined)
@@ -130,7 +131,8 @@ def _first(part, seat, ranks: int, settings: Settings) -> tuple:
                 f"{MOUNT} has {room >> 10} KiB left, and {SHARE} x {shape.bytes >> 10} KiB are asked for"
             )
             continue
-        name, token = f"/{NAME}-{os.getpid()}-{secrets.token_hex(8)}", secrets.randbits(62)
+        name = f"/{NAME}-{os.getpid()}-{secrets.token_hex(8)}"
+        token = secrets.randbits(62)
         try:
             core = part.Communicator.create(name, token, shape, seat)
         except OSError as error:

@@ -35,11 +35,13 @@ class SideStream:
     """
 
     def __init__(self, all_reduce: Callable[[Tensor], None], api: Any = torch.cuda):
-        self._all_reduce, self._api = all_reduce, api
+        self._all_reduce = all_reduce
+        self._api = api
         self.stream = api.Stream()
 
     def __call__(self, tensor: Tensor) -> Pending:
-        ready, done = self._api.Event(), self._api.Event()
+        ready = self._api.Event()
+        done = self._api.Event()
         ready.record(self._api.current_stream())
         with self._api.stream(self.stream):
             self.stream.wait_event(ready)
@@ -51,7 +53,8 @@ class SideStream:
 
 class _Done:
     def __init__(self, event: Any, api: Any):
-        self._event, self._api = event, api
+        self._event = event
+        self._api = api
 
     def wait(self) -> None:
         self._api.current_stream().wait_event(self._event)

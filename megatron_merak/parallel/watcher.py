@@ -105,7 +105,8 @@ def _stacks(pid: int, thread: int, number: int, stacks: int) -> str:
     end = time.monotonic() + _WRITES
     while time.monotonic() < end:
         time.sleep(_LOOK)
-        before, size = size, os.fstat(stacks).st_size
+        before = size
+        size = os.fstat(stacks).st_size
         if size > start and size == before:
             break
     text = os.pread(stacks, 1 << 20, start).decode(errors="replace").rstrip()

@@ -102,12 +102,16 @@ class Client:
         timeout: timedelta,
         say: Callable[[str], object] = print,
     ):
-        self.role, self.store, self.timeout, self.say = role, store, timeout, say
+        self.role = role
+        self.store = store
+        self.timeout = timeout
+        self.say = say
         self.ends = [_End(server, span, layout) for server, (span, layout) in zip(role.endpoints, pieces, strict=True)]
         self._pool = ThreadPoolExecutor(len(self.ends), "servers")
         self.sequence = 0
         self.restarts = 0  # of servers, that this rank saw
-        self._calling, self._left = threading.Lock(), threading.Event()
+        self._calling = threading.Lock()
+        self._left = threading.Event()
         self._all(lambda end: self._connect(end))
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
@@ -261,7 +265,8 @@ class Client:
 
     def _connect(self, end: _End, lost: Exception | None = None) -> None:
         """Connect to a server that was started since this rank last connected; wait for one."""
-        deadline, key = time.monotonic() + self.timeout.total_seconds(), starts_key(end.server)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        key = starts_key(end.server)
         while True:
             start = int(self.store.get(key)) if self.store.check([key]) else 0
             if start > end.start:

@@ -89,5 +89,6 @@ def _spans(buffer: ParameterBuffer, counted: bool) -> Iterable[Span]:
 
 
 def _within(span: Span, piece: Span) -> list[Span]:
-    start, stop = max(span[0], piece[0]), min(span[1], piece[1])
+    start = max(span[0], piece[0])
+    stop = min(span[1], piece[1])
     return [(start - piece[0], stop - piece[0])] if start < stop else []

@@ -51,7 +51,10 @@ class ServedAdamW(Optimizer):
         scaler: LossScaler | None = None,
     ):
         super().__init__(parameters.buffer, config, parameters.mesh.model, None, scaler)
-        self.parameters, self.client, self.workers, self.sync = parameters, client, workers, sync
+        self.parameters = parameters
+        self.client = client
+        self.workers = workers
+        self.sync = sync
         self.leader = 0
         self._taken = 0  # steps that this worker took
         self._in_fp32 = wire_dtype(parameters) == torch.float32  # weights come in fp32
@@ -176,7 +179,8 @@ class ServedAdamW(Optimizer):
             into.copy_(weights)
         if self._in_fp32 and buffer.rounds:
             whole(buffer.data).copy_(into)
-        self.steps, self.leader = reply.steps, reply.leader
+        self.steps = reply.steps
+        self.leader = reply.leader
         return reply
 
     @torch.no_grad()

@@ -82,8 +82,10 @@ class Piece:
     def copy(self) -> "Piece":
         """Return a copy in memory of its own."""
         other = Piece.__new__(Piece)
-        other.layout, other.rounds = self.layout, self.rounds
-        other.version, other.steps = self.version, self.steps
+        other.layout = self.layout
+        other.rounds = self.rounds
+        other.version = self.version
+        other.steps = self.steps
         other.state = {kind: tensor.clone() for kind, tensor in self.state.items()}
         other.weights = self.weights.clone() if self.rounds else other.state["master"]
         return other

@@ -49,7 +49,10 @@ class Rounds:
     """
 
     def __init__(self, piece: Piece, changed: threading.Condition, live: set[int], done: Callable[[], None]):
-        self.piece, self.changed, self.live, self.done = piece, changed, live, done
+        self.piece = piece
+        self.changed = changed
+        self.live = live
+        self.done = done
         self.sum = torch.zeros(piece.layout.elements)
         self.round = _Round()
         self._incoming = 0  # gradients that are coming in, or wait to be added

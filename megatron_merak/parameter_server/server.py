@@ -52,7 +52,9 @@ class Server:
     """
 
     def __init__(self, role: Role, store: dist.Store, settings: Settings):
-        self.role, self.store, self.settings = role, store, settings
+        self.role = role
+        self.store = store
+        self.settings = settings
         self.start = store.add(starts_key(role.rank), 1)
         self._job = store.compare_set(_JOB, "", secrets.token_hex(8)).decode()
         self.lost: list[int] = []
@@ -90,7 +92,8 @@ class Server:
         count = sum(n for _, n in staleness)
         text = f"parameter server (rank {self.role.rank}): {counted(updates, 'update')}"
         if count:
-            mean, most = sum(age * n for age, n in staleness) / count, max(age for age, _ in staleness)
+            mean = sum(age * n for age, n in staleness) / count
+            most = max(age for age, _ in staleness)
             text += f", staleness {mean:.1f} on average and {most} at most"
         if dropped := sum(service.record.dropped for service in self.services.values()):
             text += f", {counted(dropped, 'gradient')} too old"
@@ -101,7 +104,8 @@ class Server:
         return client % self.role.places
 
     def _service(self, place: int) -> Service:
-        directory, path = self.settings.directory, None
+        directory = self.settings.directory
+        path = None
         if directory is not None:
             path = snapshot_path(directory, self.role.rank, place)
         say = partial(print, flush=True)
@@ -109,10 +113,12 @@ class Server:
         return Service(self.role.workers, snapshots, self._pool, self.settings.timeout.total_seconds() / HEARTBEATS)
 
     def _run(self, client: int) -> None:
-        worker, service = client // self.role.places, self.services[self._place(client)]
+        worker = client // self.role.places
+        service = self.services[self._place(client)]
         connection = None
         try:
-            name, timeout = connection_name(self.role.rank, self.start, client), self.settings.timeout
+            name = connection_name(self.role.rank, self.start, client)
+            timeout = self.settings.timeout
             own: Any = self.store.clone()  # type: ignore[attr-defined]  # which torch's stubs leave out
             if not comes(own, name, CLIENT, ended_key(client), timeout):
                 raise ConnectionLost(f"rank {client} did not come")

@@ -60,9 +60,12 @@ class Service:
     """
 
     def __init__(self, workers: int, snapshots: Snapshots, pool: ThreadPoolExecutor, patience: float = 60.0):
-        self.changed, self.patience = threading.Condition(), patience
+        self.changed = threading.Condition()
+        self.patience = patience
         self.live = set(range(workers))
-        self.snapshots, self.pool, self.record = snapshots, pool, Record()
+        self.snapshots = snapshots
+        self.pool = pool
+        self.record = Record()
         self.piece: Piece | None = None
         self.rounds: Rounds | None = None
         self.sequences: dict[int, int] = {}
@@ -193,7 +196,8 @@ class Service:
         self._send_weights(Kind.PUSH, connection, worker, (staleness, late))
 
     def _contribute(self, worker: int, connection: Connection, message: Message):
-        step, reported = int(message.numbers[0]), message.numbers[1:]
+        step = int(message.numbers[0])
+        reported = message.numbers[1:]
 
         def receive() -> Tensor:
             connection.send(Kind.CONTRIBUTE)  # it may come
@@ -273,7 +277,8 @@ class Service:
             write_snapshot, self.snapshots.path, copy, dict(self.sequences), self.snapshots.job
         )
         if wait:
-            written, self._written = self._written, None
+            written = self._written
+            self._written = None
             written.result()
 
     def _settle(self) -> None:

@@ -58,6 +58,7 @@ def read_snapshot(path: Path, layout: Layout, job: str) -> tuple[Piece, dict[int
                 piece.state[kind].copy_(file.get_tensor(kind))
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError("parameter server's snapshot", path, f"it cannot be read: {error}", remedy) from error
-    piece.version, piece.steps = words["version"], words["steps"]
+    piece.version = words["version"]
+    piece.steps = words["steps"]
     piece.refresh()
     return piece, {int(worker): sequence for worker, sequence in words["sequences"]}

@@ -186,7 +186,8 @@ class Supervisor:
 
 def servers_of(arguments: Sequence[str]) -> int:
     """Return the number of ranks that only serve, by the flags of a script. Raises LaunchError."""
-    flag, servers = "--num-parameter-servers", 0
+    flag = "--num-parameter-servers"
+    servers = 0
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == flag:

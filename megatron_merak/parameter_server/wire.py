@@ -20,7 +20,8 @@ from ..parallel.listening import SECRET_BYTES, proof, proves
 NUMBERS = 16  # of a message, beside its kind
 _CHUNK = 1 << 26  # elements of a tensor that are sent at a time
 
-CLIENT, SERVER = 0, 1
+CLIENT = 0
+SERVER = 1
 POLL = 0.2  # seconds between two looks into the store
 
 
@@ -66,7 +67,8 @@ class ConnectionLost(Exception):
 
 def comes(store: dist.Store, name: str, side: int, unless: str, timeout: timedelta) -> bool:
     """Whether the ``side`` of a connection comes within ``timeout``, and before the key ``unless`` is in the store."""
-    deadline, key = time.monotonic() + timeout.total_seconds(), _coming(name, side)
+    deadline = time.monotonic() + timeout.total_seconds()
+    key = _coming(name, side)
     while not store.check([key]):
         if store.check([unless]) or time.monotonic() > deadline:
             return False

@@ -48,7 +48,8 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     Of ops that run together, the forward counts first.
     """
     has_weight = {(op.stage, op.microbatch) for op in _all_ops(schedule) if op.kind is Kind.W}
-    in_flight, peak = [0] * schedule.stages, [0] * schedule.stages
+    in_flight = [0] * schedule.stages
+    peak = [0] * schedule.stages
     for entry in schedule.entries():
         for op in sorted(ops_of(entry), key=lambda op: op.kind is not Kind.F):
             if op.kind is Kind.F:
@@ -133,7 +134,8 @@ def _check_pairs(schedule: Schedule) -> None:
                     expected |= {send, send.counterpart()}
     present = {op for op in _all_ops(schedule) if op.kind not in COMPUTE}
     for op in _sorted(expected - present):
-        other, rank = op.counterpart(), schedule.rank_of(op.stage)
+        other = op.counterpart()
+        rank = schedule.rank_of(op.stage)
         reason = f"rank {rank} lacks {op}, the other end of {other} of rank {schedule.rank_of(other.stage)}"
         raise _wrong(schedule, reason, "Add it, or let add_communication place all transfers")
     for op in _sorted(present - expected):

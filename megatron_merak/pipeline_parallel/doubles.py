@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from math import inf
 
-_LARGEST, _LARGEST_INT = 1e200, 2**40
+_LARGEST = 1e200
+_LARGEST_INT = 2**40
 
 
 def are_doubles(values: Iterable[object], unbounded: bool = False) -> bool:

@@ -164,13 +164,15 @@ class Schedule:
         lines = [(at, line.strip()) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
         header = _HEADER.fullmatch(lines[0][1]) if lines else None
         if header is None:
-            reason, remedy = "its first line does not name it", "Start with a line like '1f1b stages=4 microbatches=8'"
+            reason = "its first line does not name it"
+            remedy = "Start with a line like '1f1b stages=4 microbatches=8'"
             raise ScheduleError("schedule text", repr(lines[0][1][:40] if lines else ""), reason, remedy)
         programs = []
         for rank, (at, line) in enumerate(lines[1:]):
             match = _RANK.fullmatch(line)
             if match is None or int(match[1]) != rank:
-                reason, remedy = f"the program of rank {rank} belongs here", f"Start the line with 'rank {rank}:'"
+                reason = f"the program of rank {rank} belongs here"
+                remedy = f"Start the line with 'rank {rank}:'"
                 raise ScheduleError(f"line {at} of a schedule", repr(line[:40]), reason, remedy)
             try:
                 programs.append(tuple(map(parse_entry, match[2].split())))

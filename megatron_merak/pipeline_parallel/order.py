@@ -16,7 +16,8 @@ def needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
     receive posted and its send done. Without communication ops, or between two stages of one rank, the consumer needs
     the producer directly.
     """
-    stage, microbatch = op.stage, op.microbatch
+    stage = op.stage
+    microbatch = op.microbatch
     match op.kind:
         case Kind.F if stage > 0:
             if _exchanges(schedule, stage, stage - 1):

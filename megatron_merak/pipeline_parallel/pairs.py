@@ -64,7 +64,8 @@ class _Steps:
             while self._ready(others, Kind.W, self.step + 1):
                 program.append(self._run(others))
         if len(self.over) == before:
-            reason, remedy = "the micro-batches that stages may hold leave no order of it", "Allow more memory"
+            reason = "the micro-batches that stages may hold leave no order of it"
+            remedy = "Allow more memory"
             raise ScheduleError("schedule", self.schedule.name, reason, remedy)
         self.step += 1
 

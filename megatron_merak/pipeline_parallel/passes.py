@@ -93,7 +93,8 @@ def _place_receives(schedule: Schedule, sends: list[list[list[Op]]]) -> list[lis
     for program in sends:
         for send in (send for group in reversed(program) for send in reversed(group)):
             receive = send.counterpart()
-            rank, channel = schedule.rank_of(receive.stage), schedule.channel(send)
+            rank = schedule.rank_of(receive.stage)
+            channel = schedule.channel(send)
             kind = Kind.F if receive.kind is Kind.RECV_F else Kind.B
             at = consumer[rank].get(Op(receive.stage, kind, receive.microbatch))
             if at is None:

@@ -171,7 +171,8 @@ def _step(text: str, row: int, column: int) -> tuple[int, str, int]:
     """Return stage, letter and micro-batch of a step. Raises ScheduleError."""
     if match := _CELL.fullmatch(text):
         return int(match[1]), match[2], int(match[3])
-    what, where = f"{text[:40]!r} in row {row}, column {column}", "schedule"
+    what = f"{text[:40]!r} in row {row}, column {column}"
+    where = "schedule"
     if _DERIVED.fullmatch(text):
         reason = f"{what} is a step of torch's runtime: here transfers and reductions follow from the compute steps"
         raise ScheduleError(where, text, reason, "Dump it with format='compute_only', or remove such cells")

@@ -99,7 +99,8 @@ def _walked(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline:
     durations = _Durations(schedule, costs)
     wires: dict[tuple[int, int], _Wire] = {}
     over: dict[Op, float] = {}
-    clock, busy = [0.0] * len(schedule.ranks), [0.0] * len(schedule.ranks)
+    clock = [0.0] * len(schedule.ranks)
+    busy = [0.0] * len(schedule.ranks)
     events: list[Event] = []
     for rank, entry in execution_order(schedule):
         if isinstance(entry, Op) and not entry.kind.is_compute:
@@ -151,7 +152,9 @@ class _Wire:
     """
 
     def __init__(self, source: int, destination: int, costs: StageCosts):
-        self.source, self.destination, self.costs = source, destination, costs
+        self.source = source
+        self.destination = destination
+        self.costs = costs
         self.sent: deque[tuple[Op, float]] = deque()
         self.posted: dict[Op, float] = {}
         self.read: dict[Op, float] = {}

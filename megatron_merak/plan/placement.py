@@ -11,9 +11,11 @@ def placed_groups(grid: Grid, axis: str, ranks_per_node: int, places: Sequence[i
 
     places: use only groups of these coordinates along the axis; None: all.
     """
-    stride, extent = grid.stride(axis), getattr(grid, axis)
+    stride = grid.stride(axis)
+    extent = getattr(grid, axis)
     block = stride * extent
-    inner, outer = range(min(stride, ranks_per_node)), range(min(grid.size // block, ranks_per_node))
+    inner = range(min(stride, ranks_per_node))
+    outer = range(min(grid.size // block, ranks_per_node))
     firsts = sorted({(block * above + below) % ranks_per_node for above in outer for below in inner})
     return [[first + place * stride for place in (range(extent) if places is None else places)] for first in firsts]
 
@@ -32,7 +34,8 @@ def placement(grid: Grid, ranks_per_node: int) -> str:
 
 def _spread(grid: Grid, axis: str, ranks_per_node: int) -> str:
     counts = [Counter(rank // ranks_per_node for rank in group) for group in placed_groups(grid, axis, ranks_per_node)]
-    nodes, spreads = max(map(len, counts)), {ranks for count in counts for ranks in count.values()}
+    nodes = max(map(len, counts))
+    spreads = {ranks for count in counts for ranks in count.values()}
     if nodes == 1:
         return "inside a node"
     if len({len(count) for count in counts}) > 1 or len(spreads) > 1:

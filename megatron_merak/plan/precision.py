@@ -2,7 +2,8 @@
 
 from megatron_merak.errors import PlanError
 
-REDUCE, RESIDUAL = "--grad-reduce-in-bf16", "--fp32-residual-connection"
+REDUCE = "--grad-reduce-in-bf16"
+RESIDUAL = "--fp32-residual-connection"
 
 
 def refused_of(dtype: str, grad_reduce_in_bf16: bool, fp32_residual: bool) -> PlanError | None:

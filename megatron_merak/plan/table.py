@@ -51,13 +51,15 @@ def batch(plan: Plan) -> str:
 
 def plan_table(plan: Plan, width: int = 120) -> str:
     """Return a plan as text; lines of the schedule are cut at ``width``."""
-    grid, rows = plan.grid, stage_rows(plan)
+    grid = plan.grid
+    rows = stage_rows(plan)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [layout(plan), batch(plan)]
     lines += [line] if (line := placement(grid, plan.cluster.ranks_per_node)) else []
     if plan.shardings:
         sharded = sum(sharding.dim is not None for sharding in plan.shardings)
-        tensors, over = counted(len(plan.shardings), "tensor"), counted(grid.tp, "tensor-parallel rank")
+        tensors = counted(len(plan.shardings), "tensor")
+        over = counted(grid.tp, "tensor-parallel rank")
         lines.append(f"{tensors}, {sharded:,} of them sharded over {over}")
     if grid.tp > 1:
         along_sequence = ", sequence parallelism" if plan.sequence_parallel else ""

@@ -54,7 +54,8 @@ def _measured(unit: Unit, device: Device, dtype: str) -> Arithmetic | None:
     )
     products = max(unit.flops - unit.attention_flops, 1)
     of_inputs, of_weights = (1 - left / products for left in unit.unneeded_flops)
-    inputs, weights = inputs * of_inputs, weights * of_weights
+    inputs = inputs * of_inputs
+    weights = weights * of_weights
     if attention is not None:
         scores = unit.attention_flops / attention.forward, 2 * unit.attention_flops / attention.backward
     else:

@@ -83,7 +83,8 @@ class Automatic:
         placements: Sequence[Placement],
         report_progress: Callable[[float], object],
     ):
-        self.placements, self.report_progress = placements, report_progress
+        self.placements = placements
+        self.report_progress = report_progress
         homes = [placement.home for placement in placements]
         self.built = [plan for plan in plans if _home(plan.schedule) in homes]
         self.cap = 0.0
@@ -104,10 +105,12 @@ class Automatic:
 
     def _search(self) -> None:
         tasks = self._tasks()
-        budget, searched = _WORK, set()
+        budget = _WORK
+        searched = set()
         for index, task in enumerate(tasks):
             home = _home(task.base.schedule)
-            stages, count = len(home), task.base.num_microbatches
+            stages = len(home)
+            count = task.base.num_microbatches
             evaluations = default_evaluations(stages, count, len(tasks))
             if index and evaluations * stages * count > budget:
                 continue
@@ -139,7 +142,8 @@ class Automatic:
 
     def _run(self, task: Task, evaluations: int, report_progress: Callable[[float], object]) -> Plan | None:
         """Return the plan with the schedule that a search finds; None where none fits."""
-        base, home = task.base, _home(task.base.schedule)
+        base = task.base
+        home = _home(task.base.schedule)
         costs = stage_costs(replace(base, schedule=task.like))
         may_recompute = tuple(task.early and each.taped > each.kept for each in _footprints(base))
         try:

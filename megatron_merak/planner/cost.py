@@ -69,8 +69,10 @@ def gpt_units(
     sequence_parallel:     hidden states and inputs of parallel layers are sharded, except the input of the head.
     recompute_activations: the second matrix of the feed-forward network does not keep its input.
     """
-    tokens, parts = micro_batch_size * model.seq_length, tp if sequence_parallel else 1
-    hidden, vocabulary = model.hidden_size, model.padded_vocab_size(tp) // tp
+    tokens = micro_batch_size * model.seq_length
+    parts = tp if sequence_parallel else 1
+    hidden = model.hidden_size
+    vocabulary = model.padded_vocab_size(tp) // tp
     activation = tokens * hidden * bytes_per_value
     hidden_state = tokens // parts * hidden * _stream(model, bytes_per_value)
     dropout_mask = SEED_BYTES if model.hidden_dropout else 0
@@ -83,7 +85,8 @@ def gpt_units(
     kept += _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout, parts)
     layer = (_layer_parameters(model, tp), _layer_flops(model, tokens, tp), kept, hidden_state)
     statistics = 4 * tokens // parts * _norm_vectors(model)
-    rows, chunk = _kept_of_loss(model, vocabulary * bytes_per_value, tp), model.cross_entropy_chunk_size
+    rows = _kept_of_loss(model, vocabulary * bytes_per_value, tp)
+    chunk = model.cross_entropy_chunk_size
     logits = 2 * tokens * hidden * vocabulary
     head = Unit(
         name="head",
@@ -145,12 +148,14 @@ def _norm_vectors(model: ModelConfig) -> int:
 def _widths(model: ModelConfig, tp: int) -> tuple[int, int, int, int]:
     """Return a rank's widths of queries, keys (= values), the MLP's first output and the MLP's second input."""
     ffn = model.ffn_size // tp
-    queries, keys = model.num_attention_heads * model.head_dim // tp, model.query_groups * model.head_dim // tp
+    queries = model.num_attention_heads * model.head_dim // tp
+    keys = model.query_groups * model.head_dim // tp
     return queries, keys, (2 * ffn if model.swiglu else ffn), ffn
 
 
 def _layer_parameters(model: ModelConfig, tp: int) -> int:
-    hidden, norm = model.hidden_size, _norm_vectors(model)
+    hidden = model.hidden_size
+    norm = _norm_vectors(model)
     queries, keys, first, second = _widths(model, tp)
     weights = hidden * (queries + 2 * keys) + queries * hidden + hidden * first + second * hidden
     norms = 2 * norm * hidden + (2 * norm * model.head_dim if model.qk_layernorm else 0)
@@ -181,7 +186,8 @@ def _layer_saved_bytes(
     Without ``fused_dropout``, as on CPUs, attention with dropout keeps its scores and a copy of every head, and without
     dropout no softmax statistics of short sequences.
     """
-    hidden, heads = model.hidden_size, model.num_attention_heads // tp
+    hidden = model.hidden_size
+    heads = model.num_attention_heads // tp
     queries, keys, first, second = _widths(model, tp)
     # Attention then computes scores on copies of queries, keys and values, one per head.
     scored = model.attention_dropout and not fused_dropout
@@ -208,7 +214,8 @@ def _layer_work(
     of the widest value and of the input that is all-gathered for a product under sequence parallelism.
     """
     hidden, (queries, keys, first, second) = model.hidden_size, _widths(model, tp)
-    scores, gathered = _attention_flops(model, tokens, tp), hidden * bytes_per_value if parts > 1 else 0
+    scores = _attention_flops(model, tokens, tp)
+    gathered = hidden * bytes_per_value if parts > 1 else 0
     widest = max(max(queries + 2 * keys, first) * bytes_per_value, hidden * _stream(model, bytes_per_value))
     sides = ((queries + 2 * keys, hidden), (hidden, queries), (first, hidden), (hidden, second))
     return {
@@ -240,7 +247,8 @@ def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) 
     host's time to launch the kernels is added. In halves, weights are read and their gradients written once more, and
     every kernel and collective is launched twice.
     """
-    device, link = cluster.device, link_along(cluster, grid, "tp")
+    device = cluster.device
+    link = link_along(cluster, grid, "tp")
     update = device.compute_time(0, optimizer_bytes(dtype), dtype)
     costs = []
     for unit in units:

@@ -25,8 +25,11 @@ class Layout:
 
     def __init__(self, draft: Mapping[str, Any], recompute: Recompute, limit: float):
         cluster: Cluster = draft["cluster"]
-        self.draft, self.recompute, self.limit = draft, recompute, limit
-        self.units, self.schedule = draft["units"], draft["schedule"]
+        self.draft = draft
+        self.recompute = recompute
+        self.limit = limit
+        self.units = draft["units"]
+        self.schedule = draft["schedule"]
         costs = unit_costs(self.units, cluster, draft["dtype"], draft["grid"])
         exposed = [times([cost], draft["overlap"]) for cost in costs]
         shards = Shards.of(draft["sharding"], draft["grid"].dp // draft["sharding_instances"])
@@ -102,7 +105,8 @@ class Layout:
         """Return the error that names the stage which needs most memory when cut by cost alone."""
         needs = [memory.total for memory in self.ledger.together(stages)]
         stage = needs.index(max(needs))
-        first, last = self.units[stages[stage].first].name, self.units[stages[stage].last - 1].name
+        first = self.units[stages[stage].first].name
+        last = self.units[stages[stage].last - 1].name
         reason = f"no cut into {len(needs)} stages fits; cut by cost, stage {stage} ({first} .. {last}) needs "
         reason += bytes_text(needs[stage])
         remedy = "Use more tensor- or pipeline-parallel ranks, a smaller micro-batch or full recomputation"

@@ -42,7 +42,10 @@ def plan(
     little memory, ScheduleError for a schedule that is not defined for these numbers of ranks and micro-batches.
     """
     config.validate(world_size, training=False)
-    model, parallel, train, grid = config.model, config.parallel, config.train, grid_of(config, world_size)
+    model = config.model
+    parallel = config.parallel
+    train = config.train
+    grid = grid_of(config, world_size)
     microbatches = config.num_microbatches(world_size)
     return plan_chain(
         native_units(config, grid.tp, cluster),
@@ -75,7 +78,8 @@ def grid_of(config: RunConfig, world_size: int) -> Grid:
 def native_units(config: Config, tp: int, cluster: Cluster) -> tuple[Unit, ...]:
     """Return the chain of a native model on one of ``tp`` ranks of ``cluster``."""
     train = config.train
-    bytes_per_value, fused = DTYPE_BYTES[train.dtype], cluster.device.fused_attention
+    bytes_per_value = DTYPE_BYTES[train.dtype]
+    fused = cluster.device.fused_attention
     return gpt_units(
         config.model,
         train.micro_batch_size,
@@ -159,10 +163,12 @@ def plan_chain(
     Raises PlanError for contradictory arguments and if no cut fits, ScheduleError as ``build_schedule`` does.
     """
     check_instances(sharding_instances, grid.dp, sharding)
-    units, recompute = tuple(units), recompute or Recompute()
+    units = tuple(units)
+    recompute = recompute or Recompute()
     limit = cluster.device.usable if memory_gb is None else memory_gb * GIB
     check_limit(recompute, limit, cluster.device.name)
-    custom, automatic = isinstance(schedule, Schedule), schedule == AUTO
+    custom = isinstance(schedule, Schedule)
+    automatic = schedule == AUTO
     homes = placements(grid.pp, chunks, len(units)) if automatic else ()
     built = starts(homes, microbatches, group) if homes else (_build(schedule, grid.pp, microbatches, chunks, group),)
     _check_stages(built[0], len(units), custom)
@@ -238,7 +244,9 @@ def _build(name: str | Schedule, ranks: int, microbatches: int, chunks: int | No
 
 def _check_stages(schedule: Schedule, units: int, custom: bool) -> None:
     """Raise PlanError for more stages than units."""
-    stages, ranks, name = schedule.stages, len(schedule.ranks), schedule.name
+    stages = schedule.stages
+    ranks = len(schedule.ranks)
+    name = schedule.name
     if stages <= units:
         return
     reason = f"{stages} stages ({name} on {ranks} ranks) need as many units, and the model is a chain of {units}"
@@ -246,7 +254,11 @@ def _check_stages(schedule: Schedule, units: int, custom: bool) -> None:
     if custom:
         raise PlanError(FLAG, name, reason, f"Write a schedule of at most {units} stages")
     if each > 1:
-        flag, value, most = "--num-virtual-stages-per-pipeline-rank", each, units // ranks
+        flag = "--num-virtual-stages-per-pipeline-rank"
+        value = each
+        most = units // ranks
     else:
-        flag, value, most = "--pipeline-model-parallel-size", ranks, units
+        flag = "--pipeline-model-parallel-size"
+        value = ranks
+        most = units
     raise PlanError(flag, value, reason, f"Use at most {most}" if most else "Use fewer pipeline ranks")

@@ -106,7 +106,8 @@ class UnshardedUnits:
         own = self.values[unit]
         before = self.values[unit - 1] if unit > stage.first else 0
         after = self.values[unit + 1] if unit + 1 < stage.last else 0
-        weights, gradients = self.weight * (own + before), self.gradient * (own + after)
+        weights = self.weight * (own + before)
+        gradients = self.gradient * (own + after)
         backward = max(weights, gradients) if index in self.splits else weights + gradients
         return max(self.weight * (own + after), backward)
 
@@ -130,9 +131,14 @@ class Ledger:
         frozen_bytes: float = 0.0,
         bucket_size: int = 0,
     ):
-        self.state_bytes, self.frozen_bytes = state_bytes, frozen_bytes or DTYPE_BYTES[dtype]
+        self.state_bytes = state_bytes
+        self.frozen_bytes = frozen_bytes or DTYPE_BYTES[dtype]
         self._bucket_size = 0 if shards.gradients > 1 else bucket_size
-        self.units, self.schedule, self.dtype, self.shards, self.copied = units, schedule, dtype, shards, copied
+        self.units = units
+        self.schedule = schedule
+        self.dtype = dtype
+        self.shards = shards
+        self.copied = copied
         self.stages_of = [
             [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
             for rank in range(len(schedule.ranks))
@@ -144,7 +150,8 @@ class Ledger:
     def alone(self, index: int, stage: StagePlan) -> StageMemory:
         """Return the memory of a stage as if it were the only one of its rank."""
         footprints = {index: footprint(self.units, stage)}
-        activations, values = peak(self._own[index], footprints)[index], self._values([stage])[0]
+        activations = peak(self._own[index], footprints)[index]
+        values = self._values([stage])[0]
         return self._memory(stage, activations, values, self._working(index, stage))
 
     def alike(self, index: int) -> object:
@@ -174,7 +181,8 @@ class Ledger:
     def _copies(self, stage: StagePlan) -> int:
         """Return the bytes of bf16 copies: sent, received, and of the bucket before where gradients are unsharded."""
         units = [self.units[unit] for unit in stage.units]
-        values, largest = trained_parameters(units), max(trained_parameters([unit]) for unit in units)
+        values = trained_parameters(units)
+        largest = max(trained_parameters([unit]) for unit in units)
         bucket = largest if self.shards.gradients > 1 else min(self.copied, values)
         before = min(bucket, values - bucket) if self.shards.optimizer == 1 else 0
         return 4 * bucket + 2 * before
@@ -185,10 +193,12 @@ class Ledger:
 
     def _values(self, stages: Sequence[StagePlan]) -> list[Values]:
         """Return, per stage, the values that no earlier stage of the list has."""
-        added, earlier = [], Values(0, 0.0)
+        added = []
+        earlier = Values(0, 0.0)
         for end in range(1, len(stages) + 1):
             units = [self.units[unit] for stage in stages[:end] for unit in stage.units]
-            trained, ranks = trained_parameters(units), self.shards.optimizer
+            trained = trained_parameters(units)
+            ranks = self.shards.optimizer
             state = shared_state(units, self.state_bytes, ranks, self._bucket_size)
             together = Values(trained, state, self.frozen_bytes * (held_parameters(units) - trained))
             added.append(together - earlier)

@@ -31,7 +31,8 @@ def times(costs: Sequence[UnitCost], overlap: str, splits: bool = False) -> Time
     - sub-pipeline: collectives of one half of the micro-batch overlap with computation of the other, except the last.
     - pair: as weight-gradient; the rest overlaps with the other micro-batch where two run together.
     """
-    forward, backward = sum(cost.forward for cost in costs), sum(cost.backward for cost in costs)
+    forward = sum(cost.forward for cost in costs)
+    backward = sum(cost.backward for cost in costs)
     weight = sum(cost.weight for cost in costs)
     of_forward, of_backward = (sum(cost.reduces[side] for cost in costs) for side in (0, 1))
     if overlap == "sub-pipeline" and (of_forward or of_backward):

@@ -56,7 +56,8 @@ class _Chain:
     """
 
     def __init__(self, costs: Sequence[float], shared: Sequence[tuple[float, Sequence[int]]], more: ExtraCost | None):
-        self.units, self.more = len(costs), more
+        self.units = len(costs)
+        self.more = more
         self.prefix = [0, *accumulate(costs)]
         users = [frozenset(units) for _, units in shared]
         before = [[0, *accumulate(int(unit in own) for unit in range(self.units))] for own in users]

@@ -13,13 +13,15 @@ from megatron_merak.planner.saved import Footprint, Moment, footprint, rank_mome
 
 def view(plan: Plan, title: str = "") -> View:
     """Return the view of one step of the plan."""
-    grid, step = plan.grid, timeline(plan)
+    grid = plan.grid
+    step = timeline(plan)
     detail = (
         f"{counted(grid.size, 'rank')} of {plan.cluster} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}, "
     )
     samples = counted(plan.micro_batch_size, "sample")
     detail += f"{counted(len(plan.units), 'unit')}, {samples} per micro-batch; {_step_text(plan)}"
-    curves, seconds = memory_curves(plan, step), step_time(plan, step)
+    curves = memory_curves(plan, step)
+    seconds = step_time(plan, step)
     return View(step, title, "modelled", detail, curves, plan.cluster.device.usable, step=seconds)
 
 

@@ -48,7 +48,8 @@ def stage_costs(plan: Plan) -> StageCosts:
     collectives over replicas where gradients or weights are sharded.
     """
     costs = _unit_costs(plan)
-    transfer, latency = [], []
+    transfer = []
+    latency = []
     for border, stage in enumerate(plan.stages[:-1]):
         ends = tuple(plan.schedule.rank_of(border + side) for side in (0, 1))
         link = link_along(plan.cluster, plan.grid, "pp", ends)

@@ -55,7 +55,11 @@ class Chooser:
     def __init__(
         self, recompute: Recompute, units: Sequence[Unit], seconds: Sequence[float], ledger: Ledger, memory: float
     ):
-        self.recompute, self.units, self.seconds, self.ledger, self.memory = recompute, units, seconds, ledger, memory
+        self.recompute = recompute
+        self.units = units
+        self.seconds = seconds
+        self.ledger = ledger
+        self.memory = memory
         self.candidates = recomputed_units(units)
         early = {op.stage for op in _ops(ledger.schedule) if op.kind is Kind.R}
         last = ledger.schedule.stages - 1
@@ -209,7 +213,8 @@ def _ops(schedule: Schedule) -> Iterator[Op]:
 
 def _least(most: int, enough: Callable[[int], bool]) -> int:
     """Return the lowest count up to ``most`` that is enough, by bisection; ``most`` if none is."""
-    low, high = 0, most
+    low = 0
+    high = most
     while low < high:
         middle = (low + high) // 2
         if enough(middle):

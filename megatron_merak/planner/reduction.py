@@ -22,7 +22,8 @@ def exposed_reduction(plan: Plan, own: list[int], costs: tuple[UnitCost, ...]) -
     """
     if plan.grid.dp == 1:
         return 0.0
-    reduction_time, across = _reduction(plan), CrossInstanceReduction(plan)
+    reduction_time = _reduction(plan)
+    across = CrossInstanceReduction(plan)
     recomputed = {unit for stage in plan.stages for unit in stage.recompute}
     seconds = {unit: costs[unit].backward + (costs[unit].forward if unit in recomputed else 0.0) for unit in own}
     now = free = -sum(seconds.values()) if plan.overlap_grad_reduce else 0.0
@@ -45,7 +46,9 @@ def exposed_gather(plan: Plan, own: list[int], costs: tuple[UnitCost, ...]) -> f
     shards = plan.optimizer_shards
     if shards == 1:
         return 0.0
-    link, arrived, computed = _link(plan), 0.0, 0.0
+    link = _link(plan)
+    arrived = 0.0
+    computed = 0.0
     forward = {unit: costs[unit].forward if plan.overlap_param_gather else 0.0 for unit in own}
     for unit, share, bucket in reversed([*_fill_buckets(plan, own)]):
         if bucket:
@@ -60,7 +63,8 @@ def _fill_buckets(plan: Plan, own: list[int]) -> Iterator[tuple[int, float, floa
     Each item is (unit, share of its parameters that are added, size of the bucket that is full then, or 0). Where
     gradients are sharded a unit is a bucket.
     """
-    filled, unit = 0.0, own[0]
+    filled = 0.0
+    unit = own[0]
     for unit, values in reversed(own_values(plan.units, own)):
         if plan.shards_gradients:
             yield unit, 1.0, float(values)
@@ -76,7 +80,9 @@ def _fill_buckets(plan: Plan, own: list[int]) -> Iterator[tuple[int, float, floa
 
 def _reduction(plan: Plan) -> Callable[[float], float]:
     """Return a function: gradient elements of a bucket -> seconds of its reduction."""
-    link, replicas, value_bytes = _link(plan), plan.shard_ranks, plan.gradient_bytes
+    link = _link(plan)
+    replicas = plan.shard_ranks
+    value_bytes = plan.gradient_bytes
     if plan.sharding != "no_shard":
         return lambda values: reduce_scatter(replicas, value_bytes * values / replicas, link)
     return lambda values: all_reduce(replicas, value_bytes * values, link)

@@ -116,7 +116,8 @@ def _degrees(plan: Plan, limit: float, remake: Remake, may_recompute: bool) -> l
             fitting = list(_fitting(plan, limit, remake, may_recompute, ranks, times))
             if fitting:
                 changes, other = min(fitting, key=lambda pair: pair[1].predicted_time)
-                needs, takes = f"{_largest(other) / GIB:.1f} GiB", time_text(other.predicted_time)
+                needs = f"{_largest(other) / GIB:.1f} GiB"
+                takes = time_text(other.predicted_time)
                 return [f"  with {flags(changes)} the largest rank needs {needs}, and a step takes {takes}: it fits"]
     return [f"  up to {ranks} ranks with larger degrees do not suffice either: use a smaller micro-batch or model"]
 
@@ -149,7 +150,8 @@ def _factors(plan: Plan, times: int, ranks: int) -> Iterator[Changes]:
         yield {}
         return
     for more in (factor for factor in (1, *_TIMES) if factor <= times):
-        tensor, pipeline = grid.tp * more, grid.pp * times // more
+        tensor = grid.tp * more
+        pipeline = grid.pp * times // more
         inside = more == 1 or tensor <= plan.cluster.ranks_per_node
         if inside and ranks % (tensor * pipeline) == 0 and pipeline <= len(plan.units):
             yield {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}

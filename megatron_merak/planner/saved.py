@@ -49,11 +49,16 @@ def footprint(units: Sequence[Unit], stage: StagePlan) -> Footprint:
     """
     inputs = [units[unit - 1].output_bytes - units[unit - 1].passed_bytes if unit else 0 for unit in stage.units]
     inputs[0] = units[stage.first - 1].output_bytes if stage.first else 0
-    kept, forward, blocks = 0, 0, []  # per block: (kept, tape beyond that, held)
+    # per block: (kept, tape beyond that, held)
+    kept = 0
+    forward = 0
+    blocks = []
     for run in _blocks(stage):
         entering, *inner = inputs[run[0] - stage.first : run[-1] + 1 - stage.first]
-        saved, held = [units[each].saved_bytes for each in run], sum(units[each].held_bytes for each in run)
-        recomputed, unread = run[0] in stage.recompute, sum(units[each].unread_bytes for each in run)
+        saved = [units[each].saved_bytes for each in run]
+        held = sum(units[each].held_bytes for each in run)
+        recomputed = run[0] in stage.recompute
+        unread = sum(units[each].unread_bytes for each in run)
         if recomputed:
             blocks.append((entering, sum(saved) + sum(inner) - unread, held))
         else:
@@ -135,7 +140,8 @@ def of_stage(rank: Sequence[Moment], stage: int) -> tuple[Moment, ...]:
 
 def _change(op: Op, early: set[tuple[int, int]], split: set[tuple[int, int]]) -> tuple[int, str, str, str]:
     """Return (stage, state before, during and after an op) of its micro-batch; '' where it is not in flight."""
-    recomputed, deferred = (op.stage, op.microbatch) in early, (op.stage, op.microbatch) in split
+    recomputed = (op.stage, op.microbatch) in early
+    deferred = (op.stage, op.microbatch) in split
     if op.kind is Kind.F:
         return op.stage, "", "forward", "kept"
     if op.kind is Kind.R:
@@ -162,14 +168,16 @@ def _largest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
 
 def peak(moments: Sequence[Moment], footprints: Mapping[int, Footprint]) -> dict[int, int]:
     """Return the bytes that each stage in ``footprints`` keeps when their sum is largest."""
-    most, shares = -1, dict.fromkeys(footprints, 0)
+    most = -1
+    shares = dict.fromkeys(footprints, 0)
     for moment in moments:
         sizes = [
             (stage, count * getattr(footprints[stage], state)) for (stage, state), count in moment if stage in shares
         ]
         total = sum(size for _, size in sizes)
         if total > most:
-            most, shares = total, dict.fromkeys(footprints, 0)
+            most = total
+            shares = dict.fromkeys(footprints, 0)
             for stage, size in sizes:
                 shares[stage] += size
     return shares

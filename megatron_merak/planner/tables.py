@@ -89,7 +89,8 @@ def difference(first: Plan, second: Plan) -> str:
     """Return a line for each difference of the second plan from the first; empty when they are equal."""
     lines = []
     for field in fields(Plan):
-        before, after = getattr(first, field.name), getattr(second, field.name)
+        before = getattr(first, field.name)
+        after = getattr(second, field.name)
         if before != after:
             lines += _DIFFERENCES.get(field.name, _plain)(field.name, first, second)
     return "\n".join(lines)
@@ -104,7 +105,8 @@ def _units(name: str, first: Plan, second: Plan) -> list[str]:
     if len(first.units) != len(second.units):
         lines.append(f"units: {len(first.units)} -> {len(second.units)}")
     for label, count in _UNIT_TOTALS.items():
-        before, after = count(first.units), count(second.units)
+        before = count(first.units)
+        after = count(second.units)
         if before != after:
             lines.append(f"{label} of a tensor rank: {before:,} -> {after:,} ({after / before - 1:+.1%})")
     renamed = sum(a.name != b.name for a, b in zip(first.units, second.units, strict=False))
@@ -135,7 +137,8 @@ _UNIT_TOTALS = {
 def _stages(name: str, first: Plan, second: Plan) -> list[str]:
     lines = []
     for index in range(max(len(first.stages), len(second.stages))):
-        before, after = _stage(first, index), _stage(second, index)
+        before = _stage(first, index)
+        after = _stage(second, index)
         if before != after:
             lines.append(f"stage {index}: {before} -> {after}")
     return lines
@@ -144,7 +147,8 @@ def _stages(name: str, first: Plan, second: Plan) -> list[str]:
 def _stage(plan: Plan, index: int) -> str:
     if index >= len(plan.stages):
         return "none"
-    units, recomputed = plan.stage_units(index), len(plan.stages[index].recompute)
+    units = plan.stage_units(index)
+    recomputed = len(plan.stages[index].recompute)
     return f"{_span(units)}" + (f", {recomputed} recomputed" if recomputed else "")
 
 
@@ -181,7 +185,8 @@ def _schedule(name: str, first: Plan, second: Plan) -> list[str]:
 
 
 def _time(name: str, first: Plan, second: Plan) -> list[str]:
-    before, after = first.predicted_time, second.predicted_time
+    before = first.predicted_time
+    after = second.predicted_time
     return [f"predicted time: {before:.4g} s -> {after:.4g} s"]
 
 

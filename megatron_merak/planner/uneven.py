@@ -25,9 +25,11 @@ def shared_state(units: Sequence[Unit], default: float, shards: int, bucket_size
         return optimizer_state(units, default)
     shares = [0.0] * shards
     for bucket in _buckets(units, default, bucket_size):
-        length, offset = sum(values for values, _ in bucket) / shards, 0.0
+        length = sum(values for values, _ in bucket) / shards
+        offset = 0.0
         for values, kept in sorted(bucket, key=lambda part: part[1]):
-            begin, offset = offset, offset + values
+            begin = offset
+            offset = offset + values
             for shard in range(int(begin / length), min(shards, int(offset / length) + 1)):
                 within = min(offset, (shard + 1) * length) - max(begin, shard * length)
                 shares[shard] += kept * max(0.0, within)

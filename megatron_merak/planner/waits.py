@@ -59,7 +59,8 @@ def durations(
     visits = [visit for each in passes for visit in each]
     last = len(visits) - len(passes[-1]) if across is not None else len(visits)
     sizes: Mapping[int, float] = values or {}
-    now, reduced = 0.0, [0.0, 0.0]
+    now = 0.0
+    reduced = [0.0, 0.0]
     link = arrived = visits[0].gather if visits else 0.0
     ends = []
     before: UnitTimes | None = None  # whose shard is not reduced across instances yet
@@ -83,7 +84,8 @@ def durations(
 def _differences(passes: Sequence[Sequence[UnitTimes]], ends: Sequence[float]) -> list[float]:
     """Return the seconds of each pass, given the end of every visit."""
     durations = []
-    count, before = 0, 0.0
+    count = 0
+    before = 0.0
     for each in passes:
         count += len(each)
         after = ends[count - 1] if count else 0.0
@@ -94,7 +96,8 @@ def _differences(passes: Sequence[Sequence[UnitTimes]], ends: Sequence[float]) -
 
 def unit_transfers(plan: Plan) -> list[tuple[float, float]]:
     """Return the seconds of gathering each unit's weights (0 if unsharded) and of reducing its gradient."""
-    link, ranks = link_inside(plan), plan.shard_ranks
+    link = link_inside(plan)
+    ranks = plan.shard_ranks
     transfers = []
     for unit in plan.units:
         shard = trained_parameters([unit]) / ranks
@@ -107,14 +110,19 @@ def stage_waits(plan: Plan, costs: Sequence[UnitCost]) -> list[Waits]:
     """Return the waits of each stage; zeros where at most the optimizer's state is sharded."""
     if not plan.shards_gradients:
         return [Waits()] * len(plan.stages)
-    transfers, reuse = unit_transfers(plan), _reuse(plan)
+    transfers = unit_transfers(plan)
+    reuse = _reuse(plan)
     kinds = {(op.stage, op.kind) for entry in plan.schedule.entries() for op in ops_of(entry)}
     waits = []
     for index, stage in enumerate(plan.stages):
-        splits, early = (index, Kind.W) in kinds, (index, Kind.R) in kinds
+        splits = (index, Kind.W) in kinds
+        early = (index, Kind.R) in kinds
         passes = _passes(plan, stage, costs, transfers, splits, early)
-        forward, backward, weight = passes[Kind.F], passes[Kind.B], passes[Kind.W]
-        forward_reuse, backward_reuse = reuse.get((index, Kind.F), 0.0), reuse.get((index, Kind.B), 0.0)
+        forward = passes[Kind.F]
+        backward = passes[Kind.B]
+        weight = passes[Kind.W]
+        forward_reuse = reuse.get((index, Kind.F), 0.0)
+        backward_reuse = reuse.get((index, Kind.B), 0.0)
         values = dict(own_values(plan.units, stage.units))
         recompute = _wait(passes[Kind.R], passes[Kind.R]) if early and passes[Kind.R] else 0.0
         waits.append(
@@ -146,7 +154,8 @@ def _passes(
     for unit in stage.units:
         gather, reduce = transfers[unit]
         seconds = times([costs[unit]], plan.overlap, splits)
-        backward, recomputed = seconds.backward - (seconds.weight if splits else 0.0), unit in stage.recompute
+        backward = seconds.backward - (seconds.weight if splits else 0.0)
+        recomputed = unit in stage.recompute
         backward = max(0.0, backward) + (seconds.forward if recomputed and not early else 0.0)
         passes[Kind.F].append(UnitTimes(unit, gather, seconds.forward, 0.0))
         passes[Kind.B].insert(0, UnitTimes(unit, gather, backward, 0.0 if splits else reduce))

@@ -19,7 +19,8 @@ class Axis:
     def around(cls, values: Iterable[float], log: bool = False, zero: bool = False) -> "Axis":
         """Return an axis with margins around ``values``. zero: start at 0 if no value is below."""
         shown = [value for value in values if value > 0] if log else list(values)
-        low, high = min(shown, default=0.0), max(shown, default=1.0)
+        low = min(shown, default=0.0)
+        high = max(shown, default=1.0)
         if log:
             room = max(high / low, 1.5) ** 0.04
             return cls(low / room, high * room, True)
@@ -40,7 +41,8 @@ class Axis:
         if len(values) > 1:
             return [(value, short(value)) for value in values]
         step = self._step(most)
-        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        first = math.ceil(self.low / step)
+        last = math.floor(self.high / step)
         return [(n * step, short(n * step, step)) for n in range(first, last + 1)]
 
     def _step(self, most: int) -> float:

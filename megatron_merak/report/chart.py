@@ -81,7 +81,8 @@ def drawn(chart: Chart, first: int, last: int, restarts: Sequence[int] = ()) -> 
     """Return a chart over the iterations ``first`` to ``last``. restarts: iterations after which the run was
     restarted.
     """
-    axis, across = chart.axis(), _Across(first, last)
+    axis = chart.axis()
+    across = _Across(first, last)
     ticks = [(1 - axis.place(value), text) for value, text in axis.ticks() if 0 <= axis.place(value) <= 1]
     grid = "".join(f"M0 {SIDE * place:.1f}H{SIDE}" for place, _ in ticks)
     paths = [f'<path class="grid" d="{grid}"/>', *(path for line in chart.lines for path in _paths(line, axis, across))]
@@ -154,12 +155,14 @@ def _paths(line: Line, axis: Axis, across: _Across) -> Iterator[str]:
 
 def _line(points: Points, axis: Axis, across: _Across) -> str:
     """Return the path through the points, with a gap where a value is missing."""
-    parts, down = [], False
+    parts = []
+    down = False
     for iteration, value in points:
         if value is None:
             down = False
             continue
-        x, y = SIDE * across.place(iteration), SIDE * (1 - axis.place(value))
+        x = SIDE * across.place(iteration)
+        y = SIDE * (1 - axis.place(value))
         parts.append(f"{'L' if down else 'M'}{x:.2f} {y:.2f}")
         down = True
     if len(parts) == 1:
@@ -185,7 +188,8 @@ def _envelope(points: Points) -> Points:
 
 def running_mean(points: Points, window: int) -> Points:
     """Return at each point the mean of the last ``window`` known values."""
-    means, recent = [], []
+    means = []
+    recent = []
     for iteration, value in points:
         if value is not None:
             recent.append(value)

@@ -54,7 +54,8 @@ def _loss(history: History, steps: list[Step]) -> Chart:
 
 
 def _throughput(facts: Facts, steps: list[Step]) -> Chart:
-    tokens, clock = facts.work.get("tokens"), str(facts.work.get("clock") or "")
+    tokens = facts.work.get("tokens")
+    clock = str(facts.work.get("clock") or "")
     unit = "tokens per second" if tokens else "samples per second"
     unit += f", {clock or 'modelled'}" if facts.history.modelled else ""
     points = [(one.iteration, None if one.rate is None else one.rate * (tokens or 1)) for one in steps]
@@ -64,7 +65,8 @@ def _throughput(facts: Facts, steps: list[Step]) -> Chart:
 
 def tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
     """Return (name, value, more) of the figures at the top."""
-    history, last = facts.history, facts.history.last
+    history = facts.history
+    last = facts.history.last
     of = f"of {facts.iterations:,}" if facts.iterations else ""
     yield "iterations", f"{last:,}", of
     losses = [(at, step.loss) for at, step in sorted(history.steps.items()) if step.loss is not None]
@@ -79,7 +81,8 @@ def tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 
 def _speed(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    steps, work = facts.history.steps.values(), facts.work
+    steps = facts.history.steps.values()
+    work = facts.work
     rates = [step.rate for step in steps if step.rate is not None]
     if rates and work.get("tokens"):
         rate = statistics.median(rates)
@@ -121,8 +124,10 @@ def time(seconds: float) -> str:
 
 def notes(facts: Facts) -> list[str]:
     """Return what a reader should know, in sentences."""
-    history, lines = facts.history, list(facts.notes)
-    last, planned = history.last, facts.iterations
+    history = facts.history
+    lines = list(facts.notes)
+    last = history.last
+    planned = facts.iterations
     if planned and last < planned and history.steps:
         lines.append(f"The run has done {last:,} of {counted(planned, 'iteration')}.")
     for start in history.starts[1:]:

@@ -17,7 +17,8 @@ from megatron_merak.plan import Plan
 from megatron_merak.report.history import History, Step
 from megatron_merak.strict_json import parse
 
-STATE, ARGUMENTS = "trainer_state.json", "training_args.json"
+STATE = "trainer_state.json"
+ARGUMENTS = "training_args.json"
 # Entries of an evaluation that say how fast it was, not how good the model is.
 _SPEED = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
 

@@ -83,7 +83,8 @@ class History:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a line. Raises ValueError if it is not of a run."""
-        kind, iteration = row.get("kind"), row.get("iteration")
+        kind = row.get("kind")
+        iteration = row.get("iteration")
         if type(iteration) is not int or iteration < 0:
             raise ValueError("it has no iteration")
         if kind == "start":
@@ -101,7 +102,8 @@ class History:
         latest = max(self.steps, default=0)
         if iteration < latest:  # a file without starts
             self.begin(iteration - 1)
-        before, self.consumed = self.consumed, _count(row, "consumed_samples")
+        before = self.consumed
+        self.consumed = _count(row, "consumed_samples")
         samples = None
         if before is not None and self.consumed is not None and self.consumed > before:
             samples = self.consumed - before

@@ -21,7 +21,8 @@ class LineFile:
     """
 
     def __init__(self, path: str | Path, say: Callable[[str], object] = _say):
-        self.path, self.say = Path(path), say
+        self.path = Path(path)
+        self.say = say
         self._waiting = b""
         self._fails = False
         self._open()

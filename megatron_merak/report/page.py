@@ -46,7 +46,8 @@ def page(facts: Facts) -> str:
 
 def about(facts: Facts) -> str:
     """Return a run in one line."""
-    start, plan = facts.start, facts.plan
+    start = facts.start
+    plan = facts.plan
     parts = [layout(plan) if plan is not None else "", str(start.get("device_name") or "")]
     if plan is not None:
         parts.append(batch(plan))

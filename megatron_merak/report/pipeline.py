@@ -62,7 +62,8 @@ def _boxes(view: View, rank: int) -> str:
         return _shapes(events, shades, total)
     boxes = []
     for event in events:
-        low, wide = 100 * event.start / total, 100 * (event.end - event.start) / total
+        low = 100 * event.start / total
+        wide = 100 * (event.end - event.start) / total
         part = f"top:{100 * event.part / event.parts:.0f}%;height:{100 / event.parts:.0f}%;" if event.parts > 1 else ""
         boxes.append(
             f'<b class="op-{event.op.kind.value}{shades[event.op.stage]}" title="{_text(event)}" '
@@ -75,7 +76,8 @@ def _shapes(events: Sequence[Event], shades: dict[int, int], total: float) -> st
     """Return one path per colour."""
     paths: dict[str, list[str]] = {}
     for event in events:
-        low, wide = 1000 * event.start / total, 1000 * (event.end - event.start) / total
+        low = 1000 * event.start / total
+        wide = 1000 * (event.end - event.start) / total
         box = f"M{low:.3f} {100 * event.part / event.parts:.0f}h{wide:.3f}v{100 / event.parts:.0f}h-{wide:.3f}z"
         paths.setdefault(f"op-{event.op.kind.value}{shades[event.op.stage]}", []).append(box)
     drawn = "".join(f'<path class="{name}" d="{"".join(boxes)}"/>' for name, boxes in paths.items())
@@ -101,7 +103,8 @@ def rank_rows(predicted: View | None, measured: View | None) -> list[tuple[str, 
     for rank in range(shown[0].ranks):
         cells = [str(rank), ", ".join(map(str, shown[0].stages_of(rank)))]
         for view in shown:
-            busy, makespan = view.timeline.busy[rank], view.timeline.makespan
+            busy = view.timeline.busy[rank]
+            makespan = view.timeline.makespan
             cells += [time_text(busy), time_text(makespan - busy), f"{view.timeline.bubbles[rank]:.1%}"]
         if peaks is not None:
             cells.append(bytes_text(peaks[rank]))
@@ -111,8 +114,10 @@ def rank_rows(predicted: View | None, measured: View | None) -> list[tuple[str, 
 
 def memory(plan: Plan) -> str:
     """Return a bar per pipeline rank of the predicted contents of its memory at the peak."""
-    ranks, names = rank_memory(plan), [part.name for part in fields(StageMemory)]
-    capacity, most = plan.cluster.device.usable, max(one.total for one in ranks) or 1
+    ranks = rank_memory(plan)
+    names = [part.name for part in fields(StageMemory)]
+    capacity = plan.cluster.device.usable
+    most = max(one.total for one in ranks) or 1
     full = capacity if 0 < capacity < 4 * most else most
     rows = []
     for rank, one in enumerate(ranks):

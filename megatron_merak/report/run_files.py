@@ -19,7 +19,10 @@ from megatron_merak.plan import Plan
 from megatron_merak.report.line_file import LineFile
 from megatron_merak.strict_json import parse
 
-PLAN, RUN, METRICS, TIMELINE = "plan.json", "run.json", "metrics.jsonl", "timeline.json"
+PLAN = "plan.json"
+RUN = "run.json"
+METRICS = "metrics.jsonl"
+TIMELINE = "timeline.json"
 FORMAT = 1
 
 

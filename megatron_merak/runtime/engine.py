@@ -66,7 +66,8 @@ class State:
     """
 
     def __init__(self, common: Common, training: bool):
-        self.common, self.training = common, training
+        self.common = common
+        self.training = training
         self.values: dict[str, Tensor] = {}
         self.shards: dict[str, Tensor] = {}
         self.works: dict[str, Work] = {}
@@ -163,7 +164,10 @@ class Engine:
         self._pulse = Pulse() if pulse is None else pulse
         self._wait_for_parameters = wait_for_parameters
         self.observer: Callable[..., None] | None = None
-        self.segments, self.group, self.weights, self.overlap = tuple(segments), group, weights, overlap
+        self.segments = tuple(segments)
+        self.group = group
+        self.weights = weights
+        self.overlap = overlap
         self._token = torch.zeros((), requires_grad=True, device=device)
         self._trained = {s: [p for p in s.parameters if p.requires_grad] for s in self.segments}
         self._edges = {s: [get_gradient_edge(p) for p in trained] for s, trained in self._trained.items()}
@@ -286,7 +290,8 @@ class Engine:
 
     def _backward(self, state: State, segment: Segment, defer: bool) -> None:
         entries, exits, regathers = state.tape.pop(segment)
-        roots, grads = [], []
+        roots = []
+        grads = []
         for out, edge in zip(segment.outs, exits, strict=True):
             grad = state.take_grad(out.value)
             if edge is not None and grad is not None:

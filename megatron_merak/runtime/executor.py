@@ -48,7 +48,9 @@ class Executor:
         mesh: Mesh,
         pipes: Pipes | None = None,
     ):
-        self.stages, self.schedule, self.mesh = stages, schedule, mesh
+        self.stages = stages
+        self.schedule = schedule
+        self.mesh = mesh
         self.program = schedule.ranks[mesh.pp_rank]
         ops = [op for entry in self.program for op in ops_of(entry)]
         self.deferred = frozenset((op.stage, op.microbatch) for op in ops if op.kind is Kind.W)
@@ -108,8 +110,14 @@ class Executor:
                     tokens by the step's tokens); else those of the mean over micro-batches and replicas of their means.
         task:       what the stages' programs compute, see `Stage`; None: the model's loss.
         """
-        self.batches, self.step, self.training, self.task, self.losses = batches, step, training, task, []
-        self.weights, self.loss_scale, self.sum_losses = weights, loss_scale, sum_losses
+        self.batches = batches
+        self.step = step
+        self.training = training
+        self.task = task
+        self.losses = []
+        self.weights = weights
+        self.loss_scale = loss_scale
+        self.sum_losses = sum_losses
         self.results: list[dict[str, Tensor]] = []
         for stage in self.stages.values():
             stage.start_run(training)
@@ -136,7 +144,8 @@ class Executor:
         return StepLoss(*(torch.stack(values).sum() for values in zip(*self.losses, strict=True)))
 
     def _new_stopwatch(self) -> Stopwatch | GpuStopwatch:
-        device, now = self.mesh.device, self.mesh.clock.now
+        device = self.mesh.device
+        now = self.mesh.clock.now
         return GpuStopwatch(now, device) if device.type == "cuda" else Stopwatch(now)
 
     def _run(self, entry: Entry) -> None:
@@ -190,7 +199,8 @@ class Executor:
             return stage.forward(op.microbatch, self._next_unit.get(op))
         if op.kind is Kind.R:
             return stage.recomputation(op.microbatch, self._next_unit.get(op))
-        defer, last = (op.stage, op.microbatch) in self.deferred, op == self.finals[op.stage]
+        defer = (op.stage, op.microbatch) in self.deferred
+        last = op == self.finals[op.stage]
         return stage.backward(op.microbatch, self._scale(stage, op), defer, last, self._next_unit.get(op))
 
     def _scale(self, stage: Stage, op: Op) -> Tensor | None:
@@ -228,7 +238,8 @@ class Executor:
         return zip(self._parts(op), self._parts(Op(stage, op.kind, op.microbatch)), strict=True)
 
     def _note_results(self, stage: Stage, op: Op) -> None:
-        parts, count = stage.parts[op.microbatch], stage.count(op.microbatch)
+        parts = stage.parts[op.microbatch]
+        count = stage.count(op.microbatch)
         results = [{name: part.take(name) for name in part.program.results} for part in parts]
         total = sum((values.pop(LOSS) for values in results if LOSS in values), torch.zeros_like(count))
         if self.weights is not None:

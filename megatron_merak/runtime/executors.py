@@ -17,7 +17,9 @@ class Executors:
     """
 
     def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, mesh: Mesh):
-        self._stages, self._schedule, self._mesh = stages, schedule, mesh
+        self._stages = stages
+        self._schedule = schedule
+        self._mesh = mesh
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.of(schedule.microbatches)  # all others use the pipes of this one
 

@@ -41,7 +41,8 @@ class GradientReducer:
         relay: Relay | None = None,
         in_bf16: bool = False,
     ):
-        self.buffer, self.relay = buffer, relay
+        self.buffer = buffer
+        self.relay = relay
         self.before_reduction: Callable[[Tensor], None] | None = None
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.overlap = overlap

@@ -53,7 +53,8 @@ class MeasuredExecutor(Executor):
 
     def _pack(self, tensor: Tensor) -> _Saved:
         # Detached: a tensor that is on its own tape would keep it alive.
-        key, saved = _storage(tensor), _Saved(tensor.detach())
+        key = _storage(tensor)
+        saved = _Saved(tensor.detach())
         count = self._tapes.setdefault(key, _Count(tensor.untyped_storage().nbytes()))
         count.uses += 1
         weakref.finalize(saved, _release, self._tapes, key)
@@ -117,7 +118,8 @@ class _Count:
     """Size of a storage in bytes, and how many saved tensors use it."""
 
     def __init__(self, size: int):
-        self.size, self.uses = size, 0
+        self.size = size
+        self.uses = 0
 
 
 def _release(tapes: dict[int, _Count], key: int) -> None:

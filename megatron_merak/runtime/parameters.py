@@ -52,11 +52,14 @@ class RankParameters:
         tensors: Mapping[str, TensorSharding] | None = None,
     ):
         self.tensors = tensors or {}
-        self.buffer, self.names, self.mesh = buffer, names, mesh
+        self.buffer = buffer
+        self.names = names
+        self.mesh = mesh
         self._grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
         by_unit = buffer.sharding >= Sharding.GRADIENTS
         self.weights = WeightGradients({parameter: self._grads[name] for parameter, name in names.items()}, by_unit)
-        shard_group, replicate_group = mesh.shard_group, mesh.replicate_group
+        shard_group = mesh.shard_group
+        replicate_group = mesh.replicate_group
         self.units = None
         if by_unit:
             self.units = UnitShards(
@@ -80,7 +83,9 @@ class RankParameters:
             in_bf16=in_bf16,
         )
         self.gatherer = ShardGatherer(buffer, shard_group, overlap_gathers)
-        self._replicated, self._ties, self._shared = replicated, ties, dict(shared or {})
+        self._replicated = replicated
+        self._ties = ties
+        self._shared = dict(shared or {})
         self._partial: dict[str, None] = dict.fromkeys(partial)
 
     @property

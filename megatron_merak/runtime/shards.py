@@ -27,7 +27,9 @@ class ShardGatherer:
     """
 
     def __init__(self, buffer: ParameterBuffer, group: dist.ProcessGroup | None, overlap: bool = True):
-        self.buffer, self.group, self.overlap = buffer, group, overlap
+        self.buffer = buffer
+        self.group = group
+        self.overlap = overlap
         self._buckets = [bucket for bucket in reversed(buffer.buckets) if bucket.sharded]  # in the order of the forward
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
         self._works: dict[int, dist.Work] = {}
@@ -42,7 +44,8 @@ class ShardGatherer:
     def launch(self) -> None:
         """Start to gather the updated parameters. Collective over ``group``, in the same order on all ranks."""
         self.finish()
-        self._preserves, self._saved = False, None
+        self._preserves = False
+        self._saved = None
         if isinstance(self.buffer.data, Pieces):
             self.buffer.data.release_all()
             return
@@ -68,7 +71,8 @@ class ShardGatherer:
         Where parameters are sharded, those of other buckets are freed. Collective over ``group``. Blocks.
         """
         self.finish()
-        buffer, data = self.buffer, self.buffer.data
+        buffer = self.buffer
+        data = self.buffer.data
         if isinstance(data, Pieces):
             buckets = buffer.buckets if buckets is None else buckets
             buffer.allocate(data, buckets)
@@ -100,7 +104,8 @@ class ShardGatherer:
 
     def preserve_gradient(self, preserve: bool) -> None:
         """Set whether ``main_grad`` has a gradient that an optimizer's step will read, so that `full` must save it."""
-        self._preserves, self._saved = preserve, None
+        self._preserves = preserve
+        self._saved = None
 
     @torch.no_grad()
     def restore_gradient(self) -> None:

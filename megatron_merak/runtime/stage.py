@@ -45,7 +45,8 @@ class _Runner:
             wait_for_parameters=parameters.wait_for,
             pulse=mesh.pulse,
         )
-        self.parameters, self.last_uses = parameters, parameters.used_by(program.segments)
+        self.parameters = parameters
+        self.last_uses = parameters.used_by(program.segments)
         self.collectives = _collectives_of(program)
         self.trains = False
 
@@ -112,9 +113,16 @@ class Stage:
         overlap: bool = True,
         units: Sequence[int] = (),
     ):
-        self.index, self.program_for, self.parameters, self.recompute = index, program_for, parameters, recompute
+        self.index = index
+        self.program_for = program_for
+        self.parameters = parameters
+        self.recompute = recompute
         self.units = units
-        self.mesh, self.seed, self.mode, self.split, self.overlap = mesh, seed, mode, split, overlap
+        self.mesh = mesh
+        self.seed = seed
+        self.mode = mode
+        self.split = split
+        self.overlap = overlap
         self.generator = default_generator(mesh.device)
         self.replica = mesh.replica
         self.launched = 0
@@ -193,14 +201,16 @@ class Stage:
 
         next_unit: here and below, the first unit whose parameters the rank's next pass needs.
         """
-        sharded, parts = self.parameters.sharded_pass(self.visits(Kind.F), next_unit), self.parts[microbatch]
+        sharded = self.parameters.sharded_pass(self.visits(Kind.F), next_unit)
+        parts = self.parts[microbatch]
         return [Pass(p.runner.engine, p.state, p.runner.engine.forward_runs, sharded_pass=sharded) for p in parts]
 
     def recomputation(self, microbatch: int, next_unit: int | None = None) -> list[Pass]:
         """Return the passes of a recomputation, which the backward then omits."""
         for part in self.parts[microbatch]:
             part.state.recomputed = True
-        sharded, parts = self.parameters.sharded_pass(self.visits(Kind.R), next_unit), self.parts[microbatch]
+        sharded = self.parameters.sharded_pass(self.visits(Kind.R), next_unit)
+        parts = self.parts[microbatch]
         return [Pass(p.runner.engine, p.state, p.runner.engine.recompute_runs, sharded_pass=sharded) for p in parts]
 
     def backward(
@@ -212,7 +222,8 @@ class Stage:
         defer:      leave the weight gradients to `finish_weights`.
         last:       no micro-batch follows in this step, so gradients become final as the segments finish.
         """
-        parts, by_unit = self.parts[microbatch], self.parameters.units is not None
+        parts = self.parts[microbatch]
+        by_unit = self.parameters.units is not None
         callback_for = self._ready_callbacks(microbatch) if last and not defer and not by_unit else None
         recomputed = any(part.state.recomputed for part in parts)
         sharded = self.parameters.sharded_pass(self.visits(Kind.B, recomputed, defer), next_unit, last)

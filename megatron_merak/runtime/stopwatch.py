@@ -24,9 +24,12 @@ class GpuStopwatch:
     """
 
     def __init__(self, now: Callable[[], float], device: torch.device, api: Any = torch.cuda):
-        self._device, self._api, self._waited = device, api, False
+        self._device = device
+        self._api = api
+        self._waited = False
         api.synchronize(device)
-        self._first, self._began = self.mark(), now()
+        self._first = self.mark()
+        self._began = now()
 
     def mark(self) -> Any:
         event = self._api.Event(enable_timing=True)

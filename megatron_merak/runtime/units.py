@@ -87,10 +87,15 @@ class UnitShards:
         group: dist.ProcessGroup | None = None,
         in_bf16: bool = False,
     ):
-        self.buffer, self.shard_group, self.grads, self.overlap = buffer, shard_group, grads, overlap
+        self.buffer = buffer
+        self.shard_group = shard_group
+        self.grads = grads
+        self.overlap = overlap
         self.before_reduction: Callable[[Tensor], None] | None = None
-        self.replicate_group, self._all = replicate_group, Wire(group or shard_group, in_bf16)
-        self._over_shards, self._over_replicas = Wire(shard_group, in_bf16), Wire(replicate_group, in_bf16)
+        self.replicate_group = replicate_group
+        self._all = Wire(group or shard_group, in_bf16)
+        self._over_shards = Wire(shard_group, in_bf16)
+        self._over_replicas = Wire(replicate_group, in_bf16)
         # Below, a bucket is identified by its number, which is also the index of its piece and of this rank's shard.
         self._buckets = buffer.buckets[::-1]
         self._sharded = [bucket.sharded for bucket in self._buckets]
@@ -141,7 +146,8 @@ class UnitShards:
         if data.allocated(number):
             return
         data.allocate(number)
-        full, own = data.piece(number).data, self.buffer.own_data[number]
+        full = data.piece(number).data
+        own = self.buffer.own_data[number]
         self._gathers[number] = gather_single(full, own, group=self.shard_group, async_op=True)
         if not self.overlap:
             self._wait_gather(number)
@@ -180,7 +186,8 @@ class UnitShards:
                 into = torch.empty_like(own) if number in self._begun else own
                 work = self._over_shards.reduce_scatter(into, full)
             else:
-                into, work = full, self._all.all_reduce(full)
+                into = full
+                work = self._all.all_reduce(full)
             self._reduces[number] = (work, into)
             if not self.overlap:
                 self._settle(number)
@@ -239,7 +246,10 @@ class ShardedPass:
     """
 
     def __init__(self, shards: UnitShards, visits: Sequence[Visit], next_unit: int | None = None, last: bool = False):
-        self._shards, self._visits, self._index, self._last = shards, visits, -1, last
+        self._shards = shards
+        self._visits = visits
+        self._index = -1
+        self._last = last
         needed = [visit.unit if visit.computes else None for visit in visits]
         self._needed = [*needed, next_unit if visits and visits[-1].computes else None]
 

@@ -72,7 +72,8 @@ def sealed(executor: Executor, parameters: RankParameters) -> Iterator[Seals]:
     """Collect digests of the step that runs inside."""
     seals = Seals()
     reduces = parameters.reducer if parameters.units is None else parameters.units
-    executor.on_send, reduces.before_reduction = seals.note_sent, seals.note_gradient
+    executor.on_send = seals.note_sent
+    reduces.before_reduction = seals.note_gradient
     try:
         yield seals
     finally:

@@ -49,7 +49,8 @@ class Gradient:
 
     def add_product(self, grad_output: Tensor, input: Tensor) -> None:
         """Add grad_output.T @ input, where grad_output [t, o] and input [t, i] have the same dtype."""
-        total, beta = self.total, int(self._begun)
+        total = self.total
+        beta = int(self._begun)
         if grad_output.dtype == total.dtype:
             total.addmm_(grad_output.t(), input, beta=beta)
         elif self._in_product:
@@ -103,7 +104,8 @@ class WeightGradients:
     """
 
     def __init__(self, grads: Mapping[Tensor, Gradient], queues_all: bool = False):
-        self.grads, self._queues_all = dict(grads), queues_all
+        self.grads = dict(grads)
+        self._queues_all = queues_all
         self.queue: list[Product] | None = None
         self.getters: Mapping[Tensor, Callable[[], Tensor]] = {}
 

@@ -32,7 +32,8 @@ class Wire:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, in_bf16: bool = False):
-        self.group, self.in_bf16 = group, in_bf16
+        self.group = group
+        self.in_bf16 = in_bf16
         self._in_flight: list[_Steps] = []
         self._stream: torch.cuda.Stream | None = None
 
@@ -72,7 +73,9 @@ class _Steps:
     """
 
     def __init__(self, steps: Callable[[], Iterator[Work]], stream: torch.cuda.Stream | None):
-        self._stream, self._steps, self._work = stream, steps(), None
+        self._stream = stream
+        self._steps = steps()
+        self._work = None
         with torch.cuda.stream(self._stream):
             self._work = next(self._steps)
 
@@ -103,7 +106,8 @@ def _reduce_scatter_steps(own: Tensor, values: Tensor, group: dist.ProcessGroup 
 
 
 def _all_reduce_steps(values: Tensor, group: dist.ProcessGroup | None) -> Iterator[Work]:
-    ranks, count = dist.get_world_size(group), values.numel()
+    ranks = dist.get_world_size(group)
+    count = values.numel()
     shard = -(-count // ranks)
     padded = values.new_zeros(shard * ranks, dtype=_SENT_DTYPE)
     padded[:count].copy_(values)

@@ -83,7 +83,8 @@ def make_blueprint(
     chain = cut(captured, graph_sharding)
     sharding = shard(captured, grid.tp, TensorRules.parse(rules), vocabulary_multiple=vocabulary_multiple)
     samples, length = traced.size
-    recompute, attention = parallel.recomputes_activations, cluster.device.fused_attention
+    recompute = parallel.recomputes_activations
+    attention = cluster.device.fused_attention
     plan = plan_chain(
         measure(captured, chain, sharding, grid.tp, attention, loss_chunk, recompute, traced.positions, state_of),
         grid,
@@ -112,7 +113,8 @@ def frozen_bytes(traced: Traced) -> float:
     captured = traced.captured
     sizes: dict[str, tuple[int, int]] = {}
     for name in captured.shapes.keys() - captured.trainable:
-        own, computed = traced.model.get_parameter(name).dtype, captured.dtypes[name]
+        own = traced.model.get_parameter(name).dtype
+        computed = captured.dtypes[name]
         rounds = own == torch.float32 and computed in HALVES
         sizes[name] = computed.itemsize + (own.itemsize if rounds else 0), prod(captured.shapes[name])
     count = sum(values for _, values in sizes.values())
@@ -126,7 +128,8 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
 
     Raises PlanError, naming the first difference, if the plan is one of another model or cannot be followed.
     """
-    captured, tp = traced.captured, plan.grid.tp
+    captured = traced.captured
+    tp = plan.grid.tp
     if plan.sequence_parallel:
         raise PlanError("plan: sequence_parallel", True, "only the native model supports it", "Set it to false")
     if plan.fp32_residual:
@@ -189,7 +192,10 @@ class Blueprint:
     """
 
     def __init__(self, traced: Traced, chain: Chain, sharding: Sharding, plan: Plan):
-        self.traced, self.chain, self.sharding, self.plan = traced, chain, sharding, plan
+        self.traced = traced
+        self.chain = chain
+        self.sharding = sharding
+        self.plan = plan
         self.fused: Counter[str] = Counter()
         self.partial: tuple[str, ...] = ()
         self.unused = Unused()
@@ -201,7 +207,8 @@ class Blueprint:
         """A sentence per family of matrices that are replicated over the tensor-parallel ranks."""
         if self.plan.grid.tp == 1:
             return ()
-        tensors, reasons = self.sharding.tensors, self.sharding.reasons
+        tensors = self.sharding.tensors
+        reasons = self.sharding.reasons
         matrices = [name for name, tensor in tensors.items() if len(tensor.shape) > 1 and tensor.dim is None]
         return tuple(f"{name} is {reason}." for name, reason in by_family((name, reasons[name]) for name in matrices))
 
@@ -218,7 +225,8 @@ class Blueprint:
 
     def parts(self, batch: Batch, role: Role, stage: int, mesh: Mesh) -> tuple[Parts, Guards | None]:
         """The part of the graph that ``stage`` runs for batches of this shape, and guards that they must meet, too."""
-        shapes, traced = shapes_of(batch), self.traced
+        shapes = shapes_of(batch)
+        traced = self.traced
         explore = partial(traced.lengths, batch, role.training, role.outputs, role.compute)
         with gc_paused():
             parts = self.lengths.parts((role, stage), shapes, explore)
@@ -229,7 +237,8 @@ class Blueprint:
         return parts, captured.guards
 
     def _captured(self, batch: Batch, role: Role, stage: int, mesh: Mesh) -> tuple[Captured, Parts]:
-        traced, arguments = self.traced, (role, stage, mesh)
+        traced = self.traced
+        arguments = (role, stage, mesh)
         first = traced.captured
         as_first = role.training and role.compute is None and shapes_of(batch) == traced.example
         if as_first and not (first.guards and first.guards.broken(batch)):
@@ -283,7 +292,11 @@ class Programs:
     """
 
     def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, parameters: Mapping[str, nn.Parameter], sink):
-        self.blueprint, self.stage, self.mesh, self.parameters, self.sink = blueprint, stage, mesh, parameters, sink
+        self.blueprint = blueprint
+        self.stage = stage
+        self.mesh = mesh
+        self.parameters = parameters
+        self.sink = sink
         self._random = any(map(is_random, blueprint.traced.captured.module.graph.nodes))
         self._programs: dict[tuple, list[tuple[Guards | None, Program]]] = {}
         self._lookups: dict[Program, Lookups] = {}

@@ -16,7 +16,8 @@ def batches_of_next(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> list[di
 
     batches: of this replica, the same on all its ranks; values are tensors, or what JSON can represent.
     """
-    grid, wanted = mesh.grid, (mesh.dp_rank + 1) % mesh.grid.dp
+    grid = mesh.grid
+    wanted = (mesh.dp_rank + 1) % mesh.grid.dp
     found: list[dict[str, Any]] = []
     for replica in range(grid.dp):
         received = _from_rank(grid.rank(dp=replica), batches, mesh)
@@ -26,7 +27,8 @@ def batches_of_next(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> list[di
 
 
 def _from_rank(source: int, batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> list[dict[str, Any]]:
-    group, sends = mesh.control, mesh.rank == source
+    group = mesh.control
+    sends = mesh.rank == source
     forms = broadcast_json([_form(batch) for batch in batches] if sends else None, group, "cpu", source)
     received: list[dict[str, Any]] = []
     for index, form in enumerate(forms):

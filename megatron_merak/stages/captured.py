@@ -66,8 +66,11 @@ class CapturedModel(TrainedModel):
     ):
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
-        self.blueprint, self.seed, plan = blueprint, seed, blueprint.plan
-        self.model, self.accepts_num_items = blueprint.traced.model, blueprint.traced.accepts_num_items
+        self.blueprint = blueprint
+        self.seed = seed
+        plan = blueprint.plan
+        self.model = blueprint.traced.model
+        self.accepts_num_items = blueprint.traced.accepts_num_items
         example = blueprint.traced.batch
         check_same_plan(plan, mesh.control)
         if plan.overlap == "sub-pipeline" and not self.accepts_num_items:
@@ -122,7 +125,8 @@ class CapturedModel(TrainedModel):
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the capture, in sentences."""
-        captured, fused = self.blueprint.traced.captured, self.blueprint.fused
+        captured = self.blueprint.traced.captured
+        fused = self.blueprint.fused
         counts = ", ".join(f"{count} {name}" for name, count in sorted(fused.items()))
         notes = (f"Captured {captured.how}.", *captured.notes, f"Fused: {counts or 'nothing'}.")
         if self.plan.overlap == "sub-pipeline" and self.halves is False:
@@ -181,7 +185,8 @@ class CapturedModel(TrainedModel):
         self.parameters.start_step()
         executor = self.executor(len(batches), True)
         sums = weights is not None or self.blueprint.traced.adds_up(batches[0])
-        prepared, scale = [*map(self.blueprint.traced.prepared, batches)], self.optimizer.begin()
+        prepared = [*map(self.blueprint.traced.prepared, batches)]
+        scale = self.optimizer.begin()
         loss = executor.run(prepared, self.iteration, weights=weights, loss_scale=scale, sum_losses=sums, task=task)
         self.mesh.pulse.at("gradient reduction")
         self.parameters.finish_step()
@@ -257,7 +262,8 @@ class CapturedModel(TrainedModel):
         count = self._most(len(batches))
         if not count:
             return None
-        executor, task = self.executor(count, False), Task(loss, tuple(outputs))
+        executor = self.executor(count, False)
+        task = Task(loss, tuple(outputs))
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         executor.run(prepared, self.iteration, training=False, task=task)
         return named_outputs(executor, self.programs, prepared, False, task)
@@ -326,7 +332,8 @@ class CapturedModel(TrainedModel):
 
     def output_rank(self, replica: int) -> int:
         """The global rank from which a replica's evaluation outputs are taken: the first that runs its last stage."""
-        schedule, grid = self.plan.schedule, self.mesh.grid
+        schedule = self.plan.schedule
+        grid = self.mesh.grid
         return grid.rank(dp=replica, pp=schedule.rank_of(schedule.stages - 1))
 
     def share_statistics(self) -> None:
@@ -339,7 +346,9 @@ class CapturedModel(TrainedModel):
         fp32 weights that replicas shard are all-gathered into the gradient's memory. Where that has room for one unit
         only, the ``fetch`` of a shard all-gathers its unit.
         """
-        buffer, gatherer, exported = self.buffer, self.gatherer, [*self.others()]
+        buffer = self.buffer
+        gatherer = self.gatherer
+        exported = [*self.others()]
         gathered: list[Sequence[Bucket]] = []
 
         def fetch(buckets: Sequence[Bucket]) -> None:
@@ -434,7 +443,8 @@ class CapturedModel(TrainedModel):
         """
         self.replicas.check()
         weights = self.exported()
-        control, user_model = self.mesh.control, self.user_model
+        control = self.mesh.control
+        user_model = self.user_model
         if not has_adapters(self.model):
             with unguarded(self.model), left_out(self.model, omitted):
                 save_hf(directory, self.model, weights, control, "cpu", processing_class=processing_class)

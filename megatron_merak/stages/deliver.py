@@ -112,7 +112,8 @@ def _messages(parts: Sequence[_Part]) -> Iterator[list[_Piece]]:
         for piece in _pieces(part):
             if message and size + piece.nbytes > MESSAGE:
                 yield message
-                message, size = [], 0
+                message = []
+                size = 0
             message.append(piece)
             size += piece.nbytes
     if message:
@@ -126,7 +127,8 @@ def _pieces(part: _Part) -> Iterator[_Piece]:
     dim = 0 if part.dim is None else part.dim
     intervals = ((0, part.shape[0]),) if part.dim is None else part.intervals
     row = torch.Size(part.shape).numel() * part.dtype.itemsize // max(part.shape[dim], 1)
-    step, offset = max(1, MESSAGE // max(row, 1)), 0
+    step = max(1, MESSAGE // max(row, 1))
+    offset = 0
     for start, stop in intervals:
         for first in range(start, stop, step):
             last = min(first + step, stop)
@@ -136,7 +138,8 @@ def _pieces(part: _Part) -> Iterator[_Piece]:
 
 def _allocate(message: list[_Piece]) -> tuple[Tensor, list[Tensor]]:
     """Memory for a message, and a view of it for every piece."""
-    starts, end = [], 0
+    starts = []
+    end = 0
     for piece in message:
         starts.append(end)
         end += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT

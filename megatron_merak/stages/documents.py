@@ -30,7 +30,8 @@ def same_graph(one: Captured, other: Captured) -> bool:
     """Whether two captures run the same operations on the same values in the same order."""
     if one.guards or other.guards or one.outputs != other.outputs or one.shapes != other.shapes:
         return False
-    nodes, others = _used_nodes(one), _used_nodes(other)
+    nodes = _used_nodes(one)
+    others = _used_nodes(other)
     if len(nodes) != len(others):
         return False
     numbers, other_numbers = ({node: f"%{n}" for n, node in enumerate(each)} for each in (nodes, others))

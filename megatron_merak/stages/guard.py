@@ -21,7 +21,10 @@ class Guard:
     """
 
     def __init__(self, kind: type[nn.Module], name: str, ranks: int, own: Callable | None):
-        self.kind, self.name, self.ranks, self.own = kind, name, ranks, own
+        self.kind = kind
+        self.name = name
+        self.ranks = ranks
+        self.own = own
 
     @property
     def __signature__(self) -> inspect.Signature:

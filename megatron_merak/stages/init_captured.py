@@ -61,7 +61,8 @@ class Initialiser:
         # transformers initialises the source of tied parameters, and ties the others to it afterwards.
         owners = [each for each in names if each in self._sources] or names
         fresh = nn.Parameter(_unset(parameter), requires_grad=parameter.requires_grad)
-        slots, enclosing = [self._slot(each) for each in owners], self._enclosing(owners)
+        slots = [self._slot(each) for each in owners]
+        enclosing = self._enclosing(owners)
         try:
             for module, key in slots:
                 module._parameters[key] = fresh
@@ -96,7 +97,8 @@ class Initialiser:
         """(module, model that initialises it) of all modules that contain the parameter, in transformers' order."""
         pairs: dict[int, tuple[nn.Module, nn.Module]] = {}
         for name in names:
-            module, model = self._model, None
+            module = self._model
+            model = None
             for step in ["", *name.split(".")[:-1]]:
                 module = module.get_submodule(step) if step else module
                 model = module if hasattr(module, "_initialize_weights") else model
@@ -193,7 +195,8 @@ def _almost_empty(kept: int | None) -> Iterator[dict[int, tuple[int, nn.Paramete
 @contextmanager
 def _uninitialised_is_nan() -> Iterator[None]:
     """Let ``torch.empty`` return NaN, so that memory that nothing writes is not mistaken for a value."""
-    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -15,7 +15,8 @@ _MEMORY = 8 << 30  # bytes of full tensors at a time
 
 def draw(piece: Piece, seed: int) -> torch.Tensor:
     """Return the full tensor of ``piece``: fp32, on the CPU, in HuggingFace orientation, without padding."""
-    shape, init = piece.sharding.shape, piece.init
+    shape = piece.sharding.shape
+    init = piece.init
     if init.kind == "normal":
         generator = torch.Generator().manual_seed(derive_seed(seed, piece.sharding.name))
         return torch.empty(shape).normal_(0.0, init.std, generator=generator)

@@ -80,7 +80,8 @@ class Fingerprint:
         if change is not None:
             return change
         for name in [*self.buffers, *now.buffers]:
-            one, other = self.buffers.get(name), now.buffers.get(name)
+            one = self.buffers.get(name)
+            other = now.buffers.get(name)
             if type(one) is not type(other) or not _same(one, other):
                 return Change(name, "(its values)", "(other values)")
         return None
@@ -88,7 +89,8 @@ class Fingerprint:
 
 def _first(before: Mapping[str, Any], now: Mapping[str, Any]) -> Change | None:
     for name in dict.fromkeys([*before, *now]):
-        old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
+        old = before.get(name, _ABSENT)
+        new = now.get(name, _ABSENT)
         if old != new:
             return _inside(name, old, new)
     return None

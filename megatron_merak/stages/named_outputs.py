@@ -24,8 +24,11 @@ def named_outputs(
     """
     if not executor.losses:
         return None
-    results, executor.results = executor.results, []  # logits may be the largest tensors of all
-    last, outputs = programs[executor.schedule.stages - 1], []
+    # logits may be the largest tensors of all
+    results = executor.results
+    executor.results = []
+    last = programs[executor.schedule.stages - 1]
+    outputs = []
     for batch, loss, result in zip(batches, executor.losses, results, strict=True):
         program = last(batch, training, task)
         named = zip(program.results, program.named, strict=True)

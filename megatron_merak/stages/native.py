@@ -61,7 +61,8 @@ def check_native_shardings(plan: Sequence[TensorSharding], table: Sequence[Tenso
 
     table: how the native model shards them (see ``tensors``); it can compute with no other sharding.
     """
-    planned, native = {tensor.name: tensor for tensor in plan}, {tensor.name: tensor for tensor in table}
+    planned = {tensor.name: tensor for tensor in plan}
+    native = {tensor.name: tensor for tensor in table}
     for name, tensor in native.items():
         if name not in planned:
             reason = f"the plan does not say how it is sharded; the native model has it {tensor.describe()}"
@@ -69,7 +70,8 @@ def check_native_shardings(plan: Sequence[TensorSharding], table: Sequence[Tenso
         if planned[name].shape != tensor.shape:
             reason = f"its shape is {planned[name].shape} in the plan, and {tensor.shape} in the model"
             raise PlanError("sharding of", name, reason, "Train the model that the plan was made for")
-        stored, expected = planned[name].describe(), tensor.describe()
+        stored = planned[name].describe()
+        expected = tensor.describe()
         if stored != expected:
             reason = f"the plan has it {stored}, and the native model {expected}, never otherwise"
             raise PlanError("sharding of", name, reason, "Restore it, or train the model by pretrain_hf.py")
@@ -136,7 +138,8 @@ def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
 
 def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
     """Build, initialise and bind this rank's stages. Collective over all ranks: makes groups for tied parameters."""
-    dtype, model = DTYPES[plan.dtype], dataclasses.replace(config.model, cross_entropy_chunk_size=plan.loss_chunk)
+    dtype = DTYPES[plan.dtype]
+    model = dataclasses.replace(config.model, cross_entropy_chunk_size=plan.loss_chunk)
     place = Placement(
         mesh.tp,
         "edge",
@@ -150,7 +153,8 @@ def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
     units_of = {stage: [chain[unit] for unit in plan.stages[stage].units] for stage in plan.stages_of(mesh.pp_rank)}
     units = [unit for stage in units_of.values() for unit in stage]
     stages_of = find_ties(chain, plan)
-    groups, shared = tie_groups(stages_of, plan, mesh), stages_sharing(stages_of, plan, mesh)
+    groups = tie_groups(stages_of, plan, mesh)
+    shared = stages_sharing(stages_of, plan, mesh)
     group_of = groups_of_run(config.optimizer, outer_names(config.model))
     entries, layouts, names = _entries(units, stages_of, groups, units_of, mesh, group_of)
     buffer = ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size, *shard_of(plan, mesh))
@@ -209,8 +213,12 @@ class _Programs:
     """
 
     def __init__(self, units: list[Unit], chain: int, prelude: Prelude, mesh: Mesh, plan: Plan, dtype: torch.dtype):
-        self.units, self.prelude, self.plan, self.dtype = units, prelude, plan, dtype
-        self.first, self.last = units[0].index == 0, units[-1].index == chain - 1
+        self.units = units
+        self.prelude = prelude
+        self.plan = plan
+        self.dtype = dtype
+        self.first = units[0].index == 0
+        self.last = units[-1].index == chain - 1
         one = mesh.tp is None  # nothing is communicated inside a unit
         self.segments = tuple(s for u in units for s in ([fuse(u.segments())] if one else u.segments()))
         self._programs: dict[int, Program] = {}
@@ -253,7 +261,8 @@ def _entries(
     for unit in units:
         group = []
         for local, parameter in unit.named_parameters():
-            layout, name = unit.layouts[local], f"{unit.name}.{local}"
+            layout = unit.layouts[local]
+            name = f"{unit.name}.{local}"
             key = key_of(layout)
             names[unit.index, local] = seen.setdefault(key, name)
             if seen[key] != name:

@@ -33,9 +33,11 @@ class NativeModel(TrainedModel):
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
         check_same_plan(plan, mesh.control)
-        built, train = build_stages(config, plan, mesh), config.train
+        built = build_stages(config, plan, mesh)
+        train = config.train
         self.shape = config.model
-        self.layouts, self.per_token = built.layouts, train.calculate_per_token_loss
+        self.layouts = built.layouts
+        self.per_token = train.calculate_per_token_loss
         super().__init__(
             plan,
             mesh,
@@ -53,7 +55,8 @@ class NativeModel(TrainedModel):
 
     def _backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
         self.parameters.start_step()
-        executor, scale = self.executor(len(batches)), self.optimizer.begin()
+        executor = self.executor(len(batches))
+        scale = self.optimizer.begin()
         loss = executor.run(batches, self.iteration, loss_scale=scale, sum_losses=self.per_token)
         self.mesh.pulse.at("gradient reduction")
         self.parameters.finish_step()
@@ -80,7 +83,8 @@ class NativeModel(TrainedModel):
     def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[Shard]:
         """See `TrainedModel`. Exactly one rank owns each shard: in the first replica, on the first stage that has it,
         and on tensor-parallel rank 0 if it is replicated."""
-        mesh, tp = self.mesh, self.mesh.grid.tp
+        mesh = self.mesh
+        tp = self.mesh.grid.tp
         for name, layout in self.layouts.items():
             if names is not None and name not in names:
                 continue
@@ -97,7 +101,8 @@ class NativeModel(TrainedModel):
     def _sums(self, loss: StepLoss | None, micro_batches: int) -> Tensor | None:
         """Return what `loss` takes, summed over replicas: on ranks of the last stage, and on the last pipeline rank,
         which reports."""
-        schedule, device = self.plan.schedule, self.mesh.device
+        schedule = self.plan.schedule
+        device = self.mesh.device
         elsewhere = schedule.rank_of(schedule.stages - 1) != self.mesh.grid.pp - 1
         if loss is None and not elsewhere:
             return None

@@ -12,7 +12,8 @@ from ..runtime.watching import observed
 from ..segment import Common, Segment
 from .inside import all_finite, module_inside
 
-_FORWARD, _BACKWARD = 0, 1
+_FORWARD = 0
+_BACKWARD = 1
 
 
 class _Finder:
@@ -23,7 +24,8 @@ class _Finder:
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str], units: Sequence[str]):
-        self.names, self.units = names, units
+        self.names = names
+        self.units = units
         self.found: tuple[list[int], str] | None = None
 
     def __call__(
@@ -70,7 +72,9 @@ def first_not_finite(model: Any, batches: Sequence[Mapping[str, Any]], iteration
     Collective over all ranks; ``main_grad`` is overwritten.
     """
     units = [unit.name for unit in model.plan.units]
-    finder, restore, present = _Finder(model.parameters.names, units), model.snapshot(), model.iteration
+    finder = _Finder(model.parameters.names, units)
+    restore = model.snapshot()
+    present = model.iteration
     model.iteration = iteration
     try:
         with observed(list(model.stages.values()), finder):

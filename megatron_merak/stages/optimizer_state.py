@@ -76,12 +76,16 @@ def optimizer_kinds(optimizer: LocalOptimizer, gatherer: ShardGatherer, parts: P
     State that is not in one flat tensor, or is sharded over data-parallel ranks, is all-gathered into the gradient's
     memory, one kind, or one unit of a kind, at a time.
     """
-    buffer, kinds = optimizer.buffer, {}
+    buffer = optimizer.buffer
+    kinds = {}
     for name, state in optimizer.state().items():
         if isinstance(state, Scattered):
-            flat, names, keep = buffer.main_grad, state.names, state.take
+            flat = buffer.main_grad
+            names = state.names
+            keep = state.take
         else:
-            flat, names = buffer.main_grad if buffer.sharded else state, buffer.slots
+            flat = buffer.main_grad if buffer.sharded else state
+            names = buffer.slots
             keep = partial(buffer.take, state, flat)
         kinds[name] = Kind(_turns(gatherer, flat, _only(parts, names), partial(gatherer.full, state), keep))
     for name, tensors in optimizer.other_state().items():
@@ -99,7 +103,8 @@ def _only(parts: Parts, chosen: Collection[str]) -> Parts:
 
 
 def _turns(gatherer: ShardGatherer, flat: Flat, parts: Parts, fetch: Step, keep: Step) -> list[Turn]:
-    buffer, turns = gatherer.buffer, []
+    buffer = gatherer.buffer
+    turns = []
     for buckets in buffer.turns(flat):
         buffer.allocate(flat, buckets)  # views need memory
         names = dict.fromkeys(name for bucket in buckets for name in bucket.names)

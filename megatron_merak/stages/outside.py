@@ -11,11 +11,13 @@ from ..graph.lowering.lookups import Outside
 def refusal(found: Outside, batch: Mapping[str, Tensor], microbatch: int) -> DataError:
     """Return the error. microbatch: the number of the batch among those that run together."""
     entry, place = found.place(batch)
-    lookup, rows = found.lookup, f"{found.rows:,} rows, 0 to {found.rows - 1}"
+    lookup = found.lookup
+    rows = f"{found.rows:,} rows, 0 to {found.rows - 1}"
     whose = lookup.table or "the table that is looked up in"
     remedy = "Use the tokenizer and the settings of this model, or resize its table before training"
     if lookup.classes:
-        whose, rows = "the loss", f"{found.rows:,} classes, 0 to {found.rows - 1}"
+        whose = "the loss"
+        rows = f"{found.rows:,} classes, 0 to {found.rows - 1}"
         remedy = f"Give targets of this model's vocabulary or classes, and {lookup.ignored} where none counts"
     if not entry:
         remedy = "Shorten the samples, or build the model with a larger table"

@@ -40,7 +40,8 @@ class StoredParameter:
 
     def shard(self, mesh: Mesh, storage: Tensor) -> Shard:
         """``storage``, of the shape of ``self.storage``, as a shard of a HuggingFace tensor, without padding."""
-        tensor, tp = self.sharding, mesh.grid.tp
+        tensor = self.sharding
+        tp = mesh.grid.tp
         shape = tensor.local_shape(mesh.tp_rank, tp)
         view = storage if tensor.dim is None else storage.narrow(tensor.dim, 0, shape[tensor.dim])
         owner = self.counted and mesh.dp_rank == 0
@@ -67,7 +68,9 @@ class ParameterShards:
     """
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh, group_of: GroupOf):
-        self.blueprint, self.mesh, self.captured = blueprint, mesh, blueprint.traced.captured
+        self.blueprint = blueprint
+        self.mesh = mesh
+        self.captured = blueprint.traced.captured
         self.model = blueprint.traced.model
         self.stages = blueprint.plan.stages_of(mesh.pp_rank)
         self.stages_of = blueprint.stages_of()
@@ -114,7 +117,9 @@ class ParameterShards:
 
         Collective over all ranks: makes process groups for the parameters that several pipeline ranks have.
         """
-        names, plan, mesh = self.names, self.blueprint.plan, self.mesh
+        names = self.names
+        plan = self.blueprint.plan
+        mesh = self.mesh
         stages_of: dict[tuple[str, ...], tuple[int, ...]] = {(name,): stages for name, stages in self.stages_of.items()}
         groups = tie_groups(stages_of, plan, mesh)
         shared = stages_sharing(stages_of, plan, mesh)
@@ -135,19 +140,23 @@ class ParameterShards:
         )
 
     def _make_buffer(self, units: list[list[str]], group_of: GroupOf) -> ParameterBuffer:
-        blueprint, tp = self.blueprint, self.mesh.grid.tp
-        tensors, captured = blueprint.sharding.tensors, self.captured
+        blueprint = self.blueprint
+        tp = self.mesh.grid.tp
+        tensors = blueprint.sharding.tensors
+        captured = self.captured
 
         def entry(name: str) -> BufferEntry:
             tensor = tensors[name]
-            group, fp32 = group_of(name, tensor.shape), captured.dtypes[name] == torch.float32
+            group = group_of(name, tensor.shape)
+            fp32 = captured.dtypes[name] == torch.float32
             ranks = {*map(blueprint.plan.schedule.rank_of, self.stages_of[name])}
             return BufferEntry(name, stored_shape(tensor, tp), group, self._counted(name), fp32, len(ranks) > 1)
 
         entries = [[entry(name) for name in names if name in captured.trainable] for names in units]
         kinds = {captured.dtypes[name] for name in captured.trainable}
         dtype = kinds.pop() if len(kinds) == 1 else DTYPES[blueprint.plan.dtype]
-        plan, mesh = blueprint.plan, self.mesh
+        plan = blueprint.plan
+        mesh = self.mesh
         return ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size, *shard_of(plan, mesh))
 
     def _counted(self, name: str) -> bool:
@@ -156,7 +165,8 @@ class ParameterShards:
         return self.stages_of[name][0] in self.stages and (not replicated or self.mesh.tp_rank == 0)
 
     def _store(self, name: str) -> StoredParameter:
-        captured, tensor = self.captured, self.blueprint.sharding.tensors[name]
+        captured = self.captured
+        tensor = self.blueprint.sharding.tensors[name]
         own = self.model.get_parameter(name).dtype
         rounds = own == torch.float32 and captured.dtypes[name] in HALVES
         if name in captured.trainable:
@@ -220,7 +230,8 @@ class ParameterShards:
 
     def _names_in(self, directory: Source) -> dict[str, str]:
         """The parameters that ``directory`` has, and their names there."""
-        available, adapted = {*directory.names()}, has_adapters(self.model)
+        available = {*directory.names()}
+        adapted = has_adapters(self.model)
         names = {name: name_before(name) if adapted else name for name in self.stored}
         return {name: original for name, original in names.items() if original in available}
 
@@ -233,7 +244,8 @@ class ParameterShards:
 
         Collective over all ranks: a MerakError on one rank is raised on every rank.
         """
-        buffer, turns = self.buffer, self.buffer.filling()
+        buffer = self.buffer
+        turns = self.buffer.filling()
         fill_shards = self._filler(seed)
         fill_shards([*self.others()])
         self.round_frozen()
@@ -254,7 +266,9 @@ class ParameterShards:
 
     def _filler(self, seed: int) -> Callable[[Sequence[Shard]], None]:
         """A function that fills shards; collective over all ranks."""
-        model, control, directory = self.model, self.mesh.control, source_of(self.model)
+        model = self.model
+        control = self.mesh.control
+        directory = source_of(self.model)
         names = {} if directory is None else self._names_in(directory)
         in_memory = {*broadcast_json(ModuleSource(model).names(), control, "cpu")} - names.keys()
         initialiser: list[Initialiser] = []

@@ -35,7 +35,8 @@ def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
 
 def _refusal(dtype: torch.dtype, fp16: bool) -> tuple[str, str]:
     """The reason why a weight of ``dtype`` cannot be trained, and the remedy."""
-    reason, remedy = f"its dtype is {str(dtype).removeprefix('torch.')}", "Call model.float() before"
+    reason = f"its dtype is {str(dtype).removeprefix('torch.')}"
+    remedy = "Call model.float() before"
     if fp16 and dtype == torch.bfloat16:
         return f"{reason}, and fp16=True is for models in float32", f"{remedy}, or set bf16=True instead"
     reason += ", and weights train in float32 or bfloat16"

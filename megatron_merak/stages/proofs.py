@@ -53,7 +53,9 @@ def difference(engine, one: Mapping, others: Sequence[Mapping], loss: OwnLoss | 
 
     None if all gradients are zero, which proves nothing. Collective over all ranks, which get the same answer.
     """
-    mesh, buffer, task = engine.mesh, engine.buffer, Task(loss, dropout=False)
+    mesh = engine.mesh
+    buffer = engine.buffer
+    task = Task(loss, dropout=False)
     with _undisturbed(engine):
         try:
             with together(mesh.control, "cpu"):
@@ -113,7 +115,8 @@ def _share(gap: float, size: float) -> str:
 def _undisturbed(engine) -> Iterator[None]:
     """Restore running statistics, loss scale and preludes afterwards."""
     scaler = engine.optimizer.scaler
-    scale, restore = scaler.scale, snapshot(engine)
+    scale = scaler.scale
+    restore = snapshot(engine)
     try:
         yield
     finally:
@@ -147,5 +150,6 @@ def outputs_differ(plain: Tensor, padded: Tensor, dtype: str) -> bool:
         return True
     if not plain.is_floating_point():
         return not torch.equal(plain, padded)
-    gap, size = (plain.double() - padded.double()).abs(), plain.double().abs()
+    gap = (plain.double() - padded.double()).abs()
+    size = plain.double().abs()
     return bool(plain.numel()) and not gap.max() <= TOLERANCES[dtype].output * size.max()

@@ -51,7 +51,10 @@ class Replicas:
         interval: int,
         stages: Mapping[int, Stage],
     ):
-        self.mesh, self.optimizer, self.gatherer, self.interval = mesh, optimizer, gatherer, interval
+        self.mesh = mesh
+        self.optimizer = optimizer
+        self.gatherer = gatherer
+        self.interval = interval
         self.stages = stages
         self._norm = 0.0
         self._samples = 0
@@ -170,7 +173,8 @@ class Replicas:
         """
         self.gatherer.finish()
         assert isinstance(self.optimizer, LocalOptimizer), "workers of parameter servers are no replicas"
-        buffer, master = self.optimizer.buffer, self.optimizer.master
+        buffer = self.optimizer.buffer
+        master = self.optimizer.master
         full = [whole(buffer.data)] if buffer.sharding < Sharding.PARAMETERS else []
         own = [] if full else [*buffer.own_data]
         (own if buffer.sharded else full).extend([master] if buffer.rounds else [])

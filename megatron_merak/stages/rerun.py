@@ -49,8 +49,13 @@ class Rerun:
         name: str,
         seed: int = 0,
     ):
-        self.model, self.mesh, self.checks = model, model.mesh, checks
-        self.say, self.warn, self.name, self.seed = say, warn, name, seed
+        self.model = model
+        self.mesh = model.mesh
+        self.checks = checks
+        self.say = say
+        self.warn = warn
+        self.name = name
+        self.seed = seed
         self.judge = Judge(checks, finite=not model.optimizer.scaler.scales) if checks.active else None
         self._worst: dict[str, float] = {}
 
@@ -130,7 +135,8 @@ class Rerun:
         """Compute the step again until it is known what is wrong; return the last result if all may go on."""
         reports = self._gather(None if rejection is None else [rejection.text, rejection.fatal])
         suspects = [rank for rank, report in enumerate(reports) if report is not None]
-        text, fatal = reports[suspects[0]][0], any(report[1] for report in reports if report)
+        text = reports[suspects[0]][0]
+        fatal = any(report[1] for report in reports if report)
         injected = self.checks.error_injection_type if text == "an injected error" else ""
         self.say(f"{self._step}: {text}, on {named_ranks(suspects)}; the step is computed again")
         first = self._gather(facts)

@@ -24,7 +24,8 @@ class RunningStatistics:
     """
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh):
-        self.mesh, model = mesh, blueprint.traced.model
+        self.mesh = mesh
+        model = blueprint.traced.model
         stages = blueprint.plan.stages_of(mesh.pp_rank)
         own_units = {unit for stage in stages for unit in blueprint.plan.stages[stage].units}
         self._buffers: dict[str, Tensor] = {}

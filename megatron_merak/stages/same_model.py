@@ -118,7 +118,8 @@ def _code(kind: Any) -> str:
 
 def _difference(own_digests: dict[str, str], first: dict[str, str]) -> ConfigError | None:
     for name in (*first, *own_digests):
-        own, expected = own_digests.get(name), first.get(name)
+        own = own_digests.get(name)
+        expected = first.get(name)
         if own != expected:
             reason = f"it is {expected} on the first rank"
             if expected is None:

@@ -124,7 +124,9 @@ class Traced:
         mesh: Mesh | None = None,
         loss: OwnLoss | None = None,
     ):
-        self.model, self.dtype, self._loss = model, dtype, loss
+        self.model = model
+        self.dtype = dtype
+        self._loss = loss
         self._trains = {name: p.requires_grad for name, p in model.named_parameters()}
         self.accepts_num_items = accepts_num_items(model) if loss is None else loss.counts
         self._shared: dict[str, Tensor] = {}
@@ -145,7 +147,8 @@ class Traced:
             note = f"The model does not run with the dtypes of its weights: all compute in {dtype}."
             self.captured = replace(captured, notes=(*captured.notes, note))
         self.batch = self.prepared(example)
-        self.example, self.size = shapes_of(self.batch), batch_size(example)
+        self.example = shapes_of(self.batch)
+        self.size = batch_size(example)
         self._check_dtypes()
         if mesh is not None:
             self._check_case(mesh)
@@ -282,7 +285,8 @@ class Traced:
 
     def _check_case(self, mesh: Mesh) -> None:
         """Raise PlanError if ranks have captured different branches, ConfigError if they have different graphs."""
-        guards, graph = self.captured.guards, self.captured.module.graph
+        guards = self.captured.guards
+        graph = self.captured.module.graph
         case = hashlib.sha256(f"{graph}{guards.module.graph}".encode()).hexdigest() if guards else ""
         cases = gather_json(case, mesh.control, "cpu")
         if len(dict.fromkeys(cases)) > 1:

@@ -46,8 +46,12 @@ class TrainedModel:
         optimizer_of: OptimizerOf,
         replica_check_interval: int,
     ):
-        self.plan, self.mesh, self.stages, self.parameters = plan, mesh, stages, parameters
-        self.buffer, self.gatherer = parameters.buffer, parameters.gatherer
+        self.plan = plan
+        self.mesh = mesh
+        self.stages = stages
+        self.parameters = parameters
+        self.buffer = parameters.buffer
+        self.gatherer = parameters.gatherer
         self.optimizer = optimizer_of(parameters, optimizer, scaler)
         self.replicas = Replicas(mesh, self.optimizer, self.gatherer, replica_check_interval, stages)
         self.executors = Executors(stages, plan.schedule, mesh)

@@ -46,7 +46,8 @@ class _Largest:
     """The largest of the first values, with which later ones are compared; values that are not finite do not count."""
 
     def __init__(self) -> None:
-        self.count, self.value = 0, 0.0
+        self.count = 0
+        self.value = 0.0
 
     def exceeded(self, value: float) -> bool:
         value = abs(value)
@@ -68,7 +69,8 @@ class Judge:
     def __init__(self, checks: Checks, finite: bool):
         self.checks = checks
         self.finite = finite and not checks.no_check_for_nan_in_loss_and_grad
-        self._loss, self._gradient = _Largest(), _Largest()
+        self._loss = _Largest()
+        self._gradient = _Largest()
 
     def rejection(self, losses: Sequence[float], norm: float) -> Rejection | None:
         """Return the first unexpected result of a step.

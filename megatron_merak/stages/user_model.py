@@ -42,7 +42,10 @@ class UserModel:
         settle: Callable[[], None] = lambda: None,
         sharded: bool = False,
     ):
-        self.model, self.exported, self.mesh, self._settle = model, exported, mesh, settle
+        self.model = model
+        self.exported = exported
+        self.mesh = mesh
+        self._settle = settle
         self.shared = mesh.grid.tp * mesh.grid.pp == 1 and not sharded
         self._guard: Guard | None = None
         self._emptied = False  # whether the model lacks its weights on this rank
@@ -70,7 +73,8 @@ class UserModel:
         if not self.shared and not self._emptied:
             guard(self.model, self.mesh.grid.size)
             self._withheld = withhold(self.model, self.mesh.grid.size)
-            self._guard, self._emptied = guard_of(self.model), True
+            self._guard = guard_of(self.model)
+            self._emptied = True
 
     def gather(self) -> None:
         """Copy the trained weights to the first rank's model. Collective over all ranks."""

@@ -67,7 +67,8 @@ class Withheld:
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        name, owner = getattr(func, "__name__", str(func)), getattr(func, "__self__", None)
+        name = getattr(func, "__name__", str(func))
+        owner = getattr(func, "__self__", None)
         if name in ("__get__", "__set__"):
             attribute = getattr(owner, "__name__", "(a property)")
             return _get(func, args[0], attribute) if name == "__get__" else _set(func, args[0], args[1], attribute)
@@ -135,7 +136,8 @@ def withhold(model: nn.Module, ranks: int) -> dict[str, nn.Parameter]:
         if is_withheld(parameter):
             continue
         if type(parameter) is nn.Parameter:
-            meta, device = _meta(parameter), parameter.device
+            meta = _meta(parameter)
+            device = parameter.device
             parameter.data = parameter.data.new_empty(0)  # frees its memory before more is allocated
             parameter.data = _empty(meta, meta.dtype, device)
         _hide(parameter, _Note(name, ranks, type(parameter)))

@@ -37,7 +37,9 @@ class ParallelLayer(nn.Module):
     def __init__(self, group: Group, collectives: str, sequence_parallel: bool):
         super().__init__()
         assert collectives in ("call", "edge"), collectives
-        self.group, self.calls, self.sequence_parallel = group, collectives == "call", sequence_parallel
+        self.group = group
+        self.calls = collectives == "call"
+        self.sequence_parallel = sequence_parallel
         self.sink: ops.WeightGradientSink | None = None
 
     def _full(self, x: Tensor) -> Tensor:
@@ -78,7 +80,8 @@ class ColumnParallelLinear(ParallelLayer):
         assert self.calls or not gather_output, "under 'edge' the layer has no collectives"
         assert not (sequence_parallel and gather_output), "no part of the sequence would be left"
         rows = divide(out_features, group_size(group))
-        self.gather_output, self.adds_bias = gather_output, not skip_bias_add
+        self.gather_output = gather_output
+        self.adds_bias = not skip_bias_add
         self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype, device=device)) if bias else None
 

@@ -52,7 +52,8 @@ def _identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, forward, backward):
-        ctx.group, ctx.pair = group, backward
+        ctx.group = group
+        ctx.pair = backward
         return forward(x, group)
 
     @staticmethod

@@ -107,11 +107,13 @@ def schedule_of(saved: SavedRun, config: RunConfig) -> OptimizerConfig:
 def _model_changes(
     config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None
 ) -> tuple[list[Change], list[Change]]:
-    now, then = config.to_dict()["model"], dict(saved.config["model"])
+    now = config.to_dict()["model"]
+    then = dict(saved.config["model"])
     if isinstance(config, HFConfig) != ("model" in then):  # a native model and a captured one share names only
         now, then = ({"seq_length": values.get("seq_length")} for values in (now, then))
     elif isinstance(config.model, ModelConfig):
-        now, then = _effective(config.model), _effective_saved(then)
+        now = _effective(config.model)
+        then = _effective_saved(then)
     changes = [Change(flag_name(name), now[name], then[name]) for name in _differing(now, then) if name not in _FREE]
     may_change = _REPORTED | _OF_A_RUN if config.checkpoint.finetune else _REPORTED
     refused = [change for change in changes if change.flag[2:].replace("-", "_") not in may_change]
@@ -159,7 +161,8 @@ def _run_changes(config: RunConfig, saved: SavedRun) -> list[Change]:
 
 
 def _check_seed_and_data(config: RunConfig, saved: SavedRun, data: Mapping) -> list[str]:
-    seed, before = config.train.seed, saved.config["train"].get("seed")
+    seed = config.train.seed
+    before = saved.config["train"].get("seed")
     if before is not None and seed != before:  # converted weights have none
         remedy = f"Give --seed {before}, or --finetune to start a new run from these weights"
         raise CheckpointError("--seed", seed, f"the checkpoint's run has seed {before}", remedy)

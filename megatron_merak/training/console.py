@@ -82,7 +82,8 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     With modelled times, every field that depends on one says so, and the remaining time is omitted.
     """
     modelled = f" ({work.clock})" if work.clock else ""
-    rate, progress = work.per_rank(interval.samples_per_second), interval.progress
+    rate = work.per_rank(interval.samples_per_second)
+    progress = interval.progress
     fields = [
         f"iteration {progress.iteration:8d}/{progress.iterations:8d}",
         f"consumed samples: {progress.consumed_samples:12d}",
@@ -116,7 +117,8 @@ def short_line(interval: Interval, work: Throughput, detailed: bool) -> str:
     """Return the same facts in at most 120 columns; skipped and nan iterations, and a loss scale, only if there are
     any.
     """
-    progress, rate = interval.progress, work.per_rank(interval.samples_per_second)
+    progress = interval.progress
+    rate = work.per_rank(interval.samples_per_second)
     known = work.peak is not None
     total = f"{progress.iterations:,}"
     left = timedelta(seconds=round((progress.iterations - progress.iteration) * interval.seconds))

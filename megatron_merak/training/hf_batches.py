@@ -45,7 +45,8 @@ class TokenBatches:
         """Return the model's batch. num_items: float, [], by which the sum of losses is divided instead of the number
         of targets.
         """
-        tokens, labels = batch["tokens"], targets(batch)
+        tokens = batch["tokens"]
+        labels = targets(batch)
         prepared = {"input_ids": tokens, "labels": labels}
         if self.way == "shifted":
             prepared["shift_labels"] = labels

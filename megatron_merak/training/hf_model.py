@@ -60,7 +60,8 @@ def _check_length(model: Any, length: int, more: int) -> None:
 def _check_causal(model: Any, path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    config, name = model.config, type(model).__name__
+    config = model.config
+    name = type(model).__name__
     known = AutoModelForCausalLM._model_mapping
     classes = known[type(config)] if type(config) in known else ()
     causal = type(model) in (classes if isinstance(classes, tuple) else (classes,)) or "CausalLM" in name

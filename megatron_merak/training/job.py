@@ -128,13 +128,17 @@ class Job:
     """
 
     def __init__(self, trainer: Trainer, datasets: Datasets):
-        self.config, self.plan, self.mesh = trainer.config, trainer.plan, trainer.mesh
-        self.trainer, self.datasets = trainer, datasets
+        self.config = trainer.config
+        self.plan = trainer.plan
+        self.mesh = trainer.mesh
+        self.trainer = trainer
+        self.datasets = datasets
         self.settings: RunConfig = trainer.config  # the settings as they were given, which --save stores
         self.report: Report | None = None
         trainer.data = identity(datasets)
         agree_on_data(trainer.data, datasets, self.mesh)
-        limit, scaler = self.config.train.max_consecutive_skipped_steps, trainer.optimizer.scaler
+        limit = self.config.train.max_consecutive_skipped_steps
+        scaler = trainer.optimizer.scaler
         self.skips = SkippedSteps(limit, trainer.model.buffer, self.mesh.control, scaler=scaler)
         self.lock: DirectoryLock | None = None
         self.interruption: Interruption | None = None
@@ -176,7 +180,8 @@ class Job:
 
     def interrupted(self, number: int) -> None:
         """End the run after it was saved for a signal: report how to continue, and raise Interrupted."""
-        text, options = "", self.config.checkpoint
+        text = ""
+        options = self.config.checkpoint
         if self.report is not None:
             again = "start it again with the same flags" if options.load == options.save else f"--load {options.save}"
             text = f"interrupted by {signal.Signals(number).name} after iteration {self.trainer.iteration:,}, "
@@ -266,7 +271,9 @@ class Job:
         )
 
     def _train(self, interruption: Interruption) -> None:
-        train, checkpoint, trainer = self.config.train, self.config.checkpoint, self.trainer
+        train = self.config.train
+        checkpoint = self.config.checkpoint
+        trainer = self.trainer
         loader = self.training_data(self.mesh.dp_rank, self.plan.grid.dp, trainer.batch_sizes.size)
         check_sizes(train, trainer.batch_sizes, self.plan.grid.dp, trainer.consumed_samples)
         phases = [] if train.train_samples is None else trainer.phases_left()
@@ -311,7 +318,8 @@ class Job:
 
         before: samples that the job had consumed at this rank's last report.
         """
-        trainer, executor = self.trainer, self.trainer.model.executor(len(batches))
+        trainer = self.trainer
+        executor = self.trainer.model.executor(len(batches))
         drawn = self.config.logging.timeline is not None and trainer.iteration + 1 == trainer.iterations
         executor.trace = [] if drawn else None
         began = self.mesh.clock.now()
@@ -373,7 +381,9 @@ class Job:
 
     def evaluate(self, kind: str) -> None:
         """Report the loss on a part of the data, "valid" or "test", if it exists."""
-        iterations, trainer, dataset = self.config.train.eval_iters, self.trainer, getattr(self.datasets, kind)
+        iterations = self.config.train.eval_iters
+        trainer = self.trainer
+        dataset = getattr(self.datasets, kind)
         if dataset is None or iterations == 0:
             return
         loader = self._loader(

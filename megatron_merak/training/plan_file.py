@@ -78,7 +78,8 @@ def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
         return {}  # the parser of all flags reports it
     if path is None:
         return {}
-    plan, known = stored(path), {flag.field for flag in flags(kind)}
+    plan = stored(path)
+    known = {flag.field for flag in flags(kind)}
     names = {argument.partition("=")[0] for argument in arguments}
     for name in MAKES:
         if flag_name(name) in names and name in known:

@@ -107,7 +107,8 @@ class Maker:
         from ..planner.remedies import misfits
 
         anyhow = {"device_memory_gb": None}
-        memory, plan = self.config.parallel.device_memory_gb, self.remade(anyhow)
+        memory = self.config.parallel.device_memory_gb
+        plan = self.remade(anyhow)
         if memory is None or plan is None:
             return []
 

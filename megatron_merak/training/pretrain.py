@@ -34,9 +34,11 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
 
     notices: further lines for the first rank to print at the start.
     """
-    role, workers = world.role, 1 if world.role is None else world.role.workers
+    role = world.role
+    workers = 1 if world.role is None else world.role.workers
     of_worker(config, workers).validate(world.size)
-    tokenizer, as_passed = build_tokenizer(config), config
+    tokenizer = build_tokenizer(config)
+    as_passed = config
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
     )

@@ -37,16 +37,19 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
 
     notices: further lines for the first rank to print at the start.
     """
-    role, workers = world.role, 1 if world.role is None else world.role.workers
+    role = world.role
+    workers = 1 if world.role is None else world.role.workers
     of_worker(config, workers).validate(world.size)
-    model, as_passed = build_model(config.model), config
+    model = build_model(config.model)
+    as_passed = config
     config, tokenizer = with_tokenizer(config, model)
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     control = control_group(world.size, timeout)
     check_same_software(control, world.device)
     agree(config, control)
     own = of_worker(config, workers)
-    nodes, grid = find_nodes(world, control), grid_of(own, world.size)
+    nodes = find_nodes(world, control)
+    grid = grid_of(own, world.size)
     mesh = build_mesh(
         grid,
         world.rank,
@@ -76,7 +79,8 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
 
 def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokenizer]:
     """Return the run's configuration, completed by what ``--model`` determines, and its tokenizer. Raises DataError."""
-    data, known_ids = config.data, known_tokens(model)
+    data = config.data
+    known_ids = known_tokens(model)
     ids = config.model.vocab_size
     if data.tokenizer_type == "NullTokenizer" or (data.tokenizer_type is None and data.mock_data):
         extra = data.tokenizer_type is not None  # a NullTokenizer adds the end of a document
@@ -85,7 +89,8 @@ def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokeni
             reason = f"the model's embedding has {known_ids} rows" + ", and NullTokenizer adds a token" * extra
             raise DataError("--vocab-size", ids, reason, f"Use at most {known_ids - extra}")
     else:
-        data, ids = _own_tokenizer(data, Path(config.model.model)), None
+        data = _own_tokenizer(data, Path(config.model.model))
+        ids = None
     config = dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, vocab_size=ids))
     tokenizer = build_tokenizer(config)
     if tokenizer.vocab_size > known_ids:

@@ -29,7 +29,10 @@ class Report:
     def __init__(
         self, config: LoggingConfig, work: Throughput, out: TextIO | None = None, files: RunFiles | None = None
     ):
-        self.config, self.work, self.out, self.files = config, work, out or sys.stdout, files
+        self.config = config
+        self.work = work
+        self.out = out or sys.stdout
+        self.files = files
         self.on_terminal = self.out.isatty()
         self.short = config.log_format == "short" or (config.log_format == "auto" and self.on_terminal)
         if files is not None:
@@ -115,7 +118,8 @@ class Report:
         )
 
     def _line(self, interval: Interval) -> None:
-        work, detailed = self.work, self.config.log_throughput
+        work = self.work
+        detailed = self.config.log_throughput
         line = (
             short_line(interval, work, detailed)
             if self.short

@@ -41,7 +41,9 @@ from .report import Report
 _CLAIMS = "parts of batches that workers claimed"
 _JOB = "what workers train, and on what"
 _LOADED = "the checkpoint that the first worker loaded"
-_ATTEMPTS, _PAUSE = 50, 0.2  # attempts to take over a lock, and seconds between two
+# attempts to take over a lock, and seconds between two
+_ATTEMPTS = 50
+_PAUSE = 0.2
 _LOOK = 0.5  # seconds between two checks of a server for signals
 
 
@@ -54,7 +56,8 @@ def role_of(parallel: ParallelConfig) -> Callable[[int, int], Role] | None:
 
 def server_settings(config: RunConfig) -> Settings:
     """Return the settings of ranks that serve."""
-    parallel, save = config.parallel, config.checkpoint.save
+    parallel = config.parallel
+    save = config.checkpoint.save
     directory = None if save is None else snapshot_directory(save)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     return Settings(directory, parallel.ps_snapshot_interval or SNAPSHOT_INTERVAL, timeout)
@@ -113,7 +116,9 @@ class Worker:
 
     def optimizer(self, parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> ServedAdamW:
         """Return an optimizer of this rank's parameters, connected to its servers; an ``OptimizerOf``."""
-        parallel, buffer, workers = self.config.parallel, parameters.buffer, self.role.workers
+        parallel = self.config.parallel
+        buffer = parameters.buffer
+        workers = self.role.workers
         most = 4 * workers if parallel.ps_max_staleness is None else parallel.ps_max_staleness
         layouts = []
         for piece in pieces_of(buffer.size, len(self.role.endpoints)):
@@ -179,11 +184,16 @@ class WorkerJob:
     """
 
     def __init__(self, job: Job, worker: Worker, make_report: Callable[[], Report | None]):
-        self.job, self.worker, self.make_report = job, worker, make_report
-        self.trainer, self.mesh, self.config = job.trainer, job.mesh, job.config
+        self.job = job
+        self.worker = worker
+        self.make_report = make_report
+        self.trainer = job.trainer
+        self.mesh = job.mesh
+        self.config = job.config
         assert isinstance(job.trainer.optimizer, ServedAdamW)
         self.optimizer = job.trainer.optimizer
-        self.leads, self.leading = False, ExitStack()
+        self.leads = False
+        self.leading = ExitStack()
         self.start = self.consumed = 0  # iteration and samples that the run started at
         self.saved = self.evaluated = 0  # iterations of the last checkpoint and evaluation
         self.stopped = 0  # the signal for which all workers stop
@@ -254,7 +264,8 @@ class WorkerJob:
             self.worker.stop.make(interruption.received)
         answer = None
         if self.worker.role.place == 0:
-            part, stops = self.trainer.iteration, self._stops()
+            part = self.trainer.iteration
+            stops = self._stops()
             if not self.worker.sync and not stops:
                 part = start * self.mesh.workers + self.worker.claim()
             answer = [part, self.optimizer.leader, stops]
@@ -266,15 +277,22 @@ class WorkerJob:
 
     def _stops(self) -> int:
         """Return the signal for which this worker stops now, 0 to continue. On its first rank."""
-        done, number = self.trainer.iteration, self.worker.stop.number()
+        done = self.trainer.iteration
+        number = self.worker.stop.number()
         return number if number and (not self.worker.sync or done >= self.worker.stop.last(done)) else 0
 
     def _train(self, interruption: Interruption) -> None:
-        job, trainer, train, workers = self.job, self.trainer, self.config.train, self.mesh.workers
-        start, last = self.start, trainer.iterations
+        job = self.job
+        trainer = self.trainer
+        train = self.config.train
+        workers = self.mesh.workers
+        start = self.start
+        last = trainer.iterations
         if train.exit_interval:
             last = min(last, (start // train.exit_interval + 1) * train.exit_interval)
-        sync, size, before = self.worker.sync, trainer.global_batch_size, trainer.consumed_samples
+        sync = self.worker.sync
+        size = trainer.global_batch_size
+        before = trainer.consumed_samples
         part_size = size // workers
         shape = (self.mesh.replica, workers, size) if sync else (0, 1, part_size)
         loader = job.training_data(*shape[:2], lambda consumed: shape[2])
@@ -303,7 +321,9 @@ class WorkerJob:
 
     def _after_step(self, last: int) -> None:
         """Save and evaluate when an interval has passed, since this worker does not see all steps."""
-        train, done, checkpoint = self.config.train, self.trainer.iteration, self.config.checkpoint
+        train = self.config.train
+        done = self.trainer.iteration
+        checkpoint = self.config.checkpoint
         if done >= last:
             return  # the last ones follow when all workers are done
         if checkpoint.save_interval and done // checkpoint.save_interval > self.saved // checkpoint.save_interval:

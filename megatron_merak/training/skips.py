@@ -34,7 +34,10 @@ class SkippedSteps:
         scaler: LossScaler | None = None,
     ):
         self.scaler = scaler or LossScaler()
-        self.limit, self.buffer, self.group, self.flag = limit, buffer, group, flag
+        self.limit = limit
+        self.buffer = buffer
+        self.group = group
+        self.flag = flag
         self.in_a_row = 0
 
     def count(self, skipped: bool, first: Callable[[], str] = lambda: "") -> str:
@@ -58,7 +61,8 @@ class SkippedSteps:
         lower = f"a lower {self.scaler.setting}, " if self.scaler.setting else ""
         remedy = f"Resume from the last checkpoint with {lower}a lower learning rate"
         remedy += " or in bf16, or look" if self.scaler.scales else ", or look"
-        remedy, reason = f"{remedy} at the data and at that module", f"{reason}pass {listed}"
+        remedy = f"{remedy} at the data and at that module"
+        reason = f"{reason}pass {listed}"
         if place:
             reason = f"{reason}; {place} is the first that is not finite"
         raise NumericsError(self.flag, self.limit, reason, remedy)

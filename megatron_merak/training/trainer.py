@@ -37,12 +37,17 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, model: TrainedModel):
-        self.config, self.model, self.plan, self.mesh = config, model, model.plan, model.mesh
-        self.optimizer, self.consumed_samples = model.optimizer, 0
+        self.config = config
+        self.model = model
+        self.plan = model.plan
+        self.mesh = model.mesh
+        self.optimizer = model.optimizer
+        self.consumed_samples = 0
         self.skipped_iterations = self.skipped_samples = 0
         self.data: dict[str, Any] = {}
         ranks = self.mesh.grid.size * self.mesh.workers + config.parallel.num_parameter_servers
-        self.batch_sizes, self.iterations = config.batches(ranks), config.iterations(ranks)
+        self.batch_sizes = config.batches(ranks)
+        self.iterations = config.iterations(ranks)
         self.global_batch_size = self.plan.global_batch_size * self.mesh.workers
         self.rerun = Rerun(model, checks_of(config.train), self.say, tell, "--rerun-mode", config.train.seed)
 
@@ -64,9 +69,11 @@ class Trainer:
 
         They follow iterations, or --train-samples where given, without those of skipped steps.
         """
-        done, total = self.iteration - self.skipped_iterations, self.iterations
+        done = self.iteration - self.skipped_iterations
+        total = self.iterations
         if self.config.train.train_samples is not None:
-            done, total = self.consumed_samples - self.skipped_samples, self.config.train.train_samples
+            done = self.consumed_samples - self.skipped_samples
+            total = self.config.train.train_samples
         return rates_of_run(self.config.optimizer, done, total)
 
     def phases_left(self) -> list[tuple[int, int]]:
@@ -101,7 +108,8 @@ class Trainer:
 
     def kinds(self, optimizer: bool) -> dict[str, store.Kind]:
         """Return the weights, and with ``optimizer`` its state, as a checkpoint has them."""
-        gatherer, shards = self.model.gatherer, self.model.shards
+        gatherer = self.model.gatherer
+        shards = self.model.shards
         kinds = {"model": weights_kind(gatherer, shards, self.model.others())}
         if not optimizer:
             return kinds
@@ -115,7 +123,8 @@ class Trainer:
         device; None without --log-num-zeros-in-grad."""
         if not self.config.logging.log_num_zeros_in_grad:
             return None
-        buffer, zeros = self.model.buffer, torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        buffer = self.model.buffer
+        zeros = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         gradient = buffer.own_gradient()
         for buckets in buffer.turns(buffer.main_grad):
             flat = self.model.gatherer.full(gradient, buckets)
@@ -187,8 +196,10 @@ class Trainer:
         if optimizer:
             self.optimizer.steps = saved.optimizer_steps
             self.optimizer.scaler.load(saved.loss_scale)
-        self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
-        self.skipped_iterations, self.skipped_samples = saved.skipped_iterations, saved.skipped_samples
+        self.iteration = saved.iteration
+        self.consumed_samples = saved.consumed_samples
+        self.skipped_iterations = saved.skipped_iterations
+        self.skipped_samples = saved.skipped_samples
         if self.config.train.train_samples is not None:
             self.iterations = self.iteration + sum(steps for _, steps in self.phases_left())
         if options.use_checkpoint_opt_param_scheduler:

@@ -21,7 +21,9 @@ class Accelerator:
     parallelism_config = None  # degrees are MerakArguments'
 
     def __init__(self, mesh: Mesh):
-        self.device, self.num_processes, self.process_index = mesh.device, mesh.grid.dp, mesh.dp_rank
+        self.device = mesh.device
+        self.num_processes = mesh.grid.dp
+        self.process_index = mesh.dp_rank
         self.is_main_process = self.is_local_main_process = mesh.rank == 0
         self.gather: Callable[[Any], Any] = lambda value: value
 

@@ -40,7 +40,8 @@ class LossOfTrl(LossOfTrainer):
     def __init__(self, trainer: Any, fields: Sequence[str], reference: str = ""):
         super().__init__(trainer, overridden=False)
         self.name = f"{type(trainer).__name__}.compute_loss"
-        self.fields, self.reference = tuple(fields), reference
+        self.fields = tuple(fields)
+        self.reference = reference
 
     def own_loss(self) -> OwnLoss:
         trainer = self.trainer
@@ -85,7 +86,8 @@ class LossOfTrl(LossOfTrainer):
     @contextmanager
     def _gathering(self, gather: Any) -> Iterator[None]:
         accelerator = self.trainer.accelerator
-        before, accelerator.gather = accelerator.gather, gather
+        before = accelerator.gather
+        accelerator.gather = gather
         try:
             yield
         finally:
@@ -97,7 +99,8 @@ class LossOfTrl(LossOfTrainer):
         if not self.reference:
             yield
             return
-        before, trainer.ref_model = trainer.ref_model, model.get_submodule(self.reference)
+        before = trainer.ref_model
+        trainer.ref_model = model.get_submodule(self.reference)
         try:
             yield
         finally:
@@ -118,7 +121,8 @@ class LossOfTrl(LossOfTrainer):
 
         gather: gathers over the replicas that compute micro-batches together; collective over them.
         """
-        trainer, computed = self.trainer, _by_forward(reported)
+        trainer = self.trainer
+        computed = _by_forward(reported)
         inputs = {k: v for k, v in batch.items() if k not in ("num_items_in_batch", MICRO_BATCHES)}
         answers = _Answers(trainer.model, computed)
         before = {name: getattr(trainer, name) for name in ("model", "ref_model", *_LOSSES)}
@@ -162,7 +166,8 @@ class _Answers:
     """Stands for a model: returns the outputs of its captured forwards, in order."""
 
     def __init__(self, model: nn.Module, computed: Sequence[Scores]):
-        self._model, self._computed = model, iter(computed)
+        self._model = model
+        self._computed = iter(computed)
         self._logits = any("logits" in each for each in computed)
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

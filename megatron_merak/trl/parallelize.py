@@ -62,7 +62,8 @@ def parallelize(kind: type) -> type:
     base = next((each for each in kind.__mro__ if each in _TRAINERS), None)
     if base is None:
         names = ", ".join(each.__name__ for each in _TRAINERS)
-        name, remedy = kind.__name__, f"Use {names}, or MerakTrainer for a script of transformers"
+        name = kind.__name__
+        remedy = f"Use {names}, or MerakTrainer for a script of transformers"
         raise ConfigError("parallelize", name, "it is no trainer that can run under a plan", remedy)
     adapted = tuple(each for each in base.__mro__ if each.__module__.partition(".")[0] == "trl")
 

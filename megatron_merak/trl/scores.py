@@ -32,7 +32,8 @@ def scores(logits: Tensor, labels: Tensor, fields: Sequence[str]) -> Scores:
     labels: [b, s] int64.
     fields: names of ``FusedCausalLMOutput``. entropy, mean_logits, log_sum_sq_probs and is_top1 have no gradient.
     """
-    logits, labels = logits[:, :-1].float(), labels[:, 1:]
+    logits = logits[:, :-1].float()
+    labels = labels[:, 1:]
     mask = labels != IGNORED
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     computed = {"log_probs": -losses.view_as(labels), "label_mask": mask}

@@ -16,7 +16,8 @@ class Unread:
     the graph's outputs. A script that branches on one, or converts it to a number, gets a TraceError.
     """
 
-    dtype, device = torch.float32, torch.device("cpu")
+    dtype = torch.float32
+    device = torch.device("cpu")
 
     @property
     def shape(self) -> "Unread":

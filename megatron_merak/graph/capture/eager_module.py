@@ -166,7 +166,8 @@ def _run_as_node(
     constant = [id(x) for x in outputs if x is not None and not (x.is_floating_point() or x.is_complex())]
     custom = CustomFunction(run, (cls.__module__, f"{cls.__name__}_forward"), without_tensors(flat), spec)
     custom.random = True  # for other values it may draw random numbers, or return tensors with a gradient
-    custom.flops, custom.saved_bytes = probe.flops, probe.saved_bytes
+    custom.flops = probe.flops
+    custom.saved_bytes = probe.saved_bytes
     return opaque.put(custom, flat, tree_unflatten(outputs, probe.spec), probe.aliased, constant)
 
 
@@ -207,7 +208,8 @@ def _probe(run: _Run, flat: list[Any], spec: TreeSpec) -> _ProbeResult:
         raise _cannot_keep(cls, f"it does not run on random values ({why[:200]})")
     if any((x.results, x.spec, x.aliased) != (y.results, y.spec, y.aliased) for x in results for y in results):
         raise _cannot_keep(cls, "the shapes, dtypes or aliasing of what it returns depend on values")
-    flops, saved_bytes = max(x.flops for x in results), max(x.saved_bytes for x in results)
+    flops = max(x.flops for x in results)
+    saved_bytes = max(x.saved_bytes for x in results)
     return replace(results[-1], flops=flops, saved_bytes=saved_bytes)
 
 
@@ -241,7 +243,8 @@ def _run_once(run: _Run, flat: list[Any], spec: TreeSpec, trial: int) -> _ProbeR
     signatures = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in leaves]
     argument_ids = dict.fromkeys(map(id, tensors))
     alive = [weakref.ref(x) for x in effects.tensors.values() if id(x) not in argument_ids]
-    flops, why = effects.flops, effects.why
+    flops = effects.flops
+    why = effects.why
     if effects.written or len(aliased) > 1:
         why = "it changes its arguments or buffers, or returns several of them"
     del outputs, leaves, effects.tensors, effects

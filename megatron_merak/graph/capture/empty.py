@@ -28,7 +28,8 @@ def init_empty_weights() -> Iterator[None]:
     from transformers.modeling_utils import PreTrainedModel  # here, since it takes a second
 
     mode = fake_mode()
-    register, apply = nn.Module.register_parameter, nn.Module._apply
+    register = nn.Module.register_parameter
+    apply = nn.Module._apply
     # Keyed by the ids of parameter and function, which are kept alive so that their ids stay unique.
     converted: dict[tuple[int, int], tuple] = {}
     initialise = PreTrainedModel.initialize_weights

@@ -47,7 +47,8 @@ def _recompile_when_called(module: GraphModule) -> None:
     """Replace ``GraphModule.recompile``. Each graph module has a class of its own, whose ``forward`` is replaced."""
     generator = module.graph._codegen
     if isinstance(generator, _PyTreeCodeGen):
-        module._in_spec, module._out_spec = generator.pytree_info.in_spec, generator.pytree_info.out_spec
+        module._in_spec = generator.pytree_info.in_spec
+        module._out_spec = generator.pytree_info.out_spec
     module._code = ""
 
     def forward(self: GraphModule, *args: Any, **kwargs: Any) -> Any:

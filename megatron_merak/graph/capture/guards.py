@@ -65,7 +65,8 @@ def take_guards(raw: RawGraph) -> Guards | None:
 
     Raises TraceError for a guard that depends on a parameter or on random numbers.
     """
-    graph, after = raw.module.graph, mutation_deps(raw.module.graph)
+    graph = raw.module.graph
+    after = mutation_deps(raw.module.graph)
     needed: dict[Node, str] = {}
     seen: set[tuple[Node, object]] = set()
     for mark in [node for node in graph.nodes if is_guard(node)]:

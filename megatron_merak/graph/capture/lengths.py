@@ -107,7 +107,8 @@ class SymbolicLength:
     """Replaces ``torch.export.export``: exports with ``axes`` of the batch symbolic. ``batch`` has real tensors."""
 
     def __init__(self, batch: Mapping[str, Any], axes: Axes):
-        self.batch, self.axes = batch, axes
+        self.batch = batch
+        self.axes = axes
         self.env: ShapeEnv | None = None
 
     def __call__(self, fake: nn.Module, args: tuple, inputs: Mapping[str, Any], strict: bool) -> ExportedProgram:
@@ -141,7 +142,8 @@ class SymbolicLength:
             return None
         conditions = tuple(dict.fromkeys(of_length(guard.expr) for guard in self.env.guards))
         ranges = list(self.env.var_to_range.values())
-        least, most = max(int(r.lower) for r in ranges), min(int(min(r.upper, sympy.Integer(2**62))) for r in ranges)
+        least = max(int(r.lower) for r in ranges)
+        most = min(int(min(r.upper, sympy.Integer(2**62))) for r in ranges)
         return Lengths(length, tuple(c for c in conditions if c != sympy.true), least, most)
 
 

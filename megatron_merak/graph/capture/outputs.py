@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_unflatten
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.fake_model import forward_parameters
 
-EVERY, NOT, SAME = "*", "!", "|"
+EVERY = "*"
+NOT = "!"
+SAME = "|"
 
 # (model, batch) -> (loss, outputs): called in place of the model's forward; the loss may be None.
 LossFunction = Callable[[nn.Module, dict[str, Any]], tuple[Any, Any]]

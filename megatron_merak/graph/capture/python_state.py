@@ -25,7 +25,9 @@ from megatron_merak.errors import TraceError
 _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OPAQUE = (nn.Module, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
-_DEPTH, _MAX_ITEMS, _MAX_ELEMENTS = 4, 256, 64
+_DEPTH = 4
+_MAX_ITEMS = 256
+_MAX_ELEMENTS = 64
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LIBRARIES = ("torch", "transformers", "megatron_merak", "builtins", "peft")
 AttributeKey = tuple[str, str]  # (a module's name, or "class C" or "file F"), attribute
@@ -74,7 +76,8 @@ class StateChanges:
     def restore(self) -> None:
         """Restore the plain values of class attributes and globals."""
         for attribute in self.changed:
-            owner, snapshot = self.owners[attribute], self.before.get(attribute)
+            owner = self.owners[attribute]
+            snapshot = self.before.get(attribute)
             if not isinstance(owner, nn.Module) and isinstance(snapshot, _PLAIN):
                 setattr(owner, attribute[1], snapshot)
 
@@ -84,7 +87,9 @@ def record_changes(model: nn.Module) -> StateChanges:
 
     That is attributes of its modules, and plain globals and class attributes in the files that define these.
     """
-    changes, forward, owners = StateChanges(model), model.forward, list(_owners(model))
+    changes = StateChanges(model)
+    forward = model.forward
+    owners = list(_owners(model))
 
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +125,8 @@ def refuse_changes(model: nn.Module, first: StateChanges, trace: Callable, progr
     except TraceError:
         raise
     except Exception as error:  # the exporter fails for a state that it cannot begin from
-        unstable, reason = [], f"a second forward after it raises {type(error).__name__}"
+        unstable = []
+        reason = f"a second forward after it raises {type(error).__name__}"
     else:
         pairs = ((_shortened(first.after[p]), _shortened(second.after[p])) for p in unstable)
         reasons = (f"{once} after one forward and {twice} after two" for once, twice in pairs)
@@ -238,7 +244,8 @@ def _writes(node: Node) -> bool:
 
 def _with_dependencies(nodes: list[Node]) -> set[Node]:
     """Return the nodes and all that they depend on."""
-    reached, pending = set(nodes), list(nodes)
+    reached = set(nodes)
+    pending = list(nodes)
     while pending:
         for node in pending.pop().all_input_nodes:
             if node not in reached:

@@ -32,7 +32,9 @@ class RawGraph:
 
 def unlift(program: ExportedProgram, model: nn.Module) -> RawGraph:
     """Convert an exported program of ``model``. Raises TraceError for a constant that has no values."""
-    owner, graph, values = program.graph_module, program.graph_module.graph, {}
+    owner = program.graph_module
+    graph = program.graph_module.graph
+    values = {}
     first = {id(p): name for name, p in model.named_parameters()}
     canonical = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     nodes: dict[str, Node] = {}

@@ -149,7 +149,8 @@ class _GuardMarks(TorchFunctionMode):
             args = args[0], self._positions_of(args[1])
         elif func in (torch.masked_select, Tensor.masked_select):
             values, mask = torch.broadcast_tensors(args[0], kwargs.pop("mask", args[-1]))
-            func, args = Tensor.__getitem__, (values, self._positions_of(mask))
+            func = Tensor.__getitem__
+            args = (values, self._positions_of(mask))
         elif func in (torch.repeat_interleave, Tensor.repeat_interleave) and "output_size" not in kwargs:
             repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
             if isinstance(repeats, Tensor) and repeats.dim() == 1:
@@ -159,12 +160,16 @@ class _GuardMarks(TorchFunctionMode):
             kwargs = {name: int(x) if isinstance(x, Tensor) and name == "start" else x for name, x in kwargs.items()}
         elif func is torch.tensor and args and _of_scalars(args[0]):
             to = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
-            func, args, kwargs = Tensor.to, (torch.stack(tuple(args[0])).detach(),), to
+            func = Tensor.to
+            args = (torch.stack(tuple(args[0])).detach(),)
+            kwargs = to
         elif func in (torch.unique_consecutive, Tensor.unique_consecutive) and _alone(args, kwargs):
             flat = args[0].flatten()
             first = torch.ones_like(flat[:1], dtype=torch.bool)
             starts = torch.cat((first, flat[1:] != flat[:-1]))
-            func, args, kwargs = Tensor.__getitem__, (flat, self._positions_of(starts)), {}
+            func = Tensor.__getitem__
+            args = (flat, self._positions_of(starts))
+            kwargs = {}
         result = func(*args, **kwargs)
         self._mark()
         return result

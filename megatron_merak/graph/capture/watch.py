@@ -66,7 +66,9 @@ def watch() -> Iterator[TraceEvents]:
     A custom Function is traced through if its backward equals the gradient of its forward, else kept as a single node.
     """
     before = _state()
-    hook, seed, generator = Tensor.register_hook, numpy.random.seed, numpy.random.default_rng
+    hook = Tensor.register_hook
+    seed = numpy.random.seed
+    generator = numpy.random.default_rng
 
     def hooked(tensor: Tensor, *args: Any) -> Any:
         events.hooked.append(model_line())
@@ -142,7 +144,8 @@ def _generator_of(module: Any, name: str) -> Any:
 
 def _patched_apply(events: TraceEvents) -> Any:
     """Return the ``Function.apply`` to use while a model is traced."""
-    apply, inside = Function.__dict__["apply"].__func__, [False]
+    apply = Function.__dict__["apply"].__func__
+    inside = [False]
 
     def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         # The graph contains operations of torch.library as they are, with their gradient.
@@ -205,7 +208,8 @@ def _gradient_difference(cls: type[Function], args: tuple[Any, ...]) -> str:
             continue
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                compared, worst = 0, 0.0
+                compared = 0
+                worst = 0.0
                 for trial in range(10):
                     error = _max_error(cls, args, sizes, trial)
                     compared += error is not None
@@ -245,7 +249,8 @@ def _max_error(cls: type[Function], args: tuple[Any, ...], sizes: dict[int, int]
 def _relative_error(a: Tensor, b: Tensor) -> float:
     if not (a.isfinite() == b.isfinite()).all():
         return float("inf")
-    a, b = a.nan_to_num(), b.nan_to_num()
+    a = a.nan_to_num()
+    b = b.nan_to_num()
     return ((a - b).abs().max() / (a.abs().max() + 1e-30)).item() if a.numel() else 0.0
 
 

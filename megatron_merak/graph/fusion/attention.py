@@ -20,7 +20,8 @@ _ROTARY = add(mul(Var("x"), Var("cos")), mul(_ROTATED_HALVES, Var("sin")))
 
 # The same with tables of half the width: (a cos - b sin, b cos + a sin) of the halves a and b.
 _PAIR = call("chunk", Var("x"), 2, Var("dim"))
-_A, _B = call("getitem", _PAIR, 0), call("getitem", _PAIR, 1)
+_A = call("getitem", _PAIR, 0)
+_B = call("getitem", _PAIR, 1)
 _UPPER = call("sub", mul(_A, Var("cos")), mul(_B, Var("sin")), 1)
 _BY_HALVES = call("cat", [_UPPER, add(mul(_B, Var("cos")), mul(_A, Var("sin")))], Var("last"))
 
@@ -49,7 +50,8 @@ _PARTIAL = call("cat", [_substitute(_ROTARY, "x", _PART), _REST], Var("joined"))
 
 def _rotary(graph: Graph, root: Node, match: Match) -> Node | None:
     x = match["x"]
-    size, last = value(x).shape[-1], value(x).dim() - 1
+    size = value(x).shape[-1]
+    last = value(x).dim() - 1
     dims = (match["dim"], match["last"])
     if any(dim % (last + 1) != last for dim in dims) or 2 * match["half"] != size or match["end"] < size:
         return None
@@ -57,7 +59,8 @@ def _rotary(graph: Graph, root: Node, match: Match) -> Node | None:
 
 
 def _partial_rotary(graph: Graph, root: Node, match: Match) -> Node | None:
-    x, rotated = match["head"], match["rotated"]
+    x = match["head"]
+    rotated = match["rotated"]
     last = value(x).dim() - 1
     dims = (match["dim"], match["last"], match["joined"])
     if any(dim % (last + 1) != last for dim in dims) or 2 * match["half"] != rotated:
@@ -68,7 +71,8 @@ def _partial_rotary(graph: Graph, root: Node, match: Match) -> Node | None:
 
 
 def _rotary_by_halves(graph: Graph, root: Node, match: Match) -> Node | None:
-    x, tables = match["x"], (match["cos"], match["sin"])
+    x = match["x"]
+    tables = (match["cos"], match["sin"])
     last = value(x).dim() - 1
     if any(dim % (last + 1) != last for dim in (match["dim"], match["last"])) or value(x).dtype != value(root).dtype:
         return None
@@ -115,7 +119,8 @@ def _repeats(table: Node) -> bool:
 
 def _first_half(graph: Graph, table: Node) -> Node:
     """Return the first half of a table along the last dimension; one node for all readers."""
-    last, half = value(table).dim() - 1, value(table).shape[-1] // 2
+    last = value(table).dim() - 1
+    half = value(table).shape[-1] // 2
     args = (table, last, 0, half)
     for user in table.users:
         if user.target is aten.slice.Tensor and user.args == args and user.meta.get("unit") is None:

@@ -62,7 +62,8 @@ def _apply(rule: Rule, graph: Graph, root: Node, written: set[Node]) -> bool:
             replacement = rule.build(graph, root, match)
         if replacement is None:
             continue
-        shape, dtype = root.meta["val"].shape, root.meta["val"].dtype
+        shape = root.meta["val"].shape
+        dtype = root.meta["val"].dtype
         assert (replacement.meta["val"].shape, replacement.meta["val"].dtype) == (shape, dtype), (
             f"{rule.name} at {root.name}"
         )

@@ -56,7 +56,8 @@ def _recompute_gelu(graph: Graph, root: Node, match: Match) -> Node | None:
 
 
 def _fuse_recomputed(graph: Graph, root: Node, match: Match, operation, *more) -> Node | None:
-    transposed, width = "shape" in match.values, value(match["x"]).shape[-1] // (1 + (operation is ops.gated_linear))
+    transposed = "shape" in match.values
+    width = value(match["x"]).shape[-1] // (1 + (operation is ops.gated_linear))
     if not _is_weight(match["weight"]) or value(match["weight"]).shape[not transposed] != width:
         return None
     if transposed and tuple(match["shape"][:-1]) != tuple(value(match["x"]).shape[:-1]):

@@ -11,7 +11,8 @@ from .patterns import Either, Match, Var, call, widened
 from .pointwise import put, value
 
 aten = torch.ops.aten
-_MEAN, _SUM = 1, 2
+_MEAN = 1
+_SUM = 2
 
 _LOGITS = widened(call("linear", Var("x"), Var("weight"), None))
 _ROW_BY_ROW = widened(call("view|reshape|flatten", _LOGITS, Var("rows")))

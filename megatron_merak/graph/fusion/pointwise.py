@@ -35,7 +35,8 @@ _RMS_NORM = mul(Var("weight"), narrowed(_NORMED))
 
 
 def _rms_norm(graph: Graph, root: Node, match: Match) -> Node | None:
-    x, weight = match["x"], match["weight"]
+    x = match["x"]
+    weight = match["weight"]
     per_feature = isinstance(weight, Node) and tuple(value(weight).shape) == tuple(value(x).shape[-1:])
     if not per_feature or value(x).dtype != value(root).dtype or not isinstance(match["eps"], float):
         return None
@@ -45,7 +46,8 @@ def _rms_norm(graph: Graph, root: Node, match: Match) -> Node | None:
 def _torch_rms_norm(graph: Graph, root: Node, match: Match) -> Node | None:
     if len(match["shape"]) != 1 or match["weight"] is None:
         return None
-    dtype, eps = value(root).dtype, match["eps"]
+    dtype = value(root).dtype
+    eps = match["eps"]
     if eps is None and dtype.itemsize < torch.float32.itemsize:
         return None  # the default epsilon depends on the dtype that torch computes in
     eps = torch.finfo(dtype).eps if eps is None else eps
@@ -69,7 +71,8 @@ _GELU_TANH = mul(mul(_Y, 0.5), add(call("tanh", _INNER), 1))
 
 def _gelu_tanh(graph: Graph, root: Node, match: Match) -> Node | None:
     """Compares the constant loosely: models round it to the precision that they were written for."""
-    constant, precision = match["root"], torch.finfo(value(root).dtype).eps
+    constant = match["root"]
+    precision = torch.finfo(value(root).dtype).eps
     if not isinstance(constant, float) or not math.isclose(constant, _ROOT, rel_tol=precision):
         return None
     return put(graph, root, ops.gelu_tanh, match["x"])
@@ -88,7 +91,8 @@ _BIASED = Either(
 
 def _bias_gelu(name: str, activation: Call) -> tuple:
     def build(graph: Graph, root: Node, match: Match) -> Node | None:
-        bias, features = match["bias"], value(root).shape[-1:]
+        bias = match["bias"]
+        features = value(root).shape[-1:]
         if not isinstance(bias, Node) or value(bias).shape != features or value(bias).dtype != value(root).dtype:
             return None
         if "rows" not in match.values:
@@ -119,7 +123,8 @@ def _swiglu(graph: Graph, root: Node, match: Match) -> Node | None:
 
 def _gated(name: str, activation: Call) -> tuple:
     def build(graph: Graph, root: Node, match: Match) -> Node | None:
-        gate, up = match["gate"], match["up"]
+        gate = match["gate"]
+        up = match["up"]
         if not isinstance(up, Node) or value(gate).shape != value(up).shape or value(gate).dtype != value(up).dtype:
             return None
         return put(graph, root, ops.gated, gate, up, name)
@@ -131,7 +136,9 @@ _DROPPED = call("dropout", Either((add(Var("x"), Var("bias")), Var("x"))), Var("
 
 
 def _bias_dropout_add(graph: Graph, root: Node, match: Match) -> Node | None:
-    x, residual, bias = match["x"], match["residual"], match.values.get("bias")
+    x = match["x"]
+    residual = match["residual"]
+    bias = match.values.get("bias")
     if not isinstance(residual, Node) or value(residual).shape != value(x).shape:
         return None
     if bias is not None and (not isinstance(bias, Node) or value(bias).dim() != 1):
@@ -155,8 +162,10 @@ _REST = call("slice", Var("x"), Var("dim"), Var("rotated"), Var("end of rest"), 
 
 
 def _rotary_interleaved(graph: Graph, root: Node, match: Match) -> Node | None:
-    x, tables = match["x"], (match["cos"], match["sin"])
-    dims, size = value(x).dim(), value(x).shape[-1]
+    x = match["x"]
+    tables = (match["cos"], match["sin"])
+    dims = value(x).dim()
+    size = value(x).shape[-1]
     rotated = match.values.get("rotated", size)
     of_last = ("dim", "joined") if "joined" in match.values else ("dim",)
     if any(match[name] % dims != dims - 1 for name in of_last) or match["new"] % (dims + 1) != dims:

@@ -33,7 +33,8 @@ def unit_names(units: Sequence[Sequence[Node]]) -> tuple[str, ...]:
     If other units do work of that module too, the submodules that this unit runs are added ("layer.3.fc1+fc2").
     Units of one module that runs several times are numbered ("shared.attention#2").
     """
-    common_paths, children = [], []
+    common_paths = []
+    children = []
     for paths in map(_main_paths, units):
         common = tuple(commonprefix(paths))
         common_paths.append(common)
@@ -64,7 +65,9 @@ def _main_paths(unit: Sequence[Node]) -> list[ModulePath]:
 
 
 def _numbered(names: Sequence[str]) -> tuple[str, ...]:
-    total, count, unique = Counter(names), Counter[str](), []
+    total = Counter(names)
+    count = Counter[str]()
+    unique = []
     for name in names:
         count[name] += 1
         unique.append(f"{name}#{count[name]}" if total[name] > 1 else name)

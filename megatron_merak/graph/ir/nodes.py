@@ -100,7 +100,9 @@ def classify(graph: Graph, parameters: Container[str]) -> dict[Node, str]:
     - "main": all else, computed by one stage only. This includes whatever draws random numbers, and whatever shares a
       storage that a main node writes to in place, or that is written to after a main or side node has read it.
     """
-    after, root, written = mutation_deps(graph), storages(graph), writers(graph)
+    after = mutation_deps(graph)
+    root = storages(graph)
+    written = writers(graph)
     required: dict[Node, str] = {}  # storage -> the kind that all its nodes must have: main or side
     while True:
         kinds = _classify_once(graph, parameters, after, root, required)

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_merak.errors import TraceError
 
-_LIBRARY, _NAME = "megatron_merak", "custom_function"
+_LIBRARY = "megatron_merak"
+_NAME = "custom_function"
 
 
 class CustomFunction:
@@ -38,10 +39,14 @@ class CustomFunction:
     """
 
     def __init__(self, code: Callable[..., Any], title: tuple[str, str], constants: list[Any], spec: TreeSpec):
-        self.code, self.constants, self.spec = code, constants, spec
+        self.code = code
+        self.constants = constants
+        self.spec = spec
         self.positions: tuple[int, ...] = ()
         self.shapes: tuple[tuple[torch.Size, torch.dtype], ...] = ()
-        self.random, self.aliases_input, self.flops = False, False, 0
+        self.random = False
+        self.aliases_input = False
+        self.flops = 0
         self.saved_bytes: int | None = None
         # The name that torch.fx uses in a graph and in generated code.
         self.__module__, self.__name__ = title
@@ -56,7 +61,8 @@ class CustomFunction:
         args, kwargs = tree_unflatten(flat, self.spec)
         tensors_out = [x for x in tree_leaves(self.code(*args, **kwargs)) if isinstance(x, Tensor)]
         if [x.shape for x in tensors_out] != [shape for shape, _ in self.shapes]:
-            actual, expected = [tuple(x.shape) for x in tensors_out], [tuple(x) for x, _ in self.shapes]
+            actual = [tuple(x.shape) for x in tensors_out]
+            expected = [tuple(x) for x, _ in self.shapes]
             reason = f"it returned {actual} instead of {expected}"
             raise TraceError("opaque operation", self.__name__, reason, "Shapes in a captured model must be fixed")
         if self.saved_bytes is None or not torch.is_grad_enabled():
@@ -128,7 +134,8 @@ class Opaque:
             raise _refusal(name, why)
         title = function.__module__, f"{function.__name__}_apply"
         custom = CustomFunction(partial(_apply, function), title, without_tensors(flat), spec)
-        custom.random, custom.flops = effects.random, effects.flops
+        custom.random = effects.random
+        custom.flops = effects.flops
         constant = {id(x) for x in getattr(context, "non_differentiable", ())}
         return self.put(custom, flat, outputs, shared, constant)
 
@@ -145,7 +152,8 @@ class Opaque:
         first = [positions[i] for i in shared]
         positions = first + [i for i in positions if i not in first]
         results, spec = tree_flatten(outputs)
-        custom.positions, custom.aliases_input = tuple(positions), bool(shared)
+        custom.positions = tuple(positions)
+        custom.aliases_input = bool(shared)
         custom.shapes = tuple((x.shape, x.dtype) for x in results if isinstance(x, Tensor))
         self.functions.append(custom)
         self.results.append([x for x in results if isinstance(x, Tensor)])

@@ -68,7 +68,8 @@ def flops(node: Node) -> int:
         return 0
     count = facts(node).flops
     if count is not None:
-        results, shapes = values(node), [_shape(argument) for argument in node.args]
+        results = values(node)
+        shapes = [_shape(argument) for argument in node.args]
         return count(node, results[0].numel(), shapes) if results else 0
     if isinstance(node.target, OpOverload):
         return 0
@@ -85,7 +86,8 @@ def is_causal(attention: Node) -> bool:
 
 def attends_causally(graph: Graph) -> bool:
     """Whether a graph contains attention, and all of it is called with ``is_causal``."""
-    causal, pending = [], [graph]
+    causal = []
+    pending = [graph]
     while pending:
         for node in pending.pop().nodes:
             causal += [is_causal(node)] * is_op(node, "scaled_dot_product_attention")
@@ -125,7 +127,8 @@ def _transposed_convolution(node: Node, numel: int, shapes: list[Shape]) -> int:
 
 
 def _attention(node: Node, numel: int, shapes: list[Shape]) -> int:
-    query, key = shapes[0], shapes[1]
+    query = shapes[0]
+    key = shapes[1]
     rows = numel // (shapes[2][-1] or 1)
     products = 2 * rows * key[-2] * (query[-1] + shapes[2][-1])
     return products // 2 if is_causal(node) else products

@@ -55,7 +55,8 @@ class Emitter:
             self._sink = self._graph.placeholder("sink")
 
     def add(self, node: Node) -> None:
-        args, kwargs = self._translated(node.args), self._translated(node.kwargs)
+        args = self._translated(node.args)
+        kwargs = self._translated(node.kwargs)
         target, args, kwargs = self._with_sink(node, args, kwargs)
         # A fused operation may return other strides than the one that was captured.
         target = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
@@ -99,7 +100,8 @@ def call_with_sink(flow: Flow, node: Node) -> tuple[Callable, tuple, dict] | Non
     trained (the plain operation then does not save its input), or if the result is written in place (autograd forbids
     writing to a view that a custom Function returns).
     """
-    target, operands = node.target, node.args
+    target = node.target
+    operands = node.args
     if node in flow.written:
         return None
     call: tuple[Callable, tuple, dict] | None = None

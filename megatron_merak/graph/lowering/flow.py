@@ -29,8 +29,11 @@ class Flow:
     """
 
     def __init__(self, rewritten: Rewritten, documents: Mapping[Node, Tensor] | None = None):
-        self.graph, self.constants, self.trainable = rewritten.graph, rewritten.constants, rewritten.trainable
-        graph, self.documents = self.graph, dict(documents or {})
+        self.graph = rewritten.graph
+        self.constants = rewritten.constants
+        self.trainable = rewritten.trainable
+        graph = self.graph
+        self.documents = dict(documents or {})
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         self.unit: dict[Node, int] = {}
         for node in graph.nodes:

@@ -36,7 +36,8 @@ class _Code:
     """
 
     def __init__(self, one: GraphModule, other: GraphModule, lengths: tuple[int, int]):
-        self.lengths, self.numbers = lengths, dict[Affine, Node]()
+        self.lengths = lengths
+        self.numbers = dict[Affine, Node]()
         self.graph = Graph()
         self._merged_nodes: dict[Node, Node] = {}
         self._counterpart: dict[Node, Node] = {}
@@ -46,7 +47,8 @@ class _Code:
                 _same(a.target, b.target)
             if a.op == "get_attr":
                 self._same_region(getattr(one, str(a.target)), getattr(other, str(b.target)))
-            args, kwargs = self._merged(a.args, b.args), self._merged(a.kwargs, b.kwargs)
+            args = self._merged(a.args, b.args)
+            kwargs = self._merged(a.kwargs, b.kwargs)
             self._merged_nodes[a] = self.graph.create_node(a.op, a.target, args, kwargs, a.name)
             self._merged_nodes[a].meta = dict(a.meta)
             self._counterpart[b] = a

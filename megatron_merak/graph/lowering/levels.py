@@ -71,7 +71,8 @@ def check_in_place(flow: Flow, segment_of: dict[Node, tuple[int, int]]) -> None:
     """
     root = storages(flow.graph)
     for storage, writes in writers(flow.graph).items():
-        home, last = segment_of.get(writes[-1]), flow.order[writes[-1]]
+        home = segment_of.get(writes[-1])
+        last = flow.order[writes[-1]]
         for node in flow.unit if home is not None else ():
             if flow.order[node] > last or node.target in REDUCTIONS:
                 continue

@@ -170,14 +170,16 @@ def _lookups_of(node: Node, captured: Captured) -> list[tuple[Lookup, Node, int]
         table, numbers = (argument(node, each) for each in _TABLES[name])
         return [(Lookup(_parameter(table, captured)), numbers, values(table)[0].shape[0])]
     if name in _LOSSES:
-        scores, target = argument(node, "self"), argument(node, "target")
+        scores = argument(node, "self")
+        target = argument(node, "target")
         if values(target)[0].is_floating_point():
             return []
         shape = values(scores)[0].shape
         ignored = argument(node, "ignore_index")
         return [(Lookup(classes=True, ignored=ignored), target, shape[1 if len(shape) > 1 else 0])]
     if name in ("gather", "index_select"):
-        numbers, shape = argument(node, "index"), values(argument(node, "self"))[0].shape
+        numbers = argument(node, "index")
+        shape = values(argument(node, "self"))[0].shape
         rows = shape[argument(node, "dim")] if shape else 1
         return [(Lookup(_parameter(argument(node, "self"), captured)), numbers, rows)]
     if name == "index":

@@ -23,7 +23,8 @@ class Prelude:
     """
 
     def __init__(self, flow: Flow, outputs: Sequence[Node], device: torch.device):
-        self.device, self.names = device, tuple(node.name for node in outputs)
+        self.device = device
+        self.names = tuple(node.name for node in outputs)
         needed = _upstream(flow, outputs)
         nodes = [node for node in flow.order if node in needed]
         varies = _varies(flow, nodes)
@@ -42,7 +43,9 @@ class Prelude:
     def with_code(self, first: Callable, then: Callable) -> "Prelude":
         """Return a prelude of the same constants and batch entries that runs other code."""
         other = copy.copy(self)
-        other.first, other.then, other._fixed = first, then, None
+        other.first = first
+        other.then = then
+        other._fixed = None
         return other
 
     def state(self) -> tuple[Tensor, ...] | None:
@@ -83,7 +86,8 @@ def _upstream(flow: Flow, targets: Sequence[Node]) -> dict[Node, None]:
 
 def _varies(flow: Flow, nodes: Sequence[Node]) -> dict[Node, bool]:
     """Return, for each node, whether it must be computed for every batch; memory written in place always is."""
-    root, written = storages(flow.graph), writers(flow.graph)
+    root = storages(flow.graph)
+    written = writers(flow.graph)
     varies: dict[Node, bool] = {}
     for node in nodes:
         varies[node] = node.op == "placeholder" or root[node] in written or any(map(varies.get, node.all_input_nodes))

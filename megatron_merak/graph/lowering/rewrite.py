@@ -84,8 +84,11 @@ class GraphWriter(Writer):
     """Writes the graph of one rank node by node; ``Decision.write`` functions build new nodes with it."""
 
     def __init__(self, captured: Captured, chain: Chain, sharding: Sharding, rank: int):
-        self.captured, self.chain, self.sharding = captured, chain, sharding
-        self.rank, self.tp = rank, sharding.tp
+        self.captured = captured
+        self.chain = chain
+        self.sharding = sharding
+        self.rank = rank
+        self.tp = sharding.tp
         self.graph = Graph()
         self.new: dict[Node, Node] = {}
         self.operands: dict[Any, Node] = {}  # operands of sharded work made from replicated values, to be shared

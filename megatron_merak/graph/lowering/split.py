@@ -115,7 +115,9 @@ def split(
 
 class _Splitter:
     def __init__(self, flow: Flow, outputs: Sequence[Node], names: Sequence[str], units: range, device: torch.device):
-        self.flow, self.units, self.device = flow, units, device
+        self.flow = flow
+        self.units = units
+        self.device = device
         self.outputs: dict[Node, str] = {}
         for node, name in zip(map(flow.resolve, outputs), names, strict=True):
             self.outputs[node] = f"{self.outputs[node]}{SAME}{name}" if node in self.outputs else name
@@ -128,7 +130,8 @@ class _Splitter:
         for node in self.flow.unit:
             if node in self.segment:
                 members[self.segment[node]].append(node)
-        parts, indices = [], dict.fromkeys(self.units, 0)
+        parts = []
+        indices = dict.fromkeys(self.units, 0)
         shared: dict[Node, None] = {}
         for (unit, _), nodes in members.items():
             part, common = self._part(unit, indices[unit], nodes)
@@ -153,7 +156,8 @@ class _Splitter:
 
     def _part(self, unit: int, index: int, nodes: list[Node]) -> tuple[Part, list[Node]]:
         """Build one part from its nodes; also return the common nodes that it reads."""
-        flow, members = self.flow, dict.fromkeys(nodes)
+        flow = self.flow
+        members = dict.fromkeys(nodes)
         reads = dict.fromkeys(x for n in nodes if n.target is not copy_in for x in map(flow.resolve, n.all_input_nodes))
         copies = [n for n in nodes if n.target is copy_in]
         outer = [x for x in reads if x not in members and not flow.is_module(x)]
@@ -175,14 +179,16 @@ class _Splitter:
         for node in nodes:
             if node.target is not copy_in:
                 emitter.add(node)
-        sharded, random = is_sharded(nodes[0]), any(is_random(n) or n.meta.get("random", False) for n in nodes)
+        sharded = is_sharded(nodes[0])
+        random = any(is_random(n) or n.meta.get("random", False) for n in nodes)
         names = tuple(x.name for x in common)
         code = emitter.finish(results)
         return Part(unit, index, code, tuple(parameters), names, tuple(ins), outs, sharded, random), common
 
     def _outs(self, nodes: Iterable[Node], inside: Mapping[Node, None]) -> tuple[tuple[Out, ...], list[Node]]:
         """Return the outs of a segment and, for each, the node that computes it."""
-        outs, results = [], []
+        outs = []
+        results = []
         for node in nodes:
             reductions = [user for user in node.users if user.target in REDUCTIONS]
             for user in reductions:

@@ -72,10 +72,13 @@ def fewest_crossing(sequence: NodeSequence, max_crossing: int) -> list[int]:
     candidates = [cheapest_cut(sequence, range(first, last)) for first, last in _product_gaps(sequence)]
     counts = [inf if cut is None else len(sequence.main(cut)) for cut in candidates]
     beside = [inf, *counts, inf]
-    cuts, end = [], 0
+    cuts = []
+    end = 0
     for count, plateau in groupby(counts):
-        begin, end = end, end + len(list(plateau))
-        falls, drops = beside[begin] < count, beside[end + 1] < count
+        begin = end
+        end = end + len(list(plateau))
+        falls = beside[begin] < count
+        drops = beside[end + 1] < count
         for cut in candidates[begin + falls : end - drops]:
             if cut is None or _count_large(sequence, cut) > max_crossing:
                 continue
@@ -140,7 +143,8 @@ def align(chain: Chain, reference: Chain) -> Chain:
     Raises PlanError if that is impossible.
     """
     sequence = NodeSequence(_graph(chain), chain.kinds)
-    landmarks, expected = _landmarks(sequence), _landmarks(NodeSequence(_graph(reference), reference.kinds))
+    landmarks = _landmarks(sequence)
+    expected = _landmarks(NodeSequence(_graph(reference), reference.kinds))
     unit_of = {node: k for k, unit in enumerate(reference.units) for node in unit}
     if [landmark for _, landmark in landmarks] == [landmark for _, landmark in expected]:
         landmark_units = [unit_of[node] for node, _ in expected]
@@ -187,7 +191,8 @@ def _landmark_units(read: Sequence[tuple[str, ...]], reference: Chain) -> list[i
 
     It is the first unit with these parameters that is not before the unit of the previous landmark.
     """
-    units, k = [], 0
+    units = []
+    k = 0
     for names in read:
         unit = next((j for j in range(k, len(reference.units)) if set(names) <= set(reference.parameters[j])), None)
         if unit is None:

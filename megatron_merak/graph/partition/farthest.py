@@ -35,7 +35,8 @@ def farthest_dependency(
     embeddings = {name for i, node in enumerate(nodes) if facts(node).looks_up for name in sequence.parameters(i)}
     share = sum(prod(shape) for name, shape in shapes.items() if name not in embeddings) / count
     end = max((i for i, flops in enumerate(sequence.flops) if flops), default=0)
-    starts, sizes = [0], [0]
+    starts = [0]
+    sizes = [0]
     seen: set[str] = set()
     for i, node in enumerate(nodes):
         far = _farthest(sequence, starts, i, common_users)
@@ -52,7 +53,8 @@ def farthest_dependency(
 
 def _farthest(sequence: NodeSequence, starts: list[int], i: int, common_users: int) -> int:
     """Return the oldest piece that ``nodes[i]`` must join, given where each piece starts; by default the newest."""
-    node, newest = sequence.nodes[i], len(starts) - 1
+    node = sequence.nodes[i]
+    newest = len(starts) - 1
     far = newest
     while far and not sequence.legal[starts[far] - 1]:
         far -= 1

@@ -18,12 +18,14 @@ def take(x: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int, padded:
     if padded:
         extent = x.shape[dim]
         share = padded // tp
-        start, stop = min(rank * share, extent), min((rank + 1) * share, extent)
+        start = min(rank * share, extent)
+        stop = min((rank + 1) * share, extent)
         missing = share - (stop - start)
         shard = x.narrow(dim, start, stop - start)
         dims_after = x.dim() - 1 - dim % x.dim()
         return F.pad(shard, [0, 0] * dims_after + [0, missing]) if missing else shard
-    pieces, begin = [], 0
+    pieces = []
+    begin = 0
     for block in blocks:
         share = block // tp
         pieces.append(x.narrow(dim, begin + rank * share, share))
@@ -61,18 +63,22 @@ def embed_in_zeros(shard: Tensor, dim: int, blocks: Sequence[int], rank: int, tp
 
     blocks: full extents along ``dim``, without padding; the padding of the shard is dropped.
     """
-    ranges, begin = [], 0
+    ranges = []
+    begin = 0
     for block in blocks:
         share = shard.shape[dim] if len(blocks) == 1 else block // tp
         start = min(rank * share, block)
         ranges.append((begin + start, begin + min(start + share, block)))
         begin += block
     shape = list(shard.shape)
-    pieces, end, used = [], 0, 0
+    pieces = []
+    end = 0
+    used = 0
     for start, stop in ranges:
         pieces.append(shard.new_zeros([*shape[:dim], start - end, *shape[dim + 1 :]]))
         pieces.append(shard.narrow(dim, used, stop - start))
-        end, used = stop, used + stop - start
+        end = stop
+        used = used + stop - start
     pieces.append(shard.new_zeros([*shape[:dim], begin - end, *shape[dim + 1 :]]))
     return torch.cat(pieces, dim)
 

@@ -16,7 +16,8 @@ Pins = Mapping[str, TensorSharding]
 def extents(tensor: TensorSharding) -> tuple[int, ...]:
     """Return the extents of the blocks along the sharded dimension, without padding."""
     assert tensor.dim is not None
-    blocks, extent = tensor.blocks, tensor.shape[tensor.dim]
+    blocks = tensor.blocks
+    extent = tensor.shape[tensor.dim]
     return (extent // blocks,) * blocks if isinstance(blocks, int) else tuple(blocks)
 
 

@@ -105,7 +105,9 @@ class CannotShard(Exception):
 
     def __init__(self, node: Node, operands: tuple[Node, ...], why: str):
         super().__init__(why)
-        self.node, self.operands, self.why = node, operands, why
+        self.node = node
+        self.operands = operands
+        self.why = why
 
 
 class PlanConflict(Exception):
@@ -116,7 +118,9 @@ class PlanConflict(Exception):
 
     def __init__(self, node: Node, origins: tuple[str, ...], why: str):
         super().__init__(why)
-        self.node, self.origins, self.why = node, origins, why
+        self.node = node
+        self.origins = origins
+        self.why = why
 
 
 class Restart(Exception):

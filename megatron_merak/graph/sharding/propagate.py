@@ -57,9 +57,12 @@ class Propagation:
         assumptions: Assumptions,
         vocabulary_multiple: int = 1,
     ):
-        self.captured, self.tp, self.assumptions = captured, tp, assumptions
+        self.captured = captured
+        self.tp = tp
+        self.assumptions = assumptions
         self.vocabulary_multiple = vocabulary_multiple
-        self.rules, self.starters = rules, starters
+        self.rules = rules
+        self.starters = starters
         self.layouts: dict[Node, NodeLayout] = {}
         self.decisions: dict[Node, Decision] = {}
         self.parameter_names: dict[Node, str] = {}
@@ -339,16 +342,20 @@ class Propagation:
         """Decide about a node whose operands are sharded by a plan, whatever that costs, with as few of them
         all-gathered as it takes. Raises PlanConflict if it cannot be."""
         inputs = dict.fromkeys((*error.operands, *node.all_input_nodes))
-        gatherable, origins = [x for x in inputs if self._gatherable(x)], self._origins_of(error)
+        gatherable = [x for x in inputs if self._gatherable(x)]
+        origins = self._origins_of(error)
         for chosen in ((), *((x,) for x in gatherable if len(gatherable) > 1), tuple(gatherable)):
-            self.gathered, self.refuse_costly = dict.fromkeys(chosen), False
+            self.gathered = dict.fromkeys(chosen)
+            self.refuse_costly = False
             try:
                 self._decide(node)
             except CannotShard as next_error:
-                error, origins = next_error, self._origins_of(next_error) or origins
+                error = next_error
+                origins = self._origins_of(next_error) or origins
                 continue
             finally:
-                self.gathered, self.refuse_costly = {}, True
+                self.gathered = {}
+                self.refuse_costly = True
             for origin in dict.fromkeys(o for x in chosen for o in self._origins_of_layout(x)):
                 if ";" not in self.reasons.get(origin, ""):
                     self._append_reason(origin, f"its output is all-gathered for {op_name(node)} in {place(node)}")

@@ -35,7 +35,8 @@ def logsumexp(p: Propagation, node: Node) -> Decision:
     dims = dims_of(p, node, "dim")
     if not _along_vocabulary(p, node, dims):
         return reduction(p, node)
-    keepdim, dtype = bool(argument(node, "keepdim")), values(node)[0].dtype
+    keepdim = bool(argument(node, "keepdim"))
+    dtype = values(node)[0].dtype
 
     def write(writer: Writer, node: Node) -> Node:
         own = writer.call(across.log_sum_exp, (writer.operand(operand(node)), dims, keepdim))
@@ -117,7 +118,8 @@ def index(p: Propagation, node: Node) -> Decision:
         return rules_shape.index(p, node)
 
     def write(writer: Writer, node: Node) -> Node:
-        start, extent = writer.rank * layout.extent(p.tp), sum(layout.blocks)
+        start = writer.rank * layout.extent(p.tp)
+        extent = sum(layout.blocks)
         args = (writer.operand(x), [writer.get(i) for i in indices], layout.dim, start, extent)
         return writer.sum(writer.call(across.index_own, args))
 
@@ -143,14 +145,17 @@ def nll_loss(p: Propagation, node: Node) -> Decision:
 
 def maximum(p: Propagation, node: Node) -> Decision:
     """max(x, dim), argmax(x, dim): the first of several maxima counts."""
-    x, dims = operand(node), dims_of(p, node, "dim")
+    x = operand(node)
+    dims = dims_of(p, node, "dim")
     layout = p.input_layout(node)
     if not _along_vocabulary(p, node, dims) or len(dims) > 1 or len(layout.blocks) > 1:
         return reduction(p, node)
-    shape, dim = list(p.shape(node)), layout.dim
+    shape = list(p.shape(node))
+    dim = layout.dim
 
     def write(writer: Writer, node: Node) -> Node:
-        shard, start = writer.operand(x), writer.rank * layout.extent(p.tp)
+        shard = writer.operand(x)
+        start = writer.rank * layout.extent(p.tp)
         detached = writer.call(aten.detach.default, (shard,))
         maxima = writer.stack(writer.call(aten.amax.default, (detached, [dim], True)))
         indices = writer.stack(writer.call(across.own_argmax, (detached, dim, start)))

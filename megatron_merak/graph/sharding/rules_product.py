@@ -40,7 +40,9 @@ class Product:
 
 
 def linear(p: Propagation, node: Node) -> Decision | None:
-    x, weight, bias = argument(node, "input"), argument(node, "weight"), argument(node, "bias")
+    x = argument(node, "input")
+    weight = argument(node, "weight")
+    bias = argument(node, "bias")
     if len(p.shape(weight)) != 2:
         return None
     return product(p, Product(node, x, weight, 1, 0, bias, aten.linear.default))
@@ -64,7 +66,8 @@ def addmm(p: Propagation, node: Node) -> Decision | None:
 def grouped(p: Propagation, node: Node) -> Decision | None:
     """Rows of a [tokens, i] times their expert's weight, b [experts, i, o]; each expert's weight is sharded."""
     a, b = operands(node, 0, 1)
-    layout, weight = p.layout(a), p.layout(b)
+    layout = p.layout(a)
+    weight = p.layout(b)
     if layout and layout.dim != 1 or weight and weight.dim == 0 or len(p.shape(a)) != 2:
         return None
     return product(p, Product(node, a, b, 1, 2))
@@ -72,7 +75,8 @@ def grouped(p: Propagation, node: Node) -> Decision | None:
 
 def product(p: Propagation, m: Product) -> Decision | None:
     """Return the decision for any product: column parallel, row parallel, or sharded along a batch dimension."""
-    a, b = p.layout(m.a), p.layout(m.b)
+    a = p.layout(m.a)
+    b = p.layout(m.b)
     if m.added is not None and p.layout(m.added) is not None and a is None and b is None:
         return None
     if a is None and b is None:
@@ -140,7 +144,8 @@ def _sharded_result(p: Propagation, m: Product, layout: Layout) -> Decision:
 
 def _row(p: Propagation, m: Product) -> Decision | None:
     """Row parallel: shard both operands along the contracted dimension; ``added`` is added after the all-reduce."""
-    a, b = p.layout(m.a), p.layout(m.b)
+    a = p.layout(m.a)
+    b = p.layout(m.b)
     last = len(p.shape(m.a)) - 1
     if a and a.dim != last or b and b.dim != m.contracted or a and b and (a.blocks, a.padded) != (b.blocks, b.padded):
         raise p.cannot_shard(m.node, "multiplies values that are sharded differently")
@@ -229,7 +234,9 @@ def attention(p: Propagation, node: Node) -> Decision:
 
 def depthwise(p: Propagation, node: Node) -> Decision:
     """A convolution with one group per channel: input [b, c, ...], weight [c, 1, ...], sharded along the channels."""
-    x, weight, bias = argument(node, "input"), argument(node, "weight"), argument(node, "bias")
+    x = argument(node, "input")
+    weight = argument(node, "weight")
+    bias = argument(node, "bias")
     layout = p.layout(x)
     groups = argument(node, "groups")
     channels = p.shape(weight)[0]

@@ -20,7 +20,9 @@ def view(p: Propagation, node: Node) -> Decision:
     """Find the smallest groups of input and output dimensions of equal product around the sharded dimension, and where
     its shards are in the output."""
     x = operand(node)
-    layout, before, after = p.input_layout(node), p.shape(x), p.shape(node)
+    layout = p.input_layout(node)
+    before = p.shape(x)
+    after = p.shape(node)
     if prod(before) != prod(after) or values(x)[0].dtype != values(node)[0].dtype:
         raise p.cannot_shard(node, "reads a sharded value as another type")
     (first, last), (start, stop) = _groups(before, after, layout.dim)
@@ -73,20 +75,25 @@ def _groups(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[tupl
     """Return dimensions [first, last) of ``before`` that include ``dim``, and those of ``after`` of equal product."""
     i = j = 0
     while True:
-        first, start = i, j
+        first = i
+        start = j
         if i < len(before) and before[i] == 1 and i != dim:
             i += 1
             continue
         if j < len(after) and after[j] == 1 and (i >= len(before) or before[i] != 1):
             j += 1
             continue
-        left, right = before[i], after[j]
-        i, j = i + 1, j + 1
+        left = before[i]
+        right = after[j]
+        i = i + 1
+        j = j + 1
         while left != right:
             if left < right:
-                left, i = left * before[i], i + 1
+                left = left * before[i]
+                i = i + 1
             else:
-                right, j = right * after[j], j + 1
+                right = right * after[j]
+                j = j + 1
         if first <= dim < i:
             return (first, i), (start, j)
 
@@ -131,7 +138,8 @@ def unsqueeze(p: Propagation, node: Node) -> Decision:
 
 def squeeze(p: Propagation, node: Node) -> Decision:
     x = operand(node)
-    layout, shape = p.input_layout(node), p.shape(x)
+    layout = p.input_layout(node)
+    shape = p.shape(x)
     given = constant(node, 1) if len(node.args) > 1 else range(len(shape))
     dims = [dim % len(shape) for dim in _dims(given)]
     removed = [dim for dim in dims if shape[dim] == 1]
@@ -170,7 +178,9 @@ def repeat(p: Propagation, node: Node) -> Decision:
 def repeat_interleave(p: Propagation, node: Node) -> Decision:
     x = operand(node)
     times = constant(node, 1)
-    layout, rank, dim = p.input_layout(node), len(p.shape(x)), argument(node, "dim")
+    layout = p.input_layout(node)
+    rank = len(p.shape(x))
+    dim = argument(node, "dim")
     if not isinstance(times, int) or dim is None:
         raise p.cannot_shard(node, "repeats by a tensor")
     if dim % rank != layout.dim:
@@ -196,7 +206,8 @@ def _pieces(p: Propagation, node: Node, layout: Layout, bounds: Sequence[tuple[i
 def split(p: Propagation, node: Node) -> Decision:
     """split, chunk, split_with_sizes, tensor_split."""
     x = operand(node)
-    layout, dim = p.input_layout(node), argument(node, "dim") % len(p.shape(x))
+    layout = p.input_layout(node)
+    dim = argument(node, "dim") % len(p.shape(x))
     sizes = [tuple(value.shape)[dim] for value in values(node)]
     if dim != layout.dim:
         return Decision((layout,) * len(sizes))
@@ -208,7 +219,8 @@ def split(p: Propagation, node: Node) -> Decision:
 
 def unbind(p: Propagation, node: Node) -> Decision:
     x = operand(node)
-    layout, dim = p.input_layout(node), argument(node, "dim") % len(p.shape(x))
+    layout = p.input_layout(node)
+    dim = argument(node, "dim") % len(p.shape(x))
     if dim == layout.dim:
         raise p.needs_blocks(node, layout, range(p.shape(x)[dim] + 1))
     return Decision((replace(layout, dim=layout.dim - (dim < layout.dim)),) * len(values(node)))
@@ -216,7 +228,8 @@ def unbind(p: Propagation, node: Node) -> Decision:
 
 def select(p: Propagation, node: Node) -> Decision:
     x = operand(node)
-    layout, dim = p.input_layout(node), constant(node, 1) % len(p.shape(x))
+    layout = p.input_layout(node)
+    dim = constant(node, 1) % len(p.shape(x))
     if dim == layout.dim:
         raise p.needs_blocks(node, layout, range(p.shape(x)[dim] + 1))
     return Decision(replace(layout, dim=layout.dim - (dim < layout.dim)))
@@ -224,7 +237,8 @@ def select(p: Propagation, node: Node) -> Decision:
 
 def _bounds(node: Node, extent: int) -> tuple[int, int, int]:
     """Return start, stop and step of a slice of a dimension of ``extent``, with both ends in [0, extent]."""
-    start, stop = argument(node, "start") or 0, argument(node, "end")
+    start = argument(node, "start") or 0
+    stop = argument(node, "end")
     stop = extent if stop is None else stop
     start, stop = (max(0, min(extent, edge + extent if edge < 0 else edge)) for edge in (start, stop))
     return start, stop, argument(node, "step")
@@ -232,7 +246,8 @@ def _bounds(node: Node, extent: int) -> tuple[int, int, int]:
 
 def slice_(p: Propagation, node: Node) -> Decision:
     x = operand(node)
-    layout, rank = p.input_layout(node), len(p.shape(x))
+    layout = p.input_layout(node)
+    rank = len(p.shape(x))
     dim = argument(node, "dim") % rank
     extent = p.shape(x)[dim]
     start, stop, step = _bounds(node, extent)

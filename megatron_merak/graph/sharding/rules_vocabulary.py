@@ -19,7 +19,8 @@ VOCABULARY = "vocabulary parallel: the rows of the table are sharded"
 
 def embedding(p: Propagation, node: Node) -> Decision | None:
     """Shard the rows of a large table: every rank looks up its own, and the results are all-reduced."""
-    weight, index = argument(node, "weight"), argument(node, "indices")
+    weight = argument(node, "weight")
+    index = argument(node, "indices")
     if p.layout(index) is not None:
         raise p.cannot_shard(node, "looks up sharded indices")
     rows = p.shape(weight)[0]
@@ -47,7 +48,8 @@ def embedding(p: Propagation, node: Node) -> Decision | None:
 
 def _write_embedding(rows: int) -> Callable[[Writer, Node], Node]:
     def write(writer: Writer, node: Node) -> Node:
-        weight, index = argument(node, "weight"), argument(node, "indices")
+        weight = argument(node, "weight")
+        index = argument(node, "indices")
         padding = argument(node, "padding_idx")
         args = (writer.get(weight), writer.get(index), writer.rank * rows, padding if padding >= 0 else None)
         return writer.sum(writer.call(local.embedding_part, args, like=node))
@@ -57,7 +59,8 @@ def _write_embedding(rows: int) -> Callable[[Writer, Node], Node]:
 
 def cross_entropy(p: Propagation, node: Node) -> Decision:
     """For sharded classes: the ranks exchange a few statistics of each row."""
-    logits, target = argument(node, "self"), argument(node, "target")
+    logits = argument(node, "self")
+    target = argument(node, "target")
     layout = p.layout(logits)
     rank = len(p.shape(logits))
     if layout is None or layout.dim != (1 if rank > 1 else 0) or len(layout.blocks) > 1:
@@ -71,7 +74,8 @@ def cross_entropy(p: Propagation, node: Node) -> Decision:
 
 def _write_cross_entropy(classes: int, valid: int) -> Callable[[Writer, Node], Node]:
     def write(writer: Writer, node: Node) -> Node:
-        logits, target = writer.operand(argument(node, "self")), writer.get(argument(node, "target"))
+        logits = writer.operand(argument(node, "self"))
+        target = writer.get(argument(node, "target"))
         start = writer.rank * classes
         if len(logits.meta["val"].shape) > 2:
             logits = writer.call(aten.movedim.int, (logits, 1, -1))

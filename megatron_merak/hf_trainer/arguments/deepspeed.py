@@ -62,7 +62,8 @@ def strategy_of(args: Any) -> str | None:
     """Return the sharding strategy of ZeRO's stage; None without a configuration. Raises ConfigError."""
     if not args.deepspeed:
         return None
-    config, what = config_of(args), "deepspeed: zero_optimization"
+    config = config_of(args)
+    what = "deepspeed: zero_optimization"
     if "zero_optimization" not in config:
         raise ConfigError(what, None, "it is missing", 'Give its stage: {"stage": 0} shares nothing')
     stage = config["zero_optimization"].get("stage", 0)
@@ -94,7 +95,8 @@ def scaler_of(args: Any) -> LossScaler:
     setting = "deepspeed: fp16.min_loss_scale"
     if settings["loss_scale"]:
         return LossScaler(settings["loss_scale"], setting="deepspeed: fp16.loss_scale")
-    first, least = 2.0 ** settings["initial_scale_power"], settings["min_loss_scale"]
+    first = 2.0 ** settings["initial_scale_power"]
+    least = settings["min_loss_scale"]
     return LossScaler(first, least, settings["loss_scale_window"], int(settings["hysteresis"]), setting=setting)
 
 
@@ -123,7 +125,8 @@ def check_repeats(args: Any, replicas: int) -> None:
     if not args.deepspeed:
         return
     config = config_of(args)
-    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    micro = args.per_device_train_batch_size
+    steps = args.gradient_accumulation_steps
     product = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps} x {replicas} replicas"
     _same("train_micro_batch_size_per_gpu", config, micro, "per_device_train_batch_size")
     _same("gradient_accumulation_steps", config, steps, "gradient_accumulation_steps")
@@ -161,7 +164,8 @@ def refuse_beside_deepspeed(trainer: Any, base: type) -> None:
 
 
 def _check_adam(args: Any, section: Mapping[str, Any]) -> None:
-    kind, params = str(section.get("type")), section.get("params") or {}
+    kind = str(section.get("type"))
+    params = section.get("params") or {}
     optim = getattr(args.optim, "value", args.optim)
     if kind.lower() not in _ADAMS:
         instead = _OPTIMS.get(kind.lower(), "...")

@@ -78,7 +78,8 @@ def _filled(args: Any, steps: int, kind: str, params: Mapping[str, Any]) -> dict
     filled["warmup_num_steps"] = max(2, _agreed("warmup_num_steps", kind, params, warmup, "the number of warmup_steps"))
     if "total_num_steps" in filled:
         if params.get("total_num_steps") is None:
-            what, reason = "deepspeed: scheduler.params.total_num_steps", f"{kind} has no default for it"
+            what = "deepspeed: scheduler.params.total_num_steps"
+            reason = f"{kind} has no default for it"
             raise ConfigError(what, "(missing)", reason, 'Set it to "auto"')
         _agreed("total_num_steps", kind, params, steps, "the number of steps of the run")
         filled["total_num_steps"] = steps
@@ -98,7 +99,8 @@ def _agreed(name: str, kind: str, params: Mapping[str, Any], value: Any, argumen
 
 def _factor(kind: str, settings: Mapping[str, Any], rate: float, base: float, done: int) -> float:
     """Return the factor of ``base`` after ``done`` steps. rate: at the end of the warm-up."""
-    at, warmup = done - 1, settings["warmup_num_steps"]
+    at = done - 1
+    warmup = settings["warmup_num_steps"]
     risen = _risen(settings["warmup_type"], at, warmup)
     if kind == "WarmupCosineLR":
         if at < 0:
@@ -121,5 +123,6 @@ def _risen(kind: str, at: int, warmup: int) -> float:
 
 
 def _cosine(settings: Mapping[str, Any], past: int) -> float:
-    least, span = settings["cos_min_ratio"], max(1, settings["total_num_steps"] - settings["warmup_num_steps"])
+    least = settings["cos_min_ratio"]
+    span = max(1, settings["total_num_steps"] - settings["warmup_num_steps"])
     return max(0.0, least + (1 - least) * (1 + math.cos(math.pi * min(1.0, past / span))) / 2)

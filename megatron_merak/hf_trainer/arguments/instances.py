@@ -16,7 +16,8 @@ NAME = "num_distributed_optimizer_instances"
 
 def grid_of(args: Any) -> Grid:
     """Return the grid of ranks that the degrees in the arguments define."""
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    tp = args.tensor_model_parallel_size
+    pp = args.pipeline_model_parallel_size
     return Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp, order=normal(args.rank_order))
 
 
@@ -26,7 +27,9 @@ def instances_of(args: Any) -> int:
     If ``fsdp`` shards inside nodes, there are as many instances as keep each inside a node. Raises ConfigError if
     replicas cannot be grouped so, or if nothing says what a node is.
     """
-    instances, hybrid, grid = getattr(args, NAME), fsdp.hybrid_of(args), grid_of(args)
+    instances = getattr(args, NAME)
+    hybrid = fsdp.hybrid_of(args)
+    grid = grid_of(args)
     replicate_size = parallelism.instances_of(args)
     if instances is not None and replicate_size not in (None, instances):
         reason = f"parallelism_config has dp_replicate_size {replicate_size}"
@@ -42,7 +45,8 @@ def instances_of(args: Any) -> int:
 
 
 def _by_node(args: Any, hybrid: str, grid: Grid) -> int:
-    node, counts = args.world.ranks_per_node, " or ".join(map(str, choices_of_instances(grid.dp)))
+    node = args.world.ranks_per_node
+    counts = " or ".join(map(str, choices_of_instances(grid.dp)))
     instances = instances_by_node(grid, node) if node else grid.dp
     if instances == grid.dp:
         plain = "full_shard" if hybrid == "hybrid_shard" else "shard_grad_op"

@@ -245,7 +245,8 @@ class MerakArguments(TrainingArguments):
         of_accelerate = {name: getattr(self, name) for name in OF_ACCELERATE}
         for name in OF_ACCELERATE:  # it is not needed
             setattr(self, name, None)
-        optim, self.optim = self.optim, "adamw_torch" if self.optim == MUON else self.optim
+        optim = self.optim
+        self.optim = "adamw_torch" if self.optim == MUON else self.optim
         try:
             super().__post_init__()
         except (ValueError, TypeError, ImportError) as error:
@@ -333,7 +334,8 @@ class MerakArguments(TrainingArguments):
     @functools.cached_property
     def world(self) -> World:
         """The position of this process in the job; joins the job unless it has joined. Raises LaunchError."""
-        backend, precision = self.ddp_backend or "auto", self.fp32_matmul_precision
+        backend = self.ddp_backend or "auto"
+        precision = self.fp32_matmul_precision
         limits = Limits.of_timeout(self.ddp_timeout, _DEFAULT_TIMEOUT)
         if dist.is_initialized():
             return adopt(backend, precision, self.use_cpu, limits)
@@ -350,7 +352,8 @@ class MerakArguments(TrainingArguments):
 
 def _refuse_fields(args: TrainingArguments) -> None:
     for each in dataclasses.fields(TrainingArguments):
-        name, value = each.name, getattr(args, each.name)
+        name = each.name
+        value = getattr(args, each.name)
         if name in HONOURED:
             continue
         default = each.default

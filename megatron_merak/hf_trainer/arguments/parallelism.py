@@ -44,7 +44,8 @@ def sharding_with(args: Any, strategy: str | None) -> str | None:
     """
     if (sizes := sizes_of(args)) is None:
         return strategy
-    shards, what = sizes["dp_shard_size"], "parallelism_config: dp_shard_size"
+    shards = sizes["dp_shard_size"]
+    what = "parallelism_config: dp_shard_size"
     if shards > 1 and strategy == "no_shard":
         raise ConfigError(what, shards, "other arguments disable sharding", "Leave out one of the two")
     if shards == 1 and sizes["dp_replicate_size"] > 1 and strategy not in (None, "no_shard"):
@@ -65,7 +66,8 @@ def check_world(args: Any) -> None:
     """Raise ConfigError unless the sizes and the pipeline stages multiply to the ranks of the job."""
     if (sizes := sizes_of(args)) is None:
         return
-    stages, product = args.pipeline_model_parallel_size, 1
+    stages = args.pipeline_model_parallel_size
+    product = 1
     for size in sizes.values():
         product *= size
     if product * stages != args.world_size:

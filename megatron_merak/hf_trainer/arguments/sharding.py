@@ -18,7 +18,8 @@ def sharding_of(args: Any) -> str | None:
         raise ConfigError("data_parallel_sharding_strategy", repr(strategy), "it is not one of the choices", remedy)
     if args.fsdp and args.deepspeed:
         raise ConfigError("fsdp", args.fsdp, "deepspeed is set, too, and both say what is sharded", "Set only one")
-    by_fsdp, by_stage = fsdp.strategy_of(args), deepspeed.strategy_of(args)
+    by_fsdp = fsdp.strategy_of(args)
+    by_stage = deepspeed.strategy_of(args)
     by_framework = by_fsdp or by_stage
     if strategy is not None and by_framework not in (None, strategy):
         setting = f"fsdp {args.fsdp}" if by_fsdp else "the stage of deepspeed's zero_optimization"

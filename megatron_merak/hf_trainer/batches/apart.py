@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONTAINERS = (list, dict, set)
-_DEPTH, _LONGEST = 3, 64
+_DEPTH = 3
+_LONGEST = 64
 
 
 def apart(value: Any) -> Any:

@@ -85,7 +85,8 @@ class Feed:
         return UsedColumns(self.collator, self.facts.used_columns)
 
     def _options(self) -> dict[str, Any]:
-        args, workers = self.args, self.args.dataloader_num_workers
+        args = self.args
+        workers = self.args.dataloader_num_workers
         pinned = args.dataloader_pin_memory and self.mesh.device.type == "cuda"
         options: dict[str, Any] = {"num_workers": workers, "pin_memory": pinned}
         if workers:
@@ -98,13 +99,15 @@ class Feed:
 
     def training_sampler(self, dataset: Dataset | None) -> EpochSampler | None:
         """Return the order of training samples by ``train_sampling_strategy``; None for a stream. Raises DataError."""
-        args, seed = self.args, self._seed
+        args = self.args
+        seed = self._seed
         if dataset is None or isinstance(dataset, IterableDataset):
             return None
         if not has_length(dataset):
             remedy = "Give the dataset __len__, or make it an IterableDataset"
             raise DataError("train_dataset", type(dataset).__name__, "it has no length", remedy)
-        samples, strategy = len(dataset), args.train_sampling_strategy
+        samples = len(dataset)
+        strategy = args.train_sampling_strategy
         if strategy == "sequential":
             return EpochSampler(samples, lambda epoch: None)
         if strategy == "random":
@@ -117,12 +120,15 @@ class Feed:
         """Return the order of an evaluation's samples: by length if training's is, else None, the dataset's."""
         if self.args.train_sampling_strategy != "group_by_length" or not has_length(dataset):
             return None
-        lengths, group, seed = self._lengths(dataset), self.args.per_device_eval_batch_size, self._seed
+        lengths = self._lengths(dataset)
+        group = self.args.per_device_eval_batch_size
+        seed = self._seed
         return EpochSampler(len(dataset), lambda epoch: epoch_order(len(dataset), seed, epoch, lengths, group))
 
     def _lengths(self, dataset: Any) -> list[int]:
         """Return the length of every sample: from its column of lengths, or of its tokens."""
-        name, first = self.args.length_column_name, dataset[0]
+        name = self.args.length_column_name
+        first = dataset[0]
         if name in first:
             return [int(dataset[index][name]) for index in range(len(dataset))]
         tokens = getattr(self.tokenizer, "model_input_names", [self.facts.main_input])[0]
@@ -176,7 +182,8 @@ class Feed:
 
         The counts are elements of the main input and, with ``include_num_input_tokens_seen``, tokens among these.
         """
-        facts, pad_id = self.facts, self.neutral.padding.pad_id
+        facts = self.facts
+        pad_id = self.neutral.padding.pad_id
         seen = self.args.include_num_input_tokens_seen
         items = [facts.items(batch) for batch in batches] if count_items else [None]
         targets = [int(item) for item in items if item is not None]
@@ -218,7 +225,8 @@ class Feed:
 
         counted: whether they will get ``num_items_in_batch``.
         """
-        changed, open_ = list(batches), False
+        changed = list(batches)
+        open_ = False
         try:
             check_documents(batches, self.facts.flash)
             if engine is not None:

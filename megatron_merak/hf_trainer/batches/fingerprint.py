@@ -30,7 +30,8 @@ def fingerprint(dataset: Dataset) -> dict:
     length = samples_of(dataset)
     dataset = apart(dataset)
     places = sorted({round(k * (length - 1) / (SAMPLES - 1)) for k in range(SAMPLES)}) if length else []
-    first, second = _digest(dataset, places), _digest(dataset, places)
+    first = _digest(dataset, places)
+    second = _digest(dataset, places)
     return {"length": length, "samples": first if first == second else None}
 
 

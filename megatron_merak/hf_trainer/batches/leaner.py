@@ -105,7 +105,8 @@ def as_documents(batch: Batch) -> Batch:
 
     The first token of a row is no target: nothing before it belongs to its document.
     """
-    shown, changed = batch[MASK].bool(), dict(without_mask(batch))
+    shown = batch[MASK].bool()
+    changed = dict(without_mask(batch))
     for name, value in changed.items():
         if isinstance(value, Tensor) and value.shape == shown.shape:
             if name == "labels":
@@ -129,7 +130,8 @@ def in_rows(value: Tensor, mask: Tensor) -> Tensor:
 
 
 def _fits_one_row(batch: Batch, engine: Any) -> bool:
-    mask, halves = batch[MASK], engine.plan.overlap == "sub-pipeline"
+    mask = batch[MASK]
+    halves = engine.plan.overlap == "sub-pipeline"
     if engine.mesh.device.type != "cpu" or halves or int(mask.sum()) > LONGEST:
         return False
     tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]

@@ -44,7 +44,8 @@ class ModelFacts:
         predictions: names joined by commas; None: all but those that the config ignores at inference.
         """
         inspected = inspected_model(model)
-        kind, config = type(inspected), getattr(model, "config", None)
+        kind = type(inspected)
+        config = getattr(model, "config", None)
         labels = tuple(find_labels(kind) if args.label_names is None else args.label_names)
         if predictions is None:
             default = ["cache", "past_key_values"]  # what releases of transformers from 5.24, and older ones, ignore
@@ -116,5 +117,6 @@ def padding_of(model: nn.Module, facts: ModelFacts, args: MerakArguments, tokeni
     if not mask and not facts.shifts:
         return Padding(None)
     limit = getattr(text, "max_position_embeddings", None)
-    limit, decoder = limit if isinstance(limit, int) else None, bool(getattr(config, "is_encoder_decoder", False))
+    limit = limit if isinstance(limit, int) else None
+    decoder = bool(getattr(config, "is_encoder_decoder", False))
     return Padding(args.buckets, args.pad_to_multiple_of, pad_id, mask, limit, decoder)

@@ -41,7 +41,9 @@ class NeutralPadding:
     """
 
     def __init__(self, padding: Padding, mesh: Mesh, loss: OwnLoss | None = None):
-        self.padding, self.mesh, self.loss = padding, mesh, loss
+        self.padding = padding
+        self.mesh = mesh
+        self.loss = loss
         self.refused: dict[tuple, str] = {}  # purpose -> why nothing is padded for it
         self._reach: dict[tuple, float] = {}
         self._axes: dict[tuple, Axes] = {}
@@ -72,7 +74,8 @@ class NeutralPadding:
 
     def _moved(self, plain: Batch, padded: Batch) -> dict[str, tuple[int, int]]:
         """Return the lengths before and after of everything that padding lengthens, by name."""
-        before, after = self.padding.lengths(plain), self.padding.lengths(padded)
+        before = self.padding.lengths(plain)
+        after = self.padding.lengths(padded)
         return {name: (before[name], after[name]) for name in before if after[name] > before[name]}
 
     def _growth(self, plain: Batch, padded: Batch) -> float:
@@ -132,7 +135,8 @@ class NeutralPadding:
 
     def _compare_outputs(self, engine, pair: tuple[Batch, Batch] | None, names: tuple) -> tuple[str, Axes]:
         """pair: a batch as it is and padded; None: this replica has nothing to compare."""
-        control, batches = self.mesh.control, [*(pair or ())]
+        control = self.mesh.control
+        batches = [*(pair or ())]
         try:
             with together(control, "cpu"):
                 engine.admit(batches, False, Task(self.loss, names))

@@ -106,10 +106,13 @@ class StreamedBatches(IterableDataset):
     seeds: tuple[int, ...]
 
     def __iter__(self) -> Iterator[Batch]:
-        first, number, global_batch = None, self.replica, self.batch_size * self.replicas
+        first = None
+        number = self.replica
+        global_batch = self.batch_size * self.replicas
         while len(chunk := self.samples.take(global_batch)) == global_batch:
             yield self._batch(chunk, number)
-            first, number = first or chunk, number + self.replicas
+            first = first or chunk
+            number = number + self.replicas
         if chunk and not self.drop_last:
             filler = first or chunk
             while self.replicas > 1 and len(chunk) < global_batch:

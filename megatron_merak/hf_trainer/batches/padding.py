@@ -99,7 +99,8 @@ class Padding:
 
         Raises DataError if it is longer than the largest bucket.
         """
-        padded, lengths = dict(batch), self.lengths(batch)
+        padded = dict(batch)
+        lengths = self.lengths(batch)
         if not self.active:
             return padded
         targets = {name: self.length(length + more, "position_ids" in batch) for name, length in lengths.items()}

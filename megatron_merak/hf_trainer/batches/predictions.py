@@ -62,9 +62,11 @@ class EvaluationBatches:
 
     def rounds(self) -> Iterator[tuple[int, int, list[Batch]]]:
         """Yield (first batch, number of batches over all replicas, this replica's batches) of each round."""
-        loading, step = self.loading, self.round_size * self.loading.replicas
+        loading = self.loading
+        step = self.round_size * self.loading.replicas
         if isinstance(loading.dataset, IterableDataset):
-            stream, first = replace(loading, replica=0, replicas=1).epoch(0), 0
+            stream = replace(loading, replica=0, replicas=1).epoch(0)
+            first = 0
             while chunk := list(islice(stream, step)):
                 yield first, len(chunk), chunk[loading.replica :: loading.replicas]
                 first += len(chunk)
@@ -158,7 +160,8 @@ class Evaluation:
 
         outputs: of `_forward`, on the rank that has them.
         """
-        replica, row = place % self.batches.loading.replicas, place // self.batches.loading.replicas
+        replica = place % self.batches.loading.replicas
+        row = place // self.batches.loading.replicas
         owner = self.engine.output_rank(replica)
         return from_rank(owner, outputs[row] if self.rank == owner else None, self.control)  # type: ignore[return-value]
 
@@ -191,7 +194,8 @@ class Evaluation:
         outputs = self.engine.evaluate(padded, names)
         if outputs is None:
             return []
-        loading, results = self.batches.loading, []
+        loading = self.batches.loading
+        results = []
         for row, (batch, full, output) in enumerate(zip(round_.plain, padded, outputs, strict=True)):
             number = round_.first + loading.replica + row * loading.replicas
             rows = self.batches.samples(number) or find_batch_size(batches[row]) or 1

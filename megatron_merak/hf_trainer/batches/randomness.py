@@ -65,7 +65,8 @@ class PrivateStream:
     def take(self, count: int) -> list:
         """Return the next ``count`` values, fewer at the end."""
         before = _states()
-        taken, self._seen = self._seen[:count], self._seen[count:]
+        taken = self._seen[:count]
+        self._seen = self._seen[count:]
         try:
             _set_states(self._own)
             taken += [value for _, value in zip(range(count - len(taken)), self._values, strict=False)]

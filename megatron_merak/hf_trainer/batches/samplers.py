@@ -17,7 +17,9 @@ class EpochSampler(Sampler):
     """Samples in an order that is a function of the epoch. order: epoch -> indices; None for the dataset's order."""
 
     def __init__(self, samples: int, order: Callable[[int], Sequence[int] | None]):
-        self.samples, self.order, self.epoch = samples, order, 0
+        self.samples = samples
+        self.order = order
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -56,7 +58,8 @@ class Drawn:
         else:
             for number in range(self.epochs, epoch):
                 self._draw(number)
-            order, self.epochs = self._draw(epoch), epoch + 1
+            order = self._draw(epoch)
+            self.epochs = epoch + 1
         return self._agreed(order)
 
     def _draw(self, epoch: int) -> list[int]:

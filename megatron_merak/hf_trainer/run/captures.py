@@ -13,7 +13,9 @@ class Captures:
     """
 
     def __init__(self, engine, aloud: bool):
-        self.engine, self.aloud, self._warned = engine, aloud, False
+        self.engine = engine
+        self.aloud = aloud
+        self._warned = False
 
     def look(self) -> None:
         """Warn once when ``MANY`` programs were captured."""

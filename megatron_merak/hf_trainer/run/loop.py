@@ -52,9 +52,13 @@ class TrainingLoop:
     """
 
     def __init__(self, trainer, directory: RunDirectory, resume: Path | None, ignored_outputs: list[str] | None = None):
-        self.directory, self.ignored_outputs = directory, ignored_outputs
-        self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
-        self.handler, self.loading = trainer.callback_handler, trainer.callback_handler.train_dataloader
+        self.directory = directory
+        self.ignored_outputs = ignored_outputs
+        self.trainer = trainer
+        self.args = trainer.args
+        self.engine = trainer.engine
+        self.handler = trainer.callback_handler
+        self.loading = trainer.callback_handler.train_dataloader
         division = self.loading.division
         examples = None if division is None else len(self.loading.dataset)
         batches = None if division is None else division.batches
@@ -62,8 +66,10 @@ class TrainingLoop:
         self.extent = extent(self.args, batches, examples, self.loading.replicas)
         self.rate = trainer.learning_rate(self.extent.steps)
         self.rates = self.rate.groups.rates()
-        limit, argument = self.args.max_consecutive_skipped_steps, "max_consecutive_skipped_steps"
-        engine, control = self.engine, trainer.control_group
+        limit = self.args.max_consecutive_skipped_steps
+        argument = "max_consecutive_skipped_steps"
+        engine = self.engine
+        control = trainer.control_group
         self.skips = SkippedSteps(limit, engine.buffer, control, argument, engine.scaler)
         self.rerun = Rerun(engine, checks_of(self.args), self._say, self._warn, "rerun_mode", self.args.seed)
         self.captures = Captures(engine, trainer.is_world_process_zero())
@@ -76,7 +82,8 @@ class TrainingLoop:
         self.first_epoch = self.skipped_batches = 0
         self.position = (0, 0)  # epoch, samples of it that are used
         self.owes_evaluation = False  # the last step was to be followed by one, and the run was interrupted
-        self.dataset, self.described = self._fingerprint(), resumption.describe(trainer.model)
+        self.dataset = self._fingerprint()
+        self.described = resumption.describe(trainer.model)
         self._begin_state()
         if resume is not None:
             self._resume(resume)
@@ -95,7 +102,8 @@ class TrainingLoop:
 
     def _refer(self) -> None:
         state = self.state
-        state.max_steps, state.num_train_epochs = self.extent.steps, self.extent.epochs
+        state.max_steps = self.extent.steps
+        state.num_train_epochs = self.extent.epochs
         state.is_local_process_zero = self.trainer.is_local_process_zero()
         state.is_world_process_zero = self.trainer.is_world_process_zero()
 
@@ -107,7 +115,8 @@ class TrainingLoop:
         return fingerprint.agreed(self.loading.dataset, self.trainer.control_group)
 
     def _resume(self, directory: Path) -> None:
-        trainer, args = self.trainer, self.args
+        trainer = self.trainer
+        args = self.args
         trainer.state = trainer_state.read(directory, trainer.control_group)
         best = self.state.best_model_checkpoint
         if best is not None and not run_directory.exists(Path(best), trainer.control_group):
@@ -126,7 +135,8 @@ class TrainingLoop:
         )
         progress = progress_of(extra)
         self.rate.load(progress.rate)
-        self.pending_loss, self.last_logged = progress.pending_loss, progress.last_logged
+        self.pending_loss = progress.pending_loss
+        self.last_logged = progress.last_logged
         self.owes_evaluation = progress.owes_evaluation
         self.grad_norm = progress.grad_norm
         self.used_rate = progress.used_rate
@@ -170,7 +180,8 @@ class TrainingLoop:
         return self.samples_per_batch * self.args.gradient_accumulation_steps
 
     def run(self) -> TrainOutput:
-        trainer, began = self.trainer, time.time()
+        trainer = self.trainer
+        began = time.time()
         trainer.first_tokens = self.state.num_input_tokens_seen
         self.began = began
         saves = saves_for_signals(self.args)
@@ -204,7 +215,8 @@ class TrainingLoop:
 
     def _epoch(self, epoch: int) -> None:
         skip = self.skipped_batches if epoch == self.first_epoch else 0
-        done, total = skip, self.extent.batches
+        done = skip
+        total = self.extent.batches
         batches = self.loading.epoch(epoch, skip) if done < total else iter(())
         while done < total and self.state.global_step < self.extent.steps:
             group = list(islice(batches, min(self.args.gradient_accumulation_steps, total - done)))
@@ -213,7 +225,8 @@ class TrainingLoop:
             if not group:  # a stream that ended early
                 break
             done += len(group)
-            before, self.position = self.position, (epoch, done * self.samples_per_batch)
+            before = self.position
+            self.position = (epoch, done * self.samples_per_batch)
             try:
                 updated = self._step(group, epoch + done / total)
             except (UnexpectedResultError, DoubtfulResultError):  # nothing was updated
@@ -251,7 +264,8 @@ class TrainingLoop:
 
     def _step(self, batches: list[Batch], epoch: float) -> bool:
         """Return whether weights were updated: not where a callback ended training between micro-batches."""
-        trainer, state = self.trainer, self.state
+        trainer = self.trainer
+        state = self.state
         self._tell("on_step_begin")
         self.interruption.before_step()
         self.engine.freeze(frozen := self.rate.groups.frozen())
@@ -293,7 +307,8 @@ class TrainingLoop:
         Raises ConfigError on every rank if it has ended the epoch: transformers adds that gradient to the next epoch's
         first step.
         """
-        group, control = self.trainer.control_group, self.trainer.control
+        group = self.trainer.control_group
+        control = self.trainer.control
         wishes = torch.tensor([int(control.should_training_stop), int(control.should_epoch_stop)])
         if group is not None:
             dist.all_reduce(wishes, dist.ReduceOp.MAX, group=group)
@@ -305,7 +320,8 @@ class TrainingLoop:
 
     def _end_interrupted(self, number: int) -> NoReturn:
         """Save and raise Interrupted on every rank. There may be little time: an evaluation is left to the next run."""
-        trainer, state = self.trainer, self.state
+        trainer = self.trainer
+        state = self.state
         self._agree()
         self._log()
         self.owes_evaluation = trainer.control.should_evaluate
@@ -313,9 +329,11 @@ class TrainingLoop:
         self._tell("on_save")
         text = ""
         if trainer.is_world_process_zero():
-            saved, again = "which was saved in", "to go on, train(resume_from_checkpoint=True)"
+            saved = "which was saved in"
+            again = "to go on, train(resume_from_checkpoint=True)"
             if self.args.save_only_model:
-                saved, again = "whose model was saved in", "without the state to go on from (save_only_model)"
+                saved = "whose model was saved in"
+                again = "without the state to go on from (save_only_model)"
             name = signal.Signals(number).name
             text = f"interrupted by {name} after step {state.global_step:,}, {saved} "
             text += f"{self.directory.place(state.global_step)}; {again}"
@@ -336,7 +354,8 @@ class TrainingLoop:
         Called after every event whose decisions are read before the next one. Raises ConfigError on every rank for a
         change of the optimizer's groups that is not supported, or that other ranks did not make.
         """
-        group, control = self.trainer.control_group, self.trainer.control
+        group = self.trainer.control_group
+        control = self.trainer.control
         fault = self.fault or self.rate.groups.fault() or lost_writes(self.trainer)
         if group is None:
             if fault is not None:
@@ -354,7 +373,8 @@ class TrainingLoop:
         if values[len(DECISIONS)]:
             raise_together(fault, group, "cpu")
         count = len(compared)
-        most, least = values[-2 * count : -count], [-value for value in values[-count:]]
+        most = values[-2 * count : -count]
+        least = [-value for value in values[-count:]]
         if most[-1] != least[-1]:
             reason = "callbacks froze other parameters on other ranks"
             raise ConfigError(
@@ -408,7 +428,8 @@ class TrainingLoop:
 
     def _is_better(self, metrics: dict[str, float]) -> bool:
         """Whether the model is the best so far; if so, record it."""
-        args, state = self.args, self.state
+        args = self.args
+        state = self.state
         if args.metric_for_best_model is None:
             return False
         value = self._metric(metrics)
@@ -423,7 +444,9 @@ class TrainingLoop:
         return True
 
     def _save(self) -> None:
-        trainer, args, state = self.trainer, self.args, self.state
+        trainer = self.trainer
+        args = self.args
+        state = self.state
         check_model(trainer, saves=True)
         trainer.store_flos()
         saving = trainer._saving
@@ -436,7 +459,10 @@ class TrainingLoop:
         return 0 if self.interruption.agreed else self.interruption.received
 
     def _write(self) -> None:
-        trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
+        trainer = self.trainer
+        args = self.args
+        state = self.state
+        group = self.trainer.control_group
         with self.directory.writing(state.global_step) as directory:
             if args.save_only_model:
                 self.engine.check_finite()
@@ -466,7 +492,10 @@ class TrainingLoop:
         )
 
     def _finish(self) -> TrainOutput:
-        trainer, args, state, group = self.trainer, self.args, self.state, self.trainer.control_group
+        trainer = self.trainer
+        args = self.args
+        state = self.state
+        group = self.trainer.control_group
         steps = state.global_step - self.first_step
         loss = self.run_loss / steps if steps else 0.0
         share = steps / max(state.max_steps, 1)

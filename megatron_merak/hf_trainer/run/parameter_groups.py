@@ -34,7 +34,8 @@ class ParameterGroups(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module):
-        self._complete, self._optimizer = False, optimizer
+        self._complete = False
+        self._optimizer = optimizer
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self.param_groups = optimizer.param_groups  # the very same, which a schedule of ``optimizer`` changes, too
         self._members = [(group["params"], len(group["params"])) for group in self.param_groups]
@@ -48,8 +49,10 @@ class ParameterGroups(torch.optim.Optimizer):
         vars(optimizer)["_opt_called"] = True
         self._complete = True
 
-    step, zero_grad = _absent("step"), _absent("zero_grad")
-    state_dict, load_state_dict = _absent("state_dict"), _absent("load_state_dict")
+    step = _absent("step")
+    zero_grad = _absent("zero_grad")
+    state_dict = _absent("state_dict")
+    load_state_dict = _absent("load_state_dict")
     register_step_pre_hook = register_step_post_hook = _absent("register_step_hook")
     register_state_dict_pre_hook = register_state_dict_post_hook = _absent("register_state_dict_hook")
     register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _absent("register_load_state_dict_hook")

@@ -63,7 +63,8 @@ class Progress:
             progress = Progress(**{name: values[name] for name in _CHECKS})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError("training state", path, str(error), remedy) from error
-        theirs, groups = len(progress.rate["rates"]) // 2, len(rate["rates"]) // 2
+        theirs = len(progress.rate["rates"]) // 2
+        groups = len(rate["rates"]) // 2
         if theirs != groups:
             reason = f"the checkpoint's optimizer has {theirs} parameter groups"
             raise CheckpointError(
@@ -87,7 +88,8 @@ def _is_rates(value: object) -> bool:
 
 
 def _is_fingerprint(value: Any) -> bool:
-    length, samples = value["length"], value["samples"]
+    length = value["length"]
+    samples = value["samples"]
     return (length is None or is_count(length)) and isinstance(samples, str | None)
 
 

@@ -49,14 +49,16 @@ def extent(args: TrainingArguments, batches: int | None, examples: int | None, r
         if args.max_steps <= 0:
             reason = "the training dataset has no length"
             raise ConfigError("max_steps", args.max_steps, reason, "Give the number of steps to train")
-        samples, steps = args.max_steps * global_batch, args.max_steps
+        samples = args.max_steps * global_batch
+        steps = args.max_steps
         return Extent(steps * accumulation, steps, sys.maxsize, steps, samples, samples)
     assert examples is not None, "only streams have no length"
     updates = -(-batches // accumulation)
     if args.max_steps > 0:
         epochs = -(-args.max_steps // updates)
         return Extent(batches, updates, epochs, args.max_steps, examples, args.max_steps * global_batch)
-    steps, epochs = math.ceil(args.num_train_epochs * updates), math.ceil(args.num_train_epochs)
+    steps = math.ceil(args.num_train_epochs * updates)
+    epochs = math.ceil(args.num_train_epochs)
     return Extent(batches, updates, epochs, steps, examples, examples * args.num_train_epochs)
 
 
@@ -70,7 +72,8 @@ def schedule(args: TrainingArguments, steps: int, optimizer: Optimizer) -> LRSch
     try:
         return get_scheduler(kind, optimizer, warmup, steps, options)
     except (TypeError, ValueError) as error:
-        what, remedy = f"lr_scheduler_kwargs of {kind.value}", "Correct lr_scheduler_kwargs"
+        what = f"lr_scheduler_kwargs of {kind.value}"
+        remedy = "Correct lr_scheduler_kwargs"
         raise ConfigError(what, args.lr_scheduler_kwargs, str(error).rstrip("."), remedy) from error
 
 
@@ -118,5 +121,6 @@ class LearningRate:
             self.scheduler.load_state_dict(state["scheduler"])
             self.groups.load_rates(state["rates"])
         except (KeyError, TypeError, ValueError) as error:
-            what, remedy = "checkpoint's learning rate", "Start a new run from its weights"
+            what = "checkpoint's learning rate"
+            remedy = "Start a new run from its weights"
             raise CheckpointError(what, "(unreadable)", f"{type(error).__name__}: {error}", remedy) from error

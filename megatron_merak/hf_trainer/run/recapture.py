@@ -53,12 +53,15 @@ class Moments:
         Collective over all ranks.
         """
         optimizer = _own_optimizer(engine)
-        state, gatherer = optimizer.state(), engine.parameters.gatherer
+        state = optimizer.state()
+        gatherer = engine.parameters.gatherer
         for key in state:
             theirs = self.optimizer.state()[key]
-            flat, into = self.gatherer.full(theirs), gatherer.full(state[key])
+            flat = self.gatherer.full(theirs)
+            into = gatherer.full(state[key])
             for name in theirs.names if isinstance(theirs, Scattered) else self.buffer.slots:
-                own, other = engine.buffer.view(into, name), self.buffer.view(flat, name)
+                own = engine.buffer.view(into, name)
+                other = self.buffer.view(flat, name)
                 if key == "master":
                     rounds = other.to(self.buffer.dtype) == own.to(self.buffer.dtype)
                     other = torch.where(rounds, other, own)
@@ -167,7 +170,8 @@ def _change(trainer: Any, engine: CapturedModel, saves: bool) -> Change | None:
 
 def _refuse(trainer: Any, engine: CapturedModel, change: Change) -> None:
     """Raise ConfigError unless the model can be captured anew without loss."""
-    user_model, now = engine.user_model, _short(change.now)
+    user_model = engine.user_model
+    now = _short(change.now)
     assert user_model is not None
     if trainer.is_in_train:
         reason = f"it was {_short(change.was)} when the model was captured, and changed during training"

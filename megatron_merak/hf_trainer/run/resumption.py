@@ -57,7 +57,8 @@ def check_model(saved: Mapping, present: Mapping) -> list[str]:
         notes.append(f"model: {present['class']} != {saved['class']} (of the checkpoint)")
     if saved["config"] is None or present["config"] is None:
         return notes
-    there, here = dict(_flat(saved["config"])), dict(_flat(present["config"]))
+    there = dict(_flat(saved["config"]))
+    here = dict(_flat(present["config"]))
     same_version = there.get("transformers_version") == here.get("transformers_version")
     for name in sorted({*there, *here}):
         last = name.rpartition(".")[2]

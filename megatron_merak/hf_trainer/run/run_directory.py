@@ -25,7 +25,8 @@ from ...data.files import atomic_writer
 from ...errors import CheckpointError, DamagedError
 from ...parallel.agree import broadcast_json, together
 
-TRAINING_STATE, TRAINER_STATE = "training_state", "trainer_state.json"
+TRAINING_STATE = "training_state"
+TRAINER_STATE = "trainer_state.json"
 SAVE_REMEDY = "Check output_dir, its permissions and its free space; earlier checkpoints are untouched"
 Group = dist.ProcessGroup | None
 _REMEDY = "Name a complete checkpoint-N directory, or train without resuming"
@@ -36,7 +37,8 @@ class RunDirectory:
     """``output_dir`` of one run. It is locked from first use until `release`."""
 
     def __init__(self, output_dir: str, group: Group):
-        self.root, self.group = Path(output_dir), group
+        self.root = Path(output_dir)
+        self.group = group
         self.first = group is None or dist.get_rank(group) == 0
         self._lock: DirectoryLock | None = None
 

@@ -42,7 +42,8 @@ def default_group(ranks: int, microbatches: int) -> int:
 
 def _legal(group: int, ranks: int, microbatches: int) -> int:
     """Return `group`, unless ranks would wait for each other with it."""
-    least, rest = min(ranks, microbatches), microbatches % group
+    least = min(ranks, microbatches)
+    rest = microbatches % group
     if least <= group <= microbatches and (rest == 0 or rest >= least):
         return group
     reason = f"{microbatches} micro-batches on {ranks} ranks: a group, and a rest, are of {least} to {microbatches}"

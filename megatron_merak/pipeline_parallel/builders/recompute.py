@@ -43,7 +43,8 @@ def shifted(stages: int, microbatches: int) -> Schedule:
     """
     orders = []
     for stage in range(stages):
-        order, later = alternate(microbatches, stages - stage), stages - 1 - stage
+        order = alternate(microbatches, stages - stage)
+        later = stages - 1 - stage
         drain = range(microbatches - later, microbatches)
         if later == 1:
             order[2], order[3] = order[3], order[2]  # F2 runs ahead of B0

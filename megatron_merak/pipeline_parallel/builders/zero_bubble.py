@@ -43,7 +43,8 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     enough = max(microbatches, 2 * ranks - 1)
     programs = []
     for rank in range(ranks):
-        stages, after = (rank, 2 * ranks - 1 - rank), ranks - rank
+        stages = (rank, 2 * ranks - 1 - rank)
+        after = ranks - rank
         steady = "F0 B0 W0 F1 B1 W1 "
         order = "F0 " * (2 * after - 1) + "F1 F0 " * rank + "F1 B1 W1 " * after
         order += steady * (enough - order.count("F0"))

@@ -8,7 +8,12 @@ from megatron_merak.pipeline_parallel.pictures.view import View
 from megatron_merak.pipeline_parallel.simulate import Event, Timeline
 
 # Inches: of a row, and around the rows of a view.
-_ROW, _LEFT, _RIGHT, _ABOVE, _BELOW, _LAST = 0.46, 0.85, 1.55, 0.78, 0.12, 0.5
+_ROW = 0.46
+_LEFT = 0.85
+_RIGHT = 1.55
+_ABOVE = 0.78
+_BELOW = 0.12
+_LAST = 0.5
 
 
 def draw_text(timeline: Timeline, unit: float = 1.0) -> str:
@@ -23,7 +28,8 @@ def draw_text(timeline: Timeline, unit: float = 1.0) -> str:
         cells = list(".  " * columns)
         for event in timeline.events:
             if event.rank == rank:
-                start, end = 3 * round(event.start / unit), 3 * round(event.end / unit)
+                start = 3 * round(event.start / unit)
+                end = 3 * round(event.end / unit)
                 label = f"{event.op.kind}{event.op.microbatch}"
                 cells[start:end] = label.ljust(end - start - 1, "-")[: end - start - 1].ljust(end - start)
         lines.append(f"rank {rank} | " + "".join(cells).rstrip())
@@ -108,9 +114,12 @@ def _boxes(axes, view: View, scale: float, points: float) -> None:
 
     shades = {stage: place % SHADES for rank in range(view.ranks) for place, stage in enumerate(view.stages_of(rank))}
     digits = len(str(view.timeline.schedule.microbatches - 1))
-    corners, faces, borders = [], [], []
+    corners = []
+    faces = []
+    borders = []
     for event in view.timeline.events:
-        start, end = event.start / scale, event.end / scale
+        start = event.start / scale
+        end = event.end / scale
         height = 0.78 / event.parts
         low = event.rank - 0.39 + event.part * height
         face = FACES[event.op.kind][shades[event.op.stage]]

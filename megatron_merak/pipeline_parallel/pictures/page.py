@@ -98,7 +98,8 @@ def _columns(items: Sequence[Event] | Sequence[Transfer]) -> dict:
 
 def _decode(data: Mapping) -> View:
     schedule = Schedule.parse(data["schedule"])
-    rows, messages = data["events"], data["transfers"]
+    rows = data["events"]
+    messages = data["transfers"]
     events = [
         Event(schedule.rank_of(op.stage), op, start, end, part, parts)
         for op, start, end, part, parts in zip(

@@ -10,12 +10,15 @@ Rows = list[tuple[str, ...]]
 
 def summary_rows(views: Sequence[View]) -> Rows:
     """Return a row per timeline, with times relative to the first; steps and bytes if known of any."""
-    several, known, steps = len(views) > 1, any(view.memory for view in views), any(view.step for view in views)
+    several = len(views) > 1
+    known = any(view.memory for view in views)
+    steps = any(view.step for view in views)
     header = ("schedule", "times", "makespan", "bubble", "of the ranks", "in flight")
     rows = [header[:3] + ("against the first",) * several + ("step",) * steps + header[3:] + ("peak bytes",) * known]
     first = views[0].timeline.makespan
     for view in views:
-        timeline, peak = view.timeline, view.peak_in_flight()
+        timeline = view.timeline
+        peak = view.peak_in_flight()
         against = f"{timeline.makespan / first:.3f}x" if first else "-"
         rows.append(
             (view.name, view.clock, time_text(timeline.makespan))
@@ -29,7 +32,8 @@ def summary_rows(views: Sequence[View]) -> Rows:
 
 def rank_rows(view: View) -> Rows:
     """Return a row per pipeline rank."""
-    timeline, peak = view.timeline, view.peak_in_flight()
+    timeline = view.timeline
+    peak = view.peak_in_flight()
     known = bool(view.memory)
     rows = [("rank", "stages", "busy", "idle", "bubble", "in flight") + ("peak bytes",) * known]
     for rank, busy in enumerate(timeline.busy):

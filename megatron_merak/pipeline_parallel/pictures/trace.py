@@ -18,7 +18,8 @@ from megatron_merak.pipeline_parallel.simulate import Event, Timeline, Transfer
 
 FORMAT = 1
 _MICRO = 1e6
-_BYTES, _HELD = "bytes held", "micro-batches in flight"
+_BYTES = "bytes held"
+_HELD = "micro-batches in flight"
 # Threads of a process: compute (with one more for each further op of a group), then messages of each kind.
 _THREADS = {Kind.SEND_F: 100, Kind.SEND_B: 200}
 
@@ -59,7 +60,8 @@ def from_trace(trace: Mapping) -> tuple[View, ...]:
 
 
 def _view(words: Mapping, rows: Sequence[Mapping]) -> View:
-    schedule, first = Schedule.parse(words["schedule"]), words["process"]
+    schedule = Schedule.parse(words["schedule"])
+    first = words["process"]
     ranks = range(first, first + len(schedule.ranks))
     events: list[Event] = []
     transfers: list[Transfer] = []
@@ -153,7 +155,8 @@ def _messages(timeline: Timeline, process: int) -> list[dict]:
     free: dict[tuple[int, Kind], list[float]] = {}
     rows: list[dict] = []
     for message in timeline.transfers:
-        rank, kind = message.source, message.op.kind
+        rank = message.source
+        kind = message.op.kind
         lanes = free.setdefault((rank, kind), [])
         lane = next((lane for lane, end in enumerate(lanes) if end <= message.start), len(lanes))
         if lane == len(lanes):
@@ -170,7 +173,8 @@ def _arrows(timeline: Timeline, process: int) -> list[dict]:
     placed = {event.op: event for event in timeline.events}
     rows = []
     for number, message in enumerate(timeline.transfers):
-        receive, kind = message.op.counterpart(), Kind.F if message.op.kind is Kind.SEND_F else Kind.B
+        receive = message.op.counterpart()
+        kind = Kind.F if message.op.kind is Kind.SEND_F else Kind.B
         ends = [placed.get(Op(op.stage, kind, op.microbatch)) for op in (message.op, receive)]
         for phase, event in zip(("s", "f"), ends, strict=True):
             if event is not None and None not in ends:

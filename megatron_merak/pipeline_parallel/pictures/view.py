@@ -52,7 +52,8 @@ class View:
     def size(self) -> str:
         """As in "8 stages on 4 ranks, 16 micro-batches"."""
         schedule = self.timeline.schedule
-        stages, microbatches = counted(schedule.stages, "stage"), counted(schedule.microbatches, "micro-batch")
+        stages = counted(schedule.stages, "stage")
+        microbatches = counted(schedule.microbatches, "micro-batch")
         return f"{stages} on {counted(self.ranks, 'rank')}, {microbatches}"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -16,7 +16,9 @@ from megatron_merak.pipeline_parallel.search.problem import Problem
 _BEFORE, _FORWARD, _MIDDLE, _BACKWARD, _AFTER = range(5)
 Heads = list[list[list[float]]]  # [stage][part][micro-batch]
 Job = tuple[float, float, float]  # head, tail, seconds
-_WINDOW, _LARGE = 64, 1 << 13  # jobs that a load tells apart; a quarter of them beyond so many stages x micro-batches
+# jobs that a load tells apart; a quarter of them beyond so many stages x micro-batches
+_WINDOW = 64
+_LARGE = 1 << 13
 
 
 def lower_bound(problem: Problem) -> float:
@@ -64,11 +66,13 @@ def _heads(problem: Problem, parts: list[tuple[float, ...]]) -> Heads:
     window = _WINDOW if stages * problem.microbatches <= _LARGE else _WINDOW // 4
     loads = [_Load(window) for _ in range(stages)]
     depths = [problem.depth(stage) for stage in range(stages)]
-    through_forward, through_backward = [0.0] * stages, [0.0] * stages
+    through_forward = [0.0] * stages
+    through_backward = [0.0] * stages
     for k in range(problem.microbatches):
         for s in range(stages):
             before, forward, middle, _, _ = parts[s]
-            own, load = heads[s], loads[s]
+            own = heads[s]
+            load = loads[s]
             own[_BEFORE].append(before * k)
             load.add(before * k, before)
             head = max(before * (k + 1), own[_FORWARD][-1] + forward if k else 0.0)
@@ -109,7 +113,8 @@ class _Load:
     def add(self, release: float, seconds: float) -> None:
         if not seconds:
             return
-        jobs, i = self.jobs, len(self.jobs)
+        jobs = self.jobs
+        i = len(self.jobs)
         while i and jobs[i - 1][0] > release:
             i -= 1
         jobs.insert(i, (release, seconds))

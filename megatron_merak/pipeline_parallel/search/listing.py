@@ -46,7 +46,8 @@ def list_programs(problem: Problem, rule: Rule) -> list[Program] | None:
 
 def play(problem: Problem, ranks: Sequence["Rank"]) -> list[Program]:
     """Run the ranks until none can continue; return what they have run."""
-    home, last = problem.home, problem.stages - 1
+    home = problem.home
+    last = problem.stages - 1
     stages = [ranks[rank].stages[problem.stages_of[rank].index(stage)] for stage, rank in enumerate(home)]
     wake = [(0.0, home[0])]
     while wake:
@@ -72,10 +73,14 @@ class Stage:
     """The state of a stage: how many ops of each kind it has run, and which messages are in flight."""
 
     def __init__(self, problem: Problem, rule: Rule, index: int):
-        costs, limits = problem.costs, problem.limits
-        self.index, self.count, self.most_early = index, problem.microbatches, rule.early
+        costs = problem.costs
+        limits = problem.limits
+        self.index = index
+        self.count = problem.microbatches
+        self.most_early = rule.early
         self.warmup = min(rule.warmup[index], self.count)
-        self.first, self.last = index == 0, index == problem.stages - 1
+        self.first = index == 0
+        self.last = index == problem.stages - 1
         self.early = problem.early[index]
         self.split = problem.split[index] and (not rule.split or rule.split[index])
         self.weights_last = rule.weights_last
@@ -85,7 +90,9 @@ class Stage:
             F: (0.0, 0.0) if self.first else (problem.transfer[index - 1], problem.latency[index - 1]),
             B: (0.0, 0.0) if self.last else (problem.transfer[index], problem.latency[index]),
         }
-        self.kept, self.taped, self.weight_held = limits.kept[index], problem.taped[index], limits.weight_held[index]
+        self.kept = limits.kept[index]
+        self.taped = problem.taped[index]
+        self.weight_held = limits.weight_held[index]
         # Memory that a B followed by its W has in use after it, more than before.
         self.growth = max(self.weight_held - self.kept, 0.0) if self.split else 0.0
         self.through = {F: 0.0, B: 0.0}
@@ -156,11 +163,13 @@ class Rank:
     """The state of a rank: its stages, their memory, and what it has run."""
 
     def __init__(self, problem: Problem, rule: Rule, index: int):
-        self.rule, self.cap = rule, problem.limits.cap[index]
+        self.rule = rule
+        self.cap = problem.limits.cap[index]
         self.stages = [Stage(problem, rule, stage) for stage in problem.stages_of[index]]
         places = range(len(self.stages))
         self.orders = {F: places[::-1] if rule.late[0] else places, B: places[::-1] if rule.late[1] else places}
-        self.free, self.held = 0.0, 0.0
+        self.free = 0.0
+        self.held = 0.0
         self.program: Program = []
 
     @property
@@ -186,11 +195,14 @@ class Rank:
         if favourite is not None and favourite[0] <= now:
             return self.code(favourite[1], kinds[0]), None
         if other is not None and other[0] <= now:
-            place, chosen = other[1], kinds[1]
+            place = other[1]
+            chosen = kinds[1]
         elif (ready := self._recomputing()) is not None:
-            place, chosen = ready, R
+            place = ready
+            chosen = R
         elif (ready := self._weighing()) is not None:
-            place, chosen = ready, W
+            place = ready
+            chosen = W
         else:
             return None, None
         stage = self.stages[place]
@@ -220,7 +232,8 @@ class Rank:
 
         The rank's later stages must be able to run a micro-batch that they do not have yet.
         """
-        room, tape = self.cap - self.held, 0.0
+        room = self.cap - self.held
+        tape = 0.0
         for stage in self.stages[place + 1 :]:
             tape = max(tape, stage.taped, stage.growth)
             if stage.done[F] == stage.done[B]:

@@ -32,7 +32,9 @@ class LocalSearch:
         seed: int = 0,
         report_progress: Callable[[], object] = lambda: None,
     ):
-        self.problem, self.random, self.report_progress = problem, Random(seed), report_progress
+        self.problem = problem
+        self.random = Random(seed)
+        self.report_progress = report_progress
         self.programs = self.best = [list(program) for program in programs]
         self._clock()
         self.makespan = self.now
@@ -71,7 +73,8 @@ class LocalSearch:
         return self.problem.clock(compiled) if core is None else core.ends(programs)
 
     def _round(self, until: int, goal: float) -> None:
-        length, moved = until - self.evaluations, True
+        length = until - self.evaluations
+        moved = True
         while moved and self.evaluations < until and self.makespan > goal:
             moves = list(self._moves())
             self.random.shuffle(moves)
@@ -88,7 +91,8 @@ class LocalSearch:
         program = _moved(self.programs[rank], len(self.problem.stages_of[rank]), *move[1:])
         if program is None or not self.problem.allows(rank, program):
             return False
-        programs, compiled = [*self.programs], [*self.compiled]
+        programs = [*self.programs]
+        compiled = [*self.compiled]
         programs[rank], compiled[rank] = program, self.problem.compile(rank, program)
         ends = self._ends(programs, compiled)
         self.evaluations += 1
@@ -96,7 +100,10 @@ class LocalSearch:
         makespan = max((end[-1] for end in ends), default=float("inf"))
         if makespan > self.now * (1 + heat * self.random.random()):
             return False
-        self.programs, self.compiled, self.ends, self.now = programs, compiled, ends, makespan
+        self.programs = programs
+        self.compiled = compiled
+        self.ends = ends
+        self.now = makespan
         if makespan < self.makespan:
             self.makespan, self.best = makespan, self.programs
         return True
@@ -117,8 +124,10 @@ class LocalSearch:
 
     def _around_backward(self, rank: int, i: int, separate: set[int]) -> Iterator[Move]:
         """Move the recomputation out of the backward to an earlier place, the weight gradient to a later one."""
-        program, stage = self.programs[rank], self.compiled[rank][i][1]
-        again, weight = program[i] - B + R, program[i] - B + W
+        program = self.programs[rank]
+        stage = self.compiled[rank][i][1]
+        again = program[i] - B + R
+        weight = program[i] - B + W
         if self.problem.early[stage] and again not in separate:
             forward = program[i] - B + F
             for j in range(i, max(i - 1 - _REACH, -1), -1):
@@ -141,7 +150,8 @@ def _moved(program: Program, width: int, source: int, target: int | None, code: 
     if target is None:
         return program[:source] + program[source + 1 :]
     code = program[source]
-    kind, item = code & 3, code >> 2
+    kind = code & 3
+    item = code >> 2
     place = item % width
     between = program[target:source] if target < source else program[source + 1 : target + 1]
     for other in between:
@@ -175,24 +185,28 @@ def critical_path(
             i -= 1
             continue
         source = stage - 1 if kind == F else stage + 1
-        origin, boundary = problem.home[source], min(stage, source)
+        origin = problem.home[source]
+        boundary = min(stage, source)
         transfer = problem.transfer[boundary]
         through = start - problem.latency[boundary]
         while True:
             sent = places[origin][kind, source, k]
             if origin == rank or ends[origin][sent + 1] + transfer >= through - slack:
-                rank, i = origin, sent
+                rank = origin
+                i = sent
                 break
             ahead = posted[rank][places[rank][kind, stage, k]]
             if k == 0 or (ahead >= 0 and ends[rank][ahead] + transfer >= through - slack):
                 i = ahead - 1
                 break
-            k, through = k - 1, through - transfer
+            k = k - 1
+            through = through - transfer
 
 
 def _posted(program: list[Step]) -> list[int]:
     """Return for every op the last F or B before it, before which its receive is posted; -1 if there is none."""
-    last, posted = -1, []
+    last = -1
+    posted = []
     for i, (kind, *_) in enumerate(program):
         posted.append(last)
         if kind in (F, B):

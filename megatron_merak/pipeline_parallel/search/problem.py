@@ -85,7 +85,8 @@ class Problem:
         split_weights: bool = False,
         placement: Sequence[int] = (),
     ):
-        self.costs, self.microbatches = costs, microbatches
+        self.costs = costs
+        self.microbatches = microbatches
         self.stages = len(costs.forward)
         self.home = tuple(placement) or tuple(range(self.stages))
         self.ranks = max(self.home) + 1
@@ -119,7 +120,8 @@ class Problem:
     @cached_property
     def compiled(self) -> Any:
         """This problem for the loops of ``csrc/py/search.cpp``; None if those are not built."""
-        host, costs = _native.host(), list(astuple(self.costs))
+        host = _native.host()
+        costs = list(astuple(self.costs))
         costs[4:] = self.transfer, self.latency
         limits = self.limits.cap, self.limits.kept, self.taped, self.limits.weight_held
         known = are_doubles(chain.from_iterable(costs)) and are_doubles(chain.from_iterable(limits), unbounded=True)
@@ -129,7 +131,8 @@ class Problem:
 
     def depth(self, stage: int) -> int:
         """Return the most micro-batches of the stage between F and B; the next B needs a tape beside them."""
-        kept, free = self.limits.kept[stage], self.limits.cap[self.home[stage]] - self.taped[stage]
+        kept = self.limits.kept[stage]
+        free = self.limits.cap[self.home[stage]] - self.taped[stage]
         return int(min(free / kept, self.microbatches)) if kept else self.microbatches
 
     def allows(self, rank: int, program: Program) -> bool:
@@ -140,16 +143,20 @@ class Problem:
 
     def fits(self, rank: int, program: Iterable[int]) -> bool:
         """Whether the program of a rank stays within its cap; see ``Limits``."""
-        limits, own_stages, cap = self.limits, self.stages_of[rank], self.limits.cap[rank]
+        limits = self.limits
+        own_stages = self.stages_of[rank]
+        cap = self.limits.cap[rank]
         sizes = [(limits.kept[stage], self.taped[stage], limits.weight_held[stage]) for stage in own_stages]
         if cap >= sum(map(sum, sizes)) * self.microbatches:
             return True
-        program, width = list(program), len(own_stages)
+        program = list(program)
+        width = len(own_stages)
         split = {code >> 2 for code in program if code & 3 == W}
         recomputed = set()
         in_use = 0.0
         for code in program:
-            kind, item = code & 3, code >> 2
+            kind = code & 3
+            item = code >> 2
             kept, taped, weight_held = sizes[item % width]
             if kind == F:
                 in_use += kept
@@ -170,8 +177,10 @@ class Problem:
 
     def compile(self, rank: int, program: Program) -> list[Step]:
         """The steps of a program: the kind, stage, micro-batch and seconds of each op."""
-        costs, own_stages = self.costs, self.stages_of[rank]
-        separate, width = {code for code in program if code & 1}, len(own_stages)
+        costs = self.costs
+        own_stages = self.stages_of[rank]
+        separate = {code for code in program if code & 1}
+        width = len(own_stages)
         compiled = []
         for code in program:
             kind, (k, place) = code & 3, divmod(code >> 2, width)
@@ -194,7 +203,11 @@ class Problem:
         places it, posted just before the last F or B before its consumer, after the previous message of its channel.
         With several, messages of different stages do not wait for each other here.
         """
-        home, stages, ranks, transfer, latency = self.home, self.stages, self.ranks, self.transfer, self.latency
+        home = self.home
+        stages = self.stages
+        ranks = self.ranks
+        transfer = self.transfer
+        latency = self.latency
         ends = [[0.0] for _ in range(ranks)]
         posted = [0.0] * ranks  # when the rank was free for its last F or B
         over: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in KINDS]  # [kind][stage][micro-batch]
@@ -205,7 +218,9 @@ class Problem:
         while left:
             before_sweep = left
             for rank in order:
-                program, end, i = programs[rank], ends[rank], at[rank]
+                program = programs[rank]
+                end = ends[rank]
+                i = at[rank]
                 count = len(program)
                 now = end[-1]
                 while i < count:
@@ -296,9 +311,11 @@ class Problem:
 def _in_order(program: Program, width: int) -> bool:
     """Whether each of the rank's ``width`` stages has its ops in order."""
     split = {code >> 2 for code in program if code & 3 == W}
-    recomputed, summed = [-1] * width, [-1] * width
+    recomputed = [-1] * width
+    summed = [-1] * width
     for code in program:
-        kind, item = code & 3, code >> 2
+        kind = code & 3
+        item = code >> 2
         if kind == F or (kind == B and item in split):
             continue
         last = recomputed if kind == R else summed

@@ -18,15 +18,18 @@ class Progress:
     """
 
     def __init__(self, what: str, stream: TextIO | None = None, shown: bool = True):
-        self.what, self.stream = what, stream or sys.stderr
+        self.what = what
+        self.stream = stream or sys.stderr
         self.is_shown = shown and self.stream.isatty()
         self.last = time.monotonic() + _AFTER - _EVERY
         self.length = 0
-        self.before, self.parts = 0, 1
+        self.before = 0
+        self.parts = 1
 
     def part(self, before: int, parts: int) -> None:
         """Declare that what follows is one of so many parts of the work, with so many before it."""
-        self.before, self.parts = before, parts
+        self.before = before
+        self.parts = parts
 
     def __call__(self, share: float) -> None:
         share = (self.before + share) / self.parts

@@ -95,9 +95,11 @@ def search(
         best.take(local.best, local.makespan)
     times = {name: problem.simulated(programs) for name, programs in built.items()}
     builder = min(times, key=times.__getitem__, default="")
-    programs, makespan = best.programs, problem.simulated(best.programs)
+    programs = best.programs
+    makespan = problem.simulated(best.programs)
     if times and times[builder] < makespan:  # the clock of the search knows less than the simulator
-        programs, makespan = built[builder], times[builder]
+        programs = built[builder]
+        makespan = times[builder]
     schedule = problem.to_schedule("auto", programs)
     return Found(schedule, makespan, best.bound, best.evaluations, builder, times.get(builder, float("inf")))
 
@@ -109,7 +111,8 @@ def builder_makespans(problem: Problem) -> dict[str, float]:
 
 def _built(problem: Problem) -> dict[str, list[Program]]:
     """Return the programs of every such builder."""
-    built, chunks = {}, problem.stages // problem.ranks
+    built = {}
+    chunks = problem.stages // problem.ranks
     for name, row in BUILDERS.items():
         if row.chunks != chunks and not (row.chunked and chunks > 1):
             continue
@@ -127,7 +130,10 @@ class _Best:
     """The best programs so far, and how many of the allowed schedules were simulated."""
 
     def __init__(self, problem: Problem, bound: float, most: int, report_progress: ProgressCallback):
-        self.problem, self.bound, self.most, self.report_progress = problem, bound, most, report_progress
+        self.problem = problem
+        self.bound = bound
+        self.most = most
+        self.report_progress = report_progress
         self.programs: list[Program] = []
         self.makespan = float("inf")
         self.evaluations = 0
@@ -148,7 +154,8 @@ class _Best:
 
     def take(self, programs: list[Program], makespan: float) -> None:
         if makespan < self.makespan:
-            self.makespan, self.programs = makespan, programs
+            self.makespan = makespan
+            self.programs = programs
 
     def count(self) -> None:
         self.evaluations += 1
@@ -169,7 +176,8 @@ def _search_rules(best: _Best) -> None:
             tried[rule] = best.offer(list_programs(best.problem, rule))
         return tried.get(rule, float("inf"))
 
-    stages, count = best.problem.stages, best.problem.microbatches
+    stages = best.problem.stages
+    count = best.problem.microbatches
     rule = min(_warmups(Rule((1,) * stages), count), key=attempt)
     rule = min(_choices(rule, best.problem), key=attempt)
     rule = min(_warmups(rule, count), key=attempt)
@@ -192,7 +200,8 @@ def _warmups(rule: Rule, count: int) -> Iterator[Rule]:
 
 def _choices(rule: Rule, problem: Problem) -> Iterator[Rule]:
     stages = problem.stages
-    none, every = (False,) * stages, (True,) * stages
+    none = (False,) * stages
+    every = (True,) * stages
     weights = ((every, False), (every, True), (none, False)) if any(problem.split) else ((none, False),)
     for early, (split, last) in product(_recomputations(problem), weights):
         for forward_first, patience, late in product((False, True), _PATIENCE, _orders(problem)):
@@ -220,7 +229,8 @@ def _recomputations(problem: Problem) -> tuple[int, ...]:
 def _mutant(rule: Rule, problem: Problem, draw: Random) -> Rule:
     """Return the rule with one to three changes."""
     for _ in range(draw.randint(1, 3)):
-        s, what = draw.randrange(problem.stages), draw.randrange(8 if problem.stages == problem.ranks else 9)
+        s = draw.randrange(problem.stages)
+        what = draw.randrange(8 if problem.stages == problem.ranks else 9)
         if what < 4:
             depth = min(max(rule.warmup[s] + draw.choice((-2, -1, 1, 2)), 1), problem.microbatches)
             rule = replace(rule, warmup=(*rule.warmup[:s], depth, *rule.warmup[s + 1 :]))

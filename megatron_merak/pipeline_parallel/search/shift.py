@@ -46,7 +46,8 @@ def shift_recompute(
     if best is None:
         reason = "it has several stages on a rank, ops that run together or out of order, or holds more than the limits"
         raise ScheduleError("schedule", schedule.name, reason, "Pass such as build_schedule makes, or raise the limits")
-    unshifted, makespan = best, problem.makespan(best)
+    unshifted = best
+    makespan = problem.makespan(best)
     best, makespan = _better(problem, unshifted, best, makespan, drain, warmup)
     earlier = [*reversed(range(problem.stages - 1 if warmup else 0))]
     for stage in earlier[:attempts]:
@@ -54,7 +55,9 @@ def shift_recompute(
         if advanced is not None and problem.fits(stage, advanced[stage]):
             improved, shorter = _better(problem, advanced, best, makespan, drain, warmup)
             if shorter < makespan:
-                unshifted, best, makespan = advanced, improved, shorter
+                unshifted = advanced
+                best = improved
+                makespan = shorter
     return problem.to_schedule(schedule.name, best)
 
 
@@ -69,7 +72,8 @@ def _better(
             continue  # a forward that went earlier waits for one that waits for it
         shorter = problem.makespan(candidate)
         if shorter < makespan and all(map(problem.allows, range(problem.stages), candidate)):
-            best, makespan = candidate, shorter
+            best = candidate
+            makespan = shorter
     return best, makespan
 
 
@@ -92,7 +96,8 @@ class _Fixed(Rank):
         super().__init__(problem, Rule((problem.microbatches,) * problem.stages, early=ahead, split=weighs), index)
         (self.stage,) = self.stages
         self.left = [*reversed(programs[index])]
-        self.drain, self.may_warm_up = drain, warmup
+        self.drain = drain
+        self.may_warm_up = warmup
 
     def run(self, code: int, now: float) -> int:
         if code & 3 != R:
@@ -102,8 +107,10 @@ class _Fixed(Rank):
     def choose(self, now: float) -> tuple[int | None, float | None]:
         if not self.left:
             return None, None
-        code, done = self.left[-1], self.stage.done
-        kind, k = code & 3, code >> 2
+        code = self.left[-1]
+        done = self.stage.done
+        kind = code & 3
+        k = code >> 2
         ready = 0.0 if kind == W else self.stage.arrival(kind, k)
         if ready is not None and ready <= now:
             return code, None
@@ -115,7 +122,8 @@ class _Fixed(Rank):
         return None, None
 
     def _may_recompute(self) -> bool:
-        stage, done = self.stage, self.stage.done
+        stage = self.stage
+        done = self.stage.done
         if not (self.drain if done[F] == stage.count else self.may_warm_up):
             return False
         return stage.early and done[B] <= done[R] < min(done[F], done[B] + self.rule.early)
@@ -123,7 +131,8 @@ class _Fixed(Rank):
     def _has_memory(self) -> bool:
         """Whether the next R leaves enough memory for what follows, up to the B that frees its tape."""
         stage = self.stage
-        last, in_use = stage.done[R], self.held + stage.taped
+        last = stage.done[R]
+        in_use = self.held + stage.taped
         for code in reversed(self.left):
             if in_use > self.cap:
                 return False
