@@ -93,7 +93,9 @@ def _flags(config: type[RunConfig]) -> tuple[Flag, ...]:
         texts = field_texts(cls)
         for field in dataclasses.fields(cls):
             kind = value_type(cls, field.name)
-            declared.append(Flag(section, field.name, kind, field.default, field.metadata, texts[field.name]))
+            declared.append(
+                Flag(section, field.name, kind, field.default, metadata=field.metadata, text=texts[field.name])
+            )
     return tuple(declared)
 
 

@@ -59,7 +59,15 @@ def to_hf(source: Source, model: nn.Module, directory: Path, tokenizer: Any = No
     Raises CheckpointError.
     """
     buffers = {name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)}
-    write_hf(directory, model, _Read(source, buffers), None, "cpu", shard_size, tokenizer)
+    write_hf(
+        directory,
+        model,
+        _Read(source, buffers),
+        None,
+        device="cpu",
+        max_shard_size=shard_size,
+        processing_class=tokenizer,
+    )
 
 
 def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: dict[str, Any]) -> Path:
@@ -90,7 +98,7 @@ def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: di
             flat = memory.setdefault(kept, torch.empty(most, dtype=kept))
             views[name] = flat[at : at + math.prod(shape)].view(shape)
             at += math.prod(shape)
-        shards = [Shard(names[name], tuple(view.shape), None, (), view) for name, view in views.items()]
+        shards = [Shard(names[name], tuple(view.shape), None, (), tensor=view) for name, view in views.items()]
         turns.append(Turn(shards, fetch=_reader(source, views)))
     path = store.save(root, 0, {"model": Kind(turns)}, meta, None, "cpu")
     source.close()

@@ -188,7 +188,7 @@ def verify(directory: Path) -> Manifest:
     states = [tensors for kind, tensors in manifest.tensors.items() if kind != "model"]
     trained = {name for tensors in states for name in tensors} or manifest.tensors.get("model", {})  # others are frozen
     for name, digests in manifest.files_of(kinds).items():
-        verify_tensors(directory / name, manifest.files[name], digests, manifest.save_id, trained)
+        verify_tensors(directory / name, manifest.files[name], digests, manifest.save_id, finite=trained)
     return manifest
 
 

@@ -64,13 +64,13 @@ def disk_errors(path: Path, remedy: str, needed: int | None = None) -> Iterator[
         named = error.filename if error.filename is not None else path
         reason = error.strerror or str(error) or type(error).__name__
         if error.errno in _FULL:
-            raise _full_disk(named, path, reason, needed, remedy) from error
+            raise _full_disk(named, path, reason, needed, remedy=remedy) from error
         raise CheckpointError("checkpoint", os.fspath(named), reason, remedy) from error
     except MerakError:
         raise
     except Exception as error:
         if _number_of_rust(error) in _FULL:
-            raise _full_disk(path, path, str(error), needed, remedy) from error
+            raise _full_disk(path, path, str(error), needed, remedy=remedy) from error
         if isinstance(error, SafetensorError):
             raise damaged(path, f"it is not a valid safetensors file ({error})") from error
         if not isinstance(error, ValueError) or "null byte" not in str(error):

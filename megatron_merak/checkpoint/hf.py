@@ -297,7 +297,7 @@ def from_pretrained(
     source = HFSource(directory, allow_pickle) if has_weights(directory) else None
     floating = (source.dtype(name) for name in source.names()) if source is not None else iter(())
     stored_as = next((dtype for dtype in floating if dtype.is_floating_point), None)
-    model: Any = build_empty(directory, auto_class, trust_remote_code, dict(config), stored_as)
+    model: Any = build_empty(directory, auto_class, trust_remote_code, dict(config), stored_as=stored_as)
     model.merak_source = source
     if source is not None:
         source.bind(model, allow_missing, allow_extra)

@@ -51,7 +51,15 @@ def save_hf(
     """
     buffers = {name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)}
     gather = Gather(shards, buffers, group, device)
-    write_hf(Path(directory), model, gather, group, device, max_shard_size, processing_class)
+    write_hf(
+        Path(directory),
+        model,
+        gather,
+        group,
+        device=device,
+        max_shard_size=max_shard_size,
+        processing_class=processing_class,
+    )
 
 
 def write_hf(
@@ -75,7 +83,7 @@ def write_hf(
                 fresh = _prepare(directory, needed)
                 _write_config(fresh, model, gather.dtypes, processing_class)
         for file, names in files.items():
-            _write_weights(fresh / file, {name: tensors[name] for name in names}, gather, group, device)
+            _write_weights(fresh / file, {name: tensors[name] for name in names}, gather, group, device=device)
         with together(group, device), disk_errors(directory, _REMEDY):
             if gather.first:
                 if index is not None:

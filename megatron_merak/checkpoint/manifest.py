@@ -127,7 +127,7 @@ def _parse(document: dict) -> Manifest:
         tensors[kind] = {name: _entry(f"{kind}/{name}", entry, files) for name, entry in entries.items()}
     if not isinstance(document["meta"], dict):
         raise ValueError("its meta is not an object")
-    return Manifest(_integer(document["iteration"]), _text(document["save_id"]), files, tensors, document["meta"])
+    return Manifest(_integer(document["iteration"]), _text(document["save_id"]), files, tensors, meta=document["meta"])
 
 
 def _file(name: str, value: dict) -> dict:

@@ -141,7 +141,7 @@ def _complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], me
     """Write the manifest, which makes the directory a checkpoint."""
     files = {name: written for report in reports for name, written in report["files"].items()}
     try:
-        manifest = Manifest(iteration, save_id, files, _join(reports), {**meta, "iteration": iteration})
+        manifest = Manifest(iteration, save_id, files, _join(reports), meta={**meta, "iteration": iteration})
         text = manifest.render()
     except (ValueError, TypeError) as error:
         remedy = "Give each part of a tensor one owner, and a meta that JSON can represent"

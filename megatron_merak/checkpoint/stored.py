@@ -40,7 +40,7 @@ class StoredSource(Source):
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
         like = self._tensors[name]
         values = torch.empty(local_shape(like.shape, dim, intervals), dtype=like.dtype)
-        shard = Shard(self._names[name], tuple(like.shape), dim, intervals, values)
+        shard = Shard(self._names[name], tuple(like.shape), dim, intervals, tensor=values)
         copy_parts(self.directory, self.manifest, {MODEL: [shard]})
         return values
 

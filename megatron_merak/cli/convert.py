@@ -109,7 +109,7 @@ def _to_hf(options: argparse.Namespace) -> None:
         (Path(place) / "config.json").write_text(json.dumps(config | _special(tokenizer)))
         stored_dtype = next(iter(source.dtypes()))
         model = build_empty(Path(place), None, False, {"dtype": stored_dtype})
-    to_hf(source, model, options.target, tokenizer, options.max_shard_size)
+    to_hf(source, model, options.target, tokenizer, shard_size=options.max_shard_size)
     print(f"{directory} -> {options.target}: {type(model).__name__}, {_count(source)} weights, {str(stored_dtype)[6:]}")
 
 

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ..parameter_server.supervisor import Hosts, servers_of
 
         hosts = Hosts(
-            options.nproc_per_node, options.nnodes, options.node_rank, options.master_addr, options.master_port
+            options.nproc_per_node, options.nnodes, options.node_rank, options.master_addr, port=options.master_port
         )
         if options.script in TRAINING:
             check_command(options.script, options.flags, hosts.size)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _served(options.script, flags):
             return run_agent(_torchrun(options), _PATIENCE)
         restarts = 3 if options.max_restarts is None else options.max_restarts
-        return supervised(options.script, options.flags, hosts, servers_of(flags), restarts)
+        return supervised(options.script, options.flags, hosts, servers_of(flags), restarts=restarts)
     except MerakError as error:
         print(f"{program()}: {error_text(error)}", file=sys.stderr)
         return 1

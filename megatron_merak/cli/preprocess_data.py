@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.tokenizer_model,
         options.vocab_size,
         tuple(options.json_keys),
-        options.append_eod,
+        append_eod=options.append_eod,
     )
     try:
-        counts = preprocess(options.input, options.output_prefix, config, options.workers, options.skip_bad)
+        counts = preprocess(options.input, options.output_prefix, config, options.workers, skip_bad=options.skip_bad)
     except MerakError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

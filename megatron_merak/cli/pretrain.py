@@ -50,7 +50,7 @@ def gpt(arguments: Sequence[str] | None = None) -> None:
 
         pretrain(config, world, notices)
 
-    _command(Config, job, described(GPT, "merak-pretrain"), "pretrain", arguments)
+    _command(Config, job, described(GPT, "merak-pretrain"), "pretrain", arguments=arguments)
 
 
 def hf(arguments: Sequence[str] | None = None) -> None:
@@ -61,7 +61,7 @@ def hf(arguments: Sequence[str] | None = None) -> None:
 
         pretrain_hf(config, world, notices)
 
-    _command(HFConfig, job, described(HF, "merak-pretrain-hf"), "pretrain-hf", arguments)
+    _command(HFConfig, job, described(HF, "merak-pretrain-hf"), "pretrain-hf", arguments=arguments)
 
 
 def _command(

@@ -228,7 +228,7 @@ def found_at(
     """The best schedule found for one placement of the stages, and what it takes beside a bound and builders."""
     microbatches = arguments.microbatches
     ranks = tuple(() for _ in range(place.ranks))
-    costs = stage_costs(arguments, Schedule(AUTO, len(place.home), microbatches, ranks, place.home))
+    costs = stage_costs(arguments, Schedule(AUTO, len(place.home), microbatches, ranks, placement=place.home))
     result = search(
         costs,
         microbatches,
@@ -250,7 +250,7 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
         builder = BUILDERS[name]
         chunks = arguments.chunks if builder.chunked else None
         group = arguments.group if builder.grouped else None
-        schedule = build_schedule(name, arguments.ranks, arguments.microbatches, chunks, group)
+        schedule = build_schedule(name, arguments.ranks, arguments.microbatches, chunks, group=group)
     elif Path(name).exists():
         schedule = read_schedule(name, "--schedule")
     else:

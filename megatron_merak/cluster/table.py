@@ -206,14 +206,18 @@ def device_of(content: Any, where: str) -> Device:
 
 # The CPU row is one core of a current server with AVX-512 and its bf16 instructions: measured, so its efficiency is 1.
 _DEVICES = (
-    Device("cpu", 400e9, 240e9, 10e9, 0, 1.0, 5e-6, fused_attention=False),
-    Device("A100", 312e12, 19.5e12, 2.039e12, 80 * GIB, 0.75),
-    Device("A100 40GB", 312e12, 19.5e12, 1.555e12, 40 * GIB, 0.75),
-    Device("H100", 989.4e12, 66.9e12, 3.35e12, 80 * GIB, 0.65),
-    Device("H100 PCIe", 756.4e12, 51.2e12, 2.04e12, 80 * GIB, 0.65),
-    Device("H100 NVL", 835.5e12, 60e12, 3.94e12, 94 * GIB, 0.65),
-    Device("H200", 989.4e12, 66.9e12, 4.3e12, 150_800_000_000, 0.8),  # measured: copies, and 790e12 of large products
-    Device("RTX 3090", 71e12, 35.6e12, 936e9, 24 * GIB, 0.8),  # 16-bit products with fp32 sums, half the headline rate
+    Device("cpu", 400e9, 240e9, 10e9, memory=0, matmul_efficiency=1.0, dispatch=5e-6, fused_attention=False),
+    Device("A100", 312e12, 19.5e12, 2.039e12, memory=80 * GIB, matmul_efficiency=0.75),
+    Device("A100 40GB", 312e12, 19.5e12, 1.555e12, memory=40 * GIB, matmul_efficiency=0.75),
+    Device("H100", 989.4e12, 66.9e12, 3.35e12, memory=80 * GIB, matmul_efficiency=0.65),
+    Device("H100 PCIe", 756.4e12, 51.2e12, 2.04e12, memory=80 * GIB, matmul_efficiency=0.65),
+    Device("H100 NVL", 835.5e12, 60e12, 3.94e12, memory=94 * GIB, matmul_efficiency=0.65),
+    Device(
+        "H200", 989.4e12, 66.9e12, 4.3e12, memory=150_800_000_000, matmul_efficiency=0.8
+    ),  # measured: copies, and 790e12 of large products
+    Device(
+        "RTX 3090", 71e12, 35.6e12, 936e9, memory=24 * GIB, matmul_efficiency=0.8
+    ),  # 16-bit products with fp32 sums, half the headline rate
 )
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _DEVICES})
 
@@ -239,7 +243,7 @@ _CLUSTERS = {  # profile -> device, ranks in a node, the link inside, a network 
 }
 CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
     {
-        name: Cluster(DEVICES[device], ranks, LINKS[inside], LINKS[between], name, nics)
+        name: Cluster(DEVICES[device], ranks, LINKS[inside], LINKS[between], name=name, nics=nics)
         for name, (device, ranks, inside, between, nics) in _CLUSTERS.items()
     }
 )

@@ -4,9 +4,9 @@ from .batches import RAMP, STEPS, Batches, check_sizes
 from .hf import HFModelConfig
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
-from .run import Config, HFConfig, RunConfig
+from .run import Config, HFConfig, RunConfig, of_worker
 from .sections import CheckpointConfig, DataConfig, HFCheckpointConfig, LoggingConfig, ModelConfig, TrainConfig
-from .servers import SNAPSHOT_INTERVAL, of_worker, worker_note
+from .servers import SNAPSHOT_INTERVAL, worker_note
 from .settings import flag_name, nearest, value_type
 
 __all__ = [

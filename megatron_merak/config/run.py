@@ -1,7 +1,7 @@
 """The configuration of a run."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ..errors import ConfigError
 from .backend import check_backend
@@ -83,7 +83,7 @@ class RunConfig:
         """
         self.check_model()
         check_precision(self.train)
-        check_servers(self.parallel, self.train, self.checkpoint, self.logging, self.optimizer)
+        check_servers(self.parallel, self.train, self.checkpoint, self.logging, optimizer=self.optimizer)
         (check_workers if self.parallel.num_parameter_servers else check_ranks)(self.parallel, world_size)
         check_order(self.parallel.rank_order, self.parallel.use_tp_pp_dp_mapping, "--rank-order")
         batches = self.batches(world_size)
@@ -182,3 +182,20 @@ class HFConfig(RunConfig):
     def check_data(self) -> None:
         check_sources(self.data)
         check_tokenizer_model(self.data)
+
+
+Run = TypeVar("Run", bound=RunConfig)
+
+
+def of_worker(config: Run, workers: int) -> Run:
+    """Return the configuration of one worker: of a job of its own, with its part of every batch."""
+    train = config.train
+    size = None if train.global_batch_size is None else train.global_batch_size // workers
+    parallel = dataclasses.replace(
+        config.parallel,
+        data_parallel_strategy="allreduce",
+        num_parameter_servers=0,
+        ps_max_staleness=None,
+        ps_snapshot_interval=None,
+    )
+    return dataclasses.replace(config, parallel=parallel, train=dataclasses.replace(train, global_batch_size=size))

@@ -1,8 +1,6 @@
-"""Parameter servers: contradictions with other settings, and the configuration of one worker."""
+"""Parameter servers: contradictions with other settings."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 from ..counting import counted
 from ..errors import ConfigError
@@ -13,11 +11,6 @@ from .settings import flag_name
 
 STRATEGY = "--data-parallel-strategy"
 SNAPSHOT_INTERVAL = 100
-
-if TYPE_CHECKING:
-    from .run import RunConfig  # which imports this module
-
-Run = TypeVar("Run", bound="RunConfig")
 
 
 def snapshot_directory(save: str) -> Path:
@@ -114,17 +107,3 @@ def worker_note(parallel: ParallelConfig, workers: int) -> str:
         f"The plan is that of one of {counted(workers, 'worker')} ({STRATEGY} {parallel.data_parallel_strategy}): "
         f"its times are without the exchange with {where}, which keep the optimizer's state that its memory counts."
     )
-
-
-def of_worker(config: Run, workers: int) -> Run:
-    """Return the configuration of one worker: of a job of its own, with its part of every batch."""
-    train = config.train
-    size = None if train.global_batch_size is None else train.global_batch_size // workers
-    parallel = replace(
-        config.parallel,
-        data_parallel_strategy="allreduce",
-        num_parameter_servers=0,
-        ps_max_staleness=None,
-        ps_snapshot_interval=None,
-    )
-    return replace(config, parallel=parallel, train=replace(train, global_batch_size=size))

@@ -123,7 +123,9 @@ class BlendedDataset:
         else:
             kind = f"{type(self).__name__}-{self.datasets[0].index_split}"
             names = ("dataset_index", "dataset_sample_index")
-            indices = cached_arrays(path_to_cache, kind, self._description(size), names, lambda: self._build(size))
+            indices = cached_arrays(
+                path_to_cache, kind, self._description(size), names, build=lambda: self._build(size)
+            )
         self.dataset_index, self.dataset_sample_index = indices
         self._check()
 

@@ -130,7 +130,7 @@ class Parts:
         cache = self.data.data_cache_path or f"{source.prefix}/cache/{GPTDataset.__name__}_indices"
         path_to_cache = None if self._mock is not None else Path(cache)
         config = dataclasses.replace(self.shared, path_to_cache=path_to_cache)
-        return GPTDataset(source, bounds, samples, SPLITS[part], config)
+        return GPTDataset(source, bounds, samples, SPLITS[part], config=config)
 
     def _bounds(self, source: TokenSource, part: int) -> tuple[int, int] | None:
         """Return the part's range of sequences.

@@ -99,15 +99,15 @@ class GPTDataset:
                 documents,
                 self.num_samples,
                 config.sequence_length,
-                config.random_seed,
-                config.drop_last_partial_sequence,
+                seed=config.random_seed,
+                drop_last=config.drop_last_partial_sequence,
             )
 
         directory = self.config.path_to_cache
         if directory is None:
             return build()
         kind = f"{type(self).__name__}-{self.index_split}"
-        return Indices(*cached_arrays(directory, kind, self.description(), Indices._fields, build))
+        return Indices(*cached_arrays(directory, kind, self.description(), Indices._fields, build=build))
 
     def __len__(self) -> int:
         return len(self.shuffle_index)

@@ -168,7 +168,7 @@ def preprocess(
     """`preprocess_documents` of every document below `inputs`. Raises `DataError` where there is none."""
     files = [file for path in inputs for file in input_files(path)]
     documents = (raw for file in files for raw in read_documents(file))
-    return preprocess_documents(documents, output_prefix, config, workers, skip_bad)
+    return preprocess_documents(documents, output_prefix, config, workers, skip_bad=skip_bad)
 
 
 def preprocess_documents(

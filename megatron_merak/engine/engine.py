@@ -94,7 +94,9 @@ class Engine:
             optimizer = make(model, args.weight_decay, decayed, class_and_arguments(args, model))
             self._recipe = Recipe(optimizer, model.named_parameters(remove_duplicate=False), self.mesh.device)
         nodes = find_nodes(args.world, self.mesh.control)
-        self._captured = build_engine(model, example, args, self.mesh, self._recipe, self._first, nodes)
+        self._captured = build_engine(
+            model, example, args, self.mesh, recipe=self._recipe, loss=self._first, nodes=nodes
+        )
         self._captured.share_weights()
         self._captured.blueprint.unused.left_out = True
         self._pending_loss: Tensor | None = None  # what the last backward returned, until a step

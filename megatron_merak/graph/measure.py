@@ -80,7 +80,7 @@ def measure(
 
     Raises PlanError if there is no activation to recompute.
     """
-    rewritten = rewrite(captured, chain, sharding, 0, tp)
+    rewritten = rewrite(captured, chain, sharding, 0, tp=tp)
     calls = [node for node in rewritten.graph.nodes if node.op == "call_function"]
     unfused = _by_unit(((node, node.meta.get("unit")) for node in calls), len(chain.units))
     products = [(sum(map(flops, nodes)), _product_sizes(nodes), unneeded_flops(nodes)) for nodes in unfused]
@@ -100,7 +100,7 @@ def measure(
             rest = unit_costs(nodes, flow, fused_attention)
             measured[key] = replace(rest, flops=total, products=sizes, unneeded_flops=unneeded)
         costs.append(measured[key])
-    return _assembled(captured, chain, sharding, tp, costs, state_of)
+    return _assembled(captured, chain, sharding, tp, costs=costs, state_of=state_of)
 
 
 def _product_sizes(nodes: Iterable[Node]) -> tuple[tuple[int, int, int], ...]:
@@ -150,7 +150,7 @@ def _assembled(
                 passed_bytes=0 if last else sum(size for node, size in crossing_bytes if node not in own_nodes),
                 frozen=sum(sizes[parameter] for parameter in frozen),
                 tied_frozen=tuple(parameter for parameter in shared if parameter not in captured.trainable),
-                **kept_state(own, shared, sizes, captured, state_of),
+                **kept_state(own, shared, sizes, captured, state_of=state_of),
                 **vars(costs[index]),
             )
         )

@@ -77,7 +77,9 @@ def build_engine(
     check_layout(recipe, mesh.grid.tp * mesh.grid.pp, requested["plan"]["parallel"].sharding != "no_shard")
     requested["plan"]["state_bytes"] = recipe.state_bytes
     requested["plan"]["cluster"] = located(requested["plan"]["cluster"], nodes or Nodes())
-    traced = Traced(model, example, compute_dtype(model, args.bf16, args.fp16), args.bf16 or args.fp16, mesh, loss)
+    traced = Traced(
+        model, example, compute_dtype(model, args.bf16, args.fp16), args.bf16 or args.fp16, mesh=mesh, loss=loss
+    )
     with together(mesh.control, "cpu"):
         stored = plan_of_arguments(args, traced.dtype, requested["plan"]["cluster"])
         state_of = recipe.state_of if adam is None else None

@@ -190,8 +190,8 @@ class MerakTrainer(TrainerFace):
             self.mesh,
             self.facts,
             neutral,
-            self.data_collator,
-            tokenizer,
+            collator=self.data_collator,
+            tokenizer=tokenizer,
             rows=in_one_row(sees or named, padding.limit),
             masks=without_masks(sees),
         )
@@ -236,7 +236,7 @@ class MerakTrainer(TrainerFace):
         recipe = Recipe(self.made_optimizer(), named, self.mesh.device)
         self.own_loss = self._loss_of_script()
         loss = None if self.own_loss is None else self.own_loss.own_loss()
-        engine = build_engine(self.model, example, self.args, self.mesh, recipe, loss, self._nodes)
+        engine = build_engine(self.model, example, self.args, self.mesh, recipe=recipe, loss=loss, nodes=self._nodes)
         self._say(f"megatron_merak on {self.args.world}")
         self._say(f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
         for note in notices(self.mesh.grid, self._nodes, str):

@@ -140,7 +140,7 @@ class TrainerFace:
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
         """The loss of a batch, or (loss, outputs). Captured with the model: it runs once, before the first step."""
-        return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        return compute_loss(self, model, inputs, return_outputs, num_items=num_items_in_batch)
 
     # What a trainer over this one changes
 
@@ -225,7 +225,9 @@ class TrainerFace:
         """
         trained = (id(self.model), [name for name, p in self.model.named_parameters() if p.requires_grad])
         if self._given_optimizer is None and self._created_for != trained:
-            self._created_optimizer, groups, self._groups = None, self._groups, None
+            groups = self._groups
+            self._created_optimizer = None
+            self._groups = None
             self.create_optimizer()
             self._created_for = trained
             self._groups = groups

@@ -69,7 +69,9 @@ class Unit(nn.Module):
         """``holds``: modules and parameters that ``fn`` uses; None is skipped."""
         parts = ((m,) if isinstance(m, nn.Parameter) else m.parameters() for m in holds if m is not None)
         parameters = tuple(parameter for part in parts for parameter in part)
-        return Segment(self.index, 0, fn, tuple(reads), tuple(makes), parameters, sharded, random)
+        return Segment(
+            self.index, 0, fn, tuple(reads), outs=tuple(makes), parameters=parameters, sharded=sharded, random=random
+        )
 
     def _value(self, name: str) -> str:
         return f"{name}.{self.index}"

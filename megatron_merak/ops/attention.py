@@ -93,11 +93,11 @@ def causal_attention(
     if pricing() is not None:
         heads = (x.transpose(1, 2) for x in (query, key, value))
         return AsOneKernel.apply(partial(_causal_on_heads, dropout=dropout, scale=scale), True, *heads, None)
-    return _causal(query, key, value, dropout, scale)
+    return _causal(query, key, value, dropout, scale=scale)
 
 
 def _causal_on_heads(query: Tensor, key: Tensor, value: Tensor, _, dropout: float, scale: float | None) -> Tensor:
-    return _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout, scale)
+    return _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout, scale=scale)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None) -> Tensor:
@@ -133,8 +133,8 @@ def attention(
     if pricing() is not None:
         return AsOneKernel.apply(partial(_masked, dropout=dropout, scale=scale), False, query, key, value, mask)
     if mask is not None and apart is not None and dropout == 0 and (rows := spans(apart)):
-        return _by_documents(query, key, value, mask, scale, rows * (len(query) // len(rows)))
-    return _masked(query, key, value, mask, dropout, scale)
+        return _by_documents(query, key, value, mask, scale=scale, rows=rows * (len(query) // len(rows)))
+    return _masked(query, key, value, mask, dropout=dropout, scale=scale)
 
 
 def _by_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, rows: list) -> Tensor:
@@ -148,10 +148,10 @@ def _by_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
         pieces = (x[here].split(sizes, 2) for x in (query, key, value))
         for (begin, end), q, k, v in zip(bounds, *pieces, strict=True):
             if causal and value.shape[-1] == query.shape[-1]:
-                joined = _causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, scale)
+                joined = _causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, scale=scale)
                 parts.append(joined.unflatten(2, (query.shape[1], -1)).transpose(1, 2))
             else:
-                parts.append(_masked(q, k, v, hidden[..., begin:end, begin:end], 0.0, scale))
+                parts.append(_masked(q, k, v, hidden[..., begin:end, begin:end], dropout=0.0, scale=scale))
         outputs.append(torch.cat(parts, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -160,7 +160,9 @@ def _masked(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float | None
 ) -> Tensor:
     if query.device.type == "cpu" and query.shape[2] <= _SHORT_MASKED:
-        return _whole_rows(query, key, value, mask, dropout, query.shape[-1] ** -0.5 if scale is None else scale)
+        return _whole_rows(
+            query, key, value, mask, dropout=dropout, scale=query.shape[-1] ** -0.5 if scale is None else scale
+        )
     grouped = query.shape[1] != key.shape[1]
     if grouped and mask is not None and query.device.type != "cpu":
         # Beside a mask no fused kernel of an accelerator shares heads.

@@ -47,7 +47,7 @@ def _cross_entropy_grad(
 
 @operation("cross_entropy_grad_", lambda *arguments: None)
 def _cross_entropy_grad_(logits: Tensor, target: Tensor, stats: Tensor, grad: Tensor, start: int, classes: int) -> None:
-    logits.copy_(_cross_entropy_grad(logits, target, stats, grad, start, classes))
+    logits.copy_(_cross_entropy_grad(logits, target, stats, grad, start=start, classes=classes))
 
 
 def _setup_stats(ctx, inputs, output) -> None:
@@ -305,6 +305,6 @@ def linear_cross_entropy(
     if x.dtype == torch.float16 and not chunk:
         chunk = max(1, x.shape[0])  # a row's sum of exponentials, which would stand at the target, may be too large
     if chunk:
-        stats = linear_cross_entropy_stats(x, weight, target, 0, classes, chunk, sink)
+        stats = linear_cross_entropy_stats(x, weight, target, 0, classes=classes, chunk=chunk, sink=sink)
         return loss_of_stats(stats.unsqueeze(0))
     return _LinearCrossEntropy.apply(x, weight, target, classes, sink)

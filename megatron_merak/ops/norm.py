@@ -134,7 +134,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
 def _add_layer_norm_backward(
     grad: Tensor, grad_sum: Tensor | None, sum: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_weight, grad_bias = _layer_norm_backward(grad, sum, weight, mean, rstd)
+    grad_x, grad_weight, grad_bias = _layer_norm_backward(grad, sum, weight, mean, rstd=rstd)
     return _plus(grad_x, grad_sum), grad_weight, grad_bias
 
 

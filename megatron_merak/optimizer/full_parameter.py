@@ -36,7 +36,9 @@ class FullParameter:
         shard_group: dist.ProcessGroup | None,
     ):
         slot = buffer.slots[name]
-        self.shape, self.stored, self._tensor = tensor.shape, torch.Size(slot.shape), tensor
+        self.shape = tensor.shape
+        self.stored = torch.Size(slot.shape)
+        self._tensor = tensor
         self.tp = tp if tensor.dim is not None else None
         self.spans = [(slot.start, slot.stop)]
         bucket = next(bucket for bucket in buffer.buckets if bucket.start <= slot.start < bucket.stop)

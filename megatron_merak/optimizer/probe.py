@@ -143,7 +143,7 @@ def probe(
                 raise ConfigError("optimizer", kind, "its steps are random, and ranks would drift apart", _OWN)
             check_remade(prototype, remade)
             independent &= _close(after, beside_others)
-            elementwise &= _is_elementwise(prototype, own, values, grads, after)
+            elementwise &= _is_elementwise(prototype, own, values, grads, after=after)
             state[count] = _entries(kind, remade, shape)
     return Traits(elementwise and independent, independent, state)
 

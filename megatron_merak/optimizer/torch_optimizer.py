@@ -53,7 +53,9 @@ class TorchOptimizer(LocalOptimizer):
     def _share(self, name: str, slot: Slot, tensor: TensorSharding | None) -> Share:
         buffer = self.buffer
         mesh = self.mesh
-        full = FullParameter(buffer, name, tensor or TensorSharding(name, slot.shape), mesh.tp, mesh.shard_group)
+        full = FullParameter(
+            buffer, name, tensor or TensorSharding(name, slot.shape), mesh.tp, shard_group=mesh.shard_group
+        )
         first, last = own_span(buffer, name)
         grad = values = self.master[:0]
         for (start, stop, offset), own, data in zip(buffer.owned, buffer.own_grads, buffer.own_data, strict=True):
@@ -63,7 +65,7 @@ class TorchOptimizer(LocalOptimizer):
                 grad = own[local]
                 values = self.master[flat] if buffer.rounds else data[local]
         entries = self.recipe.groups[slot.group].entries(len(slot.shape))
-        return Share(name, slot.group, full, grad, values, dict(entries))
+        return Share(name, slot.group, full, grad, values=values, entries=dict(entries))
 
     @property
     def steps(self) -> int:

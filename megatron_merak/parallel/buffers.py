@@ -325,7 +325,7 @@ def _lay_out(groups: Sequence[Sequence[BufferEntry]], offset: int = 0) -> tuple[
             assert entry.name not in slots, f"parameter {entry.name} is listed twice"
             elements = prod(entry.shape)
             slots[entry.name] = Slot(
-                offset, offset + elements, tuple(entry.shape), entry.group, entry.counted, entry.fp32
+                offset, offset + elements, tuple(entry.shape), entry.group, counted=entry.counted, fp32=entry.fp32
             )
             offset = _align(offset + elements)
     return slots, offset

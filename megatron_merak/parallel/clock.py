@@ -112,7 +112,7 @@ class LogicalClock:
 
     def account(self) -> Account:
         """Return how the time was spent so far."""
-        return Account(self._now, self.busy, self.exposed, self.idle, self.communication)
+        return Account(self._now, self.busy, self.exposed, self.idle, communication=self.communication)
 
     def kernel(self, seconds: float) -> None:
         self._now += seconds

@@ -92,7 +92,7 @@ class Kernels(TorchDispatchMode):
     def seconds(self, func, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:
         """Return the time of one operation."""
         dtype = _dtype((args, kwargs))
-        traffic = _traffic(func.overloadpacket, signature, args, kwargs, out)
+        traffic = _traffic(func.overloadpacket, signature, args, kwargs, out=out)
         return self.device.kernel_time(_flops(func.overloadpacket, args, kwargs, out), traffic, dtype)
 
 
@@ -114,7 +114,7 @@ def _signature(func) -> Signature:
         names.append(argument.name)
     new = tuple(value.alias_info is None for value in schema.returns)
     free = func.is_view or func.overloadpacket in _FREE or func.namespace in ("c10d", "profiler", "prim")
-    return Signature(free, tuple(read), tuple(written), tuple(names), new)
+    return Signature(free, tuple(read), tuple(written), tuple(names), returns_new=new)
 
 
 def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:

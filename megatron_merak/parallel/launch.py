@@ -264,7 +264,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 
 def _watch(rank: int, size: int, store: dist.Store, limits: Limits) -> Watchdog:
-    watchdog = Watchdog(rank, size, store, limits, tell, abandon)
+    watchdog = Watchdog(rank, size, store, limits, report=tell, end=abandon)
     watchdog.start()
     return watchdog
 
@@ -300,7 +300,7 @@ def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, remedy) from error
     attempt = os.environ.get(ATTEMPT)
     if attempt is None:
-        attempt = meet(dist.PrefixStore("megatron_merak", store), rank, size, timeout, tell)
+        attempt = meet(dist.PrefixStore("megatron_merak", store), rank, size, timeout, say=tell)
     return job_keys(store, attempt)
 
 
@@ -325,7 +325,7 @@ def _open_store(host: str, port: int, creates: bool, timeout: timedelta) -> dist
     if creates:
         one_host = _environment().ranks_here == position()[1]
         try:
-            return open_server(host, port, one_host, tell, timeout)
+            return open_server(host, port, one_host, tell, timeout=timeout)
         except OSError:
             pass  # a script may have opened it before, in this process
     return dist.TCPStore(

@@ -167,14 +167,15 @@ def build_mesh(
     transfers = collectives if collectives == PEER_MEMORY else None
     backends = (collectives, collectives, transfers, None)
     tp, dp, pp, model = (
-        new_groups(rank, grid.groups(axis), timeout, axis, name) for axis, name in zip(AXES, backends, strict=True)
+        new_groups(rank, grid.groups(axis), timeout, axis, backend=name)
+        for axis, name in zip(AXES, backends, strict=True)
     )
     control = control or control_group(grid.size, timeout)
     instance = None
     replicas = None
     if instances > 1:
-        instance = new_groups(rank, grid.shard_groups(instances), timeout, "dp", collectives)
-        replicas = new_groups(rank, grid.replicate_groups(instances), timeout, "dp", collectives)
+        instance = new_groups(rank, grid.shard_groups(instances), timeout, "dp", backend=collectives)
+        replicas = new_groups(rank, grid.replicate_groups(instances), timeout, "dp", backend=collectives)
     return Mesh(
         grid,
         rank,

@@ -40,7 +40,7 @@ class Pipes:
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
         self._routes: dict[tuple[Op, int], Route] = {}  # cached: every step needs them between kernels
         if backend == PEER_MEMORY and mesh.pp is not None and mesh.control is not None:
-            self._mailboxes = open_mailboxes(self._channels(), mesh.pp, mesh.control, mesh.device, mesh.timeout)
+            self._mailboxes = open_mailboxes(self._channels(), mesh.pp, mesh.control, mesh.device, timeout=mesh.timeout)
         if backend is not None and not self._by_tag and self._mailboxes is None:
             self._make_groups()
         self._sent: list[tuple[dist.Work, Tensor]] = []

@@ -103,7 +103,7 @@ def virtual_ranks(
     assert kernels is not None, "the compiled CUDA library is missing"
     buffers = [torch.zeros(kernels.bytes(capacity), dtype=torch.uint8, device=device) for _ in range(world)]
     torch.cuda.synchronize(device)
-    return [PeerRank(kernels, buffers, rank, device, capacity, patience) for rank in range(world)]
+    return [PeerRank(kernels, buffers, rank, device, capacity=capacity, patience=patience) for rank in range(world)]
 
 
 class PeerMemory:
@@ -128,7 +128,7 @@ class PeerMemory:
         self.reason = buffers.reason
         if not self.reason and buffers.kernels is not None:
             rank = dist.get_rank(group)
-            self._rank = PeerRank(buffers.kernels, buffers.tensors, rank, device, capacity, patience)
+            self._rank = PeerRank(buffers.kernels, buffers.tensors, rank, device, capacity=capacity, patience=patience)
         self._log_once(self.reason)
 
     def takes(self, tensor: Tensor) -> bool:

@@ -27,7 +27,7 @@ class Launcher(NamedTuple):
     by_mpi: bool = True
 
 
-_TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", by_mpi=False)
+_TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", by_mpi=False)
 _LAUNCHERS = (  # the first one whose variables are set; torchrun may itself be started by another one
     _TORCHRUN,
     Launcher(
@@ -35,9 +35,11 @@ _LAUNCHERS = (  # the first one whose variables are set; torchrun may itself be 
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel's MPI
+    Launcher(
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"
+    ),  # MPICH and Intel's MPI
 )
 
 _NUMERIC = (  # variables by which libraries choose how they compute

@@ -276,10 +276,12 @@ class Client:
                 remedy = "Resume from the last checkpoint; merak-launch starts servers that are killed again"
                 raise LaunchError("parameter server", f"(rank {end.server})", reason, remedy)
             time.sleep(POLL)
-        end.start, end.contributed, before = start, -1, end.version
+        before = end.version
+        end.start = start
+        end.contributed = -1
         try:
             name = connection_name(end.server, start, self.role.rank)
-            end.made = Connection(self.store, name, CLIENT, self.timeout, self.role.secret)
+            end.made = Connection(self.store, name, CLIENT, self.timeout, secret=self.role.secret)
             end.connection.send(Kind.HELLO, text=end.layout.to_json())
             end.version = int(self._reply(end).numbers[1])
         except ConnectionLost as error:
@@ -294,4 +296,4 @@ class Client:
 def _combined(replies: Sequence[Message]) -> Reply:
     first = replies[0].numbers
     staleness, late = (max(int(reply.numbers[place]) for reply in replies) for place in (3, 4))
-    return Reply(int(first[0]), int(first[1]), int(first[2]), staleness, bool(late))
+    return Reply(int(first[0]), int(first[1]), int(first[2]), staleness, late=bool(late))

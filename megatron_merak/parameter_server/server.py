@@ -109,7 +109,7 @@ class Server:
         if directory is not None:
             path = snapshot_path(directory, self.role.rank, place)
         say = partial(print, flush=True)
-        snapshots = Snapshots(path, self._job, self.settings.interval, self.start > 1, say)
+        snapshots = Snapshots(path, self._job, self.settings.interval, self.start > 1, say=say)
         return Service(self.role.workers, snapshots, self._pool, self.settings.timeout.total_seconds() / HEARTBEATS)
 
     def _run(self, client: int) -> None:
@@ -120,9 +120,9 @@ class Server:
             name = connection_name(self.role.rank, self.start, client)
             timeout = self.settings.timeout
             own: Any = self.store.clone()  # type: ignore[attr-defined]  # which torch's stubs leave out
-            if not comes(own, name, CLIENT, ended_key(client), timeout):
+            if not comes(own, name, CLIENT, ended_key(client), timeout=timeout):
                 raise ConnectionLost(f"rank {client} did not come")
-            connection = Connection(self.store, name, SERVER, timeout, self.role.secret)
+            connection = Connection(self.store, name, SERVER, timeout, secret=self.role.secret)
             service.serve(worker, connection)
         except ConnectionLost as error:
             self.lost.append(client)

@@ -164,7 +164,7 @@ def _from_cells(cells: list[Cell], name: str) -> Schedule:
     placement = tuple(homes[stage][0] - 1 for stage in range(stages))
     usual = tuple(stage % len(programs) for stage in range(stages))
     ranks = tuple(tuple(programs[row]) for row in sorted(programs))
-    return Schedule(name, stages, microbatches, ranks, () if placement == usual else placement)
+    return Schedule(name, stages, microbatches, ranks, placement=() if placement == usual else placement)
 
 
 def _step(text: str, row: int, column: int) -> tuple[int, str, int]:

@@ -119,9 +119,11 @@ def _walked(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline:
         busy[rank] += duration
         for part, op in enumerate(ops):
             over[op] = clock[rank]
-            events.append(Event(rank, op, start, clock[rank], part, len(ops)))
+            events.append(Event(rank, op, start, clock[rank], part=part, parts=len(ops)))
     transfers = tuple(message for wire in wires.values() for message in wire.delivered.values())
-    return Timeline(schedule, tuple(events), transfers, max(clock), tuple(busy), peak_in_flight(schedule))
+    return Timeline(
+        schedule, tuple(events), transfers, max(clock), busy=tuple(busy), peak_in_flight=peak_in_flight(schedule)
+    )
 
 
 class _Durations:
@@ -189,4 +191,4 @@ class _Wire:
         start = max(ready, self.free)
         self.free = start + self.costs.transfer[boundary]
         end = self.free + self.costs.latency[boundary]
-        self.delivered[send] = Transfer(send, self.source, self.destination, start, end)
+        self.delivered[send] = Transfer(send, self.source, self.destination, start, end=end)

@@ -52,7 +52,7 @@ def starts(placements: Sequence[Placement], microbatches: int, group: int | None
     group:      see ``build_schedule``, which raises if auto does not support it.
     """
     ranks = placements[0].ranks
-    schedules = [build_schedule(REFERENCE, ranks, microbatches, None, group)]
+    schedules = [build_schedule(REFERENCE, ranks, microbatches, None, group=group)]
     homes = [placement.home for placement in placements]
     for name, row in BUILDERS.items():
         for chunks in dict.fromkeys(placement.chunks for placement in placements):

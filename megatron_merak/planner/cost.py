@@ -82,7 +82,7 @@ def gpt_units(
     tied = () if untied else ((TIED_TABLE, output),)
     work = {kind: _launched(kind, activation, tp, parts) for kind in OPERATIONS}
     kept = 2 * dropout_mask - (tokens * model.ffn_size // tp * bytes_per_value if recompute_activations else 0)
-    kept += _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout, parts)
+    kept += _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts)
     layer = (_layer_parameters(model, tp), _layer_flops(model, tokens, tp), kept, hidden_state)
     statistics = 4 * tokens // parts * _norm_vectors(model)
     rows = _kept_of_loss(model, vocabulary * bytes_per_value, tp)
@@ -106,7 +106,7 @@ def gpt_units(
     looked_up = 9 * tokens if tp > 1 else 0  # row indices in this rank's shard of the table, and which tokens are in it
     learned = activation // parts if positions and tp > 1 else 0  # masking the tokens' gradients makes a copy
     table: dict[str, Any] = {"weight_bytes": activation + learned} | work["embedding"]
-    inner = _layer_work(model, tokens, bytes_per_value, tp, fused_dropout, parts) | work["layer"]
+    inner = _layer_work(model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts) | work["layer"]
     return (
         Unit("embedding", "embedding", own, 0, dropout_mask + looked_up, hidden_state, tied, **table),
         *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),

@@ -48,9 +48,9 @@ class Layout:
             bucket_size=draft["bucket_size"],
         )
         seconds = [each.forward for each in exposed]
-        self.chooser = Chooser(recompute, self.units, seconds, self.ledger, limit)
+        self.chooser = Chooser(recompute, self.units, seconds, self.ledger, memory=limit)
         maximum = Recompute("full") if recompute.method == "capacity" else recompute
-        self.unlimited_chooser = Chooser(maximum, self.units, seconds, self.ledger, 0)
+        self.unlimited_chooser = Chooser(maximum, self.units, seconds, self.ledger, memory=0)
         count = self.schedule.microbatches
         users: dict[tuple[str, int], list[int]] = {}
         for index, unit in enumerate(self.units):

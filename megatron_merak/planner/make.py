@@ -85,9 +85,9 @@ def native_units(config: Config, tp: int, cluster: Cluster) -> tuple[Unit, ...]:
         train.micro_batch_size,
         bytes_per_value,
         tp,
-        fused,
-        config.parallel.sequence_parallel,
-        config.parallel.recomputes_activations,
+        fused_dropout=fused,
+        sequence_parallel=config.parallel.sequence_parallel,
+        recompute_activations=config.parallel.recomputes_activations,
     )
 
 
@@ -170,14 +170,16 @@ def plan_chain(
     custom = isinstance(schedule, Schedule)
     automatic = schedule == AUTO
     homes = placements(grid.pp, chunks, len(units)) if automatic else ()
-    built = starts(homes, microbatches, group) if homes else (_build(schedule, grid.pp, microbatches, chunks, group),)
+    built = (
+        starts(homes, microbatches, group) if homes else (_build(schedule, grid.pp, microbatches, chunks, group=group),)
+    )
     _check_stages(built[0], len(units), custom)
     draft = {"grid": grid, "units": units, "dtype": dtype, "cluster": cluster, "sequence_length": sequence_length}
     draft |= {"micro_batch_size": micro_batch_size, "sharding": sharding, "sharding_instances": sharding_instances}
     draft |= {"overlap_grad_reduce": overlap_grad_reduce, "overlap_param_gather": overlap_param_gather}
     draft |= {"bucket_size": bucket_size or default_bucket_size(grid.dp), "graph_sharding": graph_sharding}
     draft |= {"recompute_activations": recompute_activations, "loss_chunk": loss_chunk, "shardings": shardings}
-    modes = _modes(overlap, grid, built[0], micro_batch_size, custom, sharding)
+    modes = _modes(overlap, grid, built[0], micro_batch_size, custom=custom, sharding=sharding)
     orders = [(mode, pair(each) if mode == "pair" and not custom else each) for mode in modes for each in built]
     drafts = [draft | others | {"schedule": order, "overlap": mode} for mode, order in orders]
     plans, errors = _plans(drafts, recompute, limit, memory_gb)
@@ -239,7 +241,7 @@ def _build(name: str | Schedule, ranks: int, microbatches: int, chunks: int | No
         name = "interleaved" if chunks and chunks > 1 else REFERENCE
     if name not in BUILDERS:
         raise PlanError("--pipeline-schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}, auto")
-    return build_schedule(name, ranks, microbatches, chunks, group)
+    return build_schedule(name, ranks, microbatches, chunks, group=group)
 
 
 def _check_stages(schedule: Schedule, units: int, custom: bool) -> None:

@@ -22,7 +22,7 @@ def view(plan: Plan, title: str = "") -> View:
     detail += f"{counted(len(plan.units), 'unit')}, {samples} per micro-batch; {_step_text(plan)}"
     curves = memory_curves(plan, step)
     seconds = step_time(plan, step)
-    return View(step, title, "modelled", detail, curves, plan.cluster.device.usable, step=seconds)
+    return View(step, title, "modelled", detail, memory=curves, capacity=plan.cluster.device.usable, step=seconds)
 
 
 def _step_text(plan: Plan) -> str:
@@ -42,7 +42,7 @@ def memory_curves(plan: Plan, step: Timeline) -> tuple[Curve, ...]:
     curves = []
     for rank, total in enumerate(rank_memory(plan)):
         footprints = {stage: footprint(plan.units, plan.stages[stage]) for stage in plan.stages_of(rank)}
-        curves.append(_curve(plan, rank, footprints, when, total.total - total.activations))
+        curves.append(_curve(plan, rank, footprints, when, base=total.total - total.activations))
     return tuple(curves)
 
 

@@ -110,7 +110,7 @@ def ending(plan: Plan) -> Ending:
     for rank in range(plan.grid.pp):
         own = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
         parameters = trained_parameters([plan.units[unit] for unit in own])
-        reductions = _reductions(plan, rank, own, units, waits) + ties[rank]
+        reductions = _reductions(plan, rank, own, units, waits=waits) + ties[rank]
         endings.append(Ending(reductions, parameters * update))
     return max(endings, key=lambda ending: ending.total)
 

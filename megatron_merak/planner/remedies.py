@@ -113,7 +113,7 @@ def _degrees(plan: Plan, limit: float, remake: Remake, may_recompute: bool) -> l
     """
     for ranks in (plan.grid.size, *(plan.grid.size * more for more in _TIMES)):
         for times in _TIMES if ranks == plan.grid.size else (1, *_TIMES):
-            fitting = list(_fitting(plan, limit, remake, may_recompute, ranks, times))
+            fitting = list(_fitting(plan, limit, remake, may_recompute, ranks=ranks, times=times))
             if fitting:
                 changes, other = min(fitting, key=lambda pair: pair[1].predicted_time)
                 needs = f"{_largest(other) / GIB:.1f} GiB"

@@ -117,7 +117,7 @@ def stage_waits(plan: Plan, costs: Sequence[UnitCost]) -> list[Waits]:
     for index, stage in enumerate(plan.stages):
         splits = (index, Kind.W) in kinds
         early = (index, Kind.R) in kinds
-        passes = _passes(plan, stage, costs, transfers, splits, early)
+        passes = _passes(plan, stage, costs, transfers, splits=splits, early=early)
         forward = passes[Kind.F]
         backward = passes[Kind.B]
         weight = passes[Kind.W]

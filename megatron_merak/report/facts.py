@@ -80,7 +80,7 @@ def _run(directory: Path, name: str) -> Facts:
     notes = []
     if cut_off:
         notes.append(f"The last line of {METRICS} is cut off, as the run was killed while it wrote it; it is left out.")
-    return Facts(name, history, tuple(starts), plan, timeline[0] if timeline else None, notes=tuple(notes))
+    return Facts(name, history, tuple(starts), plan, measured=timeline[0] if timeline else None, notes=tuple(notes))
 
 
 def _trainer(path: Path, name: str) -> Facts:

@@ -159,7 +159,7 @@ class Stage:
     def _new_part(self, batch: Batch, position: tuple[int, int, int | None], training: bool, task: Any) -> Part:
         program = self.program_for(batch, training, task)
         if program not in self._runners:
-            self._runners[program] = _Runner(program, self.recompute, self.parameters, self.mesh, self.overlap)
+            self._runners[program] = _Runner(program, self.recompute, self.parameters, self.mesh, overlap=self.overlap)
             self._runners[program].engine.observer = self._observer
         self.launched = zlib.crc32(self._runners[program].collectives, self.launched)
         if training:
@@ -236,8 +236,8 @@ class Stage:
                 p.state,
                 p.runner.engine.backward_runs(p.state),
                 defer,
-                callback_for and callback_for(p.runner),
-                sharded,
+                on_complete=callback_for and callback_for(p.runner),
+                sharded_pass=sharded,
             )
             for p in parts
         ]

@@ -86,7 +86,17 @@ def make_blueprint(
     recompute = parallel.recomputes_activations
     attention = cluster.device.fused_attention
     plan = plan_chain(
-        measure(captured, chain, sharding, grid.tp, attention, loss_chunk, recompute, traced.positions, state_of),
+        measure(
+            captured,
+            chain,
+            sharding,
+            grid.tp,
+            fused_attention=attention,
+            loss_chunk=loss_chunk,
+            recompute_activations=recompute,
+            positions=traced.positions,
+            state_of=state_of,
+        ),
         grid,
         microbatches=microbatches,
         micro_batch_size=samples,
@@ -145,11 +155,11 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
         chain,
         sharding,
         tp,
-        plan.cluster.device.fused_attention,
-        plan.loss_chunk,
-        plan.recompute_activations,
-        traced.positions,
-        state_of,
+        fused_attention=plan.cluster.device.fused_attention,
+        loss_chunk=plan.loss_chunk,
+        recompute_activations=plan.recompute_activations,
+        positions=traced.positions,
+        state_of=state_of,
     )
     return Blueprint(traced, chain, sharding, priced(replace(plan, units=units)))
 
@@ -266,7 +276,7 @@ class Blueprint:
         return captured, self._parts(captured, chain, sharding, *arguments)
 
     def _parts(self, captured: Captured, chain: Chain, sharding: Sharding, role: Role, stage: int, mesh: Mesh) -> Parts:
-        rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), self.plan.grid.tp, self.partial)
+        rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), tp=self.plan.grid.tp, partial=self.partial)
         if not role.drops:
             undropped(rewritten.graph)
         first = self.traced.captured
@@ -345,7 +355,7 @@ class Programs:
             parts.prelude,
             parts.sources,
             parts.targets,
-            parts.results,
+            results=parts.results,
             named=parts.named,
         )
         self._lookups[program] = parts.lookups

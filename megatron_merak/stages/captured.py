@@ -85,7 +85,7 @@ class CapturedModel(TrainedModel):
         self.parameter_shards.fill(seed)
         parameters = self.parameter_shards.rank_parameters()
         self.programs = {
-            stage: Programs(blueprint, stage, mesh, self.parameter_shards.parameters, parameters.weights)
+            stage: Programs(blueprint, stage, mesh, self.parameter_shards.parameters, sink=parameters.weights)
             for stage in self.parameter_shards.stages
         }
         stages = {}
@@ -119,7 +119,9 @@ class CapturedModel(TrainedModel):
     def share_weights(self) -> UserModel:
         """Give the user's model the trained weights where this rank has all of them; else make reading one raise."""
         shards = self.parameter_shards
-        self.user_model = UserModel(self.model, self.exported, self.mesh, shards.follow_edits, shards.shares_weights)
+        self.user_model = UserModel(
+            self.model, self.exported, self.mesh, shards.follow_edits, sharded=shards.shares_weights
+        )
         return self.user_model
 
     @property
@@ -266,7 +268,7 @@ class CapturedModel(TrainedModel):
         task = Task(loss, tuple(outputs))
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         executor.run(prepared, self.iteration, training=False, task=task)
-        return named_outputs(executor, self.programs, prepared, False, task)
+        return named_outputs(executor, self.programs, prepared, False, task=task)
 
     def reported(self, batches: Sequence[Batch], task: Task | None = None) -> list[dict[str, Tensor]] | None:
         """Return what the last `backward`, of these arguments, computed, in the form of `evaluate`.
@@ -274,7 +276,7 @@ class CapturedModel(TrainedModel):
         Per micro-batch its loss times its weight, and the outputs that an ``OwnLoss`` reports.
         """
         prepared = [*map(self.blueprint.traced.prepared, batches)]
-        return named_outputs(self.executor(len(batches)), self.programs, prepared, True, task)
+        return named_outputs(self.executor(len(batches)), self.programs, prepared, True, task=task)
 
     def _most(self, batches: int) -> int:
         """The largest number of batches of any replica where replicas shard parameters, else this one's."""
@@ -447,9 +449,16 @@ class CapturedModel(TrainedModel):
         user_model = self.user_model
         if not has_adapters(self.model):
             with unguarded(self.model), left_out(self.model, omitted):
-                save_hf(directory, self.model, weights, control, "cpu", processing_class=processing_class)
+                save_hf(directory, self.model, weights, control, device="cpu", processing_class=processing_class)
         elif user_model is not None and user_model.shared:
-            save_adapters(Path(directory), self.model, (), (), control, processing_class)
+            save_adapters(Path(directory), self.model, (), (), group=control, processing_class=processing_class)
         else:
             with nullcontext() if user_model is None else user_model.lend(), unguarded(self.model):
-                save_adapters(Path(directory), self.model, weights, self.buffer.slots, control, processing_class)
+                save_adapters(
+                    Path(directory),
+                    self.model,
+                    weights,
+                    self.buffer.slots,
+                    group=control,
+                    processing_class=processing_class,
+                )

@@ -122,7 +122,7 @@ def _messages(parts: Sequence[_Part]) -> Iterator[list[_Piece]]:
 
 def _pieces(part: _Part) -> Iterator[_Piece]:
     if not part.shape:
-        yield _Piece(part, None, 0, 0, 0)
+        yield _Piece(part, None, 0, 0, offset=0)
         return
     dim = 0 if part.dim is None else part.dim
     intervals = ((0, part.shape[0]),) if part.dim is None else part.intervals
@@ -132,7 +132,7 @@ def _pieces(part: _Part) -> Iterator[_Piece]:
     for start, stop in intervals:
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            yield _Piece(part, dim, first, last, offset)
+            yield _Piece(part, dim, first, last, offset=offset)
             offset += last - first
 
 

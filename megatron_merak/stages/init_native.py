@@ -49,7 +49,7 @@ def initialise_all(
     workers = max(1, min(workers, _MEMORY // largest))
 
     def fill(part: tuple[Piece, torch.Tensor]) -> None:
-        initialise(part[1], part[0], seed, tp_rank, tp)
+        initialise(part[1], part[0], seed, tp_rank, tp=tp)
 
     if workers == 1:
         for part in parts:

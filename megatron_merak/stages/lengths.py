@@ -66,7 +66,7 @@ class KnownLengths:
             family = axes, tuple(_without(shapes, axes))
             lengths = [_extent(each, axes) for each in (one.shapes, two.shapes, shapes)]
             if family not in kind.families:
-                kind.families[family] = _family(one, two, lengths, axes, explore)
+                kind.families[family] = _family(one, two, lengths, axes, explore=explore)
             match = kind.families[family]
             if match and match[1].hold(lengths[2]):
                 self.derived += 1

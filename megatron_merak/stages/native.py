@@ -165,7 +165,7 @@ def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
             for name in bucket.names
             for part in layouts[name].views(buffer.parameter(name), mesh.tp_rank, mesh.grid.tp)
         ]
-        initialise_all(parts, config.train.seed, mesh.tp_rank, mesh.grid.tp, workers_for(mesh.device))
+        initialise_all(parts, config.train.seed, mesh.tp_rank, mesh.grid.tp, workers=workers_for(mesh.device))
     parameters = {name: nn.Parameter(buffer.parameter(name)) for name in layouts}
     for unit in units:
         for local in unit.layouts:
@@ -176,9 +176,9 @@ def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
         {parameter: name for name, parameter in parameters.items()},
         mesh,
         frozenset(name for name, layout in layouts.items() if not layout.sharded),
-        tuple((name, groups[key]) for name, key in keys.items() if key in groups),
-        plan.overlap_grad_reduce,
-        plan.overlap_param_gather,
+        ties=tuple((name, groups[key]) for name, key in keys.items() if key in groups),
+        overlap=plan.overlap_grad_reduce,
+        overlap_gathers=plan.overlap_param_gather,
         shared={name: shared[key] for name, key in keys.items() if key in shared},
         reads={unit.index: [names[unit.index, local] for local in unit.layouts] for unit in units},
         in_bf16=plan.grad_reduce_in_bf16,
@@ -193,7 +193,7 @@ def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
             module.sink = rank_parameters.weights
         stages[index] = Stage(
             index,
-            _Programs(part, len(chain), prelude, mesh, plan, place.stream),
+            _Programs(part, len(chain), prelude, mesh, plan=plan, dtype=place.stream),
             rank_parameters,
             plan.stages[index].runs,
             mesh,

@@ -91,7 +91,9 @@ class NativeModel(TrainedModel):
             owner = mesh.dp_rank == 0 and self.buffer.slots[name].counted
             for piece, view in layout.views(self.buffer.view(flat, name), mesh.tp_rank, tp):
                 tensor = piece.sharding
-                yield Shard(tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), view, owner)
+                yield Shard(
+                    tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), tensor=view, owner=owner
+                )
 
     def _over_replicas(self, value: Tensor) -> Tensor:
         if self.mesh.dp is not None:

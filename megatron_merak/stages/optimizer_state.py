@@ -38,14 +38,16 @@ class Step(Protocol):
 
 def adamw_of(parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> AdamW:
     """Return this package's AdamW of the parameters."""
-    return AdamW(parameters.buffer, config, parameters.mesh.model, parameters.mesh.shard_group, scaler)
+    return AdamW(parameters.buffer, config, parameters.mesh.model, parameters.mesh.shard_group, scaler=scaler)
 
 
 def torch_optimizer_of(recipe: Recipe) -> OptimizerOf:
     """Return what makes an optimizer that steps as the torch optimizer of ``recipe`` does."""
 
     def make(parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> TorchOptimizer:
-        return TorchOptimizer(parameters.buffer, config, recipe, parameters.mesh, parameters.tensors, scaler)
+        return TorchOptimizer(
+            parameters.buffer, config, recipe, parameters.mesh, tensors=parameters.tensors, scaler=scaler
+        )
 
     return make
 
@@ -66,7 +68,7 @@ def optimizer_of_run(config: OptimizerConfig) -> OptimizerOf:
 def weights_kind(gatherer: ShardGatherer, parts: Parts, others: Sequence[Shard] = ()) -> Kind:
     """The trained parameters, and the shards ``others``, whose tensors are always in memory."""
     buffer = gatherer.buffer
-    turns = _turns(gatherer, buffer.data, parts, gatherer.gather, buffer.seal)
+    turns = _turns(gatherer, buffer.data, parts, gatherer.gather, keep=buffer.seal)
     return Kind([Turn(others), *turns] if others else turns)
 
 
@@ -87,7 +89,7 @@ def optimizer_kinds(optimizer: LocalOptimizer, gatherer: ShardGatherer, parts: P
             flat = buffer.main_grad if buffer.sharded else state
             names = buffer.slots
             keep = partial(buffer.take, state, flat)
-        kinds[name] = Kind(_turns(gatherer, flat, _only(parts, names), partial(gatherer.full, state), keep))
+        kinds[name] = Kind(_turns(gatherer, flat, _only(parts, names), partial(gatherer.full, state), keep=keep))
     for name, tensors in optimizer.other_state().items():
         kinds[name] = Kind.of([replicated(each, tensor, optimizer.writes(each)) for each, tensor in tensors.items()])
     return kinds
@@ -95,7 +97,7 @@ def optimizer_kinds(optimizer: LocalOptimizer, gatherer: ShardGatherer, parts: P
 
 def replicated(name: str, tensor: Tensor, owner: bool) -> Shard:
     """Return the shard of a tensor that every rank that needs it has in full."""
-    return Shard(name, tuple(tensor.shape), None, (), tensor, owner)
+    return Shard(name, tuple(tensor.shape), None, (), tensor=tensor, owner=owner)
 
 
 def _only(parts: Parts, chosen: Collection[str]) -> Parts:

@@ -45,7 +45,9 @@ class StoredParameter:
         shape = tensor.local_shape(mesh.tp_rank, tp)
         view = storage if tensor.dim is None else storage.narrow(tensor.dim, 0, shape[tensor.dim])
         owner = self.counted and mesh.dp_rank == 0
-        return Shard(tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), view, owner)
+        return Shard(
+            tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), tensor=view, owner=owner
+        )
 
 
 def stored_shape(tensor: TensorSharding, tp: int) -> tuple[int, ...]:
@@ -129,14 +131,14 @@ class ParameterShards:
             names,
             mesh,
             self.replicated,
-            tuple((name, groups[name,]) for name in trained if (name,) in groups),
-            plan.overlap_grad_reduce,
-            plan.overlap_param_gather,
-            self.blueprint.partial,
-            {name: shared[name,] for name in trained if (name,) in shared},
-            {unit: [name for name in self.reads(unit) if name in self.buffer.slots] for unit in self.units},
-            plan.grad_reduce_in_bf16,
-            self.blueprint.sharding.tensors,
+            ties=tuple((name, groups[name,]) for name in trained if (name,) in groups),
+            overlap=plan.overlap_grad_reduce,
+            overlap_gathers=plan.overlap_param_gather,
+            partial=self.blueprint.partial,
+            shared={name: shared[name,] for name in trained if (name,) in shared},
+            reads={unit: [name for name in self.reads(unit) if name in self.buffer.slots] for unit in self.units},
+            in_bf16=plan.grad_reduce_in_bf16,
+            tensors=self.blueprint.sharding.tensors,
         )
 
     def _make_buffer(self, units: list[list[str]], group_of: GroupOf) -> ParameterBuffer:
@@ -150,7 +152,9 @@ class ParameterShards:
             group = group_of(name, tensor.shape)
             fp32 = captured.dtypes[name] == torch.float32
             ranks = {*map(blueprint.plan.schedule.rank_of, self.stages_of[name])}
-            return BufferEntry(name, stored_shape(tensor, tp), group, self._counted(name), fp32, len(ranks) > 1)
+            return BufferEntry(
+                name, stored_shape(tensor, tp), group, self._counted(name), fp32=fp32, tied=len(ranks) > 1
+            )
 
         entries = [[entry(name) for name in names if name in captured.trainable] for names in units]
         kinds = {captured.dtypes[name] for name in captured.trainable}

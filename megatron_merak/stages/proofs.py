@@ -65,7 +65,7 @@ def difference(engine, one: Mapping, others: Sequence[Mapping], loss: OwnLoss | 
         total = _finite_gradients(engine, one, task)
         sizes = _norms(buffer)
         gap = engine.gradients([one, *others], [1.0, *[-1.0] * len(others)], task)
-        mismatch = _mismatch(total, gap, sizes, _norms(buffer), TOLERANCES[engine.dtype])
+        mismatch = _mismatch(total, gap, sizes, _norms(buffer), tolerance=TOLERANCES[engine.dtype])
     reports = gather_json([mismatch, sum(sizes.values())], mesh.control, "cpu")
     if not any(size for _, size in reports):
         return None

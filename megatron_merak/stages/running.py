@@ -63,7 +63,7 @@ class RunningStatistics:
         """This rank's statistics, by their names in the state dict."""
         owner = self.mesh.dp_rank == 0 and self.mesh.tp_rank == 0
         for name, buffer in self._buffers.items():
-            yield Shard(name, tuple(buffer.shape), None, (), buffer, owner)
+            yield Shard(name, tuple(buffer.shape), None, (), tensor=buffer, owner=owner)
 
 
 def _updated(nodes: tuple[Node, ...], captured: Captured) -> Iterator[str]:

@@ -264,7 +264,7 @@ class Traced:
     ) -> Lengths | None:
         """The lengths for which a capture computes the same; see ``lengths_of``."""
         with unguarded(self.model), self._as_first():
-            return lengths_of(self.model, batch, axes, like, length, **self._options(training, outputs, compute))
+            return lengths_of(self.model, batch, axes, like, length=length, **self._options(training, outputs, compute))
 
     def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Let all captures, past and future, read and update these tensors instead of the buffers of these names."""

@@ -53,7 +53,7 @@ class TrainedModel:
         self.buffer = parameters.buffer
         self.gatherer = parameters.gatherer
         self.optimizer = optimizer_of(parameters, optimizer, scaler)
-        self.replicas = Replicas(mesh, self.optimizer, self.gatherer, replica_check_interval, stages)
+        self.replicas = Replicas(mesh, self.optimizer, self.gatherer, replica_check_interval, stages=stages)
         self.executors = Executors(stages, plan.schedule, mesh)
         self.iteration = 0
 

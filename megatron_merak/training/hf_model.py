@@ -91,7 +91,7 @@ def rules_text(text: str | None) -> str:
 def traced_of(model: nn.Module, config: HFConfig, mesh: Mesh | None = None) -> tuple[Traced, TokenBatches]:
     """Return the model, traced with its first micro-batch, and how its batches are made. mesh: see ``Traced``."""
     train = config.train
-    return with_example(model, config, lambda example: Traced(model, example, train.dtype, train.is_half, mesh))
+    return with_example(model, config, lambda example: Traced(model, example, train.dtype, train.is_half, mesh=mesh))
 
 
 def blueprint_of(

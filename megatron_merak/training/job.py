@@ -118,7 +118,7 @@ def throughput(config: RunConfig, plan: Plan, world: World, flops: float) -> Thr
     peak = None if device is None else device.flops(config.train.dtype)
     per_sample = flops / plan.global_batch_size
     ranks = world.size if world.role is None else world.role.clients_of_all
-    return Throughput(plan.sequence_length, per_sample, ranks, peak, world.clock.label)
+    return Throughput(plan.sequence_length, per_sample, ranks, peak, clock=world.clock.label)
 
 
 class Job:

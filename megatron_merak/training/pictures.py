@@ -31,7 +31,7 @@ def step_view(schedule: Schedule, trace: Trace, mesh: Mesh) -> View:
         groups = [ops for entry in schedule.ranks[rank] if (ops := ops_of(entry))[0].kind.is_compute]
         places = [(part, len(ops)) for ops in groups for part in range(len(ops))]
         for (op, start, end), (part, parts) in zip(row, places, strict=True):
-            events.append(Event(rank, Op.parse(op), start - origin, end - origin, part, parts))
+            events.append(Event(rank, Op.parse(op), start - origin, end - origin, part=part, parts=parts))
     words = f"{schedule.name}, one step"
     timeline = timeline_of(schedule, events, messages_between(schedule, events))
     return View(timeline, words, "modelled" if mesh.clock.label else "measured", mesh.clock.label, timed=False)

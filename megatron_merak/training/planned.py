@@ -129,7 +129,7 @@ class Maker:
         config.validate(ranks, training=False)
         with Progress(SEARCHING) as progress:
             assert isinstance(config, HFConfig)
-            return blueprint_of(self._traced, config, ranks, self.cluster, progress).plan
+            return blueprint_of(self._traced, config, ranks, self.cluster, progress=progress).plan
 
     @functools.cached_property
     def _traced(self) -> "Traced":

@@ -69,7 +69,7 @@ def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> Non
     )
     mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
     if world.rank == 0 and mesh.worker == 0:
-        print_fitted(opening(config, plan, world, nodes, notices))
+        print_fitted(opening(config, plan, world, nodes, notes=notices))
     with together(mesh.control, "cpu"):
         check_outputs(config, world.is_last)
         datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)

@@ -69,9 +69,9 @@ def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -
         cluster = located(cluster_of(world, config.parallel.device_profile), nodes)
 
     def make(optimizer_of: OptimizerOf) -> HFJob:
-        trained = TokenModel(model, config, mesh, cluster, optimizer_of)
+        trained = TokenModel(model, config, mesh, cluster, optimizer_of=optimizer_of)
         if world.rank == 0 and mesh.worker == 0:
-            print_fitted(opening(config, trained.plan, world, nodes, (*notices, *trained.notes)))
+            print_fitted(opening(config, trained.plan, world, nodes, notes=(*notices, *trained.notes)))
         return HFJob(trained, Trainer(config, trained), datasets)
 
     run_job(make, config, world, as_passed)

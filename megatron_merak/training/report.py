@@ -108,13 +108,13 @@ class Report:
             seconds / len(pending),
             pending[-1]["learning_rate"],
             sum(good) / len(good) if good else math.nan,
-            pending[-1]["grad_norm"],
-            sum(row["skipped"] for row in pending),
-            sum(row["samples"] for row in pending) / seconds,
-            zeros,
-            sum(not math.isfinite(row["loss"]) for row in pending),
-            pending[-1].get("loss_scale", 1.0),
-            sum(row["staleness"] for row in pending) / len(pending) if "staleness" in pending[-1] else None,
+            grad_norm=pending[-1]["grad_norm"],
+            skipped=sum(row["skipped"] for row in pending),
+            samples_per_second=sum(row["samples"] for row in pending) / seconds,
+            zeros=zeros,
+            nan=sum(not math.isfinite(row["loss"]) for row in pending),
+            loss_scale=pending[-1].get("loss_scale", 1.0),
+            staleness=sum(row["staleness"] for row in pending) / len(pending) if "staleness" in pending[-1] else None,
         )
 
     def _line(self, interval: Interval) -> None:

@@ -134,7 +134,7 @@ class Worker:
             )
             layouts.append((piece, layout))
         client = Client(self.role, self.store, layouts, timedelta(minutes=parallel.distributed_timeout_minutes))
-        return ServedAdamW(parameters, config, client, workers, self.sync, scaler)
+        return ServedAdamW(parameters, config, client, workers, sync=self.sync, scaler=scaler)
 
     def agree(self, mesh: Mesh, data: object) -> None:
         """Raise ConfigError on all ranks of a worker whose settings, data or software differ from those of the first

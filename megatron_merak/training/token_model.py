@@ -34,7 +34,9 @@ class TokenModel(CapturedModel):
     ):
         traced, self.batches = traced_of(model, config, mesh)
         with together(mesh.control, "cpu"), Progress(SEARCHING, shown=mesh.rank == 0) as progress:
-            blueprint = blueprint_of(traced, of_worker(config, mesh.workers), mesh.grid.size, cluster, progress)
+            blueprint = blueprint_of(
+                traced, of_worker(config, mesh.workers), mesh.grid.size, cluster, progress=progress
+            )
         self.per_token = config.train.calculate_per_token_loss
         super().__init__(
             blueprint,

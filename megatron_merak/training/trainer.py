@@ -49,7 +49,7 @@ class Trainer:
         self.batch_sizes = config.batches(ranks)
         self.iterations = config.iterations(ranks)
         self.global_batch_size = self.plan.global_batch_size * self.mesh.workers
-        self.rerun = Rerun(model, checks_of(config.train), self.say, tell, "--rerun-mode", config.train.seed)
+        self.rerun = Rerun(model, checks_of(config.train), self.say, tell, name="--rerun-mode", seed=config.train.seed)
 
     def say(self, text: str) -> None:
         """Write a line for the user, on the first rank."""

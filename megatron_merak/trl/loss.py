@@ -45,7 +45,7 @@ class LossOfTrl(LossOfTrainer):
 
     def own_loss(self) -> OwnLoss:
         trainer = self.trainer
-        return OwnLoss(self.compute, trainer.counts_items, trainer.loss_is_scaled_for_ga, False, (REPORTS,))
+        return OwnLoss(self.compute, trainer.counts_items, trainer.loss_is_scaled_for_ga, False, reports=(REPORTS,))
 
     def wants_outputs(self, model: nn.Module) -> bool:
         return not model.training and self.trainer.predicts

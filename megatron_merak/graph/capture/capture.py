@@ -90,7 +90,7 @@ def capture(
     reasons: dict[str, str] = {}
     while True:
         try:
-            captured = _capture(model, batch, training, dtype, outputs, compute, eager)
+            captured = _capture(model, batch, training, dtype, outputs=outputs, compute=compute, eager=eager)
             return replace(captured, notes=captured.notes + eager.notes(reasons))
         except CannotKeepModule as error:
             eager = eager.refusing(error)

@@ -129,7 +129,7 @@ def _inline_regions(graph: Graph, owner: torch.nn.Module, raw: RawGraph, nested:
         assert isinstance(inner, GraphModule)
         no_grad = kind == "wrap_with_set_grad_enabled" and not enabled
         _inline_regions(inner.graph, inner, raw, nested or no_grad)
-        _inline(graph, node, inner.graph, args, no_grad, raw)
+        _inline(graph, node, inner.graph, args, no_grad=no_grad, raw=raw)
 
 
 def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_grad: bool, raw: RawGraph) -> None:

@@ -119,7 +119,7 @@ def _patched_forward(
             return original(module, *args, **kwargs)
         inside[0] = True
         try:
-            return _run_as_node(module, args, kwargs, opaque, probes)
+            return _run_as_node(module, args, kwargs, opaque, probes=probes)
         finally:
             inside[0] = False
 
@@ -253,7 +253,7 @@ def _run_once(run: _Run, flat: list[Any], spec: TreeSpec, trial: int) -> _ProbeR
         why = why or "it keeps values outside of what it returns"
     if why:
         raise _cannot_keep(cls, why)
-    return _ProbeResult(signatures, output_spec, aliased, flops, saved_bytes)
+    return _ProbeResult(signatures, output_spec, aliased, flops, saved_bytes=saved_bytes)
 
 
 def _random_like(like: Tensor, value: int, generator: torch.Generator) -> Tensor:

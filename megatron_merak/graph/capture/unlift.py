@@ -73,8 +73,8 @@ def unlift(program: ExportedProgram, model: nn.Module) -> RawGraph:
         module,
         parameters,
         frozenset(name for name, p in model.named_parameters() if p.requires_grad),
-        {name: target for name, target in canonical.items() if name != target},
-        tuple(buffers),
+        aliases={name: target for name, target in canonical.items() if name != target},
+        buffers=tuple(buffers),
     )
 
 

@@ -55,7 +55,7 @@ def _rotary(graph: Graph, root: Node, match: Match) -> Node | None:
     dims = (match["dim"], match["last"])
     if any(dim % (last + 1) != last for dim in dims) or 2 * match["half"] != size or match["end"] < size:
         return None
-    return _fuse_rotary(graph, root, match, x, size)
+    return _fuse_rotary(graph, root, match, x, rotated=size)
 
 
 def _partial_rotary(graph: Graph, root: Node, match: Match) -> Node | None:
@@ -67,7 +67,7 @@ def _partial_rotary(graph: Graph, root: Node, match: Match) -> Node | None:
         return None
     if match["end"] < rotated or match["end of rest"] < value(x).shape[-1]:
         return None
-    return _fuse_rotary(graph, root, match, x, rotated)
+    return _fuse_rotary(graph, root, match, x, rotated=rotated)
 
 
 def _rotary_by_halves(graph: Graph, root: Node, match: Match) -> Node | None:

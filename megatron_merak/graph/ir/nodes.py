@@ -105,7 +105,7 @@ def classify(graph: Graph, parameters: Container[str]) -> dict[Node, str]:
     written = writers(graph)
     required: dict[Node, str] = {}  # storage -> the kind that all its nodes must have: main or side
     while True:
-        kinds = _classify_once(graph, parameters, after, root, required)
+        kinds = _classify_once(graph, parameters, after, root, required=required)
         forced = dict(required)
         for storage, nodes in written.items():
             if kinds[storage] in ("common", "side") and "main" in (kinds[x] for x in nodes):

@@ -51,9 +51,9 @@ def _delay_reduction(graph: Graph, mark: Node, tp: int) -> None:
         with graph.inserting_before(node):
             own = x
             if x.meta["grad"] and x.op != "get_attr":
-                own = _new_sharded_node(graph, copy_in, (x,), x, node)
+                own = _new_sharded_node(graph, copy_in, (x,), x, user=node)
             if op_name(node) == "add":  # each rank adds 1 / tp of the replicated operand
-                own = _new_sharded_node(graph, aten.mul.Tensor, (own, 1 / tp), x, node)
+                own = _new_sharded_node(graph, aten.mul.Tensor, (own, 1 / tp), x, user=node)
         node.replace_input_with(x, own)
     best.replace_all_uses_with(mark)
     mark.args = (best,)

@@ -63,14 +63,14 @@ def rewrite(
     writer = GraphWriter(captured, chain, sharding, tp_rank)
     outputs = writer.run()
     move_collectives(writer.graph, tp)
-    summed = _separate_partial_parameters(writer.graph, captured, sharding, tp_rank, partial) if tp > 1 else ()
+    summed = _separate_partial_parameters(writer.graph, captured, sharding, tp_rank, also=partial) if tp > 1 else ()
     writer.graph.eliminate_dead_code()
     constants = {
         str(node.target): _attribute(captured, str(node.target))
         for node in writer.graph.nodes
         if node.op == "get_attr" and node.target not in captured.shapes
     }
-    return Rewritten(writer.graph, constants, outputs, captured.outputs, summed, captured.trainable)
+    return Rewritten(writer.graph, constants, outputs, captured.outputs, partial=summed, trainable=captured.trainable)
 
 
 def _attribute(captured: Captured, path: str) -> Any:

@@ -51,7 +51,16 @@ class Part:
         """Bind the code to a rank's parameters, by name; ``sink`` receives the gradients of weights, if given."""
         bound = tuple(parameters[name] for name in self.parameters)
         run = partial(_run, self.code, bound, self.common, sink)
-        return Segment(self.unit, self.index, run, self.ins, self.outs, bound, self.sharded, self.random)
+        return Segment(
+            self.unit,
+            self.index,
+            run,
+            self.ins,
+            outs=self.outs,
+            parameters=bound,
+            sharded=self.sharded,
+            random=self.random,
+        )
 
 
 def _run(
@@ -109,7 +118,7 @@ def split(
     """
     flow = Flow(rewritten)
     (output,) = rewritten.graph.find_nodes(op="output")
-    parts = _Splitter(flow, output.args[0], rewritten.names, units, device or torch.device("cpu")).split()
+    parts = _Splitter(flow, output.args[0], rewritten.names, units, device=device or torch.device("cpu")).split()
     return parts if lookups is None else replace(parts, lookups=lookups)
 
 

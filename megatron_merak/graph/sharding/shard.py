@@ -146,7 +146,9 @@ def _propagate(captured: Captured, tp: int, assumptions: Assumptions, multiple: 
     most = RESTARTS_PER_WEIGHT * len(captured.shapes) + 1
     for _ in range(most):
         try:
-            return Propagation(captured, tp, RULES, STARTERS, assumptions, multiple).run()
+            return Propagation(
+                captured, tp, RULES, STARTERS, assumptions=assumptions, vocabulary_multiple=multiple
+            ).run()
         except Restart:
             continue
     raise AssertionError(f"propagation did not settle in {most} walks")
@@ -157,7 +159,7 @@ def _tensor(replicated: TensorSharding, layout: Layout | None) -> TensorSharding
         return replicated
     even = len(dict.fromkeys(layout.blocks)) == 1
     blocks = len(layout.blocks) if even else layout.blocks
-    return TensorSharding(replicated.name, replicated.shape, layout.dim, blocks, layout.padded or None)
+    return TensorSharding(replicated.name, replicated.shape, layout.dim, blocks, padded=layout.padded or None)
 
 
 def _reason(p: Propagation, free: Propagation, name: str, edited: bool) -> str:

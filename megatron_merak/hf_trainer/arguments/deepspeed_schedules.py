@@ -56,7 +56,7 @@ def check_schedule(args: Any) -> None:
         reason = f"{kind} of the deepspeed configuration does not take them"
         raise ConfigError("lr_scheduler_kwargs", args.lr_scheduler_kwargs, reason, "Leave them out")
     if kind != "WarmupCosineLR":
-        _agreed("warmup_max_lr", kind, params, args.learning_rate, "learning_rate")
+        _agreed("warmup_max_lr", kind, params, args.learning_rate, argument="learning_rate")
     if args.max_steps > 0:
         _filled(args, args.max_steps, kind, params)
 
@@ -75,13 +75,15 @@ def _filled(args: Any, steps: int, kind: str, params: Mapping[str, Any]) -> dict
     """Return all parameters for a run of ``steps``. Raises ConfigError if they contradict arguments."""
     filled = {**_DEFAULTS[kind], **params}
     warmup = max(1, args.get_warmup_steps(steps))
-    filled["warmup_num_steps"] = max(2, _agreed("warmup_num_steps", kind, params, warmup, "the number of warmup_steps"))
+    filled["warmup_num_steps"] = max(
+        2, _agreed("warmup_num_steps", kind, params, warmup, argument="the number of warmup_steps")
+    )
     if "total_num_steps" in filled:
         if params.get("total_num_steps") is None:
             what = "deepspeed: scheduler.params.total_num_steps"
             reason = f"{kind} has no default for it"
             raise ConfigError(what, "(missing)", reason, 'Set it to "auto"')
-        _agreed("total_num_steps", kind, params, steps, "the number of steps of the run")
+        _agreed("total_num_steps", kind, params, steps, argument="the number of steps of the run")
         filled["total_num_steps"] = steps
     if filled.get("warmup_min_lr") == AUTO:
         filled["warmup_min_lr"] = 0.0

@@ -114,7 +114,7 @@ class Feed:
             return EpochSampler(samples, lambda epoch: epoch_order(samples, seed, epoch))
         lengths = self._lengths(dataset)
         group = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.mesh.grid.dp
-        return EpochSampler(samples, lambda epoch: epoch_order(samples, seed, epoch, lengths, group))
+        return EpochSampler(samples, lambda epoch: epoch_order(samples, seed, epoch, lengths, group=group))
 
     def evaluation_sampler(self, dataset: Dataset | None) -> EpochSampler | None:
         """Return the order of an evaluation's samples: by length if training's is, else None, the dataset's."""
@@ -123,7 +123,7 @@ class Feed:
         lengths = self._lengths(dataset)
         group = self.args.per_device_eval_batch_size
         seed = self._seed
-        return EpochSampler(len(dataset), lambda epoch: epoch_order(len(dataset), seed, epoch, lengths, group))
+        return EpochSampler(len(dataset), lambda epoch: epoch_order(len(dataset), seed, epoch, lengths, group=group))
 
     def _lengths(self, dataset: Any) -> list[int]:
         """Return the length of every sample: from its column of lengths, or of its tokens."""

@@ -119,4 +119,4 @@ def padding_of(model: nn.Module, facts: ModelFacts, args: MerakArguments, tokeni
     limit = getattr(text, "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) else None
     decoder = bool(getattr(config, "is_encoder_decoder", False))
-    return Padding(args.buckets, args.pad_to_multiple_of, pad_id, mask, limit, decoder)
+    return Padding(args.buckets, args.pad_to_multiple_of, pad_id, mask, limit=limit, decoder=decoder)

@@ -70,8 +70,8 @@ class TrainingLoop:
         argument = "max_consecutive_skipped_steps"
         engine = self.engine
         control = trainer.control_group
-        self.skips = SkippedSteps(limit, engine.buffer, control, argument, engine.scaler)
-        self.rerun = Rerun(engine, checks_of(self.args), self._say, self._warn, "rerun_mode", self.args.seed)
+        self.skips = SkippedSteps(limit, engine.buffer, control, argument, scaler=engine.scaler)
+        self.rerun = Rerun(engine, checks_of(self.args), self._say, self._warn, name="rerun_mode", seed=self.args.seed)
         self.captures = Captures(engine, trainer.is_world_process_zero())
         self.frozen = 0  # a checksum of the names that were frozen in the last step
         self.fault: ConfigError | None = None

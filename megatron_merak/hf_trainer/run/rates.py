@@ -51,15 +51,17 @@ def extent(args: TrainingArguments, batches: int | None, examples: int | None, r
             raise ConfigError("max_steps", args.max_steps, reason, "Give the number of steps to train")
         samples = args.max_steps * global_batch
         steps = args.max_steps
-        return Extent(steps * accumulation, steps, sys.maxsize, steps, samples, samples)
+        return Extent(steps * accumulation, steps, sys.maxsize, steps, examples=samples, samples=samples)
     assert examples is not None, "only streams have no length"
     updates = -(-batches // accumulation)
     if args.max_steps > 0:
         epochs = -(-args.max_steps // updates)
-        return Extent(batches, updates, epochs, args.max_steps, examples, args.max_steps * global_batch)
+        return Extent(
+            batches, updates, epochs, args.max_steps, examples=examples, samples=args.max_steps * global_batch
+        )
     steps = math.ceil(args.num_train_epochs * updates)
     epochs = math.ceil(args.num_train_epochs)
-    return Extent(batches, updates, epochs, steps, examples, examples * args.num_train_epochs)
+    return Extent(batches, updates, epochs, steps, examples=examples, samples=examples * args.num_train_epochs)
 
 
 def schedule(args: TrainingArguments, steps: int, optimizer: Optimizer) -> LRScheduler:

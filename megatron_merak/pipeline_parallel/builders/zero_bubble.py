@@ -58,4 +58,6 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
             program.append(Op(stages[int(step[1])], Kind(step[0]), done[step]))
             done[step] += 1
         programs.append(tuple(op for op in program if op.microbatch < microbatches))
-    return Schedule("zb-v", 2 * ranks, microbatches, tuple(programs), (*range(ranks), *reversed(range(ranks))))
+    return Schedule(
+        "zb-v", 2 * ranks, microbatches, tuple(programs), placement=(*range(ranks), *reversed(range(ranks)))
+    )

@@ -126,7 +126,9 @@ def _boxes(axes, view: View, scale: float, points: float) -> None:
         corners.append([(start, low), (end, low), (end, low + height), (start, low + height)])
         faces.append(face)
         borders.append(min(0.8, 0.12 * (end - start) * points))
-        _label(axes, event, ((start + end) / 2, low + height / 2), (end - start) * points, digits, ink(face))
+        _label(
+            axes, event, ((start + end) / 2, low + height / 2), (end - start) * points, digits=digits, colour=ink(face)
+        )
     boxes = PolyCollection(corners, facecolors=faces, edgecolors="white", linewidths=borders, zorder=2)
     axes.add_collection(boxes, autolim=False)
 

@@ -101,7 +101,7 @@ def _decode(data: Mapping) -> View:
     rows = data["events"]
     messages = data["transfers"]
     events = [
-        Event(schedule.rank_of(op.stage), op, start, end, part, parts)
+        Event(schedule.rank_of(op.stage), op, start, end, part=part, parts=parts)
         for op, start, end, part, parts in zip(
             _ops(rows, {}), rows["start"], rows["end"], rows["part"], rows["parts"], strict=True
         )

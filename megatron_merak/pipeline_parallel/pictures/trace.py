@@ -78,7 +78,7 @@ def _view(words: Mapping, rows: Sequence[Mapping]) -> View:
         start = row["ts"] / _MICRO
         end = start + row["dur"] / _MICRO
         if op.kind in COMPUTE:
-            events.append(Event(row["pid"] - first, op, start, end, values["part"], values["parts"]))
+            events.append(Event(row["pid"] - first, op, start, end, part=values["part"], parts=values["parts"]))
         else:
             transfers.append(Transfer(op, *schedule.channel(op)[:2], start, end))
     curves: tuple[Curve, ...] = tuple(map(tuple, memory)) if any(memory) else ()
@@ -101,7 +101,9 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], transfers: Sequence
         if event.part == 0:
             busy[event.rank] += event.end - event.start
     makespan = max((event.end for event in events), default=0.0)
-    return Timeline(schedule, tuple(events), tuple(transfers), makespan, tuple(busy), peak_in_flight(schedule))
+    return Timeline(
+        schedule, tuple(events), tuple(transfers), makespan, busy=tuple(busy), peak_in_flight=peak_in_flight(schedule)
+    )
 
 
 def messages_between(schedule: Schedule, events: Sequence[Event]) -> tuple[Transfer, ...]:
@@ -116,7 +118,7 @@ def messages_between(schedule: Schedule, events: Sequence[Event]) -> tuple[Trans
         reader = placed.get(Op(op.stage + step, op.kind, op.microbatch)) if step and op.stage + step >= 0 else None
         if reader is not None and reader.rank != event.rank:
             sent = Op(op.stage, kind, op.microbatch)
-            transfers.append(Transfer(sent, event.rank, reader.rank, event.end, reader.start))
+            transfers.append(Transfer(sent, event.rank, reader.rank, event.end, end=reader.start))
     return tuple(transfers)
 
 

@@ -273,7 +273,7 @@ class Problem:
             parts = [(code & 3, *divmod(code >> 2, len(own_stages))) for code in program]
             ranks.append(tuple(Op(own_stages[place], KINDS[kind], k) for kind, k, place in parts))
         cyclic = all(rank == stage % self.ranks for stage, rank in enumerate(self.home))
-        return Schedule(name, self.stages, self.microbatches, tuple(ranks), () if cyclic else self.home)
+        return Schedule(name, self.stages, self.microbatches, tuple(ranks), placement=() if cyclic else self.home)
 
     def from_schedule(self, schedule: Schedule) -> list[Program] | None:
         """Return the programs of a schedule of compute ops; None if it is no solution of this problem.

@@ -74,7 +74,7 @@ def search(
     rank). Raises ScheduleError for limits under which no micro-batch runs, or nothing was found, and for lists of the
     wrong length.
     """
-    problem = Problem(costs, microbatches, limits, recompute, split_weights, placement)
+    problem = Problem(costs, microbatches, limits, recompute, split_weights=split_weights, placement=placement)
     evaluations = evaluations or default_evaluations(problem.stages, microbatches)
     best = _Best(problem, lower_bound(problem), evaluations, report_progress)
     built = _built(problem)
@@ -101,7 +101,14 @@ def search(
         programs = built[builder]
         makespan = times[builder]
     schedule = problem.to_schedule("auto", programs)
-    return Found(schedule, makespan, best.bound, best.evaluations, builder, times.get(builder, float("inf")))
+    return Found(
+        schedule,
+        makespan,
+        best.bound,
+        best.evaluations,
+        builder=builder,
+        builder_makespan=times.get(builder, float("inf")),
+    )
 
 
 def builder_makespans(problem: Problem) -> dict[str, float]:

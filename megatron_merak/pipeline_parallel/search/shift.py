@@ -40,7 +40,7 @@ def shift_recompute(
     earlier (default: all). The result is never longer than the schedule without any R.
     """
     split = any(isinstance(op, Op) and op.kind is Kind.W for op in schedule.entries())
-    problem = Problem(costs, schedule.microbatches, limits, recompute, split)
+    problem = Problem(costs, schedule.microbatches, limits, recompute, split_weights=split)
     plain = [tuple(op for op in ops if not (isinstance(op, Op) and op.kind is Kind.R)) for ops in schedule.ranks]
     best = problem.from_schedule(replace(schedule, ranks=tuple(plain)))
     if best is None:
@@ -48,12 +48,12 @@ def shift_recompute(
         raise ScheduleError("schedule", schedule.name, reason, "Pass such as build_schedule makes, or raise the limits")
     unshifted = best
     makespan = problem.makespan(best)
-    best, makespan = _better(problem, unshifted, best, makespan, drain, warmup)
+    best, makespan = _better(problem, unshifted, best, makespan, drain=drain, warmup=warmup)
     earlier = [*reversed(range(problem.stages - 1 if warmup else 0))]
     for stage in earlier[:attempts]:
         advanced = _advance(unshifted, stage)
         if advanced is not None and problem.fits(stage, advanced[stage]):
-            improved, shorter = _better(problem, advanced, best, makespan, drain, warmup)
+            improved, shorter = _better(problem, advanced, best, makespan, drain=drain, warmup=warmup)
             if shorter < makespan:
                 unshifted = advanced
                 best = improved
@@ -66,7 +66,7 @@ def _better(
 ) -> tuple[list[Program], float]:
     """Return the best of `best` and of the programs with R inserted, few or many micro-batches ahead."""
     for ahead in sorted({1, 2, problem.microbatches}):
-        ranks = [_Fixed(problem, programs, rank, ahead, drain, warmup) for rank in range(problem.ranks)]
+        ranks = [_Fixed(problem, programs, rank, ahead, drain=drain, warmup=warmup) for rank in range(problem.ranks)]
         candidate = play(problem, ranks)
         if any(rank.left for rank in ranks):
             continue  # a forward that went earlier waits for one that waits for it
