@@ -150,13 +150,14 @@ class Engine:
         captured = self._captured
         replicas = self.mesh.grid.dp
         adds = self._pending_loss is not None
-        earlier = [own.clone() for own in captured.buffer.own_grads] if adds else []
-        self._pending_loss = None
         task = Task(None if loss is self._first else loss)
         self._admit(batches, True, task)
         idle = self._without_gradient(batches, task)
         if adds:
             idle &= self._idle
+        # Only now: a batch that is refused leaves the gradient of those before it.
+        earlier = [own.clone() for own in captured.buffer.own_grads] if adds else []
+        self._pending_loss = None
         captured.freeze(frozen, idle)
         reduced = captured.backward(batches, [1 / replicas] * len(batches), task)
         outputs = captured.reported(batches, task)

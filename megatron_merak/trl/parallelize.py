@@ -81,6 +81,9 @@ def parallelize(kind: type) -> type:
             self._share_metrics()
             super().log(logs, start_time)
 
+        def _send_telemetry(self) -> None:
+            """Do nothing: no usage data is sent. Here, since TRL's own class comes before `_Adapter`."""
+
     Parallel.adapted = (Parallel, *adapted, _Adapter)
     return _named(Parallel, kind)
 
@@ -164,9 +167,6 @@ class _Adapter(MerakTrainer, Trainer):  # type: ignore[misc]  # the first base r
             self.beside = REFERENCE
         if self.args.recomputes and hasattr(self.model, "peft_config"):
             self.model.disable_input_require_grads()  # TRL's hook for torch.utils.checkpoint
-
-    def _send_telemetry(self) -> None:
-        """Do nothing: no usage data is sent to TRL."""
 
     def get_tp_size(self) -> int:
         """Processes of accelerate that share a batch: 1, since its processes are replicas."""

@@ -167,3 +167,13 @@ def test_a_rate_that_is_none_is_refused_before_the_step(tmp_path, rate):
     with pytest.raises(ConfigError, match=r"^lr .*(one learning rate|negative or not finite)"):
         engine.step(lr=rate)
     assert not engine.step(lr=torch.tensor(0.5)).skipped
+
+
+def test_a_refused_batch_leaves_the_gradient_of_those_before_it(tmp_path):
+    _, engine = engine_of(tmp_path)
+    engine.forward_backward([batch_of(1)], square)
+    with pytest.raises(MerakError):
+        engine.forward_backward([batch_of(2)], lambda outputs, batch: outputs["y"].detach().mean())
+    refused = engine.step(0.0).grad_norm
+    engine.forward_backward([batch_of(1)], square)
+    assert refused == engine.step(0.0).grad_norm

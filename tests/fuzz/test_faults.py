@@ -85,7 +85,7 @@ FAULTS = {
         "",
     ),
     "partial gradient of a replicated weight": (
-        lambda: mock.patch.object(rewrite, "_separate_partial_parameters", lambda *_: ()),
+        lambda: mock.patch.object(rewrite, "_separate_partial_parameters", lambda *_, **__: ()),
         "",
     ),
     "weight read in two ways counted twice": (lambda: mock.patch.object(local, "grad_on_rank_0", lambda x, _: x), ""),

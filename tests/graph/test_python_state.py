@@ -1,8 +1,11 @@
 """What a forward writes in Python is refused by name and line, unless the next forward does not mind."""
 
 import itertools
+import random
+import threading
 import time
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -26,6 +29,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.linear(x).square().mean() * self.factor(x)
+
+
+class Plain(Net):
+    def factor(self, x):
+        return 2.0
 
 
 class Counter(Net):
@@ -176,3 +184,27 @@ def test_what_a_forward_writes_into_the_config_is_there_afterwards():
     model = Configured()
     capture(model, {"x": torch.randn(2, 4)})
     assert model.config.problem_type == "regression"
+
+
+def test_what_other_threads_do_meanwhile_is_not_the_models():
+    """Loggers and downloads read the clock and draw numbers beside a capture: it took these for its forward's."""
+    done = threading.Event()
+    began = threading.Event()
+
+    def work():
+        while not done.is_set():
+            time.time()
+            random.random()
+            numpy.random.rand()
+            numpy.random.default_rng()
+            began.set()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    began.wait()
+    try:
+        for _ in range(3):
+            capture(Plain(), {"x": torch.randn(2, 4)}, training=True)
+    finally:
+        done.set()
+        thread.join()

@@ -37,6 +37,16 @@ def sft(directory, kind=None, made=parallelize, model=None, **more):
     return made(kind or trl.SFTTrainer)(model or llama(), args=args, **data)
 
 
+def test_no_usage_data_is_sent(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.delenv("CI")
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda *args, **more: sent.append(args))
+    sft(tmp_path / "theirs", made=lambda kind: kind)
+    assert len(sent) == 1
+    sft(tmp_path / "ours")
+    assert len(sent) == 1
+
+
 def dpo(directory, **more):
     args = parallelize(trl.DPOConfig)(str(directory), **COMMON | {"eval_strategy": "no"} | more)
     data = {"train_dataset": pairs(8), "processing_class": tokenizer()}

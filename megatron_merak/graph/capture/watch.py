@@ -4,6 +4,7 @@ import pickle
 import random
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -64,39 +65,57 @@ def watch() -> Iterator[TraceEvents]:
     """Record what happens in a trace. Restores the host's random generators afterwards; torch's seed is not changed.
 
     A custom Function is traced through if its backward equals the gradient of its forward, else kept as a single node.
+    What other threads do meanwhile (loggers, downloads, prefetching) is not the model's, and is not recorded.
     """
     before = _state()
+    here = threading.get_ident()
+    others_drew = False
     hook = Tensor.register_hook
     seed = numpy.random.seed
     generator = numpy.random.default_rng
+    reseed = torch.manual_seed
+
+    def elsewhere() -> bool:
+        return threading.get_ident() != here
 
     def hooked(tensor: Tensor, *args: Any) -> Any:
-        events.hooked.append(model_line())
+        if not elsewhere():
+            events.hooked.append(model_line())
         return hook(tensor, *args)
 
     def seeded(*args: Any) -> None:
-        events.seeded = True
+        nonlocal others_drew
+        if elsewhere():
+            others_drew = True
+        else:
+            events.seeded = True
         seed(*args)
 
     def reseeded(value: int) -> torch.Generator:
+        if elsewhere():
+            return reseed(value)
         events.reseeded.append(model_line())
         return torch.default_generator
 
     def default_rng(seed: Any = None) -> numpy.random.Generator:
-        if seed is None:
+        if seed is None and not elsewhere():
             events.drawn.append(model_line())
         return generator(seed)
 
     def compare() -> None:
         """Compare generator states too, since functions that the model imported by name are not patched."""
-        if not (events.drawn or events.seeded) and pickle.dumps(before) != pickle.dumps(_state()):
+        known = events.drawn or events.seeded or others_drew
+        if not known and pickle.dumps(before) != pickle.dumps(_state()):
             events.drawn.append("its forward")
         random.setstate(before[0])
         numpy.random.set_state(before[1])
 
     def drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            if not events.seeded:
+            nonlocal others_drew
+            if elsewhere():
+                others_drew = True
+            elif not events.seeded:
                 events.drawn.append(model_line())
             return draw(*args, **kwargs)
 
@@ -118,9 +137,12 @@ def watch() -> Iterator[TraceEvents]:
 
 
 def _watch_clock(read: Callable[[], Any], events: TraceEvents) -> Callable[[], Any]:
+    here = threading.get_ident()
+
     def clocked() -> Any:
         path = sys._getframe(1).f_code.co_filename
-        if not _is_library(path) and ("site-packages" in path or not path.startswith(_STANDARD)):
+        own = threading.get_ident() == here and not _is_library(path)
+        if own and ("site-packages" in path or not path.startswith(_STANDARD)):
             events.clocked.append(model_line())
         return read()
 
@@ -145,12 +167,13 @@ def _generator_of(module: Any, name: str) -> Any:
 def _patched_apply(events: TraceEvents) -> Any:
     """Return the ``Function.apply`` to use while a model is traced."""
     apply = Function.__dict__["apply"].__func__
+    here = threading.get_ident()
     inside = [False]
 
     def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         # The graph contains operations of torch.library as they are, with their gradient.
         custom = cls.__module__ == "torch._library.autograd"
-        if custom or inside[0]:
+        if custom or inside[0] or threading.get_ident() != here:
             return apply(cls, *args, **kwargs)
         specs = tuple(TensorSpec(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args)
         key = (cls, repr((specs, kwargs)))
