@@ -37,7 +37,7 @@ def _disturbed(rank: int, world: int, flags: str, event: str, place: Path) -> st
     full_disk.FIRST_PAUSE = 0.3
     began = []
 
-    def spoiled(self):
+    def spoiled(self, directory):
         if self.trainer.iteration == 4 and not began:
             began.append(True)
             if rank == 0:
@@ -50,7 +50,7 @@ def _disturbed(rank: int, world: int, flags: str, event: str, place: Path) -> st
             if event == "signal" and rank == 1:
                 threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
             dist.barrier()
-        write(self)
+        write(self, directory)
 
     Job._write = spoiled
     return job(rank, world, flags)
