@@ -7,7 +7,8 @@ The command may be any that starts Python processes: torchrun, merak-pretrain, p
                   removes or makes a directory
   --seconds T     so many seconds after --step, or after the start of the process
 
-and --seed draws what is not given of rank and step. faults, by the names of nvidia-resiliency-ext where it has them:
+and --seed draws what is not given of rank and step. A script that python starts alone is rank 0, and needs --step.
+Faults, by the names of nvidia-resiliency-ext where it has them:
 
 {faults}
 

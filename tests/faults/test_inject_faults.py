@@ -73,6 +73,13 @@ def test_a_process_that_hangs_is_given_up_and_ended(fault, tmp_path):
     assert "did not end" in str(outcome) and not running(str(tmp_path))
 
 
+def test_a_script_that_python_starts_alone_is_rank_0(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    order = Order("SIGKILL", 0, "", step=2)
+    outcome = run([sys.executable, "-c", TRAINS], order, 60.0, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert outcome.came and outcome.status == -9, outcome
+
+
 def test_a_stop_that_lasts_is_survived(tmp_path):
     outcome = faulted(WAITS, tmp_path, "SIGSTOP", disk_call=3, lasts=0.3)
     assert outcome.came and outcome.status == 0 and "done" in outcome.output

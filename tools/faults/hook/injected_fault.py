@@ -364,13 +364,16 @@ def _of_merak(fault: _Fault) -> Callable[[Any], None]:
 def arm() -> None:
     """Prepare the fault that the environment orders, if this process is the rank that has it."""
     text = os.environ.get(VARIABLE)
-    ranks = [os.environ[name] for name in _RANKS if name in os.environ]
-    if text is None or not ranks:
+    if text is None:
         return
     order = Order(**json.loads(text))
-    if int(ranks[0]) != order.rank:
+    ranks = [os.environ[name] for name in _RANKS if name in os.environ]
+    if ranks and int(ranks[0]) != order.rank:
         return
-    os.environ.pop(VARIABLE)  # processes that this one starts are not the rank
+    if ranks:
+        os.environ.pop(VARIABLE)  # processes that this one starts are not the rank
+    elif order.rank or not order.step:
+        return  # a process without a rank trains alone, or is the launcher: that one takes no step
     if order.fault == "SIGINT" and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # it is in what a shell starts with "&"
     fault = _Fault(order)
