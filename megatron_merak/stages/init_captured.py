@@ -10,7 +10,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList, type_before_parametr
 
 from ..errors import ConfigError
 from ..graph.capture.empty import fake_mode, fake_parameter, init_empty_weights, is_fake
+from ..graph.capture.overriding import overriding
 from ..tensor_parallel import derive_seed
 
 _SMALL = 1 << 16  # elements of a parameter that gets memory when the model is constructed
@@ -188,7 +188,7 @@ def _almost_empty(kept: int | None) -> Iterator[dict[int, tuple[int, nn.Paramete
             assert result is not None
             registered.setdefault(id(result), (number, result))
 
-        with mock.patch.object(nn.Module, "register_parameter", register):
+        with overriding(nn.Module, "register_parameter", register):
             yield registered
 
 

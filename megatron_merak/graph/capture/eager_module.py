@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_merak.errors import TraceError
+from megatron_merak.graph.capture.overriding import overriding
 from megatron_merak.graph.ir.opaque import CustomFunction, Opaque, SideEffects, sharing, without_tensors
 
 _CONSTANT = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -104,7 +104,7 @@ def keep_modules(model: nn.Module, eager: EagerModules, opaque: Opaque) -> Itera
     with ExitStack() as patches:
         for name in eager.chosen:
             cls = classes[name]
-            patches.enter_context(mock.patch.object(cls, "forward", _patched_forward(cls, opaque, inside, probes)))
+            patches.enter_context(overriding(cls, "forward", _patched_forward(cls, opaque, inside, probes)))
         yield
 
 

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
+
+from megatron_merak.graph.capture.overriding import overriding
 
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 _LARGE = 1 << 28  # elements; more than any buffer has, and maybe more than the host can allocate even for a moment
@@ -65,9 +66,9 @@ def init_empty_weights() -> Iterator[None]:
             delattr(parameter, _INITIALIZED)
 
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(nn.Module, "register_parameter", register_fake))
-        patches.enter_context(mock.patch.object(nn.Module, "_apply", apply_to_fake))
-        patches.enter_context(mock.patch.object(PreTrainedModel, "initialize_weights", initialise_buffers))
+        patches.enter_context(overriding(nn.Module, "register_parameter", register_fake))
+        patches.enter_context(overriding(nn.Module, "_apply", apply_to_fake))
+        patches.enter_context(overriding(PreTrainedModel, "initialize_weights", initialise_buffers))
         patches.enter_context(_LargeAreFake(mode))
         yield
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from traceback import FrameSummary, StackSummary
 from typing import Any
-from unittest import mock
 
 from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils._traceback import CapturedTraceback
+
+from megatron_merak.graph.capture.overriding import overriding
 
 _NOT_OF_THE_MODEL = ("/torch/", "/unittest/", "/contextlib.py", "<")
 
@@ -35,8 +36,8 @@ def fast_tracing() -> Iterator[None]:
     node has only the line of the model that made it, without the lines above.
     """
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(GraphModule, "recompile", _recompile_when_called))
-        patches.enter_context(mock.patch.object(CapturedTraceback, "summary", _model_lines))
+        patches.enter_context(overriding(GraphModule, "recompile", _recompile_when_called))
+        patches.enter_context(overriding(CapturedTraceback, "summary", _model_lines))
         yield
 
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
@@ -24,6 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from megatron_merak.graph.capture.outputs import take_entries
+from megatron_merak.graph.capture.overriding import overriding
 
 Axes = Collection[tuple[str, int]]  # (batch entry, dimension) pairs whose extent is the length
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -127,7 +127,7 @@ class SymbolicLength:
             k: v.detach().cpu() if isinstance(v := self.batch.get(k, each), Tensor) else v for k, each in inputs.items()
         }
         sizes = {k: {dim: Dim.AUTO for name, dim in self.axes if name == k} or None for k in real}
-        with mock.patch.object(non_strict_utils, "FakeTensorMode", fake_mode):
+        with overriding(non_strict_utils, "FakeTensorMode", fake_mode):
             return torch.export.export(fake, args, real, dynamic_shapes=sizes, strict=strict)
 
     def lengths(self, program: ExportedProgram) -> Lengths | None:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from typing import Any
-from unittest import mock
 
 import numpy
 import torch
@@ -18,6 +17,7 @@ from torch.distributions import Distribution
 from torch.fx import Graph
 
 from megatron_merak.graph.capture.guards import value_dependencies
+from megatron_merak.graph.capture.overriding import overriding
 from megatron_merak.graph.ir.aliases import mutation_deps
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 def silenced() -> Iterator[None]:
     """Silence the exporter, which prints the partial graph of a failed attempt and warnings of a successful one."""
     exporter = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    with warnings.catch_warnings(), redirect_stderr(io.StringIO()), mock.patch.object(exporter, "disabled", True):
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()), overriding(exporter, "disabled", True):
         warnings.simplefilter("ignore")
         yield
 
@@ -47,8 +47,8 @@ def explicit_gradient_stops() -> Iterator[None]:
         return grads if create else tuple(x if x is None else x.detach() for x in grads)
 
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(torch.inference_mode, "__enter__", enter))
-        patches.enter_context(mock.patch.object(torch.autograd, "grad", detached_grad))
+        patches.enter_context(overriding(torch.inference_mode, "__enter__", enter))
+        patches.enter_context(overriding(torch.autograd, "grad", detached_grad))
         yield
 
 
@@ -73,17 +73,17 @@ def eager_branches() -> Iterator[None]:
 
     modelling_modules = [m for name, m in sorted(sys.modules.items()) if name.startswith("transformers.models.")]
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(Distribution, "_validate_args", False))
-        patches.enter_context(mock.patch.object(nn.Module, "_apply", _skip_no_op_apply(nn.Module._apply)))
-        patches.enter_context(mock.patch.object(torch, "bincount", _fixed_bins(torch.bincount)))
-        patches.enter_context(mock.patch.object(Tensor, "bincount", _fixed_bins(Tensor.bincount)))
+        patches.enter_context(overriding(Distribution, "_validate_args", False))
+        patches.enter_context(overriding(nn.Module, "_apply", _skip_no_op_apply(nn.Module._apply)))
+        patches.enter_context(overriding(torch, "bincount", _fixed_bins(torch.bincount)))
+        patches.enter_context(overriding(Tensor, "bincount", _fixed_bins(Tensor.bincount)))
         if hasattr(masking_utils, "_vmap_expansion_sdpa"):
-            patches.enter_context(mock.patch.object(masking_utils, "_vmap_expansion_sdpa", by_broadcasting))
+            patches.enter_context(overriding(masking_utils, "_vmap_expansion_sdpa", by_broadcasting))
         if hasattr(masking_utils, "TransformGetItemToIndex"):
-            patches.enter_context(mock.patch.object(masking_utils, "TransformGetItemToIndex", nullcontext))
+            patches.enter_context(overriding(masking_utils, "TransformGetItemToIndex", nullcontext))
         for module in modelling_modules:
             if "is_torchdynamo_exporting" in vars(module) and "is_torchdynamo_compiling" not in vars(module):
-                patches.enter_context(mock.patch.object(module, "is_torchdynamo_exporting", lambda: False))
+                patches.enter_context(overriding(module, "is_torchdynamo_exporting", lambda: False))
         yield
 
 
@@ -132,7 +132,7 @@ def is_causal() -> Iterator[None]:
             ("is_torchdynamo_exporting", lambda: False),
         ):
             if hasattr(masking_utils, name):
-                patches.enter_context(mock.patch.object(masking_utils, name, value))
+                patches.enter_context(overriding(masking_utils, name, value))
         yield
 
 
@@ -169,5 +169,5 @@ def no_layer_drop() -> Iterator[None]:
     )
     with ExitStack() as patches:
         for owner, name in functions:
-            patches.enter_context(mock.patch.object(owner, name, without_drop(getattr(owner, name))))
+            patches.enter_context(overriding(owner, name, without_drop(getattr(owner, name))))
         yield

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_merak.graph.capture.overriding import overriding
 from megatron_merak.graph.capture.watch import model_line
 from megatron_merak.graph.ir.operators import facts_named
 
@@ -211,7 +211,7 @@ def values_of_batch() -> Iterator[None]:
     marks = _GuardMarks()
     with (
         torch.random.fork_rng(devices=[]),
-        mock.patch.object(non_strict_utils, "FakeTensorMode", marks.new_mode),
+        overriding(non_strict_utils, "FakeTensorMode", marks.new_mode),
         marks,
     ):
         yield

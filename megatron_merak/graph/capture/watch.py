@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import numpy
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_merak.graph.capture.overriding import overriding
 from megatron_merak.graph.ir.opaque import Opaque, forward_of, keep_functions
 
 _LARGEST = 1 << 22  # elements; Functions with a larger argument are not checked
@@ -124,15 +124,15 @@ def watch() -> Iterator[TraceEvents]:
     with ExitStack() as patches:
         events = TraceEvents(patches.enter_context(keep_functions()))
         patches.callback(compare)
-        patches.enter_context(mock.patch.object(Function, "apply", _patched_apply(events)))
-        patches.enter_context(mock.patch.object(Tensor, "register_hook", hooked))
-        patches.enter_context(mock.patch.object(numpy.random, "seed", seeded))
-        patches.enter_context(mock.patch.object(numpy.random, "default_rng", default_rng))
-        patches.enter_context(mock.patch.object(torch, "manual_seed", reseeded))
+        patches.enter_context(overriding(Function, "apply", _patched_apply(events)))
+        patches.enter_context(overriding(Tensor, "register_hook", hooked))
+        patches.enter_context(overriding(numpy.random, "seed", seeded))
+        patches.enter_context(overriding(numpy.random, "default_rng", default_rng))
+        patches.enter_context(overriding(torch, "manual_seed", reseeded))
         for owner, name in _drawing_functions():
-            patches.enter_context(mock.patch.object(owner, name, drawing(getattr(owner, name))))
+            patches.enter_context(overriding(owner, name, drawing(getattr(owner, name))))
         for name in _CLOCKS:
-            patches.enter_context(mock.patch.object(time, name, _watch_clock(getattr(time, name), events)))
+            patches.enter_context(overriding(time, name, _watch_clock(getattr(time, name), events)))
         yield events
 
 
