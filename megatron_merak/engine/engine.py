@@ -31,6 +31,7 @@ from ..stages.blueprint import Task
 from ..stages.captured import CapturedModel
 from ..stages.placed import refuse_placed
 from ..stages.traced import OwnLoss
+from . import gradients
 from .losses import LOGPROBS, Losses, LossFn, loss_of_model
 from .named_weights import NamedWeights
 
@@ -166,6 +167,7 @@ class Engine:
         self._pending_loss = reduced
         self._frozen = frozen
         self._idle = idle
+        gradients.stand_in(self.model.parameters())
         reports = self._everywhere(outputs)
         losses = [float(each.pop("loss")) * replicas for each in reports]
         return Passed(losses, reports)
@@ -184,13 +186,14 @@ class Engine:
             raise ConfigError("step", "(no gradient)", reason, "Run forward_backward")
         lr = self._rate(lr)
         reduced = self._pending_loss
-        self._pending_loss = None
+        self.zero_grad()
         rates = [(lr, group.options.get("weight_decay", 0.0)) for group in self._recipe.groups]
         return self._captured.update(rates, reduced)
 
     def zero_grad(self) -> None:
         """Discard the gradient since the last step."""
         self._pending_loss = None
+        gradients.withdraw(self.model.parameters())
 
     # Inference
 

@@ -177,3 +177,22 @@ def test_a_refused_batch_leaves_the_gradient_of_those_before_it(tmp_path):
     refused = engine.step(0.0).grad_norm
     engine.forward_backward([batch_of(1)], square)
     assert refused == engine.step(0.0).grad_norm
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda model: model.body.weight.grad.mul_(2),
+        lambda model: model.body.weight.grad.norm(),
+    ],
+)
+def test_gradients_cannot_be_changed_by_hand(tmp_path, use):
+    model, engine = engine_of(tmp_path)
+    engine.forward_backward([batch_of(1)], square)
+    with pytest.raises(ConfigError, match="p.grad.*flat buffers.*max_grad_norm"):
+        use(model)
+    engine.forward_backward([batch_of(2)], of_hidden)
+    assert engine.step().grad_norm > 0
+    assert model.body.weight.grad is None
