@@ -21,7 +21,7 @@ from ..hf_trainer.generation import Generator
 from ..hf_trainer.job import mesh_of
 from ..optimizer.base import StepResult
 from ..optimizer.recipe import Recipe
-from ..parallel.agree import gather_json, raise_together, together
+from ..parallel.agree import alike, gather_json, raise_together, together
 from ..parallel.attendance import attend
 from ..parallel.interruption import Interruption
 from ..parallel.launch import end_interrupted, leave
@@ -315,8 +315,11 @@ class Engine:
         elif self._trainable and len(frozen) == len(self._trainable):
             reason = "every parameter is frozen, so that there is no gradient"
             error = ConfigError("model", "(frozen)", reason, "Leave a parameter trainable")
-        raise_together(error, self.mesh.control, "cpu")
-        self._check_equal("requires_grad of the model", frozen)
+        if not alike([frozen, str(error)], self.mesh.control):
+            raise_together(error, self.mesh.control, "cpu")
+            self._check_equal("requires_grad of the model", frozen)
+        if error is not None:
+            raise error
         return frozen
 
     def _without_gradient(self, batches: Sequence[Batch], task: Task) -> set[str]:
@@ -325,7 +328,9 @@ class Engine:
         """
         trained = self._captured.blueprint.traced.captured.trainable
         idle = sorted(trained - self._captured.touched(batches, task))
-        everywhere = set.intersection(*map(set, gather_json(idle, self.mesh.control, "cpu")))
+        everywhere = set(idle)
+        if not alike(idle, self.mesh.control):
+            everywhere = set.intersection(*map(set, gather_json(idle, self.mesh.control, "cpu")))
         if len(everywhere) == len(trained):
             reason = "it gives none of the trainable parameters a gradient"
             remedy = "Compute it from the model's outputs, without detach() and outside of torch.no_grad()"
@@ -334,15 +339,17 @@ class Engine:
 
     def _rate(self, lr: float | None) -> float:
         """Return the learning rate of a step. Raises ConfigError on every rank."""
-        lr = self.args.learning_rate if lr is None else lr
-        with together(self.mesh.control, "cpu"):
-            single = isinstance(lr, Tensor) and lr.numel() == 1
-            if not single and (isinstance(lr, bool) or not isinstance(lr, int | float)):
-                raise ConfigError("lr", repr(lr), "a step has one learning rate, a number", "Give a number")
-            lr = float(lr)
-            if not (math.isfinite(lr) and lr >= 0):
-                raise ConfigError("lr", lr, "it is negative or not finite", "Give 0 or more")
-        self._check_equal("lr", lr)
+        error = None
+        try:
+            lr = rate_of(self.args.learning_rate if lr is None else lr)
+        except ConfigError as refusal:
+            error = refusal
+        if not alike([lr if error is None else None, str(error)], self.mesh.control):
+            raise_together(error, self.mesh.control, "cpu")
+            self._check_equal("lr", lr)
+        if error is not None:
+            raise error
+        assert lr is not None
         return lr
 
     def _check_equal(self, what: str, value: Any) -> None:
@@ -391,3 +398,14 @@ def _plain(batch: Batch) -> dict[str, Tensor]:
         if value is not None:
             plain[name] = value.cpu()  # as from a collator: what a stage reads goes to its device
     return plain
+
+
+def rate_of(lr: Any) -> float:
+    """Return a learning rate as a number. Raises ConfigError for what is none."""
+    single = isinstance(lr, Tensor) and lr.numel() == 1
+    if not single and (isinstance(lr, bool) or not isinstance(lr, int | float)):
+        raise ConfigError("lr", repr(lr), "a step has one learning rate, a number", "Give a number")
+    lr = float(lr)
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ConfigError("lr", lr, "it is negative or not finite", "Give 0 or more")
+    return lr
