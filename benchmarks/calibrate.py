@@ -55,9 +55,15 @@ class Measured:
 
     @property
     def products(self) -> list[tuple[int, int, int]]:
-        """(m, n, k) of the native model's products; a captured one has query, key, value, gate and up apart."""
+        """(m, n, k) of the native model's products; a captured one has query, key, value, gate and
+        up apart.
+        """
         keys = self.hidden // self.heads * self.groups
-        sides = [(self.hidden + 2 * keys, self.hidden), (self.hidden, self.hidden), (2 * self.ffn, self.hidden)]
+        sides = [
+            (self.hidden + 2 * keys, self.hidden),
+            (self.hidden, self.hidden),
+            (2 * self.ffn, self.hidden),
+        ]
         sides += [(self.hidden, self.ffn), (self.vocabulary, self.hidden), (self.ffn, self.hidden)]
         return [(self.tokens, *side) for side in sides]
 
@@ -65,14 +71,18 @@ class Measured:
 MODELS = ("7b", "1.7b", "8b")
 
 
-def shapes_of(texts: list[str], on_cpu: bool, small: bool, names: Sequence[str] = MODELS) -> list[Measured]:
+def shapes_of(
+    texts: list[str], on_cpu: bool, small: bool, names: Sequence[str] = MODELS
+) -> list[Measured]:
     """What is measured. Raises SystemExit for a text that is no shape."""
     if texts:
         try:
             return [Measured(*map(int, text.split(":"))) for text in texts]
         except (TypeError, ValueError):
             form = "TOKENS:HIDDEN:HEADS:GROUPS:FFN:VOCABULARY"
-            raise SystemExit(f"calibrate.py: --shape {texts}: it is no shape. Give {form}.") from None
+            raise SystemExit(
+                f"calibrate.py: --shape {texts}: it is no shape. Give {form}."
+            ) from None
     models = [SHAPES[name] for name in names]
     if small:
         models = [tiny(model) for model in models]
@@ -81,11 +91,23 @@ def shapes_of(texts: list[str], on_cpu: bool, small: bool, names: Sequence[str] 
             "calibrate.py: --shape: a CPU would take minutes for 7B. Give the shapes of your model, or --tiny"
         )
     tokens = 64 if small else SEQUENCE
-    return [Measured(tokens, one.hidden, one.heads, one.groups, one.ffn, one.vocabulary) for one in models]
+    return [
+        Measured(
+            tokens=tokens,
+            hidden=one.hidden,
+            heads=one.heads,
+            groups=one.groups,
+            ffn=one.ffn,
+            vocabulary=one.vocabulary,
+        )
+        for one in models
+    ]
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Of one call: the median between events on a GPU; the least of the processor's time on a CPU."""
+    """Of one call: the median between events on a GPU; the least of the processor's time
+    on a CPU.
+    """
     began = time.perf_counter()
     for _ in range(2):
         call()
@@ -93,7 +115,10 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     each = (time.perf_counter() - began) / 2
     calls = min(max(int(SECONDS / max(each, 1e-7)), FEWEST), MOST[device.type])
     if device.type == "cuda":
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in range(calls)
+        ]
         for start, stop in events:
             start.record()
             call()
@@ -115,13 +140,30 @@ def _wait(device: torch.device) -> None:
 
 def product_rate(m: int, n: int, k: int, dtype: str, device: torch.device) -> ProductRate:
     made = {"device": device, "dtype": DTYPES[dtype]}
-    x, weight, grad = torch.randn(m, k, **made), torch.randn(n, k, **made), torch.randn(m, n, **made)
+    x = torch.randn(m, k, **made)
+    weight = torch.randn(n, k, **made)
+    grad = torch.randn(m, n, **made)
     calls = (lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x)
-    return ProductRate(m, n, k, dtype, *(2 * m * n * k / seconds_of(call, device) for call in calls))
+    forward, input_gradient, weight_gradient = (
+        2 * m * n * k / seconds_of(call, device) for call in calls
+    )
+    return ProductRate(
+        m,
+        n,
+        k,
+        dtype,
+        forward=forward,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+    )
 
 
-def attention_rates(shape: Measured, dtype: str, device: torch.device) -> Iterator[tuple[str, AttentionRate | str]]:
-    """By the way that training goes ("ours"), and by each kernel of torch's that takes these operands on a GPU."""
+def attention_rates(
+    shape: Measured, dtype: str, device: torch.device
+) -> Iterator[tuple[str, AttentionRate | str]]:
+    """By the way that training goes ("ours"), and by each kernel of torch's that takes these
+    operands on a GPU.
+    """
     dim = shape.hidden // shape.heads
     made = {"device": device, "dtype": DTYPES[dtype], "requires_grad": True}
     query = torch.randn(1, shape.tokens, shape.heads, dim, **made)
@@ -131,7 +173,9 @@ def attention_rates(shape: Measured, dtype: str, device: torch.device) -> Iterat
     def rate(attend: Callable[[], Tensor]) -> AttentionRate:
         made = attend()
         grad = torch.randn_like(made)
-        back = seconds_of(lambda: torch.autograd.grad(made, (query, key, value), grad, retain_graph=True), device)
+        back = seconds_of(
+            lambda: torch.autograd.grad(made, (query, key, value), grad, retain_graph=True), device
+        )
         return AttentionRate(flops, dtype, flops / seconds_of(attend, device), 2 * flops / back)
 
     def by_torch() -> Tensor:
@@ -151,7 +195,9 @@ def attention_rates(shape: Measured, dtype: str, device: torch.device) -> Iterat
 
 def copy_speed(device: torch.device, small: bool) -> float:
     """Bytes per second, read and written, by the copy of a tensor that no cache holds."""
-    source = torch.ones(1 << (24 if small else 27 if device.type == "cpu" else 30), dtype=torch.uint8, device=device)
+    source = torch.ones(
+        1 << (24 if small else 27 if device.type == "cpu" else 30), dtype=torch.uint8, device=device
+    )
     into = torch.empty_like(source)
     return 2 * source.numel() / seconds_of(lambda: into.copy_(source), device)
 
@@ -178,8 +224,12 @@ def known(name: str) -> Device:
         raise SystemExit(f"calibrate.py: {error}") from None
 
 
-def calibrate(shapes: list[Measured], dtype: str, device: torch.device, small: bool) -> tuple[Profile, dict]:
-    """The profile, and what of attention it does not hold: other kernels, or why they do not run."""
+def calibrate(
+    shapes: list[Measured], dtype: str, device: torch.device, small: bool
+) -> tuple[Profile, dict]:
+    """The profile, and what of attention it does not hold: other kernels, or why they do
+    not run.
+    """
     name, base = device_name(device), known(device_name(device))
     sides = list(dict.fromkeys(side for shape in shapes for side in shape.products))
     products = tuple(product_rate(*side, dtype, device) for side in sides)
@@ -188,9 +238,18 @@ def calibrate(shapes: list[Measured], dtype: str, device: torch.device, small: b
         for way, rate in attention_rates(shape, dtype, device):
             attention += [rate] if way == "ours" else []
             told = asdict(rate) if isinstance(rate, AttentionRate) else {"problem": rate}
-            others.append({"way": way, "tokens": shape.tokens, "heads": shape.heads, "groups": shape.groups, **told})
+            others.append(
+                {
+                    "way": way,
+                    "tokens": shape.tokens,
+                    "heads": shape.heads,
+                    "groups": shape.groups,
+                    **told,
+                }
+            )
     best = max(row.forward for row in products) / base.flops(dtype)
-    peaks = {f"{dtype}_flops": base.flops(dtype) * best} if best > 1 else {}  # the table's CPU is another one
+    # the table's CPU is another one
+    peaks = {f"{dtype}_flops": base.flops(dtype) * best} if best > 1 else {}
     now = datetime.now(UTC).isoformat(timespec="seconds")
     source = f"{name}, {now}, torch {torch.__version__}"
     measured = replace(
@@ -205,25 +264,50 @@ def calibrate(shapes: list[Measured], dtype: str, device: torch.device, small: b
 
 
 def told(profile: Profile, others: dict) -> str:
-    lines = [f"{profile.device.rates.source}: copies {profile.device.memory_bandwidth / 1e9:.4g} GB/s", ""]
-    lines += ["| m x n x k | output | gradient of input | of weight, TFLOP/s |", "|---|--:|--:|--:|"]
+    lines = [
+        f"{profile.device.rates.source}: copies {profile.device.memory_bandwidth / 1e9:.4g} GB/s",
+        "",
+    ]
+    lines += [
+        "| m x n x k | output | gradient of input | of weight, TFLOP/s |",
+        "|---|--:|--:|--:|",
+    ]
     for row in profile.device.rates.products:
         rates = (row.forward, row.input_gradient, row.weight_gradient)
-        lines.append(f"| {row.m} x {row.n} x {row.k} | {' | '.join(f'{rate / 1e12:.4g}' for rate in rates)} |")
-    lines += ["", "| attention | tokens, heads, groups | forward | backward, TFLOP/s |", "|---|---|--:|--:|"]
+        lines.append(
+            f"| {row.m} x {row.n} x {row.k} | {' | '.join(f'{rate / 1e12:.4g}' for rate in rates)} |"
+        )
+    lines += [
+        "",
+        "| attention | tokens, heads, groups | forward | backward, TFLOP/s |",
+        "|---|---|--:|--:|",
+    ]
     for row in others["attention"]:
-        rates = f"{row['forward'] / 1e12:.4g} | {row['backward'] / 1e12:.4g}" if "forward" in row else row["problem"]
-        lines.append(f"| {row['way']} | {row['tokens']}, {row['heads']}, {row['groups']} | {rates} |")
+        rates = (
+            f"{row['forward'] / 1e12:.4g} | {row['backward'] / 1e12:.4g}"
+            if "forward" in row
+            else row["problem"]
+        )
+        lines.append(
+            f"| {row['way']} | {row['tokens']}, {row['heads']}, {row['groups']} | {rates} |"
+        )
     return "\n".join(lines)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--into", type=Path, metavar="FILE", help="write the profile here, and FILE.attention.json beside"
+        "--into",
+        type=Path,
+        metavar="FILE",
+        help="write the profile here, and FILE.attention.json beside",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shape", action="append", default=[], metavar="T:H:N:G:F:V", help="a model of your own")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="T:H:N:G:F:V", help="a model of your own"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: does it run?")
     return parser.parse_args(argv)
@@ -235,14 +319,17 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit("calibrate.py: --into: it is missing. Name the file to write.")
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("calibrate.py: --device cuda: there is no GPU. Use --device cpu.")
-    device = launch(use_cpu=given.device == "cpu").device  # set up as a job is: precision of fp32 products
+    # set up as a job is: precision of fp32 products
+    device = launch(use_cpu=given.device == "cpu").device
     if device.type == "cpu":
         torch.set_num_threads(1)
     shapes = shapes_of(given.shape, given.device == "cpu", given.tiny)
     profile, others = calibrate(shapes, given.dtype, device, given.tiny)
     given.into.parent.mkdir(parents=True, exist_ok=True)
     profile.to_json(given.into)
-    given.into.with_suffix(".attention.json").write_text(json.dumps(others, indent=1) + "\n", encoding="utf-8")
+    given.into.with_suffix(".attention.json").write_text(
+        json.dumps(others, indent=1) + "\n", encoding="utf-8"
+    )
     print(told(profile, others))
     return 0
 

@@ -1,4 +1,6 @@
-"""The memory-bound operations at training sizes, each beside what one would write without it in plain PyTorch."""
+"""The memory-bound operations at training sizes, each beside what one would write without it in
+plain PyTorch.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,12 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EPS, RATE, BETAS, DECAY = 1e-5, 1e-3, (0.9, 0.95), 0.1
+EPS = 1e-5
+RATE = 1e-3
+BETAS = (0.9, 0.95)
+DECAY = 0.1
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a transformer: tokens of a micro-batch, widths, sequence and heads of one attention, and flat parameters."""
+    """Of a transformer: tokens of a micro-batch, widths, sequence and heads of one attention, and
+    flat parameters.
+    """
 
     tokens: int
     hidden: int
@@ -25,8 +32,19 @@ class Sizes:
     parameters: int
 
 
-FULL = Sizes(8192, 4096, 14336, 128256, 2048, 32, 128, 1 << 28)
-TINY = Sizes(16, 16, 24, 40, 8, 2, 8, 100)
+FULL = Sizes(
+    tokens=8192,
+    hidden=4096,
+    ffn=14336,
+    vocabulary=128256,
+    sequence=2048,
+    heads=32,
+    head_dim=128,
+    parameters=1 << 28,
+)
+TINY = Sizes(
+    tokens=16, hidden=16, ffn=24, vocabulary=40, sequence=8, heads=2, head_dim=8, parameters=100
+)
 
 
 class Inputs:
@@ -60,9 +78,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Case:
-    """One operation of torch.ops.merak. make: its arguments. eager: the same results, and the same in-place changes.
+    """One operation of torch.ops.merak. make: its arguments. eager: the same results, and the same
+    in-place changes.
 
-    unread: bytes of its tensors that it need not move. comparable: False where the results are random.
+    unread: bytes of its tensors that it need not move. comparable: False where the results are
+            random.
     """
 
     op: str
@@ -80,11 +100,19 @@ class Case:
         return getattr(torch.ops.merak, self.op)(*arguments)
 
     def moved(self, arguments: tuple, results: Any) -> int:
-        """Bytes that have to be read or written: every argument, every result, and what changes in place again."""
+        """Bytes that have to be read or written: every argument, every result, and what changes in
+        place again.
+        """
         schema = getattr(torch.ops.merak, self.op).default._schema
         given = tensors_of(arguments)
-        changed = [a for a, how in zip(arguments, schema.arguments, strict=True) if how.alias_info is not None]
-        return sum(map(size_of, (*given, *tensors_of(changed), *tensors_of(results)))) - self.unread(*arguments)
+        changed = [
+            a
+            for a, how in zip(arguments, schema.arguments, strict=True)
+            if how.alias_info is not None
+        ]
+        return sum(
+            map(size_of, (*given, *tensors_of(changed), *tensors_of(results)))
+        ) - self.unread(*arguments)
 
 
 def size_of(tensor: Tensor) -> int:
@@ -92,7 +120,11 @@ def size_of(tensor: Tensor) -> int:
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    return [v for v in (values if isinstance(values, tuple | list) else [values]) if isinstance(v, Tensor)]
+    return [
+        v
+        for v in (values if isinstance(values, tuple | list) else [values])
+        if isinstance(v, Tensor)
+    ]
 
 
 # ---- norms
@@ -177,7 +209,9 @@ def _softmax_backward(grad, probabilities, scale, causal):
 
 def _beyond_the_diagonal(tensors: int) -> Callable[..., int]:
     """Half of each square of scores lies in the future: it need not be read."""
-    return lambda scores, *rest: tensors * size_of(scores) * (scores.shape[-1] - 1) // (2 * scores.shape[-1])
+    return lambda scores, *rest: (
+        tensors * size_of(scores) * (scores.shape[-1] - 1) // (2 * scores.shape[-1])
+    )
 
 
 def _logits(make: Inputs) -> tuple[Tensor, Tensor]:
@@ -195,7 +229,9 @@ def _stats(logits, target, start, classes, smoothing):
 def _grad_inputs(make: Inputs) -> tuple:
     logits, target = _logits(make)
     stats = _stats(logits, target, 0, 0, False)
-    grad = torch.stack((torch.zeros_like(stats[:, 0]), 1 / stats[:, 1], -torch.ones_like(stats[:, 0])), -1)
+    grad = torch.stack(
+        (torch.zeros_like(stats[:, 0]), 1 / stats[:, 1], -torch.ones_like(stats[:, 0])), -1
+    )
     return logits, target, stats, grad, 0, make.sizes.vocabulary
 
 
@@ -216,7 +252,19 @@ def _exponentiate_(logits, target, classes):
 # ---- flat buffers
 def _adamw_inputs(make: Inputs) -> tuple:
     master, first, second, grad = make.flat(*(4 * [torch.float32]))
-    return master, first, second.square_(), grad, master.bfloat16(), RATE, *BETAS, 1e-8, DECAY, 3, 0.5
+    return (
+        master,
+        first,
+        second.square_(),
+        grad,
+        master.bfloat16(),
+        RATE,
+        *BETAS,
+        1e-8,
+        DECAY,
+        3,
+        0.5,
+    )
 
 
 def _adamw_(master, first, second, grad, copy, lr, beta1, beta2, eps, weight_decay, step, scale):
@@ -274,7 +322,12 @@ MORE: dict[str, Callable[[Inputs], tuple]] = {
     "gated_merged": lambda m: (_merged(m), "silu"),
     "gated_merged_backward": lambda m: (m.ffn(), _merged(m), "silu"),
     "bias_gelu_backward": lambda m: (m.ffn(), m.ffn(), m.normal(m.sizes.ffn), "gelu_tanh"),
-    "bias_dropout_add_backward": lambda m: (m.hidden(), 0.1, torch.ones(1, dtype=torch.int64, device=m.device), True),
+    "bias_dropout_add_backward": lambda m: (
+        m.hidden(),
+        0.1,
+        torch.ones(1, dtype=torch.int64, device=m.device),
+        True,
+    ),
     "cross_entropy_grad": lambda m: _grad_inputs(m),
 }
 
@@ -288,9 +341,25 @@ CASES = (
         _add_rms_norm,
     ),
     Case("gated", "SwiGLU", lambda m: (m.ffn(), m.ffn(), "silu"), _swiglu),
-    Case("gated_backward", "SwiGLU, backward", lambda m: (m.ffn(), m.ffn(), m.ffn(), "silu"), _swiglu_backward),
-    Case("bias_gelu", "bias + GELU", lambda m: (m.ffn(), m.normal(m.sizes.ffn), "gelu_tanh"), _bias_gelu),
-    Case("bias_dropout_add", "bias + dropout + residual add", _dropout_inputs, _bias_dropout_add, comparable=False),
+    Case(
+        "gated_backward",
+        "SwiGLU, backward",
+        lambda m: (m.ffn(), m.ffn(), m.ffn(), "silu"),
+        _swiglu_backward,
+    ),
+    Case(
+        "bias_gelu",
+        "bias + GELU",
+        lambda m: (m.ffn(), m.normal(m.sizes.ffn), "gelu_tanh"),
+        _bias_gelu,
+    ),
+    Case(
+        "bias_dropout_add",
+        "bias + dropout + residual add",
+        _dropout_inputs,
+        _bias_dropout_add,
+        comparable=False,
+    ),
     Case("rotary", "rotary embedding", _rotary_inputs, _rotary),
     Case(
         "rotary_",
@@ -320,10 +389,20 @@ CASES = (
         _stats,
     ),
     Case("cross_entropy_grad_", "cross entropy, gradient in place", _grad_inputs, _grad_),
-    Case("exponentiate_", "cross entropy, all in place", lambda m: (*_logits(m), m.sizes.vocabulary), _exponentiate_),
+    Case(
+        "exponentiate_",
+        "cross entropy, all in place",
+        lambda m: (*_logits(m), m.sizes.vocabulary),
+        _exponentiate_,
+    ),
     Case("adamw_", "AdamW, fp32 master, bf16 copy", _adamw_inputs, _adamw_),
     Case("sum_of_squares", "sum of squares", lambda m: m.flat(torch.float32), _sum_of_squares),
-    Case("accumulate_", "fp32 += bf16", lambda m: (*m.flat(torch.float32, torch.bfloat16), 0.5), _accumulate_),
+    Case(
+        "accumulate_",
+        "fp32 += bf16",
+        lambda m: (*m.flat(torch.float32, torch.bfloat16), 0.5),
+        _accumulate_,
+    ),
     Case(
         "cast_",
         "fp32 -> bf16",
@@ -331,5 +410,7 @@ CASES = (
         _cast_,
         lambda into, x, scale: size_of(into),
     ),
-    Case("add_rows_", "embedding gradient into fp32", _add_rows_inputs, _add_rows_, _untouched_rows),
+    Case(
+        "add_rows_", "embedding gradient into fp32", _add_rows_inputs, _add_rows_, _untouched_rows
+    ),
 )

@@ -1,4 +1,5 @@
-"""What benchmarks/gpu_session.py asks first: what is here, how fast are copies and products, is every kernel right?
+"""What benchmarks/gpu_session.py asks first: what is here, how fast are copies and products, is
+every kernel right?
 
     python benchmarks/gpu_check.py start|rates|profile|kernels --device cuda|cpu --into FILE
 
@@ -19,7 +20,16 @@ from torch import Tensor
 from megatron_merak.cluster import Profile
 from megatron_merak.parallel.launch import launch
 
-KERNELS = Sizes(256, 4096, 11008, 32000, 128, 8, 128, 1 << 20)
+KERNELS = Sizes(
+    tokens=256,
+    hidden=4096,
+    ffn=11008,
+    vocabulary=32000,
+    sequence=128,
+    heads=8,
+    head_dim=128,
+    parameters=1 << 20,
+)
 KERNEL_TOLERANCE = 2**-6  # of the largest value, bf16
 
 
@@ -32,7 +42,12 @@ def start(device: torch.device) -> dict:
     wanted = ("_ops_cpu",) if torch.version.cuda is None else ("_ops_cpu", "_ops_cuda")
     problems = {name: PROBLEMS[name] for name in wanted} | {"_C": host_problem()}
     wrong = [f"{name} is not used: {why}" for name, why in problems.items() if why]
-    found = {"card": card(device), "versions": versions(), "extensions": not wrong, "problems": wrong}
+    found = {
+        "card": card(device),
+        "versions": versions(),
+        "extensions": not wrong,
+        "problems": wrong,
+    }
     name = found["card"]["name"]
     state = f"{'; '.join(wrong)}: all goes on with MERAK_EXT=0" if wrong else "extensions loaded"
     return found | {"figure": f"{name}, torch {torch.__version__}, {state}"}
@@ -53,7 +68,12 @@ def rates(device: torch.device, into: Path, models: tuple[str, ...]) -> dict:
     best = max(ways, key=lambda row: row["forward"] + row["backward"])
     figure = f"copy {measured.memory_bandwidth / 1e9:.0f} GB/s, product {product / 1e12:.4g} TFLOP/s, attention "
     figure += f"{best['forward'] / 1e12:.4g} and {best['backward'] / 1e12:.4g} ({best['way']})"
-    return {"figure": figure, "table": _products(profile), "copy": measured.memory_bandwidth, **others}
+    return {
+        "figure": figure,
+        "table": _products(profile),
+        "copy": measured.memory_bandwidth,
+        **others,
+    }
 
 
 def _products(profile: Profile) -> list[dict]:
@@ -70,10 +90,14 @@ def kernels(device: torch.device) -> dict:
     far: dict[str, float] = {}
     for op, make in makers.items():
         ours = make(Inputs(KERNELS, torch.device("cpu")))
-        there = tuple(value.to(device, copy=True) if isinstance(value, Tensor) else value for value in ours)
+        there = tuple(
+            value.to(device, copy=True) if isinstance(value, Tensor) else value for value in ours
+        )
         run = getattr(torch.ops.merak, op)
         pairs = zip(tensors_of(run(*there)), tensors_of(run(*ours)), strict=True)
-        far[op] = max(_off(a, b) for a, b in (*pairs, *zip(tensors_of(there), tensors_of(ours), strict=True)))
+        far[op] = max(
+            _off(a, b) for a, b in (*pairs, *zip(tensors_of(there), tensors_of(ours), strict=True))
+        )
     worst = max(far, key=far.__getitem__)
     wrong = [op for op, off in far.items() if not off <= KERNEL_TOLERANCE]
     figure = f"{len(far)} operations, worst {worst}: {far[worst]:.1e} of the largest value"
@@ -89,7 +113,9 @@ def _off(a: Tensor, b: Tensor) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("start", "rates", "profile", "kernels"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--into", type=Path, required=True, metavar="FILE")

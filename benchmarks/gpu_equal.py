@@ -22,11 +22,12 @@ from gpu_worker import hf_config, native_flags, training_flags
 from torch import Tensor
 
 from megatron_merak.arguments import build_parser, read
-from megatron_merak.config import Config
+from megatron_merak.config import Config, ParallelConfig
 from megatron_merak.parallel.launch import launch
 from megatron_merak.parallel.mesh import Mesh, build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
+from megatron_merak.planner.request import Request
 from megatron_merak.stages.blueprint import make_blueprint
 from megatron_merak.stages.captured import CapturedModel
 from megatron_merak.stages.native_model import NativeModel
@@ -36,7 +37,7 @@ from megatron_merak.stages.trained_model import TrainedModel
 from megatron_merak.training.trainer import Trainer
 
 # Wide enough for the kernels that a large model takes, and small enough for a CPU.
-COMPARED = Shape("compared", 4, 512, 4, 2, 1408, 1024)
+COMPARED = Shape("compared", layers=4, hidden=512, heads=4, groups=2, ffn=1408, vocabulary=1024)
 SEQUENCE = 512
 MICRO_BATCHES = 2
 STEPS = 3
@@ -47,7 +48,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def tokens_of(kit: Path | None) -> Tensor:
-    """Bytes of the kit's text, [steps, micro-batches, sequence + 1]; where there is none, made-up ones."""
+    """Bytes of the kit's text, [steps, micro-batches, sequence + 1]; where there is none, made-up
+    ones.
+    """
     shape = (STEPS, MICRO_BATCHES, SEQUENCE + 1)
     count = STEPS * MICRO_BATCHES * (SEQUENCE + 1)
     if kit is None:
@@ -58,7 +61,9 @@ def tokens_of(kit: Path | None) -> Tensor:
 # ---- native training
 def native_run(dtype: str, device: torch.device, tokens: Tensor) -> dict:
     """The first loss and gradient, then the losses and norms of some steps."""
-    flags = native_flags(COMPARED, SEQUENCE) + training_flags(COMPARED, SEQUENCE, MICRO_BATCHES, STEPS)
+    flags = native_flags(COMPARED, SEQUENCE) + training_flags(
+        COMPARED, SEQUENCE, MICRO_BATCHES, STEPS
+    )
     if dtype == "fp32":
         flags.remove("--bf16")
     config, _ = read(build_parser("", Config), flags, Config)
@@ -70,7 +75,11 @@ def native_run(dtype: str, device: torch.device, tokens: Tensor) -> dict:
     sketches = {name: sketch(name, tensor) for name, tensor in gradients_of(trainer.model)}
     reports = [trainer.step(batches) for batches in steps]
     losses = [first, *(report.loss for report in reports)]
-    return {"losses": losses, "norms": [report.grad_norm for report in reports], "gradients": sketches}
+    return {
+        "losses": losses,
+        "norms": [report.grad_norm for report in reports],
+        "gradients": sketches,
+    }
 
 
 def _native_batch(row: Tensor) -> dict[str, Tensor]:
@@ -87,7 +96,9 @@ def gradients_of(model: TrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def sketch(name: str, tensor: Tensor) -> dict:
-    """A tensor's norm, and its sums with random signs: of two tensors, these differ by as much as the tensors do."""
+    """A tensor's norm, and its sums with random signs: of two tensors, these differ by as much as
+    the tensors do.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     flat = tensor.flatten().double()
     sums = []
@@ -101,7 +112,10 @@ def sketched_distance(ours: dict, theirs: dict) -> tuple[float, float]:
     """Of all gradients, and of the worst tensor: |a - b| / |b|, estimated from sketches."""
     assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
     squares = {
-        name: sum((a - b) ** 2 for a, b in zip(ours[name]["sums"], theirs[name]["sums"], strict=True)) / SKETCHED
+        name: sum(
+            (a - b) ** 2 for a, b in zip(ours[name]["sums"], theirs[name]["sums"], strict=True)
+        )
+        / SKETCHED
         for name in theirs
     }
     total = sum(squares.values()) / sum(theirs[name]["norm"] ** 2 for name in theirs)
@@ -128,8 +142,12 @@ def _judged(found: dict[str, dict]) -> dict:
     figures, wrong = [], []
     for dtype, one in found.items():
         loss, gradient, tensor = one["distances"]
-        figures.append(f"{dtype} loss {loss:.1e}, gradient {gradient:.1e}, worst tensor {tensor:.1e}")
-        if not all(value <= most for value, most in zip(one["distances"], LIMITS[dtype], strict=True)):
+        figures.append(
+            f"{dtype} loss {loss:.1e}, gradient {gradient:.1e}, worst tensor {tensor:.1e}"
+        )
+        if not all(
+            value <= most for value, most in zip(one["distances"], LIMITS[dtype], strict=True)
+        ):
             wrong.append(dtype)
     figure = "; ".join(figures) + (f"; WRONG: {', '.join(wrong)}" if wrong else "")
     return {"figure": figure, "wrong": wrong, **found}
@@ -168,9 +186,17 @@ def _captured(dtype: str, device: torch.device, batches: list[dict[str, Tensor]]
     return {"distances": (abs(loss - expected), gradient, worst), "losses": (loss, expected)}
 
 
-def _engine(model: torch.nn.Module, batches: list[dict[str, Tensor]], dtype: str, mesh: Mesh) -> CapturedModel:
-    traced = Traced(model, batches[0], dtype, mesh=mesh)
-    return CapturedModel(make_blueprint(traced, mesh.grid, microbatches=len(batches)), mesh)
+def _engine(
+    model: torch.nn.Module, batches: list[dict[str, Tensor]], dtype: str, mesh: Mesh
+) -> CapturedModel:
+    traced = Traced(model, batches[0], dtype, ranks=mesh)
+    degrees = ParallelConfig(
+        tensor_model_parallel_size=mesh.grid.tp, pipeline_model_parallel_size=mesh.grid.pp
+    )
+    request = Request(
+        parallel=degrees, replicas=mesh.grid.dp, microbatches=len(batches), graph_sharding="cut"
+    )
+    return CapturedModel(make_blueprint(traced, request), mesh)
 
 
 # ---- for the kit
@@ -182,14 +208,17 @@ def expected(kit: Path | None) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("native", "captured", "expected"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--into", type=Path, required=True, metavar="FILE")
     parser.add_argument("--kit", default="", metavar="DIR", help="what make gpu-kit made")
     given = parser.parse_args()
     kit = Path(given.kit) if given.kit else None
-    device = launch(use_cpu=given.device == "cpu" or given.what == "expected").device  # with a job's precision
+    # with a job's precision
+    device = launch(use_cpu=given.device == "cpu" or given.what == "expected").device
     ways: dict[str, Callable[[], dict]] = {
         "native": lambda: native(device, kit),
         "captured": lambda: captured(device, kit),

@@ -62,7 +62,9 @@ def interpreter(named: str) -> str:
     for path in (named, f"python{wanted}", *map(str, shims)):
         if path and _says([path, "-c", "import sys; print(sys.version_info[:2])"]) == str(PYTHON):
             return path
-    raise SystemExit(f"gpu_kit.py: --python {named or '(missing)'}: there is no Python {wanted}. Name one.")
+    raise SystemExit(
+        f"gpu_kit.py: --python {named or '(missing)'}: there is no Python {wanted}. Name one."
+    )
 
 
 def _says(command: Sequence[str]) -> str:
@@ -83,7 +85,9 @@ def environment(venv: Path, named: str) -> Path:
         say(f"wheels into {venv}")
         if not python.exists():
             subprocess.run([interpreter(named), "-m", "venv", str(venv)], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *WHEELS], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *WHEELS], check=True
+        )
         done.write_text(wanted, encoding="utf-8")
     return python
 
@@ -92,7 +96,9 @@ def toolkit(python: Path) -> Path:
     """The folder of the CUDA toolkit that the wheels make, with the names that linkers look for."""
     found = _says([str(python), "-c", "import nvidia.cu13 as here; print(list(here.__path__)[0])"])
     if not found:
-        raise SystemExit(f"gpu_kit.py: {python} has no wheels of CUDA 13. Remove its environment, and call again.")
+        raise SystemExit(
+            f"gpu_kit.py: {python} has no wheels of CUDA 13. Remove its environment, and call again."
+        )
     folder = Path(found)
     links = {folder / "lib" / "libcudart.so": "libcudart.so.13", folder / "lib64": "lib"}
     for link, target in links.items():
@@ -102,14 +108,19 @@ def toolkit(python: Path) -> Path:
 
 
 def copied(tree: Path) -> str:
-    """Copy the sources to where they are compiled, beside this tree's own libraries; the digest of what is compiled."""
+    """Copy the sources to where they are compiled, beside this tree's own libraries; the digest of
+    what is compiled.
+    """
     digest = hashlib.sha256(" ".join(WHEELS).encode())
-    tracked = subprocess.run(["git", "ls-files", "-z", *SOURCES], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", *SOURCES], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in sorted(filter(None, tracked.stdout.split("\0"))):
         source, target = ROOT / name, tree / name
         content = source.read_bytes()
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists() or target.read_bytes() != content:  # else ninja would compile it again
+        # else ninja would compile it again
+        if not target.exists() or target.read_bytes() != content:
             shutil.copy2(source, target)
         if name.startswith("csrc") or name in ("setup.py", "megatron_merak/_native.py"):
             digest.update(name.encode() + content)
@@ -144,7 +155,9 @@ def loaded(tree: Path, python: Path) -> dict:
     told = _run(tree, python, "-m", "megatron_merak", "doctor", "--json")
     parts = json.loads(told.splitlines()[-1])
     wrong = [
-        f"{name}: {parts[name]['detail']}" for name in ("_C", "_ops_cpu", "_ops_cuda") if not parts[name]["active"]
+        f"{name}: {parts[name]['detail']}"
+        for name in ("_C", "_ops_cpu", "_ops_cuda")
+        if not parts[name]["active"]
     ]
     if wrong:
         raise SystemExit(f"gpu_kit.py: what was compiled does not load: {'; '.join(wrong)}")
@@ -153,7 +166,9 @@ def loaded(tree: Path, python: Path) -> dict:
 
 def _run(tree: Path, python: Path, *arguments: str) -> str:
     settings = os.environ | {"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([python, *arguments], cwd=tree, env=settings, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, *arguments], cwd=tree, env=settings, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"gpu_kit.py: {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
     return done.stdout
@@ -186,12 +201,20 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--into", type=Path, default=ROOT / "build" / "gpu-kit", metavar="DIR")
     parser.add_argument(
-        "--venv", type=Path, default=ROOT / ".venv-gpu", metavar="DIR", help="environment of the wheels"
+        "--venv",
+        type=Path,
+        default=ROOT / ".venv-gpu",
+        metavar="DIR",
+        help="environment of the wheels",
     )
-    parser.add_argument("--python", default="", metavar="EXE", help="a Python 3.12 to make the environment with")
+    parser.add_argument(
+        "--python", default="", metavar="EXE", help="a Python 3.12 to make the environment with"
+    )
     given = parser.parse_args()
     kit, tree = given.into.resolve(), ROOT / "build" / "gpu-kit-sources"
     python = environment(given.venv.absolute(), given.python)
@@ -211,7 +234,9 @@ def main() -> int:
     (kit / "manifest.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     size = sum(one["bytes"] for one in found["files"].values())
     if size > MOST:
-        raise SystemExit(f"gpu_kit.py: {kit} has {size / 1e6:.1f} MB, at most {MOST / 1e6:.0f} travel")
+        raise SystemExit(
+            f"gpu_kit.py: {kit} has {size / 1e6:.1f} MB, at most {MOST / 1e6:.0f} travel"
+        )
     say(f"{kit}: {size / 1e6:.1f} MB for {found['for']}")
     return 0
 

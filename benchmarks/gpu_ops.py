@@ -21,7 +21,8 @@ from megatron_merak import ops
 
 WARM_UPS, REPEATS = 5, 30
 COPIED = 1 << 30  # bytes of the tensor whose copy is the yardstick
-TOLERANCE = 2**-6  # of the largest value: PyTorch's own operations round to bf16 between their steps
+# of the largest value: PyTorch's own operations round to bf16 between their steps
+TOLERANCE = 2**-6
 
 
 def _liger_norm(module: Any) -> Callable:
@@ -41,7 +42,8 @@ def _liger_swiglu(module: Any) -> Callable:
     return lambda gate, up, activation: module.LigerSiLUMulFunction.apply(gate, up)
 
 
-# Other libraries' kernels, measured where they can be imported: operation -> (library, module, its function).
+# Other libraries' kernels, measured where they can be imported: operation -> (library, module, its
+# function).
 PEERS = {
     "rms_norm": (
         ("liger", "liger_kernel.ops.rms_norm", _liger_norm),
@@ -54,7 +56,8 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One operation: bytes it has to move, and the milliseconds of each way to do it (median, fastest, slowest).
+    """One operation: bytes it has to move, and the milliseconds of each way to do it (median,
+    fastest, slowest).
 
     problems: of the ways that could not be measured, why.
     """
@@ -84,7 +87,9 @@ def copies(arguments: tuple) -> tuple:
 
 
 def difference(case: Case, make: Inputs) -> float:
-    """Largest difference from plain PyTorch, of results and of what changes in place, over the largest value."""
+    """Largest difference from plain PyTorch, of results and of what changes in place, over the
+    largest value.
+    """
     ours = case.make(make)
     eager = copies(ours)
     results = zip(tensors_of(case.ours(*ours)), tensors_of(case.eager(*eager)), strict=True)
@@ -100,7 +105,10 @@ def milliseconds(run: Callable[[], Any]) -> tuple[float, float, float]:
     """Of one call, between events on the stream; the host stays ahead and is not timed."""
     for _ in range(WARM_UPS):
         run()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(REPEATS)
+    ]
     for start, stop in events:
         start.record()
         run()
@@ -120,12 +128,17 @@ def copy_speed(device: torch.device) -> float:
 def measure(case: Case, device: torch.device) -> Row:
     arguments = case.make(Inputs(FULL, device))
     moved = case.moved(arguments, case.ours(*copies(arguments)))
-    ways = {"ours": case.ours, "eager": case.eager, "compiled": torch.compile(case.eager, dynamic=False)}
+    ways = {
+        "ours": case.ours,
+        "eager": case.eager,
+        "compiled": torch.compile(case.eager, dynamic=False),
+    }
     times, problems = {}, {}
     for name, run in (ways | peers(case)).items():
         try:
             times[name] = milliseconds(lambda run=run: run(*arguments))
-        except Exception as error:  # another's: a compiler that is not there, a library that refuses
+        # another's: a compiler that is not there, a library that refuses
+        except Exception as error:
             if name == "ours":
                 raise
             problems[name] = f"{type(error).__name__}: {error}"[:300]
@@ -134,21 +147,32 @@ def measure(case: Case, device: torch.device) -> Row:
 
 def save(path: Path, rows: list[Row], copied: float) -> None:
     """Write what is measured so far."""
-    found = [{"op": row.case.op, "moved": row.moved, "ms": row.times, "problems": row.problems} for row in rows]
+    found = [
+        {"op": row.case.op, "moved": row.moved, "ms": row.times, "problems": row.problems}
+        for row in rows
+    ]
     shares = [row.speed() / copied for row in rows]
     figure = f"{len(rows)} operations, {median(shares):.0%} of a copy's speed (median), least {min(shares):.0%}"
     for way in ("eager", "compiled"):
         ratios = [row.times[way][0] / row.times["ours"][0] for row in rows if way in row.times]
         figure += f", {median(ratios):.2f} times {way}" if ratios else ""
-    write(path, {"figure": figure, "copy_gb_per_s": copied, "rows": found, "table": table(rows, copied)})
+    write(
+        path,
+        {"figure": figure, "copy_gb_per_s": copied, "rows": found, "table": table(rows, copied)},
+    )
 
 
 def table(rows: list[Row], copied: float) -> str:
-    lines = ["| operation | MB | ours, ms | GB/s | of copy | over eager | over compiled | others |", "|---" * 8 + "|"]
+    lines = [
+        "| operation | MB | ours, ms | GB/s | of copy | over eager | over compiled | others |",
+        "|---" * 8 + "|",
+    ]
     for row in rows:
         time, low, high = row.times["ours"]
         ratios = {way: f"{times[0] / time:.2f}" for way, times in row.times.items()}
-        others = ", ".join(f"{way} {ratios[way]}" for way in ratios if way not in ("ours", "eager", "compiled"))
+        others = ", ".join(
+            f"{way} {ratios[way]}" for way in ratios if way not in ("ours", "eager", "compiled")
+        )
         cells = (
             *(row.case.label, f"{row.moved / 1e6:.0f}", f"{time:.3f} ({low:.3f} to {high:.3f})"),
             *(f"{row.speed():.0f}", f"{row.speed() / copied:.0%}"),
@@ -159,7 +183,9 @@ def table(rows: list[Row], copied: float) -> str:
 
 
 def measured(device: torch.device, into: Path) -> str:
-    """Measure every operation, and write each as soon as it is there; the table. Raises SystemExit without kernels."""
+    """Measure every operation, and write each as soon as it is there; the table. Raises SystemExit
+    without kernels.
+    """
     problem = ops.PROBLEMS["_ops_cuda"]
     if problem:
         raise SystemExit(f"There is nothing of ours to measure: {problem}")
@@ -173,14 +199,18 @@ def measured(device: torch.device, into: Path) -> str:
 
 
 def check() -> str:
-    """Both sides of every case on a CPU, and the table with made-up times. Raises AssertionError where they differ."""
+    """Both sides of every case on a CPU, and the table with made-up times. Raises AssertionError
+    where they differ.
+    """
     rows, device = [], torch.device("cpu")
     for case in CASES:
         if not case.registered:
             print(f"{case.op} is not registered: left out")
             continue
         worst = difference(case, Inputs(TINY, device))
-        assert not case.comparable or worst <= TOLERANCE, f"{case.op}: ours is {worst:.1e} from plain PyTorch"
+        assert not case.comparable or worst <= TOLERANCE, (
+            f"{case.op}: ours is {worst:.1e} from plain PyTorch"
+        )
         arguments = case.make(Inputs(TINY, device))
         moved = case.moved(arguments, case.ours(*copies(arguments)))
         assert moved > 0, case.op
@@ -189,9 +219,15 @@ def check() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=Path, required=True, metavar="FILE", help="JSON, after every operation")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: compare at tiny sizes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--into", type=Path, required=True, metavar="FILE", help="JSON, after every operation"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: compare at tiny sizes"
+    )
     given = parser.parse_args()
     if given.device == "cpu":
         text = check()

@@ -18,7 +18,14 @@ from two_lines_page import PageError, write
 BEGIN, END = "<!-- written by benchmarks/gpu_page.py -->", "<!-- end of gpu_page -->"
 LOSS_TOLERANCE = 2e-2  # of bf16, between contestants that start from the same weights and data
 SAME_START = ("trainer", "hf", "hf-compile")
-CLOCKS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "temperature.gpu")
+CLOCKS = (
+    "driver_version",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "power.draw",
+    "temperature.gpu",
+)
 
 
 def session(path: Path) -> tuple[dict, list[dict]]:
@@ -54,9 +61,26 @@ def speeds(rows: Sequence[dict]) -> str:
         memory = f"{row['peak_allocated'] / 1e9:.1f}", f"{row['peak_reserved'] / 1e9:.1f}"
         spread = f"{1e3 * min(row['seconds']):.0f} - {1e3 * max(row['seconds']):.0f}"
         share = f"{row['mfu']:.1%}" if row["mfu"] else ""
-        speed = f"{row['tokens_per_s']:.0f}", f"{row['tflops']:.3g}", f"{row['tflops_all_scores']:.3g}", share
-        lines.append([*_named(row), *speed, spread, *memory, row.get("card", {}).get("clocks.sm", "")])
-    head = ["model", "way, micro-batches", "tokens/s", "TFLOP/s", "all scores", "MFU", "ms per step", "GB", "reserved"]
+        speed = (
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['tflops']:.3g}",
+            f"{row['tflops_all_scores']:.3g}",
+            share,
+        )
+        lines.append(
+            [*_named(row), *speed, spread, *memory, row.get("card", {}).get("clocks.sm", "")]
+        )
+    head = [
+        "model",
+        "way, micro-batches",
+        "tokens/s",
+        "TFLOP/s",
+        "all scores",
+        "MFU",
+        "ms per step",
+        "GB",
+        "reserved",
+    ]
     return markdown([*head, "clock"], lines) if lines else ""
 
 
@@ -67,9 +91,19 @@ def profiles(rows: Sequence[dict]) -> str:
         profile = row.get("profile", {})
         if "class_ms" in profile:
             classes = [f"{profile['class_ms'][name]:.1f}" for name in (*CLASSES, "other")]
-            kernel = ", ".join(name[:60] for name in profile["attention_kernels"][:2]).replace("|", "/")
+            kernel = ", ".join(name[:60] for name in profile["attention_kernels"][:2]).replace(
+                "|", "/"
+            )
             idle = f"{profile['idle_ms']:.1f}"
-            lines.append([*_named(row), *classes, idle, str(profile["kernels"]), f"`{kernel}`" if kernel else ""])
+            lines.append(
+                [
+                    *_named(row),
+                    *classes,
+                    idle,
+                    str(profile["kernels"]),
+                    f"`{kernel}`" if kernel else "",
+                ]
+            )
     head = ["model", "way, micro-batches", *CLASSES, "other", "idle", "kernels", "of attention"]
     return markdown(head, lines) if lines else ""
 
@@ -83,19 +117,28 @@ def disagreements(rows: Sequence[dict]) -> list[str]:
             other = first.setdefault((row["model"], row["micro_batches"]), row)
             mine, theirs = row["losses"][0], other["losses"][0]
             if not abs(mine - theirs) <= LOSS_TOLERANCE * abs(theirs):
-                wrong.append(f"{row['row']}: first loss {mine:.4f}, {other['row']} has {theirs:.4f}")
+                wrong.append(
+                    f"{row['row']}: first loss {mine:.4f}, {other['row']} has {theirs:.4f}"
+                )
     return wrong
 
 
 def told(head: dict, rows: Sequence[dict]) -> str:
     """A session: where and when, with what; steps; then the tables."""
-    start = next((row["result"] for row in rows if row["step"] == "start" and row.get("result")), {})
+    start = next(
+        (row["result"] for row in rows if row["step"] == "start" and row.get("result")), {}
+    )
     card = start.get("card", {"name": "unknown card"})
     named = ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items())
     clocks = ", ".join(f"{name} {card[name]}" for name in CLOCKS if name in card)
     where = f"### {card['name']}, {head['date'][:10]}, part {head['part']}"
     lines = [
-        [row["step"], row["status"], f"{row['seconds']:.0f}", row["figure"].replace("|", "/").replace("\n", " ")]
+        [
+            row["step"],
+            row["status"],
+            f"{row['seconds']:.0f}",
+            row["figure"].replace("|", "/").replace("\n", " "),
+        ]
         for row in rows
     ]
     about = f"{named}. {clocks}. {head.get('kit', '')}. {head['seconds']:.0f} s of {head['budget']:.0f}."
@@ -104,7 +147,10 @@ def told(head: dict, rows: Sequence[dict]) -> str:
     if table := speeds(found):
         parts += ["Training steps, bf16, sequences of 4096 tokens, medians:", table]
     if table := profiles(found):
-        parts += ["Milliseconds of one step by class of kernel, and of the gaps in which nothing ran:", table]
+        parts += [
+            "Milliseconds of one step by class of kernel, and of the gaps in which nothing ran:",
+            table,
+        ]
     if wrong := disagreements(found):
         parts += ["Losses differ. " + "; ".join(wrong)]
     for row in rows:
@@ -126,9 +172,15 @@ def page(paths: Sequence[Path]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sessions", type=Path, nargs="+", metavar="FILE", help="what gpu_session.py wrote")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="write between the marks of this page")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "sessions", type=Path, nargs="+", metavar="FILE", help="what gpu_session.py wrote"
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="PAGE", help="write between the marks of this page"
+    )
     given = parser.parse_args(argv)
     try:
         text = page(given.sessions)

@@ -46,14 +46,24 @@ class KitError(Exception):
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kit", type=Path, metavar="DIR", help="what make gpu-kit made")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where session.tgz goes")
-    parser.add_argument("--budget", type=float, default=600, metavar="SECONDS", help="of all steps together")
+    parser.add_argument(
+        "--budget", type=float, default=600, metavar="SECONDS", help="of all steps together"
+    )
     parser.add_argument("--part", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--only", default="", metavar="REGEX", help="steps whose name has this, of both parts")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="of every step, instead of its own")
-    parser.add_argument("--through", default="", metavar="MODULE", help="a program that runs those of the steps")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="steps whose name has this, of both parts"
+    )
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="of every step, instead of its own"
+    )
+    parser.add_argument(
+        "--through", default="", metavar="MODULE", help="a program that runs those of the steps"
+    )
     parser.add_argument("--list", action="store_true", help="print the steps and end")
     return parser.parse_args(argv)
 
@@ -65,12 +75,18 @@ def chosen(given: argparse.Namespace) -> list[Step]:
 
 
 def install(kit: Path) -> str:
-    """Copy the libraries of a kit to where this tree loads them from; what is in it. Raises KitError."""
+    """Copy the libraries of a kit to where this tree loads them from; what is in it. Raises
+    KitError.
+    """
     try:
         manifest = json.loads((kit / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise KitError(f"--kit {kit}: it has no manifest ({error}). Make one: make gpu-kit.") from None
-    missing = [name for name, size in manifest["files"].items() if not _has(kit / name, size["bytes"])]
+        raise KitError(
+            f"--kit {kit}: it has no manifest ({error}). Make one: make gpu-kit."
+        ) from None
+    missing = [
+        name for name, size in manifest["files"].items() if not _has(kit / name, size["bytes"])
+    ]
     for path in kit.glob("lib/*.so"):
         shutil.copy2(path, ROOT / "megatron_merak" / path.name)
     told = f"kit for {manifest['for']}"
@@ -112,7 +128,13 @@ class Session:
     def run(self, step: Step) -> None:
         """Run a step within its limit and what is left, and say what became of it."""
         limit = min(self.given.limit or step.limit, self.left - MARGIN)
-        row = {"step": step.name, "about": step.about, "status": "cut", "seconds": 0.0, "figure": ""}
+        row = {
+            "step": step.name,
+            "about": step.about,
+            "status": "cut",
+            "seconds": 0.0,
+            "figure": "",
+        }
         self.rows.append(row)
         if self.left - MARGIN < min(step.estimate, limit if self.given.limit else step.estimate):
             row |= {"status": "left out", "figure": f"it needs about {step.estimate} s"}
@@ -120,12 +142,17 @@ class Session:
             self.pack()
             began = time.monotonic()
             status = self._run(step, limit)
-            row |= {"seconds": round(time.monotonic() - began, 1)} | self._ended(step, status, limit)
+            row |= {"seconds": round(time.monotonic() - began, 1)} | self._ended(
+                step, status, limit
+            )
         if row.get("result", {}).get("extensions") is False:
             self.without_extensions = True
         self.pack()
         seconds = f"{row['seconds']:6.1f} s"
-        print(f"{step.name:22} {row['status']:13} {seconds}  {row['figure']}  ({self.left:.0f} s left)", flush=True)
+        print(
+            f"{step.name:22} {row['status']:13} {seconds}  {row['figure']}  ({self.left:.0f} s left)",
+            flush=True,
+        )
 
     def _run(self, step: Step, limit: float) -> int | None:
         """The exit status, None if it ran into its limit."""
@@ -151,7 +178,9 @@ class Session:
         return status
 
     def stop(self, stacks: bool) -> None:
-        """End all processes of the step that runs. stacks: let those of Python print where they are."""
+        """End all processes of the step that runs. stacks: let those of Python print where they
+        are.
+        """
         process = self.process
         self.process = None
         if process is None:
@@ -174,13 +203,23 @@ class Session:
         if status is None:
             # what was measured before the limit counts
             known = f"{result['figure']}; " if result.get("figure") else ""
-            found = {"status": "hung", "figure": f"{known}ended after {limit:.0f} s, stacks are in its log"}
+            found = {
+                "status": "hung",
+                "figure": f"{known}ended after {limit:.0f} s, stacks are in its log",
+            }
         elif status == 0:
-            found = {"status": result.get("status", "ok"), "figure": result.get("figure") or _last(text)}
+            found = {
+                "status": result.get("status", "ok"),
+                "figure": result.get("figure") or _last(text),
+            }
         elif "out of memory" in text.lower():
             found = {"status": "out of memory", "figure": _error(text)}
         else:
-            found = {"status": "failed", "figure": result.get("figure") or _error(text), "exit": status}
+            found = {
+                "status": "failed",
+                "figure": result.get("figure") or _error(text),
+                "exit": status,
+            }
         return found | {"result": result}
 
     def command(self, step: Step) -> list[str]:
@@ -271,7 +310,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{sum(step.estimate for step in steps)} s")
         return 0
     if not steps or given.out is None:
-        what = "--out: it is missing. Name a directory." if steps else f"--only {given.only}: no step. See --list."
+        what = (
+            "--out: it is missing. Name a directory."
+            if steps
+            else f"--only {given.only}: no step. See --list."
+        )
         print(f"gpu_session.py: {what}", file=sys.stderr)
         return 2
     given.out = given.out.resolve()
@@ -299,7 +342,10 @@ def main(argv: list[str] | None = None) -> int:
     for step in steps:
         session.run(step)
     wrong = [row["step"] for row in session.rows if row["status"] != "ok"]
-    print(f"{len(steps) - len(wrong)} of {len(steps)} steps ended well; {given.out / 'session.tgz'}", flush=True)
+    print(
+        f"{len(steps) - len(wrong)} of {len(steps)} steps ended well; {given.out / 'session.tgz'}",
+        flush=True,
+    )
     return int(bool(wrong))
 
 

@@ -1,8 +1,12 @@
-"""The steps of benchmarks/gpu_session.py, the most valuable first. Imports nothing that has to be installed."""
+"""The steps of benchmarks/gpu_session.py, the most valuable first. Imports nothing that has to be
+installed.
+"""
 
 from dataclasses import dataclass
 
-FIRST, SECOND, BOTH = (1,), (2,), (1, 2)
+FIRST = (1,)
+SECOND = (2,)
+BOTH = (1, 2)
 TEXT = "text.bin"  # in a kit: what the small models are trained on, and what a CPU computed
 EXPECTED = "expected.json"
 PATIENCE = "20"  # seconds that a kernel in a test waits for its peer
@@ -16,8 +20,8 @@ class Step:
     parts:    the calls of the session that run it.
     estimate: seconds that it takes on an H100; with less left it is not started.
     limit:    seconds after which it is ended.
-    command:  arguments of Python. {into}: its result, a JSON object whose "figure" is printed.  {kit}: the kit, or
-              nothing.
+    command:  arguments of Python. {into}: its result, a JSON object whose "figure" is printed.
+              {kit}: the kit, or nothing.
     spins:    its kernels wait for other kernels.
     """
 
@@ -46,13 +50,34 @@ def _equal(what: str) -> tuple[str, ...]:
 def _row(name: str, about: str, estimate: int, limit: int, parts: tuple[int, ...] = FIRST) -> Step:
     """A row of gpu_rows.py: model, contestant, micro-batches."""
     command = ("benchmarks/gpu_worker.py", name, "--into", "{into}")
-    return Step(name, about, parts, estimate, limit, command)
+    return Step(name, about, parts=parts, estimate=estimate, limit=limit, command=command)
 
 
-def _tests(name: str, about: str, estimate: int, limit: int, *what: str, parts=SECOND, spins: bool = False) -> Step:
+def _tests(
+    name: str, about: str, estimate: int, limit: int, *what: str, parts=SECOND, spins: bool = False
+) -> Step:
     """Tests of tests/gpu; one that is skipped fails."""
-    how = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-skip", "--patience", PATIENCE, "--durations", "3")
-    return Step(name, about, parts, estimate, limit, (*how, *what), spins)
+    how = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--no-skip",
+        "--patience",
+        PATIENCE,
+        "--durations",
+        "3",
+    )
+    return Step(
+        name,
+        about,
+        parts=parts,
+        estimate=estimate,
+        limit=limit,
+        command=(*how, *what),
+        spins=spins,
+    )
 
 
 _ALL_REDUCE = "tests/gpu/test_all_reduce_gpu.py"
@@ -61,12 +86,47 @@ _TRAINING = "tests/gpu/test_training_gpu.py"
 
 STEPS = (
     # 40 s: what is here, and does every kernel compute what it should?
-    Step("start", "card, versions, clocks, extensions", BOTH, 8, 45, _check("start")),
-    Step("rates", "rates of a copy, of products and of attention", FIRST, 14, 60, _check("rates")),
-    Step("kernels", "every kernel once against its result on the CPU", FIRST, 14, 60, _check("kernels")),
+    Step(
+        "start",
+        "card, versions, clocks, extensions",
+        parts=BOTH,
+        estimate=8,
+        limit=45,
+        command=_check("start"),
+    ),
+    Step(
+        "rates",
+        "rates of a copy, of products and of attention",
+        parts=FIRST,
+        estimate=14,
+        limit=60,
+        command=_check("rates"),
+    ),
+    Step(
+        "kernels",
+        "every kernel once against its result on the CPU",
+        parts=FIRST,
+        estimate=14,
+        limit=60,
+        command=_check("kernels"),
+    ),
     # 60 s: a training step computes what it computes on the CPU
-    Step("native", "native training equals the CPU's, fp32 and bf16", FIRST, 22, 60, _equal("native")),
-    Step("captured", "captured Llama equals eager on the GPU, fp32 and bf16", FIRST, 25, 70, _equal("captured")),
+    Step(
+        "native",
+        "native training equals the CPU's, fp32 and bf16",
+        parts=FIRST,
+        estimate=22,
+        limit=60,
+        command=_equal("native"),
+    ),
+    Step(
+        "captured",
+        "captured Llama equals eager on the GPU, fp32 and bf16",
+        parts=FIRST,
+        estimate=25,
+        limit=70,
+        command=_equal("captured"),
+    ),
     # 150 s: speed, native and captured
     _row("1.7b native 8", "native 1.7B", 25, 70),
     _row("1.7b captured 8", "captured 1.7B", 35, 90),
@@ -103,23 +163,37 @@ STEPS = (
     Step(
         "operations",
         "every operation beside PyTorch, eager and compiled",
-        SECOND,
-        45,
-        100,
-        ("benchmarks/gpu_ops.py", "--into", "{into}"),
+        parts=SECOND,
+        estimate=45,
+        limit=100,
+        command=("benchmarks/gpu_ops.py", "--into", "{into}"),
     ),
-    _row("1.7b native 1", "native 1.7B, 1 micro-batch", 20, 60, SECOND),
-    _row("1.7b native 16", "native 1.7B, 16 micro-batches", 25, 70, SECOND),
+    _row("1.7b native 1", "native 1.7B, 1 micro-batch", estimate=20, limit=60, parts=SECOND),
+    _row("1.7b native 16", "native 1.7B, 16 micro-batches", estimate=25, limit=70, parts=SECOND),
     Step(
         "profile",
         "rates of all shapes, for the planner",
-        SECOND,
-        20,
-        60,
-        _check("profile"),
+        parts=SECOND,
+        estimate=20,
+        limit=60,
+        command=_check("profile"),
     ),
-    _tests("tests of reductions", "softmax, losses, flat buffers", 12, 60, "tests/gpu/test_reductions_gpu.py"),
-    _tests("tests of captured", "six families against eager", 20, 70, "tests/gpu/test_captured_gpu.py"),
+    _tests(
+        "tests of reductions",
+        "softmax, losses, flat buffers",
+        12,
+        60,
+        "tests/gpu/test_reductions_gpu.py",
+    ),
+    _tests(
+        "tests of captured", "six families against eager", 20, 70, "tests/gpu/test_captured_gpu.py"
+    ),
     _tests("tests of all-reduce", "virtual ranks", 12, 60, _ALL_REDUCE, spins=True),
-    _tests("tests of pointwise", "norms, activations, rotary", 12, 60, "tests/gpu/test_pointwise_gpu.py"),
+    _tests(
+        "tests of pointwise",
+        "norms, activations, rotary",
+        12,
+        60,
+        "tests/gpu/test_pointwise_gpu.py",
+    ),
 )

@@ -1,4 +1,6 @@
-"""Times the steps of a run that calls it at the end of each, tells what they were worth, and profiles one more."""
+"""Times the steps of a run that calls it at the end of each, tells what they were worth, and
+profiles one more.
+"""
 
 import json
 import os
@@ -33,11 +35,16 @@ def card(device: torch.device) -> dict:
     found = {"name": device_name(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
+        found |= {
+            "bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+        }
     if device.type == "cuda" and shutil.which("nvidia-smi"):
         command = ["nvidia-smi", f"--query-gpu={QUERIED}", "--format=csv,noheader"]
         try:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.splitlines()
+            told = subprocess.run(
+                command, capture_output=True, text=True, timeout=10
+            ).stdout.splitlines()
         except subprocess.TimeoutExpired:
             told = []
         values = told[0].split(", ") if told else []
@@ -46,7 +53,9 @@ def card(device: torch.device) -> dict:
 
 
 def write(path: Path, found: dict) -> None:
-    """Write JSON so that a run that is killed leaves the file that was there, or the whole new one."""
+    """Write JSON so that a run that is killed leaves the file that was there, or the whole
+    new one.
+    """
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     fresh.replace(path)
@@ -67,18 +76,30 @@ def versions() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """The variables that change what torch and this library do."""
-    return {name: value for name, value in os.environ.items() if name.startswith(("PYTORCH_", "TORCH_", "MERAK_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("PYTORCH_", "TORCH_", "MERAK_"))
+    }
 
 
 class Stopwatch:
-    """Writes ``into`` when ``measured`` steps behind the warm-ups are over, and again with the profile of the next.
+    """Writes ``into`` when ``measured`` steps behind the warm-ups are over, and again with the
+    profile of the next.
 
     steps: how many the run has to take. began: when the process did, as time.time tells it.
     """
 
-    def __init__(self, row: Row, device: torch.device, sequence: int, measured: int, into: Path, began: float):
-        self.row, self.device, self.sequence, self.into, self.began = row, device, sequence, into, began
-        self.measured, self.steps = measured, WARM_UPS + measured + 1
+    def __init__(
+        self, row: Row, device: torch.device, sequence: int, measured: int, into: Path, began: float
+    ):
+        self.row = row
+        self.device = device
+        self.sequence = sequence
+        self.into = into
+        self.began = began
+        self.measured = measured
+        self.steps = WARM_UPS + measured + 1
         self.ends: list[float] = []
         self.spent: list[float] = []
         self.losses: list[float] = []
@@ -107,7 +128,9 @@ class Stopwatch:
 
     def _write(self) -> None:
         seconds, processor = self._each(self.ends), self._each(self.spent)
-        shape = SHAPES[self.row.model] if self.device.type == "cuda" else tiny(SHAPES[self.row.model])
+        shape = (
+            SHAPES[self.row.model] if self.device.type == "cuda" else tiny(SHAPES[self.row.model])
+        )
         tokens, typical = self.row.micro_batches * self.sequence, median(seconds)
         flops, name = shape.flops(tokens, self.sequence), device_name(self.device)
         limit = peak(name)
@@ -123,7 +146,9 @@ class Stopwatch:
         }  # fmt: skip
         memory = self.memory()
         now["figure"] = _figure(now, memory)
-        self.found = memory | now | {key: self.found[key] for key in ("profile",) if key in self.found}
+        self.found = (
+            memory | now | {key: self.found[key] for key in ("profile",) if key in self.found}
+        )
         write(self.into, self.found)
 
     def _each(self, ends: list[float]) -> list[float]:
@@ -134,7 +159,10 @@ class Stopwatch:
     def memory(self) -> dict[str, int]:
         """Bytes at the peak of the run so far."""
         if self.device.type != "cuda":
-            return {"peak_allocated": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "peak_reserved": 0}
+            return {
+                "peak_allocated": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "peak_reserved": 0,
+            }
         return {
             "peak_allocated": torch.cuda.max_memory_allocated(self.device),
             "peak_reserved": torch.cuda.max_memory_reserved(self.device),

@@ -1,4 +1,6 @@
-"""Where one step's time goes, from the trace that torch.profiler writes: by class of kernel, and idle between them."""
+"""Where one step's time goes, from the trace that torch.profiler writes: by class of kernel, and
+idle between them.
+"""
 
 import heapq
 import re
@@ -6,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-# The first pattern that a kernel's name, or on a CPU an operation's, matches decides; the rest is "other".
+# The first pattern that a kernel's name, or on a CPU an operation's, matches decides; the rest is
+# "other".
 CLASSES = {
     "attention": r"sdpa|flash|fmha|attention|mem_eff",
     "optimizer": r"adam|multi_tensor_apply|sum_of_squares|foreach|lamb|vector_norm",
@@ -24,7 +27,9 @@ LONGEST = 25  # names that are told with their times
 
 @dataclass(frozen=True)
 class Event:
-    """A kernel or an operation: microseconds when it began, how long it took, and its own part of that."""
+    """A kernel or an operation: microseconds when it began, how long it took, and its own part of
+    that.
+    """
 
     name: str
     start: float
@@ -42,14 +47,20 @@ def class_of(name: str) -> str:
 
 
 def events_of(trace: Mapping, device: str) -> list[Event]:
-    """The kernels and copies of a GPU, or the operations of a CPU less what they called, by their start."""
+    """The kernels and copies of a GPU, or the operations of a CPU less what they called, by their
+    start.
+    """
     wanted = CPU_CATEGORIES if device == "cpu" else GPU_CATEGORIES
-    rows = [row for row in trace["traceEvents"] if row.get("cat") in wanted and row.get("ph") == "X"]
+    rows = [
+        row for row in trace["traceEvents"] if row.get("cat") in wanted and row.get("ph") == "X"
+    ]
     rows.sort(key=lambda row: (row["ts"], -row["dur"]))
     own = [row["dur"] for row in rows]
     if device == "cpu":
         _take_inner(rows, own)
-    return [Event(row["name"], row["ts"], row["dur"], mine) for row, mine in zip(rows, own, strict=True)]
+    return [
+        Event(row["name"], row["ts"], row["dur"], mine) for row, mine in zip(rows, own, strict=True)
+    ]
 
 
 def _take_inner(rows: list[dict], own: list[float]) -> None:
@@ -65,7 +76,9 @@ def _take_inner(rows: list[dict], own: list[float]) -> None:
 
 
 def idle(events: Iterable[Event]) -> list[float]:
-    """The microseconds of each gap in which nothing ran, between the first start and the last end."""
+    """The microseconds of each gap in which nothing ran, between the first start and the
+    last end.
+    """
     gaps, end = [], None
     for event in events:
         if end is not None and event.start > end:
@@ -75,11 +88,15 @@ def idle(events: Iterable[Event]) -> list[float]:
 
 
 def breakdown(trace: Mapping, device: str) -> dict:
-    """Milliseconds of each class, of the gaps, and of the longest names; the kernels of attention."""
+    """Milliseconds of each class, of the gaps, and of the longest names; the kernels of
+    attention.
+    """
     events = events_of(trace, device)
     if not events:
         return {"problem": "the profiler saw no kernel: it may not be allowed to here"}
-    by_class, by_name, calls = defaultdict(float), defaultdict(float), defaultdict(int)
+    by_class = defaultdict(float)
+    by_name = defaultdict(float)
+    calls = defaultdict(int)
     for event in events:
         by_class[class_of(event.name)] += event.own / 1e3
         by_name[event.name] += event.own / 1e3

@@ -25,7 +25,19 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from gpu_rows import CAPTURED, NATIVE, SEQUENCE, SETTINGS, SHAPES, TRAINER, Row, Shape, row_of, that_fits, tiny
+from gpu_rows import (
+    CAPTURED,
+    NATIVE,
+    SEQUENCE,
+    SETTINGS,
+    SHAPES,
+    TRAINER,
+    Row,
+    Shape,
+    row_of,
+    that_fits,
+    tiny,
+)
 from gpu_stopwatch import Stopwatch
 from torch.utils.data import Dataset
 
@@ -38,7 +50,14 @@ CHUNK = 1024  # tokens whose logits exist at a time where a shape wants a chunke
 
 def native_flags(shape: Shape, sequence: int) -> list[str]:
     """The shape in the flags of pretrain_gpt.py."""
-    flags = ["--num-layers", shape.layers, "--hidden-size", shape.hidden, "--num-attention-heads", shape.heads]
+    flags = [
+        "--num-layers",
+        shape.layers,
+        "--hidden-size",
+        shape.hidden,
+        "--num-attention-heads",
+        shape.heads,
+    ]
     flags += ["--ffn-hidden-size", shape.ffn, "--max-position-embeddings", sequence]
     flags += [
         "--swiglu",
@@ -56,10 +75,35 @@ def native_flags(shape: Shape, sequence: int) -> list[str]:
 
 def training_flags(shape: Shape, sequence: int, micro_batches: int, steps: int) -> list[str]:
     """What both entry scripts take."""
-    flags = ["--seq-length", sequence, "--micro-batch-size", 1, "--global-batch-size", micro_batches]
-    flags += ["--train-iters", steps, "--lr", "1e-4", "--bf16", "--mock-data", "--eval-iters", 0, "--log-interval", 1]
+    flags = [
+        "--seq-length",
+        sequence,
+        "--micro-batch-size",
+        1,
+        "--global-batch-size",
+        micro_batches,
+    ]
+    flags += [
+        "--train-iters",
+        steps,
+        "--lr",
+        "1e-4",
+        "--bf16",
+        "--mock-data",
+        "--eval-iters",
+        0,
+        "--log-interval",
+        1,
+    ]
     if shape.recompute:
-        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+        flags += [
+            "--recompute-granularity",
+            "full",
+            "--recompute-method",
+            "uniform",
+            "--recompute-num-layers",
+            1,
+        ]
         flags += ["--cross-entropy-chunk-size", CHUNK]
     return [*map(str, flags)]
 
@@ -81,7 +125,9 @@ def watched(stopwatch: Stopwatch) -> Iterator[None]:
 
 
 def run_script(script: str, flags: list[str], stopwatch: Stopwatch) -> None:
-    """Run an entry script in this process. Raises RuntimeError where it ends before its steps are over."""
+    """Run an entry script in this process. Raises RuntimeError where it ends before its steps are
+    over.
+    """
     with watched(stopwatch), mock.patch.object(sys, "argv", [script, *flags]):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     if len(stopwatch.ends) != stopwatch.steps:
@@ -106,14 +152,16 @@ def hf_config(shape: Shape, sequence: int):
 
 
 def hf_model(shape: Shape, sequence: int, device: torch.device) -> torch.nn.Module:
-    """With random weights drawn on the device, handed over on the CPU, as from_pretrained does: fp32, or a frozen bf16
-    base under adapters."""
+    """With random weights drawn on the device, handed over on the CPU, as from_pretrained does:
+    fp32, or a frozen bf16 base under adapters."""
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(1)
     config = hf_config(shape, sequence)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if shape.lora else torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if shape.lora else torch.float32
+        )
     model = model.to("cpu")
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -122,12 +170,18 @@ def hf_model(shape: Shape, sequence: int, device: torch.device) -> torch.nn.Modu
         return model
     from peft import LoraConfig, get_peft_model
 
-    told = {"lora_alpha": 2 * shape.lora, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
+    told = {
+        "lora_alpha": 2 * shape.lora,
+        "lora_dropout": 0.0,
+        "target_modules": ["q_proj", "v_proj"],
+    }
     return get_peft_model(model, LoraConfig(r=shape.lora, task_type="CAUSAL_LM", **told))
 
 
 def save_model(shape: Shape, sequence: int, device: torch.device, folder: str) -> None:
-    """Save a model of random bf16 weights, drawn on the device: a CPU takes a minute for three billion."""
+    """Save a model of random bf16 weights, drawn on the device: a CPU takes a minute for three
+    billion.
+    """
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(1)
@@ -144,7 +198,9 @@ class Tokens(Dataset):
     """Made-up sequences of tokens, the same for everybody."""
 
     def __init__(self, count: int, vocabulary: int, sequence: int):
-        self.count, self.vocabulary, self.sequence = count, vocabulary, sequence
+        self.count = count
+        self.vocabulary = vocabulary
+        self.sequence = sequence
 
     def __len__(self) -> int:
         return self.count
@@ -204,17 +260,28 @@ def run(row: Row, stopwatch: Stopwatch) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("row", type=row_of, help="model, way and micro-batches")
-    parser.add_argument("--into", type=Path, required=True, metavar="FILE", help="where the result goes")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, to try the code")
+    parser.add_argument(
+        "--into", type=Path, required=True, metavar="FILE", help="where the result goes"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: tiny shapes, to try the code",
+    )
     parser.add_argument("--steps", type=int, default=MEASURED, metavar="N", help="measured steps")
     given = parser.parse_args()
     device = torch.device(given.device)
     on_cpu = device.type == "cpu"
-    row = that_fits(given.row, None if on_cpu else torch.cuda.get_device_properties(device).total_memory)
+    row = that_fits(
+        given.row, None if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    )
     sequence = CPU_SEQUENCE if on_cpu else SEQUENCE
-    stopwatch = Stopwatch(row, device, sequence, given.steps, given.into, BEGAN)
+    stopwatch = Stopwatch(row, device, sequence, measured=given.steps, into=given.into, began=BEGAN)
     run(row, stopwatch)
     print(stopwatch.found["figure"])
 

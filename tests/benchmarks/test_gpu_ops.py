@@ -1,4 +1,6 @@
-"""The benchmark of GPU operations on a CPU: both sides do the same work, and bytes are counted as by hand."""
+"""The benchmark of GPU operations on a CPU: both sides do the same work, and bytes are counted as
+by hand.
+"""
 
 import sys
 from pathlib import Path
@@ -18,17 +20,24 @@ def test_every_case_does_the_work_of_plain_pytorch():
 
 
 def test_a_difference_is_seen():
-    case = gpu_cases.Case("sum_of_squares", "", lambda make: (make.wide(9),), lambda x: x.double().sum())
-    assert gpu_ops.difference(case, gpu_cases.Inputs(gpu_cases.TINY, torch.device("cpu"))) > gpu_ops.TOLERANCE
+    case = gpu_cases.Case(
+        "sum_of_squares", "", lambda make: (make.wide(9),), lambda x: x.double().sum()
+    )
+    assert (
+        gpu_ops.difference(case, gpu_cases.Inputs(gpu_cases.TINY, torch.device("cpu")))
+        > gpu_ops.TOLERANCE
+    )
 
 
-# By hand: tokens 16, hidden 16, ffn 24, vocabulary 40, sequence 8, 2 heads, 100 parameters; statistics are fp32.
+# By hand: tokens 16, hidden 16, ffn 24, vocabulary 40, sequence 8, 2 heads, 100 parameters;
+# statistics are fp32.
 @pytest.mark.parametrize(
     ("op", "moved"),
     [
         ("rms_norm", 2 * (16 * 16 + 16 + 16 * 16) + 4 * 16),
         ("gated", 3 * 2 * 16 * 24),
-        ("masked_softmax", 2 * 2 * 8 * 8 + 2 * 2 * 36),  # of 64 scores of a head 36 are on or below the diagonal
+        # of 64 scores of a head 36 are on or below the diagonal
+        ("masked_softmax", 2 * 2 * 8 * 8 + 2 * 2 * 36),
         ("cross_entropy_stats", 2 * 16 * 40 + 8 * 16 + 4 * 16 * 3),
         ("adamw_", 100 * (3 * 8 + 4 + 2 * 2)),
         ("accumulate_", 100 * (8 + 2)),

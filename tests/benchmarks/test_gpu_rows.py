@@ -1,4 +1,6 @@
-"""Training steps on a GPU, tried on a CPU: what is counted, how kernels are sorted, what a page says of them."""
+"""Training steps on a GPU, tried on a CPU: what is counted, how kernels are sorted, what a page
+says of them.
+"""
 
 import importlib
 import io
@@ -20,7 +22,9 @@ from megatron_merak.planner.cost import model_flops
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-gpu_rows, gpu_trace, gpu_worker = map(importlib.import_module, ("gpu_rows", "gpu_trace", "gpu_worker"))
+gpu_rows, gpu_trace, gpu_worker = map(
+    importlib.import_module, ("gpu_rows", "gpu_trace", "gpu_worker")
+)
 gpu_page, gpu_steps = map(importlib.import_module, ("gpu_page", "gpu_steps"))
 
 
@@ -86,10 +90,14 @@ def _event(cat, name, ts, dur, tid=1):
 
 
 def test_a_gpus_step_by_class_and_its_gaps():
-    """Copies on another stream run beside a product; nothing runs from 15 to 20 and from 30 to 50."""
+    """Copies on another stream run beside a product; nothing runs from 15 to 20 and from
+    30 to 50.
+    """
     events = [_event("kernel", "nvjet_a", 0, 10), _event("gpu_memcpy", "Memcpy HtoD", 5, 10, tid=2)]
     events += [_event("kernel", "nvjet_a", 20, 10), _event("kernel", "flash_fwd", 50, 1000)]
-    found = gpu_trace.breakdown({"traceEvents": [*events, _event("cuda_runtime", "launch", 0, 99)]}, "cuda")
+    found = gpu_trace.breakdown(
+        {"traceEvents": [*events, _event("cuda_runtime", "launch", 0, 99)]}, "cuda"
+    )
     assert found["class_ms"] == {
         "attention": 1.0, "optimizer": 0.0, "copies": 0.01, "products": 0.02, "norms and pointwise": 0.0, "other": 0.0
     }  # fmt: skip
@@ -103,7 +111,9 @@ def test_a_cpus_operations_count_without_what_they_called():
     events = [_event("cpu_op", "aten::linear", 0, 10), _event("cpu_op", "aten::addmm", 2, 6)]
     events += [_event("cpu_op", "aten::copy_", 3, 2), _event("cpu_op", "aten::add", 20, 4)]
     found = gpu_trace.breakdown({"traceEvents": events}, "cpu")
-    assert found["class_ms"]["products"] == pytest.approx(8e-3) and found["class_ms"]["copies"] == pytest.approx(2e-3)
+    assert found["class_ms"]["products"] == pytest.approx(8e-3) and found["class_ms"][
+        "copies"
+    ] == pytest.approx(2e-3)
     assert found["idle_ms"] == pytest.approx(1e-2)
 
 
@@ -123,7 +133,11 @@ def test_every_row_of_a_session_is_one():
 
 def packed(folder, name, rows, **head):
     """A session.tgz."""
-    lines = [{"date": "2026-01-02", "part": 1, "budget": 600, "seconds": 500.0, "kit": "kit for it"} | head, *rows]
+    lines = [
+        {"date": "2026-01-02", "part": 1, "budget": 600, "seconds": 500.0, "kit": "kit for it"}
+        | head,
+        *rows,
+    ]
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     with tarfile.open(folder / name, "w:gz") as archive:
         one = tarfile.TarInfo("results.jsonl")
@@ -135,16 +149,28 @@ def packed(folder, name, rows, **head):
 def test_a_row_is_measured_and_goes_into_a_page(tmp_path):
     into = tmp_path / "row.json"
     command = [sys.executable, "benchmarks/gpu_worker.py", "7b native 1", "--into", str(into)]
-    done = subprocess.run([*command, "--device", "cpu", "--steps", "1"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--device", "cpu", "--steps", "1"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(into.read_text())
-    assert len(found["seconds"]) == 1 and len(found["losses"]) == 4 and found["figure"] in done.stdout
+    assert (
+        len(found["seconds"]) == 1 and len(found["losses"]) == 4 and found["figure"] in done.stdout
+    )
     assert found["tokens_per_s"] == pytest.approx(64 / found["seconds"][0])
-    assert found["profile"]["class_ms"]["products"] > 0 and torch.__version__.startswith(found["versions"]["torch"])
+    assert found["profile"]["class_ms"]["products"] > 0 and torch.__version__.startswith(
+        found["versions"]["torch"]
+    )
 
     page = tmp_path / "page.md"
     page.write_text(f"Above.\n{gpu_page.BEGIN}\nold\n{gpu_page.END}\nBelow.\n")
-    row = {"step": "7b native 1", "status": "ok", "seconds": 30.0, "figure": "fast", "result": found}
+    row = {
+        "step": "7b native 1",
+        "status": "ok",
+        "seconds": 30.0,
+        "figure": "fast",
+        "result": found,
+    }
     session = packed(tmp_path, "cpu.tgz", [row])
     assert gpu_page.main([session, "--into", str(page)]) == 2 and "old" in page.read_text()
 
@@ -156,11 +182,18 @@ def test_a_row_is_measured_and_goes_into_a_page(tmp_path):
         row | {"result": on_gpu},
         {"step": "kernels", "status": "cut", "seconds": 0.0, "figure": ""},
     ]
-    sessions = [packed(tmp_path, "one.tgz", rows), packed(tmp_path, "two.tgz", rows[:1], part=2, date="2026-01-03")]
+    sessions = [
+        packed(tmp_path, "one.tgz", rows),
+        packed(tmp_path, "two.tgz", rows[:1], part=2, date="2026-01-03"),
+    ]
     assert gpu_page.main([*sessions, "--into", str(page)]) == 0
     text = page.read_text()
     assert "| Llama-2-7B | pretrain_gpt.py, 1 |" in text and "50.0%" in text and "old" not in text
-    assert "### NVIDIA H200, 2026-01-02, part 1" in text and "clocks.sm 1980 MHz" in text and "torch 2.11.0" in text
+    assert (
+        "### NVIDIA H200, 2026-01-02, part 1" in text
+        and "clocks.sm 1980 MHz" in text
+        and "torch 2.11.0" in text
+    )
     assert text.index("2026-01-03, part 2") < text.index("2026-01-02, part 1")
     assert "| kernels | cut | 0 |  |" in text and text.endswith("Below.\n")
     assert gpu_page.main([str(page)]) == 2
@@ -168,7 +201,15 @@ def test_a_row_is_measured_and_goes_into_a_page(tmp_path):
 
 def test_other_losses_are_told():
     rows = [
-        {"row": f"7b {way} 8", "model": "7b", "contestant": way, "micro_batches": 8, "losses": [loss]}
+        {
+            "row": f"7b {way} 8",
+            "model": "7b",
+            "contestant": way,
+            "micro_batches": 8,
+            "losses": [loss],
+        }
         for way, loss in (("trainer", 10.0), ("hf", 10.1), ("hf-compile", 10.5), ("native", 7.0))
     ]
-    assert gpu_page.disagreements(rows) == ["7b hf-compile 8: first loss 10.5000, 7b trainer 8 has 10.0000"]
+    assert gpu_page.disagreements(rows) == [
+        "7b hf-compile 8: first loss 10.5000, 7b trainer 8 has 10.0000"
+    ]

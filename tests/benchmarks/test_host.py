@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.skipif(_native.host() is None, reason=f"not compiled: {_native.host_problem()}")
 def test_every_row_is_printed():
-    command = [sys.executable, str(ROOT / "benchmarks" / "host.py"), "--scale", "0.01"]
+    command = [sys.executable, "-m", "benchmarks", "host", "--scale", "0.01"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]

@@ -1,16 +1,12 @@
 """The benchmark of operations: every row runs, agrees, and is printed as the tools read it."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import ops as benchmark  # noqa: E402
+from benchmarks.kernels import ops as benchmark
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +21,16 @@ def test_every_row_runs_and_agrees(capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 2 * len(benchmark.table())
     for row in rows:
-        assert row["ours_ms"] > 0 and row["eager_ratio"] == pytest.approx(row["eager_ms"] / row["ours_ms"])
+        assert row["ours_ms"] > 0 and row["eager_ratio"] == pytest.approx(
+            row["eager_ms"] / row["ours_ms"]
+        )
         assert row["compile_ms"] is None and row["threads"] == 1
 
 
 def test_the_table_has_a_line_per_row(capsys):
-    benchmark.main(["--quick", "--no-compile", "--only", "rotary", "--only", "swiglu", "--dtype", "fp32"])
+    benchmark.main(
+        ["--quick", "--no-compile", "--only", "rotary", "--only", "swiglu", "--dtype", "fp32"]
+    )
     head, *lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["rotary", "swiglu"]
 

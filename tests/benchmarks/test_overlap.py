@@ -1,20 +1,17 @@
-"""The benchmark of overlap: how much is hidden on the modelled clock, and that what is measured is what it says."""
+"""The benchmark of overlap: how much is hidden on the modelled clock, and that what is measured is
+what it says.
+"""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.overlap import modelled as overlap_modelled
+from benchmarks.overlap import page as overlap_page
+from benchmarks.overlap import shaped
+from benchmarks.overlap import wall as overlap_wall
 from tests.ranks import run_ranks
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import overlap_modelled  # noqa: E402
-import overlap_page  # noqa: E402
-import overlap_wall  # noqa: E402
-import shaped  # noqa: E402
 
 
 def modelled(bandwidth, scale):
@@ -47,21 +44,28 @@ def test_nothing_is_hidden_beyond_the_time_of_computing():
 @pytest.mark.slow
 def test_the_times_do_not_depend_on_the_scale(outcomes):
     for key, one in modelled(15e9, 16).items():
-        assert sum(one.total.values()) == pytest.approx(sum(outcomes[key].total.values()), rel=0.005), key
+        assert sum(one.total.values()) == pytest.approx(
+            sum(outcomes[key].total.values()), rel=0.005
+        ), key
 
 
 @pytest.mark.slow
 def test_a_rank_measures_all_ways_to_one_gradient(tmp_path):
-    bench = overlap_wall.Bench(str(tmp_path / "store"), str(tmp_path / "results"), 2, 8, 16, 0.001, 1)
+    bench = overlap_wall.Bench(
+        str(tmp_path / "store"), str(tmp_path / "results"), 2, 8, 16, 0.001, 1
+    )
     (times, other) = run_ranks(overlap_wall.predict, 2, bench, {"F": 0.004, "B": 0.008})
     assert times == other and times.keys() == {
         (mode, again) for mode in overlap_wall.MODES[1:] for again in (False, True)
     }
     blocking = times["none", False]
-    assert blocking["F"] == pytest.approx(0.004 + 4 * 0.0002, rel=0.02) and 2 * blocking["F"] < blocking["B"] + 0.001
+    assert (
+        blocking["F"] == pytest.approx(0.004 + 4 * 0.0002, rel=0.02)
+        and 2 * blocking["F"] < blocking["B"] + 0.001
+    )
     if reason := shaped.missing(1e9):
         pytest.skip(f"no network namespaces: {reason}")
-    shaped.run_on_hosts(1e9, BENCHMARKS / "overlap_wall.py", [json.dumps(vars(bench))], 100)
+    shaped.run_on_hosts(1e9, Path(overlap_wall.__file__), [json.dumps(vars(bench))], 100)
     ranks = [json.loads((tmp_path / f"results.{rank}").read_text())["runs"] for rank in (0, 1)]
     gradients = {run["gradient"] for runs in ranks for run in runs if run["mode"] != "compute"}
     assert max(gradients) == pytest.approx(min(gradients), rel=1e-6)

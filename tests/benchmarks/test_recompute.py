@@ -1,6 +1,8 @@
-"""The benchmark of recomputation: every method plans a layout, and none is slower than recomputing all."""
+"""The benchmark of recomputation: every method plans a layout, and none is slower than recomputing
+all.
+"""
 
-from benchmarks.recompute import SCHEDULES, Case
+from benchmarks.modelled.recompute import SCHEDULES, Case
 from megatron_merak.plan import Grid
 
 

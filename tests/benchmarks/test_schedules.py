@@ -1,17 +1,10 @@
 """The benchmark of schedules: its formulas, and that timed stages do what they are timed for."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
+from benchmarks.schedules import cells, timed_runs
+from benchmarks.schedules import page as schedules_page
 from tests.ranks import run_ranks
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import cells  # noqa: E402
-import schedules_page  # noqa: E402
-import timed_runs  # noqa: E402
 
 
 def test_formulas_are_what_the_simulation_finds():

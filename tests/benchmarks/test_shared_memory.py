@@ -1,19 +1,14 @@
-"""The benchmark of shared memory: it compares two backends that give the same losses, in the same processes."""
-
-import sys
-from pathlib import Path
+"""The benchmark of shared memory: it compares two backends that give the same losses, in the same
+processes.
+"""
 
 import pytest
 
+from benchmarks.kernels import shared_memory
+from benchmarks.step.cases import QUICK
 from megatron_merak import _native
 from megatron_merak.parallel.shared_memory import register
 from tests.ranks import run_ranks
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import shared_memory  # noqa: E402
-from cases import QUICK  # noqa: E402
 
 
 def measured(rank, n):
@@ -30,7 +25,10 @@ def test_both_backends_are_measured_on_the_same_work():
         for size, times in found["all_reduce"].items():
             assert {len(one) for one in times.values()} == {bench.rounds * bench.calls_of(size)}
         assert {len(one) for one in found["step"].values()} == {bench.steps}
-        assert found["losses"]["gloo"] == found["losses"]["merak_shm"] and len(found["losses"]["gloo"]) == 3
+        assert (
+            found["losses"]["gloo"] == found["losses"]["merak_shm"]
+            and len(found["losses"]["gloo"]) == 3
+        )
     assert shared_memory.table(found).count("\n") == len(bench.sizes) + 1
 
 
