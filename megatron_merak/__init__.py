@@ -1,6 +1,7 @@
 """megatron_merak: data x tensor x pipeline parallel training of transformers.
 
-``import megatron_merak as mm`` loads nothing heavy; a public name is imported when it is first used.
+``import megatron_merak as mm`` loads nothing heavy; a public name is imported when it is first
+used.
 """
 
 from importlib import import_module

@@ -1,6 +1,7 @@
 """The compiled parts: where they are, and whether they are enabled. The only reader of MERAK_EXT.
 
-``MERAK_EXT=0`` in the environment disables all of them, ``MERAK_EXT=1`` makes a missing one an error.
+``MERAK_EXT=0`` in the environment disables all of them, ``MERAK_EXT=1`` makes a missing one an
+error.
 """
 
 import functools
@@ -16,12 +17,14 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
-INTERFACE = 4  # another number whenever what Python and the compiled parts ask of each other changes
+# another number whenever what Python and the compiled parts ask of each other changes
+INTERFACE = 4
 REMEDY = "With a C++17 compiler, `pip install -e .` in a clone builds it; MERAK_EXT=0 runs without"
 _HOST = "megatron_merak._C"
 _HERE = Path(__file__).parent
 _PARTS = ("_C", "_ops_cpu", "_ops_cuda")
-_VARIANTS = ("_avx512", "")  # ends of the names of one library's files, the fastest first; wheels have several
+# ends of the names of one library's files, the fastest first; wheels have several
+_VARIANTS = ("_avx512", "")
 _CPU = Path("/proc/cpuinfo")
 
 
@@ -36,7 +39,8 @@ def required() -> bool:
 
 
 def library(name: str) -> Path | None:
-    """Return the file of the operations ``name`` ("_ops_cpu", "_ops_cuda"); None if it was not built.
+    """Return the file of the operations ``name`` ("_ops_cpu", "_ops_cuda"); None if it was not
+    built.
 
     Of several, the first that this CPU can run; if it can run none, the last.
     """
@@ -55,7 +59,9 @@ def absent(name: str) -> str:
 
 
 def unfit(path: Path) -> str:
-    """Return why a library must not be loaded; "" if it may. A truncated one would end the process."""
+    """Return why a library must not be loaded; "" if it may. A truncated one would end the
+    process.
+    """
     content = path.read_bytes()
     if content[:4] == b"\x7fELF" and len(content) < _elf_size(content):
         return f"{path.name} is cut short"
@@ -63,9 +69,14 @@ def unfit(path: Path) -> str:
         return f"{path.name} was built from other sources than this code's"
     needs = re.search(rb"merak needs ([a-z0-9_ ]*);", content)
     there = _cpu_features()
-    lacking = [name for name in (needs[1].decode().split() if needs else ()) if there and name not in there]
+    lacking = [
+        name for name in (needs[1].decode().split() if needs else ()) if there and name not in there
+    ]
     if lacking:
-        return f"{path.name} was built for a CPU with {', '.join(lacking)}, which this one does not have"
+        return (
+            f"{path.name} was built for a CPU with {', '.join(lacking)}, which this one does "
+            "not have"
+        )
     return ""
 
 
@@ -82,15 +93,22 @@ def _cpu_features() -> frozenset[str]:
 
 
 def _elf_size(content: bytes) -> int:
-    """Return the size of an ELF file up to the end of its section table, which linkers write last."""
+    """Return the size of an ELF file up to the end of its section table, which linkers
+    write last.
+    """
     if len(content) < 64:
         return 64
-    (table,), (size, count) = struct.unpack_from("<Q", content, 40), struct.unpack_from("<HH", content, 58)
+    (table,), (size, count) = (
+        struct.unpack_from("<Q", content, 40),
+        struct.unpack_from("<HH", content, 58),
+    )
     return table + size * count
 
 
 def host() -> ModuleType | None:
-    """Return the module _C with the compiled host-side code; None if disabled or for the reason in ``host_problem``."""
+    """Return the module _C with the compiled host-side code; None if disabled or for the reason in
+    ``host_problem``.
+    """
     if not enabled():
         return None
     if _HOST in sys.modules:
@@ -106,7 +124,9 @@ def host_problem() -> str:
     """Return why ``host()`` is None; "" if it is not."""
     if not enabled():
         return "MERAK_EXT=0"
-    path = next((path for suffix in EXTENSION_SUFFIXES if (path := _HERE / f"_C{suffix}").exists()), None)
+    path = next(
+        (path for suffix in EXTENSION_SUFFIXES if (path := _HERE / f"_C{suffix}").exists()), None
+    )
     if path is None:
         return absent("_C") + " for this Python"
     if problem := unfit(path):
@@ -119,7 +139,8 @@ def host_problem() -> str:
 
 
 def contents() -> dict[str, str]:
-    """Return, per compiled part, a digest of its files; "(disabled)" or "(absent)" where there is none.
+    """Return, per compiled part, a digest of its files; "(disabled)" or "(absent)" where there is
+    none.
 
     All variants of a part count, whichever of them this CPU runs.
     """
@@ -127,7 +148,11 @@ def contents() -> dict[str, str]:
         return dict.fromkeys(_PARTS, "(disabled)")
     found = {}
     for name in _PARTS:
-        files = sorted(path for path in _HERE.glob(f"{name}*.so") if re.match(rf"{name}(_avx512)?\.", path.name))
+        files = sorted(
+            path
+            for path in _HERE.glob(f"{name}*.so")
+            if re.match(rf"{name}(_avx512)?\.", path.name)
+        )
         digest = hashlib.sha256()
         for path in files:
             digest.update(path.name.encode() + path.read_bytes())

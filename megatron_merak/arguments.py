@@ -1,4 +1,5 @@
-"""The command line, generated from the configuration: a field is a flag, the string below it the flag's help.
+"""The command line, generated from the configuration: a field is a flag, the string below it the
+flag's help.
 
 Each entry script has its own configuration class; ``Config`` is pretrain_gpt.py's, and the default.
 """
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from .config import Config, HFConfig, RunConfig, flag_name, nearest, value_type
-from .config.file import FLAG, Given, contents_of
+from .config.file import FLAG, FileSetting, contents_of
 from .config.settings import checked
 from .errors import ConfigError, MerakError
 from .megatron_flags import RENAMED, TAKEN, remedy, without_effect
@@ -23,7 +24,9 @@ from .other_flags import MEANT
 
 Run = TypeVar("Run", bound=RunConfig)
 
-SCRIPTS: Mapping[type[RunConfig], str] = MappingProxyType({Config: "pretrain_gpt.py", HFConfig: "pretrain_hf.py"})
+SCRIPTS: Mapping[type[RunConfig], str] = MappingProxyType(
+    {Config: "pretrain_gpt.py", HFConfig: "pretrain_hf.py"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,18 +97,31 @@ def _flags(config: type[RunConfig]) -> tuple[Flag, ...]:
         for field in dataclasses.fields(cls):
             kind = value_type(cls, field.name)
             declared.append(
-                Flag(section, field.name, kind, field.default, metadata=field.metadata, text=texts[field.name])
+                Flag(
+                    section,
+                    field.name,
+                    kind,
+                    field.default,
+                    metadata=field.metadata,
+                    text=texts[field.name],
+                )
             )
     return tuple(declared)
 
 
 def deviations(config: type[RunConfig] = Config) -> list[tuple[str, Any, Any]]:
     """Yield (flag, our default, Megatron-LM's default) of each default that differs."""
-    return [(flag.name, flag.default, flag.metadata["megatron"]) for flag in flags(config) if flag.differs]
+    return [
+        (flag.name, flag.default, flag.metadata["megatron"])
+        for flag in flags(config)
+        if flag.differs
+    ]
 
 
 def deviation_report(config: RunConfig) -> str:
-    """Return the defaults in effect in ``config`` that are not Megatron-LM's, one per line; "" if there are none."""
+    """Return the defaults in effect in ``config`` that are not Megatron-LM's, one per line; "" if
+    there are none.
+    """
     lines = []
     for flag in flags(type(config)):
         if flag.differs and getattr(getattr(config, flag.section), flag.field) == flag.default:
@@ -121,7 +137,10 @@ def changed(config: RunConfig) -> dict[str, tuple[str, str]]:
     for flag in flags(type(config)):
         value = getattr(getattr(config, flag.section), flag.field)
         if flag.required or value != flag.default:
-            settings[flag.name] = (shown(value), "required" if flag.required else shown(flag.default))
+            settings[flag.name] = (
+                shown(value),
+                "required" if flag.required else shown(flag.default),
+            )
     return settings
 
 
@@ -133,8 +152,12 @@ def help_text(flag: Flag) -> str:
     return f"{flag.text} [{shown(flag.default)}{theirs}]"
 
 
-def build_parser(description: str | None = None, config: type[RunConfig] = Config) -> argparse.ArgumentParser:
-    """Return a parser of all flags, one group per section; a tool may add its own flags before ``read``."""
+def build_parser(
+    description: str | None = None, config: type[RunConfig] = Config
+) -> argparse.ArgumentParser:
+    """Return a parser of all flags, one group per section; a tool may add its own flags before
+    ``read``.
+    """
     parser = argparse.ArgumentParser(
         usage="torchrun --nproc-per-node RANKS %(prog)s FLAGS",
         description=description,
@@ -148,20 +171,30 @@ def build_parser(description: str | None = None, config: type[RunConfig] = Confi
     for section, cls in sections(config):
         group = parser.add_argument_group(section, inspect.getdoc(cls))
         for flag in (flag for flag in flags(config) if flag.section == section):
-            options: dict[str, Any] = {"help": help_text(flag).replace("%", "%%"), "dest": flag.field}
+            options: dict[str, Any] = {
+                "help": help_text(flag).replace("%", "%%"),
+                "dest": flag.field,
+            }
             if flag.kind is bool:
                 options["action"] = "store_true"
             else:
                 choices = flag.metadata.get("choices")
-                options["metavar"] = "{" + ",".join(choices) + "}" if choices else metavars[flag.kind]
+                options["metavar"] = (
+                    "{" + ",".join(choices) + "}" if choices else metavars[flag.kind]
+                )
             if flag.kind is tuple:
                 options["nargs"] = "+"
             if "bare" in flag.metadata:
                 options |= {"nargs": "?", "const": flag.metadata["bare"]}
             group.add_argument(flag.name, **options)
     group = parser.add_argument_group("configuration file")
-    text = "YAML file of settings: names of flags without the dashes, alone or under the names of the sections above. "
-    group.add_argument(FLAG, metavar="FILE", help=f"{text}The command line takes precedence. [unset]")
+    text = (
+        "YAML file of settings: names of flags without the dashes, alone or under the names "
+        "of the sections above. "
+    )
+    group.add_argument(
+        FLAG, metavar="FILE", help=f"{text}The command line takes precedence. [unset]"
+    )
     return parser
 
 
@@ -169,7 +202,9 @@ def convert(flag: Flag, text: Any) -> Any:
     """Convert the text of a value to the flag's type. Raises ConfigError."""
     if flag.kind is int:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
-            raise ConfigError(flag.name, text, "is not a whole number", "Write it in digits, like 1024")
+            raise ConfigError(
+                flag.name, text, "is not a whole number", "Write it in digits, like 1024"
+            )
         return int(text)
     if flag.kind is float:
         if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
@@ -178,19 +213,31 @@ def convert(flag: Flag, text: Any) -> Any:
     return tuple(text) if flag.kind is tuple else text
 
 
-def unknown_flags(tokens: Sequence[str], known: Sequence[str], config: type[RunConfig]) -> list[ConfigError]:
+def unknown_flags(
+    tokens: Sequence[str], known: Sequence[str], config: type[RunConfig]
+) -> list[ConfigError]:
     """Return one error for each token that is no flag.
 
-    Flags of Megatron-LM and other scripts are known by name; for others the nearest of ``known`` is proposed.
+    Flags of Megatron-LM and other scripts are known by name; for others the nearest of ``known`` is
+    proposed.
     """
     errors = []
-    elsewhere = {flag.name: script for other, script in SCRIPTS.items() if other is not config for flag in flags(other)}
+    elsewhere = {
+        flag.name: script
+        for other, script in SCRIPTS.items()
+        if other is not config
+        for flag in flags(other)
+    }
     for token in (token.partition("=")[0] for token in tokens if re.match(r"-[^0-9.]", token)):
         if token in elsewhere:
             leave = "Leave it out: --model decides it" if config is HFConfig else "Leave it out"
-            errors.append(ConfigError("flag", token, f"is a flag of {elsewhere[token]} only", leave))
+            errors.append(
+                ConfigError("flag", token, f"is a flag of {elsewhere[token]} only", leave)
+            )
         elif token in RENAMED:
-            errors.append(ConfigError("flag", token, "has another name here", f"Use {RENAMED[token]}"))
+            errors.append(
+                ConfigError("flag", token, "has another name here", f"Use {RENAMED[token]}")
+            )
         elif (instead := remedy(token)) is not None:
             reason = "is a Megatron-LM flag that megatron_merak does not have yet"
             errors.append(ConfigError("flag", token, reason, instead))
@@ -200,17 +247,22 @@ def unknown_flags(tokens: Sequence[str], known: Sequence[str], config: type[RunC
             close = nearest("--" + token.lstrip("-").replace("_", "-"), known)
             hint = f"The nearest is {close}" if close else "See --help for all flags"
             errors.append(ConfigError("flag", token, "is not known", hint))
-    stray = ConfigError("argument", " ".join(tokens), "belongs to no flag", "Leave it out; switches take no value")
+    stray = ConfigError(
+        "argument", " ".join(tokens), "belongs to no flag", "Leave it out; switches take no value"
+    )
     return errors or [stray]
 
 
 def expanded(argv: Sequence[str], config: type[RunConfig] | None = None) -> list[str]:
-    """Return a command line with the settings of its ``--config`` file before its flags, which therefore win.
+    """Return a command line with the settings of its ``--config`` file before its flags, which
+    therefore win.
 
     argv:   the command line; without ``--config`` it is returned as it is.
-    config: the class that it is for; None: the one that the command line or the file requests by naming a model.
+    config: the class that it is for; None: the one that the command line or the file requests by
+            naming a model.
 
-    Raises ConfigError for a file that cannot be read, and for a setting in it that is unknown or has a wrong value.
+    Raises ConfigError for a file that cannot be read, and for a setting in it that is unknown or
+    has a wrong value.
     """
     left = list(argv)
     rest = []
@@ -222,10 +274,14 @@ def expanded(argv: Sequence[str], config: type[RunConfig] | None = None) -> list
             rest.append(token)
             continue
         if not equals and (not left or left[0].startswith("--")):
-            raise ConfigError(FLAG, "(no value)", "expected one argument", "Give its value after it")
+            raise ConfigError(
+                FLAG, "(no value)", "expected one argument", "Give its value after it"
+            )
         paths.append(path if equals else left.pop(0))
     if len(paths) > 1:
-        raise ConfigError(FLAG, " ".join(paths), "is given more than once", "Put the settings into one file")
+        raise ConfigError(
+            FLAG, " ".join(paths), "is given more than once", "Put the settings into one file"
+        )
     if not paths:
         return rest
     contents = contents_of(paths[0])
@@ -238,16 +294,22 @@ def expanded(argv: Sequence[str], config: type[RunConfig] | None = None) -> list
         if section not in names:
             close = nearest(section, names)
             hint = f"The nearest is {close}" if close else f"Use {', '.join(names)}, or no sections"
-            raise Given(section, "", None, False, where).error("is not the name of a section", hint)
+            setting = FileSetting(section, "", None, False, where=where)
+            raise setting.error("is not the name of a section", hint)
     tokens = [token for setting in contents.settings for token in _typed(setting, config)]
     at = next((place for place, token in enumerate(rest) if token.startswith("-")), len(rest))
     return [*rest[:at], *tokens, *rest[at:]]
 
 
-def _typed(setting: Given, config: type[RunConfig]) -> list[str]:
+def _typed(setting: FileSetting, config: type[RunConfig]) -> list[str]:
     """Return a setting of a file as command-line words. Raises ConfigError."""
     flag = next((flag for flag in flags(config) if flag.field == setting.field), None)
-    if flag is None and setting.value is None and not setting.section and setting.field in dict(sections(config)):
+    if (
+        flag is None
+        and setting.value is None
+        and not setting.section
+        and setting.field in dict(sections(config))
+    ):
         return []  # a section without settings
     if flag is None:
         name = flag_name(setting.field)
@@ -257,7 +319,8 @@ def _typed(setting: Given, config: type[RunConfig]) -> list[str]:
         raise setting.error(error.reason, error.remedy)
     if setting.section not in ("", flag.section):
         raise setting.error(
-            f"is in the section {setting.section}", f"Put it into {flag.section}, or outside of sections"
+            f"is in the section {setting.section}",
+            f"Put it into {flag.section}, or outside of sections",
         )
     value = setting.value
     if value is None or value == ():
@@ -272,13 +335,23 @@ def _typed(setting: Given, config: type[RunConfig]) -> list[str]:
         float: "a number",
     }
     expected = kinds[flag.kind]
-    if isinstance(value, bool) != (flag.kind is bool) or isinstance(value, tuple) != (flag.kind is tuple):
+    if isinstance(value, bool) != (flag.kind is bool) or isinstance(value, tuple) != (
+        flag.kind is tuple
+    ):
         hints: dict[type, str] = {str: "Put it in quotes", tuple: "Write it like [a, b]"}
-        raise setting.error(f"is not {expected}", hints.get(flag.kind, f"Give {expected}"), _shown(value))
+        raise setting.error(
+            f"is not {expected}", hints.get(flag.kind, f"Give {expected}"), _shown(value)
+        )
     if flag.kind in (int, float) and (setting.quoted or re.match(r"[+-]?0[0-9]", str(value))):
-        raise setting.error(f"is not {expected}", f"Give {expected}, without quotes and leading zeros", value)
-    if isinstance(value, tuple) and (dashed := next((item for item in value if re.match(r"-[^0-9.]", item)), None)):
-        raise setting.error("looks like a flag", "Use a value that does not begin with a dash", dashed)
+        raise setting.error(
+            f"is not {expected}", f"Give {expected}, without quotes and leading zeros", value
+        )
+    if isinstance(value, tuple) and (
+        dashed := next((item for item in value if re.match(r"-[^0-9.]", item)), None)
+    ):
+        raise setting.error(
+            "looks like a flag", "Use a value that does not begin with a dash", dashed
+        )
     try:
         cls = dict(sections(config))[flag.section]
         checked(cls, cls.__dataclass_fields__[flag.field], convert(flag, value))
@@ -291,7 +364,13 @@ def _typed(setting: Given, config: type[RunConfig]) -> list[str]:
 
 def _shown(value: bool | str | tuple[str, ...]) -> str:
     """Return a value as a configuration file has it."""
-    return str(value).lower() if isinstance(value, bool) else value if isinstance(value, str) else str(list(value))
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else value
+        if isinstance(value, str)
+        else str(list(value))
+    )
 
 
 def read(
@@ -300,21 +379,27 @@ def read(
     config: type[Run] = Config,  # type: ignore[assignment]  # there are no defaults of type variables
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Run, argparse.Namespace]:
-    """Return the configuration in ``argv``, and the values of flags that a tool added to ``parser``.
+    """Return the configuration in ``argv``, and the values of flags that a tool added to
+    ``parser``.
 
     config:   the class that ``parser`` was built for.
     defaults: by field, instead of the field's own.
 
-    There may be a ``--config`` file, and flags of Megatron-LM that change nothing (see ``expanded`` and
-    ``without_effect``, which reports them). Raises ConfigError; its notes are on further unknown flags.
+    There may be a ``--config`` file, and flags of Megatron-LM that change nothing (see ``expanded``
+    and ``without_effect``, which reports them). Raises ConfigError; its notes are on further
+    unknown flags.
     """
     switches = [flag.name for flag in flags(config) if flag.kind is bool]
     try:
         namespace, rest = parser.parse_known_args(without_effect(expanded(argv, config))[0])
     except argparse.ArgumentError as error:
         if error.argument_name in switches:
-            raise ConfigError(f"{error.argument_name}", "with a value", "is a switch", "Give it alone") from None
-        raise ConfigError(f"{error.argument_name}", "(no value)", error.message, "Give its value after it") from None
+            raise ConfigError(
+                f"{error.argument_name}", "with a value", "is a switch", "Give it alone"
+            ) from None
+        raise ConfigError(
+            f"{error.argument_name}", "(no value)", error.message, "Give its value after it"
+        ) from None
     if rest:
         known = [name for name in parser._option_string_actions if name.startswith("--")]
         first, *others = unknown_flags(rest, known, config)
@@ -328,9 +413,15 @@ def read(
             delattr(namespace, flag.field)
         elif flag.field in defaults:
             values[flag.section][flag.field] = defaults[flag.field]
-    missing = [flag.name for flag in flags(config) if flag.required and flag.field not in values[flag.section]]
+    missing = [
+        flag.name
+        for flag in flags(config)
+        if flag.required and flag.field not in values[flag.section]
+    ]
     if missing:
-        raise ConfigError(", ".join(missing), "(missing)", "needs a value", "Give it on the command line")
+        raise ConfigError(
+            ", ".join(missing), "(missing)", "needs a value", "Give it on the command line"
+        )
     return config.from_dict(values), namespace
 
 
@@ -338,11 +429,15 @@ def parse(
     argv: Sequence[str] | None = None,
     description: str | None = None,
     config: type[Run] = Config,  # type: ignore[assignment]  # there are no defaults of type variables
-    defaults: Callable[[type[RunConfig], Sequence[str]], Mapping[str, Any]] = lambda config, argv: {},
+    defaults: Callable[
+        [type[RunConfig], Sequence[str]], Mapping[str, Any]
+    ] = lambda config, argv: {},
 ) -> Run:
-    """Return the configuration on the command line; a mistake in it is printed to stderr, and the exit status is 2.
+    """Return the configuration on the command line; a mistake in it is printed to stderr, and the
+    exit status is 2.
 
-    defaults: the values of fields that ``argv`` leaves out, instead of their own; may raise a MerakError.
+    defaults: the values of fields that ``argv`` leaves out, instead of their own; may raise a
+              MerakError.
     """
     parser = build_parser(description, config)
     argv = sys.argv[1:] if argv is None else argv

@@ -16,7 +16,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Ranks by their numbers, as in "rank 3" and "ranks 0, 2"; of many the first eight and how many more.
+    """Ranks by their numbers, as in "rank 3" and "ranks 0, 2"; of many the first eight and how many
+    more.
 
     ranks: at least one, in order
     """

@@ -4,9 +4,11 @@
 class MerakError(Exception):
     """A user-visible failure.
 
-    Attributes: ``what`` (the flag or the thing that is wrong), ``value`` (what it was), ``reason`` and ``remedy``
-    (sentences without a final full stop). ``trace`` is the traceback of an exception of another kind, for which all
-    ranks raise this error; else it is empty. ``status``: with which a command ends that raises it.
+    Attributes: ``what`` (the flag or the thing that is wrong), ``value`` (what it was), ``reason``
+    and ``remedy``
+    (sentences without a final full stop). ``trace`` is the traceback of an exception of another
+    kind, for which all ranks raise this error; else it is empty. ``status``: with which a command
+    ends that raises it.
     """
 
     trace = ""
@@ -56,7 +58,9 @@ class CheckpointError(MerakError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is not, byte for byte, what was written, or holds numbers that are not finite."""
+    """A checkpoint that is not, byte for byte, what was written, or holds numbers that are not
+    finite.
+    """
 
 
 class FullDiskError(CheckpointError):
@@ -72,7 +76,9 @@ class NumericsError(MerakError):
 
 
 class UnexpectedResultError(NumericsError):
-    """A result that was computed again and is wrong, or is right and not finite. The status is Megatron-LM's."""
+    """A result that was computed again and is wrong, or is right and not finite. The status is
+    Megatron-LM's.
+    """
 
     status = 17
 

@@ -1,9 +1,14 @@
-"""Flags of other programs, and short names, and their names here, which spelling alone would not find."""
+"""Flags of other programs, and short names, and their names here, which spelling alone would not
+find.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_SHARDED = "Use --data-parallel-sharding-strategy: optim is ZeRO stage 1, optim_grads 2, optim_grads_params 3 (FSDP)"
+_SHARDED = (
+    "Use --data-parallel-sharding-strategy: optim is ZeRO stage 1, optim_grads 2, "
+    "optim_grads_params 3 (FSDP)"
+)
 _REPLICAS = "Leave it out: ranks that tensor and pipeline parallelism leave are data parallel"
 
 # Flag -> what to do instead.
@@ -14,14 +19,22 @@ MEANT: Mapping[str, str] = MappingProxyType(
             "Use --tensor-model-parallel-size",
         ),
         **dict.fromkeys(
-            "--pp --pp-size --pipeline-parallel-size --pipeline-parallel".split(), "Use --pipeline-model-parallel-size"
+            "--pp --pp-size --pipeline-parallel-size --pipeline-parallel".split(),
+            "Use --pipeline-model-parallel-size",
         ),
-        **dict.fromkeys("--dp --dp-size --data-parallel-size --num-gpus --nproc-per-node".split(), _REPLICAS),
-        **dict.fromkeys("--zero --zero-stage --fsdp --deepspeed --deepspeed-config".split(), _SHARDED),
+        **dict.fromkeys(
+            "--dp --dp-size --data-parallel-size --num-gpus --nproc-per-node".split(), _REPLICAS
+        ),
+        **dict.fromkeys(
+            "--zero --zero-stage --fsdp --deepspeed --deepspeed-config".split(), _SHARDED
+        ),
         **dict.fromkeys("--bs --per-device-train-batch-size".split(), "Use --micro-batch-size"),
-        "--gradient-accumulation-steps": "Use --global-batch-size: micro-batch size x replicas x accumulation steps",
+        "--gradient-accumulation-steps": "Use --global-batch-size: micro-batch size x replicas x "
+        "accumulation steps",
         **dict.fromkeys("--max-steps --num-steps --steps --iters".split(), "Use --train-iters"),
-        **dict.fromkeys("--epochs --num-train-epochs".split(), "Use --train-iters or --train-samples"),
+        **dict.fromkeys(
+            "--epochs --num-train-epochs".split(), "Use --train-iters or --train-samples"
+        ),
         "--learning-rate": "Use --lr",
         "--lr-scheduler-type": "Use --lr-decay-style",
         **dict.fromkeys("--warmup-steps --num-warmup-steps".split(), "Use --lr-warmup-iters"),
@@ -31,7 +44,9 @@ MEANT: Mapping[str, str] = MappingProxyType(
             "--gradient-checkpointing --activation-checkpointing".split(),
             "Use --recompute-granularity full",
         ),
-        **dict.fromkeys("--seq-len --max-seq-length --block-size --context-length".split(), "Use --seq-length"),
+        **dict.fromkeys(
+            "--seq-len --max-seq-length --block-size --context-length".split(), "Use --seq-length"
+        ),
         **dict.fromkeys("--n-layers --n-layer --num-hidden-layers".split(), "Use --num-layers"),
         **dict.fromkeys("--n-heads --n-head --num-heads".split(), "Use --num-attention-heads"),
         **dict.fromkeys("--num-key-value-heads --num-kv-heads".split(), "Use --num-query-groups"),
@@ -41,7 +56,13 @@ MEANT: Mapping[str, str] = MappingProxyType(
         "--save-steps": "Use --save-interval",
         "--eval-steps": "Use --eval-interval",
         "--logging-steps": "Use --log-interval",
-        **dict.fromkeys("--model-name-or-path --model-name --model-path".split(), "Use --model of pretrain_hf.py"),
-        **dict.fromkeys("--wandb --report-to".split(), "Use --tensorboard-dir, or --metrics for a line per iteration"),
+        **dict.fromkeys(
+            "--model-name-or-path --model-name --model-path".split(),
+            "Use --model of pretrain_hf.py",
+        ),
+        **dict.fromkeys(
+            "--wandb --report-to".split(),
+            "Use --tensorboard-dir, or --metrics for a line per iteration",
+        ),
     }
 )

@@ -1,4 +1,6 @@
-"""JSON from files that anybody may have written: numbers that can be computed with, text that can be printed."""
+"""JSON from files that anybody may have written: numbers that can be computed with, text that can
+be printed.
+"""
 
 import json
 import math
@@ -22,8 +24,8 @@ def parse(text: str, finite: bool = True) -> Any:
     text:   of a file.
     finite: whether NaN and Infinity, which Python writes, are mistakes.
 
-    Raises ValueError for what is no JSON or nested too deep, for numbers too large to compute with, and for strings
-    with NUL characters or halves of surrogate pairs.
+    Raises ValueError for what is no JSON or nested too deep, for numbers too large to compute with,
+    and for strings with NUL characters or halves of surrogate pairs.
     """
 
     def number(digits: str) -> float:

@@ -1,4 +1,6 @@
-"""Convert weights from a checkpoint to a HuggingFace directory and back, in one process with bounded memory."""
+"""Convert weights from a checkpoint to a HuggingFace directory and back, in one process with
+bounded memory.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,14 +14,16 @@ from megatron_merak.checkpoint import hf_names, store
 from megatron_merak.checkpoint.hf import Source
 from megatron_merak.checkpoint.hf_patchwork import Range
 from megatron_merak.checkpoint.hf_save import write_hf
-from megatron_merak.checkpoint.shard import Kind, Shard, Turn
+from megatron_merak.checkpoint.shard import Shard, StateKind, Turn
 from megatron_merak.errors import CheckpointError
 
 _AT_ONCE = 1 << 30  # bytes of tensors in memory at once, or the largest tensor
 
 
 class _Read:
-    """The tensors of a source, and the buffers of a model that the source lacks, as what `write_hf` reads from."""
+    """The tensors of a source, and the buffers of a model that the source lacks, as what `write_hf`
+    reads from.
+    """
 
     first = True
 
@@ -47,7 +51,13 @@ class _Read:
         return self._source.read(name, dim, (take[dim],))[rest]
 
 
-def to_hf(source: Source, model: nn.Module, directory: Path, tokenizer: Any = None, shard_size: str = "5GB") -> None:
+def to_hf(
+    source: Source,
+    model: nn.Module,
+    directory: Path,
+    tokenizer: Any = None,
+    shard_size: str = "5GB",
+) -> None:
     """Write a HuggingFace directory of the weights of ``source``.
 
     source:     every parameter of ``model`` under one of its names.
@@ -58,7 +68,9 @@ def to_hf(source: Source, model: nn.Module, directory: Path, tokenizer: Any = No
 
     Raises CheckpointError.
     """
-    buffers = {name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)}
+    buffers = {
+        name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)
+    }
     write_hf(
         directory,
         model,
@@ -70,8 +82,11 @@ def to_hf(source: Source, model: nn.Module, directory: Path, tokenizer: Any = No
     )
 
 
-def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: dict[str, Any]) -> Path:
-    """Write a checkpoint of iteration 0 with the weights of ``source`` and no optimizer state; return its directory.
+def to_checkpoint(
+    source: Source, names: Mapping[str, str], root: Path, meta: dict[str, Any]
+) -> Path:
+    """Write a checkpoint of iteration 0 with the weights of ``source`` and no optimizer state;
+    return its directory.
 
     source: the weights of a model.
     names:  the tensors to write, and the names that they get.
@@ -84,7 +99,9 @@ def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: di
         if not source.dtype(name).is_floating_point:
             dtype = str(source.dtype(name)).removeprefix("torch.")
             reason = f"its dtype is {dtype}, and weights of a checkpoint are floating-point numbers"
-            raise CheckpointError("tensor", name, reason, "Convert the model before it was quantized")
+            raise CheckpointError(
+                "tensor", name, reason, "Convert the model before it was quantized"
+            )
     groups = list(_groups(source, list(names)))
     most = max(sum(math.prod(source.shape(name)) for name in group) for group in groups)
     memory: dict[torch.dtype, torch.Tensor] = {}
@@ -98,9 +115,12 @@ def to_checkpoint(source: Source, names: Mapping[str, str], root: Path, meta: di
             flat = memory.setdefault(kept, torch.empty(most, dtype=kept))
             views[name] = flat[at : at + math.prod(shape)].view(shape)
             at += math.prod(shape)
-        shards = [Shard(names[name], tuple(view.shape), None, (), tensor=view) for name, view in views.items()]
+        shards = [
+            Shard(names[name], tuple(view.shape), None, (), tensor=view)
+            for name, view in views.items()
+        ]
         turns.append(Turn(shards, fetch=_reader(source, views)))
-    path = store.save(root, 0, {"model": Kind(turns)}, meta, None, "cpu")
+    path = store.save(root, 0, {"model": StateKind(turns)}, meta, group=None, device="cpu")
     source.close()
     return path
 
@@ -114,7 +134,9 @@ def _reader(source: Source, views: Mapping[str, torch.Tensor]) -> Callable[[], N
 
 
 def _groups(source: Source, names: Sequence[str]) -> Iterator[list[str]]:
-    """Names in the order of the source's files, in groups of at most `_AT_ONCE` bytes of fp32 or of one tensor."""
+    """Names in the order of the source's files, in groups of at most `_AT_ONCE` bytes of fp32 or of
+    one tensor.
+    """
     group: list[str] = []
     nbytes = 0
     for name in sorted(names, key=source.place):

@@ -1,7 +1,9 @@
-"""Files that are complete or absent, and tensor files in safetensors format whose every byte has a digest.
+"""Tensor files in safetensors format whose every byte has a digest, and errors of the disk.
 
-A tensor file is written one tensor at a time, hashed while it is being written, and never unpickled.
-Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data without gaps).
+A tensor file is written one tensor at a time, hashed while it is being written, and never
+unpickled.
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header,
+        data without gaps).
 """
 
 import errno
@@ -14,13 +16,14 @@ import stat
 import struct
 from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_merak.durable import replaced, written
 from megatron_merak.errors import CheckpointError, DamagedError, FullDiskError, MerakError
 
 TEMPORARY = ".tmp"
@@ -37,11 +40,12 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-DTYPE_NAMES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
+DTYPE_NAMES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES
+}
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_RUST = re.compile(r"\(os error (\d+)\)")  # how errors of safetensors and tokenizers end
-_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
 _RESTORE = "Load another iteration with --ckpt-step, or restore this one from a copy"
 
 
@@ -52,9 +56,11 @@ def damaged(path: Path, reason: str) -> DamagedError:
 
 @contextmanager
 def disk_errors(path: Path, remedy: str, needed: int | None = None) -> Iterator[None]:
-    """Turn errors of the operating system and of libraries that write files in the body into a `CheckpointError`.
+    """Turn errors of the operating system and of libraries that write files in the body into a
+    `CheckpointError`.
 
-    So are paths with a NUL character, which no system call accepts. A full disk is a `FullDiskError`.
+    So are paths with a NUL character, which no system call accepts. A full disk is a
+    `FullDiskError`.
 
     needed: bytes that the body writes, if known.
     """
@@ -75,18 +81,14 @@ def disk_errors(path: Path, remedy: str, needed: int | None = None) -> Iterator[
             raise damaged(path, f"it is not a valid safetensors file ({error})") from error
         if not isinstance(error, ValueError) or "null byte" not in str(error):
             raise
-        raise CheckpointError("checkpoint", repr(os.fspath(path)), "a path cannot hold a NUL", remedy) from error
+        raise CheckpointError(
+            "checkpoint", repr(os.fspath(path)), "a path cannot hold a NUL", remedy
+        ) from error
 
 
-def check_free(directory: Path, needed: int, what: str, remedy: str) -> None:
-    """Raise `FullDiskError` if fewer than ``needed`` bytes are free. ``what``: names the directory."""
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        reason = f"{needed:,} bytes are needed and {free:,} are free"
-        raise FullDiskError(what, os.fspath(directory), reason, remedy)
-
-
-def _full_disk(named: Path | str | bytes, path: Path, reason: str, needed: int | None, remedy: str) -> FullDiskError:
+def _full_disk(
+    named: Path | str | bytes, path: Path, reason: str, needed: int | None, remedy: str
+) -> FullDiskError:
     counts = [] if needed is None else [f"{needed:,} bytes are needed"]
     for directory in (path, *path.absolute().parents):
         with suppress(OSError):
@@ -102,31 +104,19 @@ def _number_of_rust(error: Exception) -> int | None:
     return None if match is None else int(match[1])
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable, on file systems that support it."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_DIRECTORY_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
+def complete_or_absent(path: Path) -> AbstractContextManager[BinaryIO]:
+    """Open a file for writing that appears under ``path`` if the body ends without an error."""
+    return replaced(path, _aside(path))
 
 
-@contextmanager
-def complete_or_absent(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing under a temporary name; it is renamed once it is on the disk completely."""
-    temporary = path.with_name(path.name + TEMPORARY)
-    with open(temporary, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + TEMPORARY)
 
 
 def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a safetensors file with ``tensors`` in this order; their values are not read."""
+    """Return the header of a safetensors file with ``tensors`` in this order; their values are not
+    read.
+    """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
@@ -139,28 +129,36 @@ def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
     return struct.pack("<Q", len(text)) + text
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[dict, dict]:
-    """Write a safetensors file; needs the memory of one tensor.
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> tuple[dict, dict]:
+    """Write a safetensors file into a directory that is aside; needs the memory of one tensor.
 
-    Returns ({"bytes": size, "header": sha256 of length and header}, {name: sha256 of the tensor's bytes}).
+    Its name is on the disk once its directory is synced, with those of all other files.
+
+    Returns ({"bytes": size, "header": sha256 of length and header}, {name: sha256 of the tensor's
+    bytes}).
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     start = header({name: tensors[name] for name in names}, metadata)
     digests = {}
-    with complete_or_absent(path) as file, ThreadPoolExecutor(1) as hasher:
+    with written(_aside(path)) as file, ThreadPoolExecutor(1) as hasher:
         file.write(start)
         for name in names:
             data = as_bytes(tensors[name])
             digest = hasher.submit(hashlib.sha256, data)
             file.write(data)
             digests[name] = digest.result().hexdigest()
+    os.replace(_aside(path), path)
     size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
     return {"bytes": size, "header": hashlib.sha256(start).hexdigest()}, digests
 
 
 @contextmanager
 def open_tensors(path: Path, size: int, save_id: str) -> Iterator[safe_open]:
-    """Open a tensor file of exactly ``size`` bytes that belongs to the save ``save_id``; refuse others."""
+    """Open a tensor file of exactly ``size`` bytes that belongs to the save ``save_id``; refuse
+    others.
+    """
     with disk_errors(path, _RESTORE):
         try:
             status = os.lstat(path)
@@ -170,7 +168,8 @@ def open_tensors(path: Path, size: int, save_id: str) -> Iterator[safe_open]:
             raise damaged(path, "it is not a regular file (links are not followed)")
         if status.st_size != size:
             raise damaged(path, f"it has {status.st_size} bytes where {size} were written")
-        open(path, "rb").close()  # says why it cannot be opened, where safetensors says that it does not exist
+        # says why it cannot be opened, where safetensors says that it does not exist
+        open(path, "rb").close()
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("save_id") != save_id:
                 raise damaged(path, "it belongs to another save than the manifest beside it")
@@ -181,14 +180,21 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite; needs no memory."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
-    as_stored = tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    as_stored = tensor.detach().permute(
+        sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    )
     return all(bound.isfinite() for bound in as_stored.aminmax())
 
 
 def verify_tensors(
-    path: Path, written: Mapping, digests: Mapping[str, str], save_id: str, finite: Container[str] = ()
+    path: Path,
+    written: Mapping,
+    digests: Mapping[str, str],
+    save_id: str,
+    finite: Container[str] = (),
 ) -> None:
-    """Read a tensor file and compare every byte with what `write_tensors` returned; errors name the tensor.
+    """Read a tensor file and compare every byte with what `write_tensors` returned; errors name the
+    tensor.
 
     finite: names of tensors in which a NaN or an infinity counts as damage.
     """

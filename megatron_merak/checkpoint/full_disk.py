@@ -1,7 +1,8 @@
 """What a job does when the disk is full while it saves: wait for space and save again, or end.
 
-Every failed attempt has left earlier checkpoints as they were, and has removed what it wrote itself. All ranks wait,
-and agree every second on whether to go on waiting: a signal may reach one of them only.
+Every failed attempt has left earlier checkpoints as they were, and has removed what it wrote
+itself. All ranks wait, and agree every second on whether to go on waiting: a signal may reach one
+of them only.
 """
 
 import signal
@@ -29,12 +30,14 @@ Result = TypeVar("Result")
 
 
 class Saving:
-    """Runs what writes a checkpoint, again and again if the disk is full, and once more if its directory was removed.
+    """Runs what writes a checkpoint, again and again if the disk is full, and once more if its
+    directory was removed.
 
     policy:   one of ``config.ON_FULL_DISK``.
     group:    all ranks of the job; None for a single process.
     say:      called with lines for the user, on every rank.
-    received: returns a signal that this rank received and because of which waiting ends, 0 for none.
+    received: returns a signal that this rank received and because of which waiting ends, 0 for
+              none.
     setting:  the name of the policy, for messages.
     patience: seconds of waiting after which the error is raised.
     """
@@ -72,7 +75,10 @@ class Saving:
             try:
                 result = write()
                 if began is not None:
-                    self.say(f"there is space again: saved after a wait of {_minutes(time.monotonic() - began)}")
+                    self.say(
+                        "there is space again: saved after a wait of "
+                        f"{_minutes(time.monotonic() - began)}"
+                    )
                 return result
             except FullDiskError as error:
                 if self.policy == STOP:
@@ -90,17 +96,27 @@ class Saving:
         now = time.monotonic()
         if began is None:
             began = self._told = now
-            text = f"{error} Nothing is lost yet: the run waits for space and saves again by itself, "
-            self.say(text + f"for at most {_hours(self.patience)}; Ctrl-C or SIGTERM ends it ({self.setting} wait)")
+            text = (
+                f"{error} Nothing is lost yet: the run waits for space and saves again by itself, "
+            )
+            self.say(
+                text + f"for at most {_hours(self.patience)}; Ctrl-C or SIGTERM ends it "
+                f"({self.setting} wait)"
+            )
         elif now - self._told >= INTERVAL:
             self._told = now
             self.say(f"the run still waits for space, for {_minutes(now - began)} now: {error}")
         end = now + pause
         while True:
-            number, again, over = self._agreed(time.monotonic() >= end, time.monotonic() - began > self.patience)
+            number, again, over = self._agreed(
+                time.monotonic() >= end, time.monotonic() - began > self.patience
+            )
             if number:
                 name = signal.Signals(number).name
-                text = f"interrupted by {name} while it waited for space, so nothing was saved: {error}"
+                text = (
+                    f"interrupted by {name} while it waited for space, so nothing was saved: "
+                    f"{error}"
+                )
                 raise Interrupted(number, text)
             if over:
                 error.reason += f"; the run waited for space for {_hours(self.patience)}"
@@ -110,8 +126,12 @@ class Saving:
             time.sleep(_LOOK)
 
     def _agreed(self, again: bool, over: bool) -> tuple[int, bool, bool]:
-        """Return the signal that any rank received, and what the first rank's clock says. Collective."""
-        flags = torch.tensor([self.received(), again and self._first, over and self._first], dtype=torch.int32)
+        """Return the signal that any rank received, and what the first rank's clock says.
+        Collective.
+        """
+        flags = torch.tensor(
+            [self.received(), again and self._first, over and self._first], dtype=torch.int32
+        )
         if self.group is not None:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         number, is_again, is_over = flags.tolist()

@@ -1,4 +1,6 @@
-"""Build the model that a HuggingFace directory describes, without memory for its parameters and without the network."""
+"""Build the model that a HuggingFace directory describes, without memory for its parameters and
+without the network.
+"""
 
 import math
 import re
@@ -22,11 +24,14 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 # Names of fields that are numbers of modules.
 _COUNT = re.compile(r"layers?$|blocks?$|experts?$|depths?$|stages?$")
 
-# What numbers with names like these have to be, for a model of any type to compute anything with them.
+# What numbers with names like these have to be, for a model of any type to compute anything with
+# them.
 _DOMAINS: tuple[tuple[re.Pattern[str], Callable[[float], bool], str], ...] = (
     (re.compile(r"eps$|epsilon$"), lambda value: 0 <= value < math.inf, "at least 0"),
     (
-        re.compile(r"^((local_|global_)?rope_theta|rotary_emb_base|rotary_base|rope_local_base_freq)$"),
+        re.compile(
+            r"^((local_|global_)?rope_theta|rotary_emb_base|rotary_base|rope_local_base_freq)$"
+        ),
         lambda value: 0 < value < math.inf,
         "above 0",
     ),
@@ -43,10 +48,15 @@ _DOMAINS: tuple[tuple[re.Pattern[str], Callable[[float], bool], str], ...] = (
         lambda value: 0 <= value < math.inf,
         "at least 0",
     ),
-    (re.compile(r"(dropout|pdrop)(_prob|_rate|_p)?$"), lambda value: 0 <= value <= 1, "from 0 to 1"),
+    (
+        re.compile(r"(dropout|pdrop)(_prob|_rate|_p)?$"),
+        lambda value: 0 <= value <= 1,
+        "from 0 to 1",
+    ),
 )
 
-_BUILD = ("dtype", "attn_implementation", "experts_implementation")  # given to the model's class, not to its config
+# given to the model's class, not to its config
+_BUILD = ("dtype", "attn_implementation", "experts_implementation")
 
 
 def build_empty(
@@ -56,14 +66,15 @@ def build_empty(
     overrides: dict[str, Any],
     stored_as: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return the model of ``directory`` (or a config file) under `init_empty_weights`, with its generation config.
+    """Return the model of ``directory`` (or a config file) under `init_empty_weights`, with its
+    generation config.
 
     overrides: fields of the config, and the dtype and implementations to build with.
     stored_as: the dtype if neither they nor the config name one.
 
-    Parameters that transformers keeps in fp32 are fp32. Raises `CheckpointError` for a config that cannot be read, is
-    of an unknown type, is quantized, or names its own code without ``trust_remote_code``; `ConfigError` for an override
-    that the config does not have.
+    Parameters that transformers keeps in fp32 are fp32. Raises `CheckpointError` for a config that
+    cannot be read, is of an unknown type, is quantized, or names its own code without
+    ``trust_remote_code``; `ConfigError` for an override that the config does not have.
     """
     import transformers
 
@@ -79,7 +90,9 @@ def build_empty(
             else:
                 model = kind._from_config(config, **build)
         except Exception as error:
-            reason = f"{kind.__name__} cannot be built from its config ({type(error).__name__}: {error})"
+            reason = (
+                f"{kind.__name__} cannot be built from its config ({type(error).__name__}: {error})"
+            )
             remedy = "Check config.json, or name another auto_class"
             raise CheckpointError("model directory", directory, reason, remedy) from error
         _keep_in_fp32(model)
@@ -90,7 +103,9 @@ def build_empty(
 
 
 def _keep_in_fp32(model: Any) -> None:
-    """Keep modules in fp32 as ``from_pretrained`` does for classes that require it in a 16-bit model."""
+    """Keep modules in fp32 as ``from_pretrained`` does for classes that require it in a 16-bit
+    model.
+    """
     patterns = list(model._get_dtype_plan(model.dtype))
     if not patterns:
         return
@@ -121,7 +136,9 @@ def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any])
     _check_values(file, text)
     if text.get("quantization_config"):
         reason = "its weights are quantized, and training needs floating-point weights"
-        raise CheckpointError("model directory", directory, reason, "Use the model from which it was quantized")
+        raise CheckpointError(
+            "model directory", directory, reason, "Use the model from which it was quantized"
+        )
     try:
         config, unknown = AutoConfig.from_pretrained(
             directory,
@@ -136,7 +153,9 @@ def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any])
     if unknown:
         near = get_close_matches(sorted(unknown)[0], dir(config), 1)
         remedy = f"Did you mean {near[0]}" if near else "Use a field of config.json"
-        raise ConfigError("config field", sorted(unknown)[0], f"{type(config).__name__} has no such field", remedy)
+        raise ConfigError(
+            "config field", sorted(unknown)[0], f"{type(config).__name__} has no such field", remedy
+        )
     return config
 
 
@@ -146,7 +165,9 @@ def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) 
     kind = text.get("model_type")
     own_code = text.get("auto_map")
     if not isinstance(kind, str | None):
-        raise CheckpointError("config", directory, f"its model_type is {str(kind)[:60]!r}", "Copy the directory again")
+        raise CheckpointError(
+            "config", directory, f"its model_type is {str(kind)[:60]!r}", "Copy the directory again"
+        )
     if kind in CONFIG_MAPPING or (own_code and trust_remote_code):
         return
     if own_code:
@@ -154,16 +175,24 @@ def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) 
         remedy = "Read that code, then allow it with --trust-remote-code (trust_remote_code=True)"
         raise CheckpointError("model directory", directory, reason, remedy)
     if not isinstance(kind, str):
-        raise CheckpointError("config", directory / CONFIG, "it has no model_type", "Copy the model directory again")
+        raise CheckpointError(
+            "config", directory / CONFIG, "it has no model_type", "Copy the model directory again"
+        )
     near = get_close_matches(kind, list(CONFIG_MAPPING), 1, 0.0)
     remedy = f"The nearest known type is {near[0]}" if near else "Install a newer transformers"
-    raise CheckpointError("model type", kind, "this version of transformers does not know it", remedy)
+    raise CheckpointError(
+        "model type", kind, "this version of transformers does not know it", remedy
+    )
 
 
 def _check_values(file: Path, text: dict[str, Any]) -> None:
-    """Refuse values that would take long to build, and numbers with which a model computes nothing but NaN."""
+    """Refuse values that would take long to build, and numbers with which a model computes nothing
+    but NaN.
+    """
     names = text.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
         reason = f"its architectures are {str(names)[:60]!r}, not a list of class names"
         raise CheckpointError("config", file, reason, "Copy the model directory again")
     pending = [("", text)]
@@ -173,7 +202,9 @@ def _check_values(file: Path, text: dict[str, Any]) -> None:
             pending += value.items()
         elif isinstance(value, list):
             pending += [(name, each) for each in value]
-        elif type(value) is int and (value > _MOST_MODULES and _COUNT.search(name) or value < 0 and name in _LAYERS):
+        elif type(value) is int and (
+            value > _MOST_MODULES and _COUNT.search(name) or value < 0 and name in _LAYERS
+        ):
             reason = f"its {name} is {value}, and a model has between 0 and {_MOST_MODULES}"
             raise CheckpointError("config", file, reason, "Copy the model directory again")
         elif type(value) in (int, float):
@@ -190,7 +221,9 @@ def _check_domain(file: Path, name: str, value: float) -> None:
 
 
 def _class_of(config, directory: Path, trust_remote_code: bool) -> type:
-    """Return the class that the config names, else the first head of its type, else the bare model."""
+    """Return the class that the config names, else the first head of its type, else the
+    bare model.
+    """
     import transformers
 
     for name in config.architectures or ():

@@ -37,7 +37,7 @@ _RESTORE = "Copy the model directory again, or convert it with save_pretrained o
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileTensor:
     """Where a tensor is stored, its shape and dtype."""
 
     file: Path
@@ -51,7 +51,9 @@ def bad(what: str, path: Path, reason: str, remedy: str = _RESTORE) -> Checkpoin
 
 def has_weights(directory: Path) -> bool:
     """Whether a directory has weights of any format, readable or not."""
-    return any(_is_there(directory / (name + end)) for name in (WEIGHTS, PICKLED) for end in ("", INDEX))
+    return any(
+        _is_there(directory / (name + end)) for name in (WEIGHTS, PICKLED) for end in ("", INDEX)
+    )
 
 
 def _is_there(path: Path) -> bool:
@@ -60,7 +62,9 @@ def _is_there(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file. Raises `CheckpointError` if it is unreadable, not JSON, or repeats a key."""
+    """Return a JSON object from a file. Raises `CheckpointError` if it is unreadable, not JSON, or
+    repeats a key.
+    """
     with _readable(path):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -75,13 +79,13 @@ class WeightFiles:
 
     ``entries``: every tensor, checked.
 
-    Raises `CheckpointError` for a directory without readable weights, an invalid index or header, and files that are
-    missing, truncated or links out of the directory.
+    Raises `CheckpointError` for a directory without readable weights, an invalid index or header,
+    and files that are missing, truncated or links out of the directory.
     """
 
     def __init__(self, directory: Path | str, allow_pickle: bool = False):
         self.directory = Path(directory)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, FileTensor] = {}
         self._open: tuple[Path, Any] | None = None
         name, weight_map = self._listed(allow_pickle)
         describe = _describe_pickled if name == PICKLED else _describe
@@ -96,7 +100,9 @@ class WeightFiles:
             raise bad("index", self.directory / (name + INDEX), reason)
 
     def read(self, name: str, take: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """Return the rectangle ``take``, [start, stop) per dimension, of the stored tensor ``name``."""
+        """Return the rectangle ``take``, [start, stop) per dimension, of the stored tensor
+        ``name``.
+        """
         entry = self.entries[name]
         full = all(bounds == (0, extent) for bounds, extent in zip(take, entry.shape, strict=True))
         with _readable(entry.file):
@@ -114,38 +120,58 @@ class WeightFiles:
     def _handle(self, path: Path) -> Any:
         if self._open is None or self._open[0] != path:
             self._open = None  # before the next one is mapped
-            self._open = (path, _load_pickled(path) if path.suffix == ".bin" else safe_open(path, framework="pt"))
+            self._open = (
+                path,
+                _load_pickled(path) if path.suffix == ".bin" else safe_open(path, framework="pt"),
+            )
         return self._open[1]
 
     def _listed(self, allow_pickle: bool) -> tuple[str, dict[str, str]]:
-        """Return WEIGHTS or PICKLED, in transformers' order of preference, and the index's weight map, empty for a
-        single file.
+        """Return WEIGHTS or PICKLED, in transformers' order of preference, and the index's weight
+        map, empty for a single file.
         """
         directory = self.directory
         if not directory.is_dir():
-            raise bad("model directory", directory, "it is not a directory", "Give the path of a local directory")
+            raise bad(
+                "model directory",
+                directory,
+                "it is not a directory",
+                "Give the path of a local directory",
+            )
         for name in (WEIGHTS, PICKLED):
             single, index = (_is_there(directory / (name + end)) for end in ("", INDEX))
             if not single and not index:
                 continue
             if name == PICKLED and not allow_pickle:
                 reason = "its weights are pickled, and unpickling can run code"
-                remedy = "Convert it to safetensors, or allow it with --allow-pickle (only tensors are then unpickled)"
+                remedy = (
+                    "Convert it to safetensors, or allow it with --allow-pickle (only "
+                    "tensors are then unpickled)"
+                )
                 raise bad("model directory", directory, reason, remedy)
-            return name, {} if single else _weight_map(directory / (name + INDEX), Path(name).suffix)
+            return name, {} if single else _weight_map(
+                directory / (name + INDEX), Path(name).suffix
+            )
         remedy = f"Give a directory with {WEIGHTS} or {WEIGHTS}{INDEX}"
         raise bad("model directory", directory, "it has no weights", remedy)
 
     def _inside(self, file: str) -> Path:
-        """Return the path of a weight file, which must be a regular file of this directory or of its hub cache."""
+        """Return the path of a weight file, which must be a regular file of this directory or of
+        its hub cache.
+        """
         path = self.directory / file
         with _readable(path):
             real = path.resolve(strict=True)
             home = self.directory.resolve(strict=True)
-        blobs = home.parent.parent / "blobs"  # models--X/snapshots/REVISION/FILE is a link to models--X/blobs/HASH
+        # models--X/snapshots/REVISION/FILE is a link to models--X/blobs/HASH
+        blobs = home.parent.parent / "blobs"
         in_cache = home.parent.name == "snapshots" and real.parent == blobs
         if not real.is_relative_to(home) and not in_cache:
-            raise bad("weight file", path, f"it is a link to {real}, which is outside of the model directory")
+            raise bad(
+                "weight file",
+                path,
+                f"it is a link to {real}, which is outside of the model directory",
+            )
         if not real.is_file():
             raise bad("weight file", path, "it is not a regular file")
         return path
@@ -185,20 +211,32 @@ def _weight_map(path: Path, suffix: str) -> dict[str, str]:
     for tensor, file in weight_map.items():
         pure = PurePosixPath(file) if isinstance(file, str) else PurePosixPath("..")
         if pure.is_absolute() or ".." in pure.parts or "\\" in file or "\0" in file:
-            raise bad("index", path, f"it leads to {file!r} for {tensor}, which is not a file of this directory")
+            raise bad(
+                "index",
+                path,
+                f"it leads to {file!r} for {tensor}, which is not a file of this directory",
+            )
         if pure.suffix != suffix:
-            raise bad("index", path, f"it leads to {file!r} for {tensor}, which is no {suffix} file")
+            raise bad(
+                "index", path, f"it leads to {file!r} for {tensor}, which is no {suffix} file"
+            )
     return weight_map
 
 
-def _describe(path: Path) -> dict[str, Entry]:
-    """Return the tensors in a safetensors header, once it agrees with itself and with the size of the file."""
+def _describe(path: Path) -> dict[str, FileTensor]:
+    """Return the tensors in a safetensors header, once it agrees with itself and with the size of
+    the file.
+    """
     with _readable(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if length > min(size - 8, LONGEST_HEADER):
-            raise bad("weight file", path, f"it has {size} bytes, too few for its header, or its header is damaged")
+            raise bad(
+                "weight file",
+                path,
+                f"it has {size} bytes, too few for its header, or its header is damaged",
+            )
         header = _parse(path, file.read(length))
     header.pop("__metadata__", None)
     entries = {}
@@ -209,41 +247,67 @@ def _describe(path: Path) -> dict[str, Entry]:
     end = 0
     for first, last in sorted(spans):
         if first != end:
-            raise bad("weight file", path, f"its header leaves or overlaps bytes between {end} and {first}")
+            raise bad(
+                "weight file",
+                path,
+                f"its header leaves or overlaps bytes between {end} and {first}",
+            )
         end = last
     if 8 + length + end != size:
-        raise bad("weight file", path, f"it has {size} bytes where its header describes {8 + length + end}")
+        raise bad(
+            "weight file",
+            path,
+            f"it has {size} bytes where its header describes {8 + length + end}",
+        )
     return entries
 
 
-def _entry(path: Path, name: str, value: Any) -> tuple[Entry, tuple[int, int]]:
+def _entry(path: Path, name: str, value: Any) -> tuple[FileTensor, tuple[int, int]]:
     fields: dict[str, Any] = value if isinstance(value, dict) else {}
     shape: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
     code = fields.get("dtype")
-    if not _natural(shape) or not _natural(offsets) or len(offsets) != 2 or not isinstance(code, str):
+    if (
+        not _natural(shape)
+        or not _natural(offsets)
+        or len(offsets) != 2
+        or not isinstance(code, str)
+    ):
         raise bad("weight file", path, f"its header describes {name} as {str(value)[:100]}")
     if code not in _DTYPES:
         remedy = "Convert the model to bfloat16, float16 or float32 first"
-        raise bad("weight file", path, f"tensor {name} has dtype {code}, which is not supported", remedy)
+        raise bad(
+            "weight file", path, f"tensor {name} has dtype {code}, which is not supported", remedy
+        )
     if offsets[1] - offsets[0] != math.prod(shape) * _SIZES[code]:
-        reason = f"tensor {name} of shape {tuple(shape)} and dtype {code} has {offsets[1] - offsets[0]} bytes"
+        reason = (
+            f"tensor {name} of shape {tuple(shape)} and dtype {code} has "
+            f"{offsets[1] - offsets[0]} bytes"
+        )
         raise bad("weight file", path, reason)
-    return Entry(path, tuple(shape), _DTYPES[code]), (offsets[0], offsets[1])
+    return FileTensor(path, tuple(shape), _DTYPES[code]), (offsets[0], offsets[1])
 
 
 def _natural(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 1 << 62 for value in values
+    )
 
 
-def _describe_pickled(path: Path) -> dict[str, Entry]:
+def _describe_pickled(path: Path) -> dict[str, FileTensor]:
     entries = {}
     for name, value in _load_pickled(path).items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise bad("weight file", path, f"{name!r} is a {type(value).__name__} where a tensor belongs")
+            raise bad(
+                "weight file", path, f"{name!r} is a {type(value).__name__} where a tensor belongs"
+            )
         if value.dtype not in DTYPE_CODES:
-            raise bad("weight file", path, f"tensor {name} has dtype {value.dtype}, which is not supported")
-        entries[name] = Entry(path, tuple(value.shape), value.dtype)
+            raise bad(
+                "weight file",
+                path,
+                f"tensor {name} has dtype {value.dtype}, which is not supported",
+            )
+        entries[name] = FileTensor(path, tuple(value.shape), value.dtype)
     return entries
 
 
@@ -254,8 +318,14 @@ def _load_pickled(path: Path) -> dict:
     except OSError as error:
         raise bad("weight file", path, error.strerror or str(error)) from error
     except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = f"it is not a file of tensors that torch can map ({str(error).splitlines()[0][:200]})"
-        raise bad("weight file", path, reason, "Convert it to safetensors on a machine that trusts it") from error
+        reason = (
+            f"it is not a file of tensors that torch can map ({str(error).splitlines()[0][:200]})"
+        )
+        raise bad(
+            "weight file", path, reason, "Convert it to safetensors on a machine that trusts it"
+        ) from error
     if not isinstance(value, dict):
-        raise bad("weight file", path, f"it holds a {type(value).__name__} where named tensors belong")
+        raise bad(
+            "weight file", path, f"it holds a {type(value).__name__} where named tensors belong"
+        )
     return value

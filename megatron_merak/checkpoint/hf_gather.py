@@ -29,13 +29,15 @@ class Tensors(Protocol):
 
 
 class Gather:
-    """``gather(name, take)``: the rectangle on the first rank, a "meta" tensor of its shape on others. Collective.
+    """``gather(name, take)``: the rectangle on the first rank, a "meta" tensor of its shape on
+    others. Collective.
 
-    replicated:     tensors that the first rank takes from its own, if no rank has a shard of that name.
+    replicated:     tensors that the first rank takes from its own, if no rank has a shard of that
+                    name.
     shapes, dtypes: of all tensors, on every rank.
 
-    All ranks request the same rectangles in the same order. Raises `CheckpointError` on every rank if the shards of a
-    tensor do not tile it or differ in shape or dtype.
+    All ranks request the same rectangles in the same order. Raises `CheckpointError` on every rank
+    if the shards of a tensor do not tile it or differ in shape or dtype.
     """
 
     def __init__(
@@ -61,12 +63,21 @@ class Gather:
         for rank, reports in enumerate(gather_json(described, group, device)):
             for name, shape, dtype, dim, intervals in reports:
                 self._parts.setdefault(name, []).append((rank, dim, tuple(map(tuple, intervals))))
-                known = (self.shapes.setdefault(name, tuple(shape)), self.dtypes.setdefault(name, DTYPE_NAMES[dtype]))
+                known = (
+                    self.shapes.setdefault(name, tuple(shape)),
+                    self.dtypes.setdefault(name, DTYPE_NAMES[dtype]),
+                )
                 if known != (tuple(shape), DTYPE_NAMES[dtype]):
-                    raise _misfit(name, f"the ranks disagree on its shape or dtype, {shape} and {dtype} on one of them")
+                    raise _misfit(
+                        name,
+                        f"the ranks disagree on its shape or dtype, {shape} and {dtype} on one "
+                        "of them",
+                    )
         for name, parts in self._parts.items():
             self._check(name, parts)
-        self._replicated = {name: tensor for name, tensor in replicated.items() if name not in self._parts}
+        self._replicated = {
+            name: tensor for name, tensor in replicated.items() if name not in self._parts
+        }
         for name, tensor in self._replicated.items():
             self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
 
@@ -75,7 +86,9 @@ class Gather:
         dtype = self.dtypes[name]
         result = torch.empty(shape, dtype=dtype, device="cpu" if self.first else "meta")
         if name in self._replicated:
-            return result.copy_(self._replicated[name].detach()[tuple(slice(*bounds) for bounds in take)])
+            return result.copy_(
+                self._replicated[name].detach()[tuple(slice(*bounds) for bounds in take)]
+            )
         if name in self._fetch:
             self._fetch[name]()
         for rank, dim, intervals in self._parts[name]:
@@ -103,7 +116,9 @@ class Gather:
         (dim,) = dims
         if dim is None and len(parts) > 1:
             raise _misfit(name, f"ranks {', '.join(str(rank) for rank, _, _ in parts)} all own it")
-        problem = dim is not None and uncovered(shape[dim], [span for _, _, spans in parts for span in spans])
+        problem = dim is not None and uncovered(
+            shape[dim], [span for _, _, spans in parts for span in spans]
+        )
         if problem:
             raise _misfit(name, f"{problem} along dim {dim}")
 
@@ -117,7 +132,9 @@ def _misfit(name: str, reason: str) -> CheckpointError:
     return CheckpointError("tensor", name, reason, "Give each part of a tensor one owner")
 
 
-def _shared(take: tuple[Range, ...], dim: int | None, intervals: Intervals) -> Iterator[tuple[Slices, Slices]]:
+def _shared(
+    take: tuple[Range, ...], dim: int | None, intervals: Intervals
+) -> Iterator[tuple[Slices, Slices]]:
     """Yield (slices of the shard, slices of the rectangle) of their common elements."""
     every = [slice(*bounds) for bounds in take]
     if dim is None:

@@ -1,8 +1,9 @@
-"""Names of a model against names in its files: what transformers renames, merges and splits when it loads and saves.
+"""Names of a model against names in its files: what transformers renames, merges and splits when it
+loads and saves.
 
-Works on tensors that are not in memory (`hf_patchwork`), so that each tensor is later made from just what it needs.
-The tables and operations are transformers' own; only its walk over the names is repeated here, because that one would
-fill a model.
+Works on tensors that are not in memory (`hf_patchwork`), so that each tensor is later made from
+just what it needs. The tables and operations are transformers' own; only its walk over the names is
+repeated here, because that one would fill a model.
 """
 
 import copy
@@ -23,7 +24,9 @@ def is_hf(model: nn.Module) -> bool:
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Return further names of tied parameters and buffers -> the first name of each, in the order of the state dict."""
+    """Return further names of tied parameters and buffers -> the first name of each, in the order
+    of the state dict.
+    """
     first: dict[int, str] = {}
     canonical_names = {}
     for name, tensor in _tensors(model).items():
@@ -34,15 +37,17 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 def expected(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by every name of the state dict, not detached: tied ones are one
-    object.
+    """Return parameters and persistent buffers by every name of the state dict, not detached: tied
+    ones are one object.
     """
     tensors = _tensors(model)
     return {name: tensors[name] for name in model.state_dict() if name in tensors}
 
 
 def saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return `expected` without what the model excludes, and tied tensors under the name that transformers keeps."""
+    """Return `expected` without what the model excludes, and tied tensors under the name that
+    transformers keeps.
+    """
     groups: dict[str, list[str]] = {}
     for alias, canonical in aliases(model).items():
         groups.setdefault(canonical, [canonical]).append(alias)
@@ -61,17 +66,27 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str, Patchwork], list[str]]:
+def to_model(
+    model: nn.Module, files: Mapping[str, Patchwork]
+) -> tuple[dict[str, Patchwork], list[str]]:
     """Return what is stored, under the model's names; and the names without a place in the model.
 
-    Repeats ``convert_and_load_state_dict_in_model`` of transformers up to the point where it would set a parameter.
-    Records in the model which conversions were used, as transformers does, so that a save reverses just these.
+    Repeats ``convert_and_load_state_dict_in_model`` of transformers up to the point where it would
+    set a parameter. Records in the model which conversions were used, as transformers does, so that
+    a save reverses just these.
     """
     expected_names = expected(model)
     if not is_hf(model):
-        return {k: v for k, v in files.items() if k in expected_names}, [k for k in files if k not in expected_names]
+        return {k: v for k, v in files.items() if k in expected_names}, [
+            k for k in files if k not in expected_names
+        ]
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     hf: Any = model
     rules = get_model_conversion_mapping(hf)
@@ -89,17 +104,23 @@ def to_model(model: nn.Module, files: Mapping[str, Patchwork]) -> tuple[dict[str
             renamed[name] = files[key]
             continue
         if name not in conversions:
-            conversions[name] = WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
+            conversions[name] = (
+                WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
+            )
         conversions[name].add_tensor(name, key, key if pattern is None else pattern, files[key])
     for name, rule in conversions.items():
         for target, value in _convert(rule, name, model).items():
             renamed[target] = value[0] if isinstance(value, list) else value
     hf._weight_conversions = [rule for rule in rules if rule.was_used()]
-    return {k: v for k, v in renamed.items() if k in expected_names}, [k for k in renamed if k not in expected_names]
+    return {k: v for k, v in renamed.items() if k in expected_names}, [
+        k for k in renamed if k not in expected_names
+    ]
 
 
 def to_files(model: nn.Module, tensors: Mapping[str, Patchwork]) -> dict[str, Patchwork]:
-    """Return what transformers would write if ``tensors`` are those of `saved`: names, order and values."""
+    """Return what transformers would write if ``tensors`` are those of `saved`: names, order and
+    values.
+    """
     if not is_hf(model):
         return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
@@ -108,8 +129,13 @@ def to_files(model: nn.Module, tensors: Mapping[str, Patchwork]) -> dict[str, Pa
     try:
         return revert_weight_conversion(hf, dict(tensors))
     except Exception as error:
-        reason = f"transformers cannot reverse the conversion that it applied to the weights on loading ({error})"
-        raise CheckpointError("model", type(model).__name__, reason, "Report this with the model's config") from error
+        reason = (
+            "transformers cannot reverse the conversion that it applied to the weights on "
+            f"loading ({error})"
+        )
+        raise CheckpointError(
+            "model", type(model).__name__, reason, "Report this with the model's config"
+        ) from error
 
 
 def ignored(model: nn.Module, kind: str) -> re.Pattern:
@@ -117,8 +143,16 @@ def ignored(model: nn.Module, kind: str) -> re.Pattern:
     patterns = sorted(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
     if kind == "unexpected" and is_hf(model):  # buffers that used to be saved
         buffers = [name for name, _ in model.named_buffers()]
-        patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
-        patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
+        patterns += (
+            [r"rotary_emb\.inv_freq"]
+            if any(name.endswith("rotary_emb.inv_freq") for name in buffers)
+            else []
+        )
+        patterns += (
+            [r"(^|\.)position_ids$"]
+            if any(name.endswith("position_ids") for name in buffers)
+            else []
+        )
     return re.compile("|".join(f"({pattern})" for pattern in patterns) if patterns else r"(?!)")
 
 

@@ -4,9 +4,9 @@
     b = stored("experts.1.w1", (64, 32), torch.float32)
     read(torch.stack([a, b])[:, :8], fetch)         # fetches rows [0, 8) of each, and nothing else
 
-Code that renames, merges and splits the tensors of a checkpoint runs on them unchanged. cat, stack, split, transpose
-and the like only move rectangles; the result of any other operation is computed when it is read, from its full
-operands.
+Code that renames, merges and splits the tensors of a checkpoint runs on them unchanged. cat, stack,
+split, transpose and the like only move rectangles; the result of any other operation is computed
+when it is read, from its full operands.
 """
 
 import itertools
@@ -18,7 +18,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 Range = tuple[int, int]
-Fetch = Callable[[str, tuple[Range, ...]], torch.Tensor]  # (stored name, [start, stop) per dim) -> that rectangle
+# (stored name, [start, stop) per dim) -> that rectangle
+Fetch = Callable[[str, tuple[Range, ...]], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +33,11 @@ class Computed:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Patch:
     """A rectangle of ``source``, ``take[d]`` along its dim d, as part of a patchwork.
 
-    Along dim i of the patchwork it starts at ``at[i]``, and shows dim ``axes[i]`` of the source, None for extent 1.
+    Along dim i of the patchwork it starts at ``at[i]``, and shows dim ``axes[i]`` of the source,
+    None for extent 1.
     """
 
     source: str | Computed
@@ -47,9 +49,9 @@ class Piece:
         axis = self.axes[dim]
         return 1 if axis is None else self.take[axis][1] - self.take[axis][0]
 
-    def narrow(self, dim: int, start: int, stop: int) -> "Piece | None":
-        """Return the part within [start, stop) along ``dim`` of the patchwork, in coordinates that begin at
-        ``start``.
+    def narrow(self, dim: int, start: int, stop: int) -> "Patch | None":
+        """Return the part within [start, stop) along ``dim`` of the patchwork, in coordinates that
+        begin at ``start``.
         """
         first = max(start, self.at[dim])
         last = min(stop, self.at[dim] + self.extent(dim))
@@ -64,19 +66,23 @@ class Piece:
 
 
 class Patchwork(torch.Tensor):
-    """A tensor whose elements are ``pieces``, which cover it once. In-place operations are refused."""
+    """A tensor whose elements are ``patches``, which cover it once. In-place operations are
+    refused.
+    """
 
-    pieces: tuple[Piece, ...]
+    patches: tuple[Patch, ...]
 
     @staticmethod
-    def __new__(cls, pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype):
+    def __new__(cls, patches: Sequence[Patch], shape: Sequence[int], dtype: torch.dtype):
         cpu = torch.device("cpu")
-        patchwork: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=cpu)
-        patchwork.pieces = tuple(pieces)
+        patchwork: Any = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=cpu
+        )
+        patchwork.patches = tuple(patches)
         return patchwork
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
-        return f"Patchwork({tuple(self.shape)}, {self.dtype}, {len(self.pieces)} pieces)"
+        return f"Patchwork({tuple(self.shape)}, {self.dtype}, {len(self.patches)} patches)"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -92,55 +98,63 @@ def stored(name: str, shape: Sequence[int], dtype: torch.dtype) -> Patchwork:
 
 
 def sources(tensor: Patchwork) -> list[str]:
-    """Return the names of the stored tensors of which ``tensor`` consists, in the order in which `read` fetches
-    them.
+    """Return the names of the stored tensors of which ``tensor`` consists, in the order in which
+    `read` fetches them.
     """
     names = []
-    for piece in tensor.pieces:
-        if isinstance(piece.source, str):
-            names.append(piece.source)
+    for patch in tensor.patches:
+        if isinstance(patch.source, str):
+            names.append(patch.source)
         else:
-            for operand in _operands(piece.source):
+            for operand in _operands(patch.source):
                 names.extend(sources(operand))
     return list(dict.fromkeys(names))
 
 
 def part(tensor: Patchwork, dim: int | None, intervals: Sequence[Range]) -> Patchwork:
-    """Return the index ranges ``intervals`` along ``dim``, concatenated; the full tensor if ``dim`` is None."""
+    """Return the index ranges ``intervals`` along ``dim``, concatenated; the full tensor if ``dim``
+    is None.
+    """
     if dim is None:
         return tensor
     return _cat([_slice(tensor, dim, start, stop) for start, stop in intervals], dim)
 
 
 def read(tensor: Patchwork, fetch: Fetch) -> torch.Tensor:
-    """Return the values. fetch: called once per piece; if it returns "meta" tensors, so does this function."""
+    """Return the values. fetch: called once per patch; if it returns "meta" tensors, so does this
+    function.
+    """
     result = None
-    for piece in tensor.pieces:
-        values = _fetch(piece, fetch)
+    for patch in tensor.patches:
+        values = _fetch(patch, fetch)
         if tuple(values.shape) == tuple(tensor.shape):
             return values
         if result is None:
             result = torch.empty(tensor.shape, dtype=tensor.dtype, device=values.device)
-        region = tuple(slice(start, start + extent) for start, extent in zip(piece.at, values.shape, strict=True))
+        region = tuple(
+            slice(start, start + extent)
+            for start, extent in zip(patch.at, values.shape, strict=True)
+        )
         result[region].copy_(values)
     return torch.empty(tensor.shape, dtype=tensor.dtype) if result is None else result
 
 
-def _fetch(piece: Piece, fetch: Fetch) -> torch.Tensor:
-    """Return the piece in the orientation of the patchwork."""
-    if isinstance(piece.source, str):
-        values = fetch(piece.source, piece.take)
+def _fetch(patch: Patch, fetch: Fetch) -> torch.Tensor:
+    """Return the patch in the orientation of the patchwork."""
+    if isinstance(patch.source, str):
+        values = fetch(patch.source, patch.take)
     else:
-        values = _result(piece.source, fetch)[tuple(slice(*bounds) for bounds in piece.take)]
-    shown = [axis for axis in piece.axes if axis is not None]
+        values = _result(patch.source, fetch)[tuple(slice(*bounds) for bounds in patch.take)]
+    shown = [axis for axis in patch.axes if axis is not None]
     hidden = [axis for axis in range(values.dim()) if axis not in shown]
     values = values.permute(shown + hidden)
-    return values.reshape([piece.extent(dim) for dim in range(len(piece.axes))])
+    return values.reshape([patch.extent(dim) for dim in range(len(patch.axes))])
 
 
 def _result(computed: Computed, fetch: Fetch) -> torch.Tensor:
     def value(operand: Patchwork) -> torch.Tensor:
-        return read(operand, fetch).contiguous()  # which is what the operation was told about its strides
+        # which is what the operation was told about its strides
+        return read(operand, fetch).contiguous()
 
     args, kwargs = tree_map_only(Patchwork, value, (computed.args, computed.kwargs))
     return tree_flatten(computed.func(*args, **kwargs))[0][computed.index]
@@ -164,13 +178,21 @@ def _like(x: Patchwork) -> torch.Tensor:
 
 
 def _operands(computed: Computed) -> list[Patchwork]:
-    return [leaf for leaf in tree_flatten((computed.args, computed.kwargs))[0] if isinstance(leaf, Patchwork)]
+    return [
+        leaf
+        for leaf in tree_flatten((computed.args, computed.kwargs))[0]
+        if isinstance(leaf, Patchwork)
+    ]
 
 
 def _everything(source: str | Computed, shape: Sequence[int], dtype: torch.dtype) -> Patchwork:
     dims = range(len(shape))
-    pieces = [Piece(source, tuple((0, n) for n in shape), tuple(dims), (0,) * len(shape))] if 0 not in shape else []
-    return Patchwork(pieces, shape, dtype)
+    patches = (
+        [Patch(source, tuple((0, n) for n in shape), tuple(dims), (0,) * len(shape))]
+        if 0 not in shape
+        else []
+    )
+    return Patchwork(patches, shape, dtype)
 
 
 def _put(values: tuple, index: int, value: object) -> tuple:
@@ -181,29 +203,33 @@ def _put(values: tuple, index: int, value: object) -> tuple:
 
 
 def _same(x: Patchwork) -> Patchwork:
-    return Patchwork(x.pieces, x.shape, x.dtype)
+    return Patchwork(x.patches, x.shape, x.dtype)
 
 
-def _slice(x: Patchwork, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1):
+def _slice(
+    x: Patchwork, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+):
     if step != 1:
         return NotImplemented
     dim = range(x.dim())[dim]
     start, stop, _ = slice(start, stop).indices(x.shape[dim])
-    pieces = [cut for piece in x.pieces if (cut := piece.narrow(dim, start, stop)) is not None]
-    return Patchwork(pieces, _put(tuple(x.shape), dim, max(stop - start, 0)), x.dtype)
+    patches = [cut for patch in x.patches if (cut := patch.narrow(dim, start, stop)) is not None]
+    return Patchwork(patches, _put(tuple(x.shape), dim, max(stop - start, 0)), x.dtype)
 
 
 def _cat(parts: Sequence[Patchwork], dim: int = 0):
     if not all(isinstance(x, Patchwork) and x.dim() and x.dtype == parts[0].dtype for x in parts):
         return NotImplemented
     dim = range(parts[0].dim())[dim]
-    pieces = []
+    patches = []
     end = 0
     for x in parts:
-        pieces += [replace(piece, at=_put(piece.at, dim, piece.at[dim] + end)) for piece in x.pieces]
+        patches += [
+            replace(patch, at=_put(patch.at, dim, patch.at[dim] + end)) for patch in x.patches
+        ]
         end += x.shape[dim]
     shapes = {_put(tuple(x.shape), dim, end) for x in parts}
-    return Patchwork(pieces, shapes.pop(), parts[0].dtype) if len(shapes) == 1 else NotImplemented
+    return Patchwork(patches, shapes.pop(), parts[0].dtype) if len(shapes) == 1 else NotImplemented
 
 
 def _stack(parts: Sequence[Patchwork], dim: int = 0):
@@ -218,8 +244,10 @@ def _unsqueeze(x: Patchwork, dim: int) -> Patchwork:
     def insert(values: tuple, value: object) -> tuple:
         return values[:dim] + (value,) + values[dim:]
 
-    pieces = [replace(piece, axes=insert(piece.axes, None), at=insert(piece.at, 0)) for piece in x.pieces]
-    return Patchwork(pieces, insert(tuple(x.shape), 1), x.dtype)
+    patches = [
+        replace(patch, axes=insert(patch.axes, None), at=insert(patch.at, 0)) for patch in x.patches
+    ]
+    return Patchwork(patches, insert(tuple(x.shape), 1), x.dtype)
 
 
 def _squeeze(x: Patchwork, dim: int) -> Patchwork:
@@ -230,8 +258,8 @@ def _squeeze(x: Patchwork, dim: int) -> Patchwork:
     def drop(values: Sequence) -> tuple:
         return (*values[:dim], *values[dim + 1 :])
 
-    pieces = [replace(piece, axes=drop(piece.axes), at=drop(piece.at)) for piece in x.pieces]
-    return Patchwork(pieces, drop(x.shape), x.dtype)
+    patches = [replace(patch, axes=drop(patch.axes), at=drop(patch.at)) for patch in x.patches]
+    return Patchwork(patches, drop(x.shape), x.dtype)
 
 
 def _permute(x: Patchwork, dims: Sequence[int]) -> Patchwork:
@@ -240,8 +268,10 @@ def _permute(x: Patchwork, dims: Sequence[int]) -> Patchwork:
     def reorder(values: Sequence) -> tuple:
         return tuple(values[dim] for dim in order)
 
-    pieces = [replace(piece, axes=reorder(piece.axes), at=reorder(piece.at)) for piece in x.pieces]
-    return Patchwork(pieces, reorder(x.shape), x.dtype)
+    patches = [
+        replace(patch, axes=reorder(patch.axes), at=reorder(patch.at)) for patch in x.patches
+    ]
+    return Patchwork(patches, reorder(x.shape), x.dtype)
 
 
 def _transpose(x: Patchwork, dim0: int, dim1: int) -> Patchwork:
@@ -252,7 +282,11 @@ def _transpose(x: Patchwork, dim0: int, dim1: int) -> Patchwork:
 
 def _split(x: Patchwork, size: int | Sequence[int], dim: int = 0):
     extent = x.shape[dim]
-    sizes = [min(size, extent - start) for start in range(0, extent, size)] if isinstance(size, int) else size
+    sizes = (
+        [min(size, extent - start) for start in range(0, extent, size)]
+        if isinstance(size, int)
+        else size
+    )
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [_slice(x, dim, end - size, end) for end, size in zip(ends, sizes, strict=True)]
 

@@ -1,4 +1,6 @@
-"""Write a model that is sharded over ranks as a HuggingFace directory, on the first rank, one tensor at a time."""
+"""Write a model that is sharded over ranks as a HuggingFace directory, on the first rank, one
+tensor at a time.
+"""
 
 import copy
 import json
@@ -15,17 +17,18 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_merak.checkpoint import hf_names, in_place
-from megatron_merak.checkpoint.files import DTYPE_CODES, as_bytes, check_free, disk_errors, header
+from megatron_merak.checkpoint.files import DTYPE_CODES, as_bytes, disk_errors, header
 from megatron_merak.checkpoint.hf_files import INDEX, WEIGHTS
 from megatron_merak.checkpoint.hf_gather import Gather, Tensors
 from megatron_merak.checkpoint.hf_patchwork import Patchwork, read, stored
 from megatron_merak.checkpoint.shard import Shard
+from megatron_merak.durable import check_free
 from megatron_merak.errors import CheckpointError
 from megatron_merak.parallel.agree import raise_together, together
 
 _REMEDY = "Check the output directory, its permissions and its free space"
-_MARGIN = 1 << 20  # bytes of free space wanted beyond the tensors
-_ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL")  # of dtypes in a safetensors file
+# of dtypes in a safetensors file
+_ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -38,18 +41,23 @@ def save_hf(
     max_shard_size: int | str = "5GB",
     processing_class: Any = None,
 ) -> None:
-    """Write what ``model.save_pretrained`` and ``processing_class.save_pretrained`` would write, from ``shards``.
+    """Write what ``model.save_pretrained`` and ``processing_class.save_pretrained`` would write,
+    from ``shards``.
 
-    shards: over all ranks, those with ``owner`` tile each parameter of ``model`` once (under any of its names if tied).
+    shards: over all ranks, those with ``owner`` tile each parameter of ``model`` once (under any of
+            its names if tied).
     model:  on the first rank, its persistent buffers are written; parameters need no memory.
     group:  collective over it; None for a single process.
 
-    Names and bytes are transformers' (a file may end elsewhere, where transformers overfills it with the parts of a
-    tensor); a plain module gets weights only. The first rank needs memory for one tensor, or for the operands of a
-    conversion that mixes elements. If it fails or is killed, the directory shows the old model or the new one, see
-    ``in_place``; other files stay as they are. Raises `CheckpointError` on every rank.
+    Names and bytes are transformers' (a file may end elsewhere, where transformers overfills it
+    with the parts of a tensor); a plain module gets weights only. The first rank needs memory for
+    one tensor, or for the operands of a conversion that mixes elements. If it fails or is killed,
+    the directory shows the old model or the new one, see ``in_place``; other files stay as they
+    are. Raises `CheckpointError` on every rank.
     """
-    buffers = {name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)}
+    buffers = {
+        name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)
+    }
     gather = Gather(shards, buffers, group, device)
     write_hf(
         Path(directory),
@@ -71,7 +79,9 @@ def write_hf(
     max_shard_size: int | str,
     processing_class: Any,
 ) -> None:
-    """Write a directory like `save_hf`, from the tensors that ``gather`` brings to the first rank."""
+    """Write a directory like `save_hf`, from the tensors that ``gather`` brings to the
+    first rank.
+    """
     with together(group, device):
         tensors = _tensors(model, gather)
         files, index = _split(model, tensors, max_shard_size)
@@ -83,7 +93,9 @@ def write_hf(
                 fresh = _prepare(directory, needed)
                 _write_config(fresh, model, gather.dtypes, processing_class)
         for file, names in files.items():
-            _write_weights(fresh / file, {name: tensors[name] for name in names}, gather, group, device=device)
+            _write_weights(
+                fresh / file, {name: tensors[name] for name in names}, gather, group, device=device
+            )
         with together(group, device), disk_errors(directory, _REMEDY):
             if gather.first:
                 if index is not None:
@@ -95,7 +107,9 @@ def write_hf(
 
 
 def _tensors(model: nn.Module, gather: Tensors) -> dict[str, Patchwork]:
-    """Return every tensor of the files as a patchwork. Raises `CheckpointError` if ranks lack a part."""
+    """Return every tensor of the files as a patchwork. Raises `CheckpointError` if ranks lack a
+    part.
+    """
     state = {}
     aliases = hf_names.aliases(model)
     names: dict[str, list[str]] = {}
@@ -103,17 +117,26 @@ def _tensors(model: nn.Module, gather: Tensors) -> dict[str, Patchwork]:
         names.setdefault(canonical, [canonical]).append(alias)
     for name, tensor in hf_names.saved(model).items():
         canonical = aliases.get(name, name)
-        source = next((other for other in names.get(canonical, [name]) if other in gather.dtypes), None)
+        source = next(
+            (other for other in names.get(canonical, [name]) if other in gather.dtypes), None
+        )
         if source is None:
-            raise CheckpointError("tensor", name, "no rank has it", "Pass the shards of the complete model")
+            raise CheckpointError(
+                "tensor", name, "no rank has it", "Pass the shards of the complete model"
+            )
         if gather.shapes[source] != tuple(tensor.shape):
-            reason = f"the ranks have shape {gather.shapes[source]}, and the model has {tuple(tensor.shape)}"
+            reason = (
+                f"the ranks have shape {gather.shapes[source]}, and the model has "
+                f"{tuple(tensor.shape)}"
+            )
             raise CheckpointError("tensor", name, reason, "Pass the shards of this model")
         state[name] = stored(source, gather.shapes[source], gather.dtypes[source])
     return hf_names.to_files(model, state)
 
 
-def _split(model: nn.Module, tensors: Mapping[str, Patchwork], limit: int | str) -> tuple[dict, dict | None]:
+def _split(
+    model: nn.Module, tensors: Mapping[str, Patchwork], limit: int | str
+) -> tuple[dict, dict | None]:
     """Return ({file: [names]}, index or None for a single file), like transformers."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -133,15 +156,21 @@ def _split(model: nn.Module, tensors: Mapping[str, Patchwork], limit: int | str)
 def _prepare(directory: Path, needed: int) -> Path:
     """Return the directory for the new files. Raises `CheckpointError` if they will not fit."""
     fresh = in_place.begin(directory)
-    check_free(directory, needed + _MARGIN, "output directory", "Free some space, or save elsewhere")
+    check_free(directory, needed, "output directory", "Free some space, or save elsewhere")
     return fresh
 
 
-def _write_config(fresh: Path, model: nn.Module, dtypes: Mapping[str, torch.dtype], processing_class: Any) -> None:
+def _write_config(
+    fresh: Path, model: nn.Module, dtypes: Mapping[str, torch.dtype], processing_class: Any
+) -> None:
     if hf_names.is_hf(model):
         hf: Any = model
         config = copy.deepcopy(hf.config)
-        kinds = [dtypes[name] for name, p in model.named_parameters() if name in dtypes and p.is_floating_point()]
+        kinds = [
+            dtypes[name]
+            for name, p in model.named_parameters()
+            if name in dtypes and p.is_floating_point()
+        ]
         if kinds:
             config.dtype = str(kinds[0]).removeprefix("torch.")
         config.architectures = [type(model).__name__]
@@ -178,12 +207,15 @@ def _write_weights(
 
 
 def _flush(file: BinaryIO) -> None:
+    """Write a file out, so that a disk that is full says so now, not behind the last file."""
     file.flush()
     os.fsync(file.fileno())
 
 
 class _File:
-    """A file that stores its first error: other ranks continue to send until all tensors are through."""
+    """A file that stores its first error: other ranks continue to send until all tensors are
+    through.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -215,7 +247,9 @@ class _File:
 
 
 def _replaced(directory: Path) -> list[str]:
-    """Return the weight files of a model in a directory; those that the new model has too are replaced by its own."""
+    """Return the weight files of a model in a directory; those that the new model has too are
+    replaced by its own.
+    """
     shards = [path.name for path in directory.iterdir() if _SHARD.fullmatch(path.name)]
     return [WEIGHTS, WEIGHTS + INDEX, *shards]
 

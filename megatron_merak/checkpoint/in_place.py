@@ -23,16 +23,25 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_merak.checkpoint.files import sync_directory
+from megatron_merak.durable import make_directory, rename, sync_directory, sync_file, sync_folders
 from megatron_merak.errors import CheckpointError
 
-PLACE = ".being-written"  # of DIR: the directory in which a save is complete before it takes its place
+# of DIR: the directory in which a save is complete before it takes its place
+PLACE = ".being-written"
 _NEW = "new"
 _OLD = "old"
 _SHOWN = "shown"
 _LINKS = "links"
 _LATE = (".safetensors", ".index.json")  # without links, what decides is renamed last
-_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_NO_LINKS = (
+    errno.EPERM,
+    errno.EACCES,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EMLINK,
+    errno.EXDEV,
+)
 _say = logging.getLogger(__name__).warning
 
 
@@ -41,8 +50,10 @@ class _NoLinks(OSError):
 
 
 def begin(directory: Path) -> Path:
-    """Settle ``directory``, created if it does not exist; return an empty directory in it for the new files."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Settle ``directory``, created if it does not exist; return an empty directory in it for the
+    new files.
+    """
+    make_directory(directory)
     settle(directory)
     fresh = directory / PLACE / _NEW
     fresh.mkdir(parents=True)
@@ -57,14 +68,17 @@ def publish(directory: Path, removed: Collection[str] = ()) -> None:
     new = directory / PLACE / _NEW
     names = _files(new)
     for name in names:
-        with open(new / name, "rb") as file:
-            os.fsync(file.fileno())
+        sync_file(new / name)
         target = directory / name
         if target.is_dir():
             remedy = "Move that directory away, or save to another one"
-            raise CheckpointError("output directory", directory, f"{name} in it is a directory", remedy)
-        target.parent.mkdir(parents=True, exist_ok=True)
-    gone = [name for name in sorted(removed) if name not in names and os.path.lexists(directory / name)]
+            raise CheckpointError(
+                "output directory", directory, f"{name} in it is a directory", remedy
+            )
+        make_directory(target.parent)
+    gone = [
+        name for name in sorted(removed) if name not in names and os.path.lexists(directory / name)
+    ]
     try:
         _keep_old(directory, [*names, *gone])
     except _NoLinks as error:
@@ -77,7 +91,9 @@ def publish(directory: Path, removed: Collection[str] = ()) -> None:
 
 
 def settle(directory: Path) -> None:
-    """Complete or undo what a kill interrupted; ``directory`` shows the same files before and after."""
+    """Complete or undo what a kill interrupted; ``directory`` shows the same files before and
+    after.
+    """
     place = directory / PLACE
     if not place.is_dir() or place.is_symlink():
         return
@@ -110,7 +126,9 @@ def is_absent(path: Path) -> bool:
 
 
 def _keep_old(directory: Path, names: Collection[str]) -> None:
-    """Make what shows the old files. ``directory`` itself is untouched. Raises _NoLinks if links cannot be made."""
+    """Make what shows the old files. ``directory`` itself is untouched. Raises _NoLinks if links
+    cannot be made.
+    """
     place = directory / PLACE
     (place / _OLD).mkdir()
     (place / _LINKS).mkdir()
@@ -128,8 +146,7 @@ def _keep_old(directory: Path, names: Collection[str]) -> None:
         if error.errno in _NO_LINKS:
             raise _NoLinks(*error.args) from error
         raise
-    for folder, _, _ in os.walk(place, topdown=False):
-        sync_directory(Path(folder))
+    sync_folders(place)
     sync_directory(directory)
 
 
@@ -143,8 +160,7 @@ def _show(directory: Path, names: Collection[str]) -> None:
     _sync_parents(directory, names)
     decision = place / _LINKS / _SHOWN
     os.symlink(_NEW, decision)
-    os.replace(decision, place / _SHOWN)
-    sync_directory(place)
+    rename(decision, place / _SHOWN)
 
 
 def _one_by_one(directory: Path, names: Collection[str], gone: Collection[str]) -> None:
@@ -159,7 +175,9 @@ def _one_by_one(directory: Path, names: Collection[str], gone: Collection[str]) 
 
 
 def _late(name: str) -> tuple[int, str]:
-    return max((number for number, end in enumerate(_LATE, 1) if name.endswith(end)), default=0), name
+    return max(
+        (number for number, end in enumerate(_LATE, 1) if name.endswith(end)), default=0
+    ), name
 
 
 def _files(directory: Path) -> list[str]:

@@ -1,4 +1,6 @@
-"""Loading: each shard reads its overlap with the saved parts, so that any layout can read any other."""
+"""Loading: each shard reads its overlap with the saved parts, so that any layout can read any
+other.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.checkpoint.directory import (
-    complete_ones,
+    Iterations,
     directory_of,
-    locate,
-    newest_first,
+    iteration_of,
     read_manifest,
 )
 from megatron_merak.checkpoint.files import (
@@ -22,8 +23,15 @@ from megatron_merak.checkpoint.files import (
     open_tensors,
     verify_tensors,
 )
-from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, parse_manifest, stored_shape
-from megatron_merak.checkpoint.shard import Kind, Shard, Slices, in_turns, overlaps
+from megatron_merak.checkpoint.manifest import (
+    NAME,
+    Manifest,
+    StoredPart,
+    StoredTensor,
+    parse_manifest,
+    stored_shape,
+)
+from megatron_merak.checkpoint.shard import Shard, Slices, StateKind, in_turns, overlaps
 from megatron_merak.errors import CheckpointError, DamagedError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
@@ -32,12 +40,13 @@ CASTABLE = "model"  # the one kind that may be loaded with another dtype than it
 _REMEDY = "Check --load and --ckpt-step"
 _RESTORE = "Restore one from a copy"
 _NAMED = 5  # tensors named in one message
-_Copy = tuple[str, Entry, Part, Slices, torch.Tensor]  # name, what was saved, slices of it, the view it goes into
+# name, what was saved, slices of it, the view it goes into
+_Copy = tuple[str, StoredTensor, StoredPart, Slices, torch.Tensor]
 
 
 def load(
     root: Path | str,
-    shards: Mapping[str, Kind | Sequence[Shard]],
+    shards: Mapping[str, StateKind | Sequence[Shard]],
     group: dist.ProcessGroup | None,
     device: torch.device | str,
     iteration: int | None = None,
@@ -47,20 +56,23 @@ def load(
 ) -> dict:
     """Copy a checkpoint into the tensors of ``shards`` and return its meta, which has "iteration".
 
-    iteration: None: the newest complete checkpoint that the first rank sees, or if it is damaged, the one before it.
-    say:       called on every rank with a sentence for each one skipped; None: the first rank logs a warning.
+    iteration: None: the newest complete checkpoint that the first rank sees, or if it is damaged,
+               the one before it.
+    say:       called on every rank with a sentence for each one skipped; None: the first rank logs
+               a warning.
     verify:    compare every byte of the files read with its digest, each file on one rank.
     check:     called with the meta on every rank before anything else; may raise.
 
-    Kinds that no rank requests are not read; of the others, the ranks together must request exactly the saved tensors.
-    Tensors of kind "model" may change dtype, others may not.
+    Kinds that no rank requests are not read; of the others, the ranks together must request exactly
+    the saved tensors. Tensors of kind "model" may change dtype, others may not.
 
-    Raises `CheckpointError` on every rank; `DamagedError` if no checkpoint, or not the requested one, is undamaged.
-    Everything but a read failure while copying is detected before the first tensor is changed.
+    Raises `CheckpointError` on every rank; `DamagedError` if no checkpoint, or not the requested
+    one, is undamaged. Everything but a read failure while copying is detected before the first
+    tensor is changed.
     """
     root = Path(root)
     first = group is None or dist.get_rank(group) == 0
-    kinds = {name: Kind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
+    kinds = {name: StateKind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
     messages: list[str] = []
     faults: list[CheckpointError] = []
     candidates = _candidates(root, iteration, faults)
@@ -69,7 +81,9 @@ def load(
         with together(group, device), disk_errors(root, _REMEDY):
             if first:
                 candidate = next(candidates, None)
-        candidate, seen = broadcast_json((candidate, [str(fault) for fault in faults]), group, device)
+        candidate, seen = broadcast_json(
+            (candidate, [str(fault) for fault in faults]), group, device
+        )
         faults.clear()
         messages += seen
         if candidate is None:
@@ -79,7 +93,7 @@ def load(
             with together(group, device):
                 if check is not None:
                     check(dict(manifest.meta))
-            _load(root / candidate[0], manifest, kinds, group, device, verify)
+            _load(root / candidate[0], manifest, kinds, group, device=device, verify=verify)
         except DamagedError as error:
             if iteration is not None:
                 raise
@@ -93,7 +107,9 @@ def load(
     raise CheckpointError("checkpoint directory", root, "it has no complete checkpoint", _REMEDY)
 
 
-def _tell(messages: Sequence[str], loaded: int, say: Callable[[str], object] | None, first: bool) -> None:
+def _tell(
+    messages: Sequence[str], loaded: int, say: Callable[[str], object] | None, first: bool
+) -> None:
     for text in messages:
         text = f"A damaged checkpoint was passed over, and iteration {loaded} was loaded. {text}"
         if say is not None:
@@ -105,7 +121,7 @@ def _tell(messages: Sequence[str], loaded: int, say: Callable[[str], object] | N
 def _load(
     source: Path,
     manifest: Manifest,
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, StateKind],
     group: dist.ProcessGroup | None,
     device: torch.device | str,
     verify: bool,
@@ -126,28 +142,42 @@ def _load(
             casts += copy_parts(source, manifest, {name: turn.shards})
             turn.keep()
     if casts:
-        logging.getLogger(__name__).warning("%s: %d tensors changed dtype while they were loaded", source, casts)
+        logging.getLogger(__name__).warning(
+            "%s: %d tensors changed dtype while they were loaded", source, casts
+        )
 
 
-def _candidates(root: Path, iteration: int | None, faults: list[CheckpointError]) -> Iterator[tuple[str, str]]:
-    """Yield name and manifest of the directories to try; ``faults``: see `complete_ones`."""
-    for directory in complete_ones(root, faults) if iteration is None else [_requested_directory(root, iteration)]:
+def _candidates(
+    root: Path, iteration: int | None, faults: list[CheckpointError]
+) -> Iterator[tuple[str, str]]:
+    """Yield name and manifest of the directories to try. ``faults``: see
+    `Iterations.candidates`.
+    """
+    iterations = Iterations(root)
+    requested = [] if iteration is None else [_requested_directory(iterations, iteration)]
+    for directory in requested or iterations.candidates(faults):
         yield directory.name, read_manifest(directory)[0].decode()
 
 
-def _requested_directory(root: Path, iteration: int) -> Path:
-    directory = locate(root, iteration)
+def _requested_directory(iterations: Iterations, iteration: int) -> Path:
+    directory = iterations.locate(iteration)
     if directory is None:
+        root = iterations.root
         if directory_of(root, iteration).is_dir():
             read_manifest(directory_of(root, iteration))  # raises, and says what is wrong with it
-        complete = ", ".join(str(other) for other in newest_first(root)) or "none"
-        reason = f"it has no complete checkpoint of iteration {iteration} (complete are: {complete})"
+        others = map(iteration_of, iterations.newest_first())
+        complete = ", ".join(map(str, others)) or "none"
+        reason = (
+            f"it has no complete checkpoint of iteration {iteration} (complete are: {complete})"
+        )
         raise CheckpointError("checkpoint directory", root, reason, _REMEDY)
     return directory
 
 
 def _check_known(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[Shard]]) -> None:
-    """Raise unless every requested part is of a saved tensor of the same shape, and dtype if it cannot be cast."""
+    """Raise unless every requested part is of a saved tensor of the same shape, and dtype if it
+    cannot be cast.
+    """
     for kind, parts in shards.items():
         if kind not in manifest.tensors:
             reason = f"it has no {kind} state, only {', '.join(manifest.tensors)}"
@@ -159,12 +189,16 @@ def _check_known(source: Path, manifest: Manifest, shards: Mapping[str, Sequence
             if entry is None:
                 problem = "it is missing"
             elif entry.shape != tuple(part.shape):
-                problem = f"it was saved with shape {entry.shape}, and the model has {tuple(part.shape)}"
+                problem = (
+                    f"it was saved with shape {entry.shape}, and the model has {tuple(part.shape)}"
+                )
             elif DTYPE_NAMES[entry.dtype] != part.tensor.dtype and kind != CASTABLE:
                 problem = f"it was saved as {entry.dtype}, and {part.tensor.dtype} is wanted"
             if problem:
                 reason = f"tensor {kind}/{part.name}: {problem}"
-                raise CheckpointError("checkpoint", source, reason, "Load it into the model that saved it")
+                raise CheckpointError(
+                    "checkpoint", source, reason, "Load it into the model that saved it"
+                )
 
 
 def _check_complete(
@@ -174,7 +208,9 @@ def _check_complete(
     group: dist.ProcessGroup | None,
     device: torch.device | str,
 ) -> list[str]:
-    """Return the kinds that any rank requests; raise on every rank if a saved tensor of these is requested by none."""
+    """Return the kinds that any rank requests; raise on every rank if a saved tensor of these is
+    requested by none.
+    """
     names = {kind: sorted(manifest.tensors[kind]) for kind in shards}
     masks = {}
     for kind, parts in shards.items():
@@ -188,11 +224,19 @@ def _check_complete(
         for kind, mask in theirs.items():
             needed[kind] = needed.get(kind, 0) | int(mask, 16)
     for kind, mask in needed.items():
-        extra = [name for index, name in enumerate(sorted(manifest.tensors[kind])) if not mask >> index & 1]
+        extra = [
+            name
+            for index, name in enumerate(sorted(manifest.tensors[kind]))
+            if not mask >> index & 1
+        ]
         if extra:
-            named = ", ".join(extra[:_NAMED]) + (f" and {len(extra) - _NAMED} more" if len(extra) > _NAMED else "")
+            named = ", ".join(extra[:_NAMED]) + (
+                f" and {len(extra) - _NAMED} more" if len(extra) > _NAMED else ""
+            )
             reason = f"it has {kind} tensors that the model does not have: {named}"
-            raise CheckpointError("checkpoint", source, reason, "Load it into the model that saved it")
+            raise CheckpointError(
+                "checkpoint", source, reason, "Load it into the model that saved it"
+            )
     return sorted(needed)
 
 
@@ -205,7 +249,9 @@ def copy_parts(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[S
             entry = manifest.tensors[kind][part.name]
             casts += DTYPE_NAMES[entry.dtype] != part.tensor.dtype
             for saved in entry.parts if 0 not in entry.shape else ():
-                for take, put in overlaps(entry.shape, (entry.dim, saved.intervals), (part.dim, part.intervals)):
+                for take, put in overlaps(
+                    entry.shape, (entry.dim, saved.intervals), (part.dim, part.intervals)
+                ):
                     view = part.tensor.detach()[put]
                     copies.setdefault(saved.file, []).append((part.name, entry, saved, take, view))
     for name in sorted(copies):
@@ -222,5 +268,7 @@ def _copy_from(path: Path, size: int, save_id: str, copies: list[_Copy]) -> None
             stored = file.get_slice(name)
             want = (list(stored_shape(entry, part)), DTYPE_CODES[DTYPE_NAMES[entry.dtype]])
             if (stored.get_shape(), stored.get_dtype()) != want:
-                raise damaged(path, f"tensor {name} has another shape or dtype than the manifest says")
+                raise damaged(
+                    path, f"tensor {name} has another shape or dtype than the manifest says"
+                )
             view.copy_(stored[take] if take else file.get_tensor(name))

@@ -24,6 +24,7 @@ from typing import Self
 import torch.distributed as dist
 
 from megatron_merak.checkpoint.files import disk_errors
+from megatron_merak.durable import make_directory
 from megatron_merak.errors import DirectoryLockedError
 from megatron_merak.parallel.agree import broadcast_json, together
 
@@ -36,37 +37,44 @@ _LARGEST = 1 << 16  # bytes of a lock file
 
 
 class DirectoryLock:
-    """A lock that the first rank has for all of its job, from construction until `release`. Collective over
-    ``group``.
+    """A lock that the first rank has for all of its job, from construction until `release`.
+    Collective over ``group``.
 
     directory: created if it does not exist.
     group:     None for a single process.
     patience:  seconds for which the lock of an owner on another machine is watched for a heartbeat.
 
-    Raises `DirectoryLockedError`, naming the owner, and `CheckpointError` if no lock can be written. A process that has
-    the lock already may take it again.
+    Raises `DirectoryLockedError`, naming the owner, and `CheckpointError` if no lock can be
+    written. A process that has the lock already may take it again.
     """
 
-    def __init__(self, directory: Path | str, group: dist.ProcessGroup | None = None, patience: float = PATIENCE):
+    def __init__(
+        self,
+        directory: Path | str,
+        group: dist.ProcessGroup | None = None,
+        patience: float = PATIENCE,
+    ):
         self.directory = Path(directory)
         self.group = group
         self._claim: _Claim | None = None
         with together(group, "cpu"), disk_errors(self.directory, _REMEDY):
             if group is None or dist.get_rank(group) == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                make_directory(self.directory)
                 self._claim = _Claim(self.directory / NAME, patience)
 
     def confirm(self) -> bool:
-        """Return whether the directory was removed, and is made anew and locked again; equal on every rank.
+        """Return whether the directory was removed, and is made anew and locked again; equal on
+        every rank.
 
-        Raises `DirectoryLockedError` on every rank if another job took the lock because this one was suspended, and
-        `CheckpointError` if no lock can be written. Collective. Call it before each save.
+        Raises `DirectoryLockedError` on every rank if another job took the lock because this one
+        was suspended, and `CheckpointError` if no lock can be written. Collective. Call it before
+        each save.
         """
         is_new = False
         with together(self.group, "cpu"), disk_errors(self.directory, _REMEDY):
             if self._claim is not None:
                 is_new = not self.directory.is_dir()
-                self.directory.mkdir(parents=True, exist_ok=True)
+                make_directory(self.directory)
                 self._claim.confirm()
         return broadcast_json(is_new, self.group, "cpu")
 
@@ -129,7 +137,8 @@ class _Claim:
             raise _locked(self.path, owner)
 
     def release(self) -> None:
-        if self._over.is_set() or self.nested or os.getpid() != self.owned["pid"]:  # a fork of the owner does not own
+        # a fork of the owner does not own
+        if self._over.is_set() or self.nested or os.getpid() != self.owned["pid"]:
             return
         self._over.set()
         with contextlib.suppress(OSError), _guarded(self.path) as file:
@@ -161,14 +170,18 @@ def _link(path: str) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process began, in ticks since boot; None for a dead one, a zombie, or without /proc."""
+    """Return when a process began, in ticks since boot; None for a dead one, a zombie, or without
+    /proc.
+    """
     text = _text(f"/proc/{pid}/stat")
     fields = text.rpartition(")")[2].split() if text else []
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else None
 
 
 def _same_process(one: dict, other: dict) -> bool:
-    return all(one.get(key) == other[key] for key in ("host", "boot", "pid_space", "pid", "started"))
+    return all(
+        one.get(key) == other[key] for key in ("host", "boot", "pid_space", "pid", "started")
+    )
 
 
 def _is_alive(owner: dict, this_process: dict) -> bool | None:
@@ -204,7 +217,9 @@ def _watch(path: Path, patience: float) -> dict | None:
 
 
 def _renewed(path: Path) -> int | None:
-    """Return the modification time in ns; opens the file, so that a network file system asks its server."""
+    """Return the modification time in ns; opens the file, so that a network file system asks its
+    server.
+    """
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns
     return None
@@ -212,15 +227,22 @@ def _renewed(path: Path) -> int | None:
 
 def _locked(path: Path, owner: dict) -> DirectoryLockedError:
     who = f"process {owner.get('pid')} on host {owner.get('host')}"
-    remedy = f"Wait for it, end it, or give this run a directory of its own; if no such process exists, remove {path}"
-    return DirectoryLockedError("directory", path.parent, f"another job writes to it: {who}", remedy)
+    remedy = (
+        "Wait for it, end it, or give this run a directory of its own; if no such process "
+        f"exists, remove {path}"
+    )
+    return DirectoryLockedError(
+        "directory", path.parent, f"another job writes to it: {who}", remedy
+    )
 
 
 @contextmanager
 def _guarded(path: Path) -> Iterator[int]:
     """Open the lock file; no other process of this host reads or changes it meanwhile."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        file = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644
+        )
         try:
             with contextlib.suppress(_NoLocks), _no_locks():
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -232,7 +254,9 @@ def _guarded(path: Path) -> Iterator[int]:
 
 
 class _NoLocks(OSError):
-    """A file system without locks: owners are still distinguished, except two that start at the same instant."""
+    """A file system without locks: owners are still distinguished, except two that start at the
+    same instant.
+    """
 
 
 @contextmanager
@@ -240,7 +264,13 @@ def _no_locks() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL):
+        if error.errno in (
+            errno.ENOLCK,
+            errno.ENOSYS,
+            errno.EOPNOTSUPP,
+            errno.ENOTSUP,
+            errno.EINVAL,
+        ):
             raise _NoLocks(*error.args) from error
         raise
 
@@ -258,7 +288,9 @@ def _peek(path: Path) -> dict | None:
 
 
 def _read(file: int) -> dict | None:
-    """Return the owner that a lock file names; None if it names none, as after a crash while it was written."""
+    """Return the owner that a lock file names; None if it names none, as after a crash while it was
+    written.
+    """
     try:
         owner = json.loads(os.pread(file, _LARGEST, 0))
     except ValueError:

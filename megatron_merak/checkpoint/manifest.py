@@ -1,4 +1,5 @@
-"""The manifest: the content of a checkpoint and the digest of each part. A directory with a valid one is complete.
+"""The manifest: the content of a checkpoint and the digest of each part. A directory with a valid
+one is complete.
 
 The file is canonical JSON with its own digest, so that a change of any byte is detected.
 """
@@ -11,9 +12,10 @@ from pathlib import Path
 from megatron_merak.checkpoint.files import DTYPE_NAMES
 from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
 from megatron_merak.checkpoint.shard import Intervals, local_shape, uncovered
+from megatron_merak.durable import MANIFEST
 from megatron_merak.errors import CheckpointError, DamagedError
 
-NAME = "manifest.json"
+NAME = MANIFEST
 FORMAT = "megatron_merak checkpoint"
 VERSION = 1
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*-rank-\d{5,}(-\d{4,})?\.safetensors")
@@ -22,8 +24,10 @@ _LARGEST = 2**62
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a tensor in a file, under the tensor's name: ``intervals`` along the tensor's ``dim``."""
+class StoredPart:
+    """A part of a tensor in a file, under the tensor's name: ``intervals`` along the tensor's
+    ``dim``.
+    """
 
     file: str
     intervals: Intervals
@@ -31,13 +35,15 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A full tensor: its shape without padding, its dtype ("float32"), and the parts that tile it along ``dim``."""
+class StoredTensor:
+    """A full tensor: its shape without padding, its dtype ("float32"), and the parts that tile it
+    along ``dim``.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     dim: int | None
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,14 @@ class Manifest:
     """The content of one checkpoint, except the tensors' values.
 
     files:   name -> {"bytes": size, "header": sha256}.
-    tensors: kind -> name -> `Entry`.
+    tensors: kind -> name -> `StoredTensor`.
     meta:    any JSON object.
     """
 
     iteration: int
     save_id: str
     files: Mapping[str, Mapping]
-    tensors: Mapping[str, Mapping[str, Entry]]
+    tensors: Mapping[str, Mapping[str, StoredTensor]]
     meta: Mapping
 
     def files_of(self, kinds: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -65,7 +71,9 @@ class Manifest:
         return digests
 
     def render(self) -> bytes:
-        """Return the bytes of the manifest file. Raises `ValueError` or `TypeError` if ``meta`` is not JSON."""
+        """Return the bytes of the manifest file. Raises `ValueError` or `TypeError` if ``meta`` is
+        not JSON.
+        """
         return seal(
             {
                 "format": FORMAT,
@@ -85,7 +93,8 @@ class Manifest:
 def parse_manifest(text: bytes, path: Path) -> Manifest:
     """Read and check a manifest file.
 
-    Raises `DamagedError` naming ``path`` if anything in it is invalid, and `CheckpointError` for another version's.
+    Raises `DamagedError` naming ``path`` if anything in it is invalid, and `CheckpointError` for
+    another version's.
     """
     remedy = "Load another iteration with --ckpt-step, or restore this one from a copy"
     try:
@@ -99,7 +108,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
         raise DamagedError("manifest", path, str(error), remedy) from error
 
 
-def check_entry(label: str, entry: Entry) -> None:
+def check_entry(label: str, entry: StoredTensor) -> None:
     """Raise `ValueError` unless the parts of a tensor tile it exactly once."""
     if entry.dim is None:
         if len(entry.parts) != 1:
@@ -110,24 +119,35 @@ def check_entry(label: str, entry: Entry) -> None:
         raise ValueError(f"tensor {label} of shape {entry.shape}, along dim {entry.dim}: {problem}")
 
 
-def stored_shape(entry: Entry, part: Part) -> tuple[int, ...]:
+def stored_shape(entry: StoredTensor, part: StoredPart) -> tuple[int, ...]:
     """Return the shape under which the file has the part."""
     return local_shape(entry.shape, entry.dim, part.intervals)
 
 
-def _entry_json(entry: Entry) -> dict:
-    parts = [{"file": part.file, "intervals": part.intervals, "sha256": part.sha256} for part in entry.parts]
+def _entry_json(entry: StoredTensor) -> dict:
+    parts = [
+        {"file": part.file, "intervals": part.intervals, "sha256": part.sha256}
+        for part in entry.parts
+    ]
     return {"shape": entry.shape, "dtype": entry.dtype, "dim": entry.dim, "parts": parts}
 
 
 def _parse(document: dict) -> Manifest:
     files = {_file_name(name): _file(name, file) for name, file in document["files"].items()}
-    tensors: dict[str, dict[str, Entry]] = {}
+    tensors: dict[str, dict[str, StoredTensor]] = {}
     for kind, entries in document["tensors"].items():
-        tensors[kind] = {name: _entry(f"{kind}/{name}", entry, files) for name, entry in entries.items()}
+        tensors[kind] = {
+            name: _entry(f"{kind}/{name}", entry, files) for name, entry in entries.items()
+        }
     if not isinstance(document["meta"], dict):
         raise ValueError("its meta is not an object")
-    return Manifest(_integer(document["iteration"]), _text(document["save_id"]), files, tensors, meta=document["meta"])
+    return Manifest(
+        _integer(document["iteration"]),
+        _text(document["save_id"]),
+        files,
+        tensors,
+        meta=document["meta"],
+    )
 
 
 def _file(name: str, value: dict) -> dict:
@@ -140,7 +160,7 @@ def _file_name(value: object) -> str:
     return value
 
 
-def _entry(label: str, value: dict, files: Mapping[str, dict]) -> Entry:
+def _entry(label: str, value: dict, files: Mapping[str, dict]) -> StoredTensor:
     shape = tuple(_integer(extent) for extent in value["shape"])
     dim = value["dim"]
     if dim is not None and _integer(dim) >= len(shape):
@@ -154,8 +174,8 @@ def _entry(label: str, value: dict, files: Mapping[str, dict]) -> Entry:
         intervals = tuple((_integer(start), _integer(stop)) for start, stop in part["intervals"])
         if any(start > stop for start, stop in intervals):
             raise ValueError(f"tensor {label} has an interval that ends before it starts")
-        parts.append(Part(part["file"], intervals, _text(part["sha256"])))
-    entry = Entry(shape, value["dtype"], dim, tuple(parts))
+        parts.append(StoredPart(part["file"], intervals, _text(part["sha256"])))
+    entry = StoredTensor(shape, value["dtype"], dim, tuple(parts))
     check_entry(label, entry)
     return entry
 

@@ -1,4 +1,6 @@
-"""Saving: every rank writes what it owns into a fresh directory; the manifest, written last, makes it a checkpoint."""
+"""Saving: every rank writes what it owns into a fresh directory; the manifest, written last, makes
+it a checkpoint.
+"""
 
 import re
 import secrets
@@ -11,53 +13,63 @@ import torch.distributed as dist
 
 from megatron_merak.checkpoint import directory as directories
 from megatron_merak.checkpoint.files import (
-    check_free,
     complete_or_absent,
     disk_errors,
     is_finite,
-    sync_directory,
     write_tensors,
 )
-from megatron_merak.checkpoint.manifest import NAME, Entry, Manifest, Part, check_entry, parse_manifest
-from megatron_merak.checkpoint.shard import Kind, Shard, in_turns
+from megatron_merak.checkpoint.manifest import (
+    NAME,
+    Manifest,
+    StoredPart,
+    StoredTensor,
+    check_entry,
+    parse_manifest,
+)
+from megatron_merak.checkpoint.shard import Shard, StateKind, in_turns
+from megatron_merak.durable import check_free, make_directory, sync_directory
 from megatron_merak.errors import CheckpointError, NumericsError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
 SAVE_REMEDY = "Check --save, its permissions and its free space; earlier checkpoints are untouched"
 
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
-_MARGIN = 1 << 20  # bytes of free space wanted beyond the tensors: headers, manifest, tracker
 
 
 def save(
     root: Path | str,
     iteration: int,
-    shards: Mapping[str, Kind | Sequence[Shard]],
+    shards: Mapping[str, StateKind | Sequence[Shard]],
     meta: dict,
     group: dist.ProcessGroup | None,
     device: torch.device | str,
 ) -> Path:
     """Write a checkpoint to ROOT/iter_<iteration> and return that path.
 
-    shards: kind ("model", "master", "exp_avg", "exp_avg_sq") -> this rank's parts; over all ranks, those with ``owner``
-            tile each tensor exactly once.
+    shards: kind ("model", "master", "exp_avg", "exp_avg_sq") -> this rank's parts; over all ranks,
+            those with ``owner`` tile each tensor exactly once.
     meta:   a JSON object; the first rank's is stored, with "iteration" added.
 
-    A complete checkpoint of the same iteration is replaced once the new one is complete. On failure every rank raises
-    `CheckpointError`, complete checkpoints stay, and the partial directory is removed. Numbers that are not finite
-    raise `NumericsError` before anything is written; parameters without moments are not checked.
+    A complete checkpoint of the same iteration is replaced once the new one is complete. On failure
+    every rank raises `CheckpointError`, complete checkpoints stay, and the partial directory is
+    removed. Numbers that are not finite raise `NumericsError` before anything is written;
+    parameters without moments are not checked.
     """
     assert iteration >= 0, iteration
     root = Path(root)
     rank = 0 if group is None else dist.get_rank(group)
-    fresh = directories.directory_of(root, iteration).with_suffix(".new")
+    iterations = directories.Iterations(root)
+    fresh = iterations.names(iteration).fresh
     check_finite(shards, group, device)
-    kinds = {name: Kind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
+    kinds = {name: StateKind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
     own_shards = [part for kind in kinds.values() for part in kind.shards if _is_written(part)]
     needed = sum(gather_json(sum(part.tensor.nbytes for part in own_shards), group, device))
     with together(group, device), disk_errors(root, SAVE_REMEDY):
         if rank == 0:
-            _prepare(root, iteration, needed)
+            make_directory(root)
+            iterations.prepare(iteration)
+            remedy = "Free some space, or save elsewhere with --save"
+            check_free(root, needed, "checkpoint directory", remedy)
             fresh.mkdir()
     save_id = broadcast_json(secrets.token_hex(16), group, device)
     try:
@@ -66,9 +78,13 @@ def save(
         metadata = {"format": "pt", "save_id": save_id, "iteration": str(iteration)}
         for name, number, turn in in_turns(kinds, group, device):
             with together(group, device), disk_errors(fresh, SAVE_REMEDY, needed):
-                file = f"{name}-rank-{rank:05d}" + (f"-{number:04d}" if len(kinds[name].turns) > 1 else "")
+                file = f"{name}-rank-{rank:05d}" + (
+                    f"-{number:04d}" if len(kinds[name].turns) > 1 else ""
+                )
                 written, entries = _write(fresh, f"{file}.safetensors", name, turn.shards, metadata)
-                assert not entries.keys() & tensors[name].keys(), f"{name}: this rank owns two parts of one tensor"
+                assert not entries.keys() & tensors[name].keys(), (
+                    f"{name}: this rank owns two parts of one tensor"
+                )
                 files |= written
                 tensors[name] |= entries
         with together(group, device), disk_errors(fresh, SAVE_REMEDY, needed):
@@ -77,44 +93,54 @@ def save(
         with together(group, device), disk_errors(fresh, SAVE_REMEDY, needed):
             if rank == 0:
                 _complete(fresh, iteration, save_id, reports, meta)
-                directories.publish(root, iteration)
+                iterations.publish(iteration)
     except Exception as error:
         if rank == 0:
-            _discard(fresh, error)
+            _drop(iterations, fresh, error)
         raise
     return directories.directory_of(root, iteration)
 
 
 def check_finite(
-    shards: Mapping[str, Kind | Sequence[Shard]], group: dist.ProcessGroup | None, device: torch.device | str
+    shards: Mapping[str, StateKind | Sequence[Shard]],
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
 ) -> None:
-    """Raise `NumericsError` on every rank if a trained parameter or its optimizer state is NaN or infinite."""
-    kinds = {name: Kind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
-    trained = {part.name for name, kind in kinds.items() if name != "model" for part in kind.shards} or None
+    """Raise `NumericsError` on every rank if a trained parameter or its optimizer state is NaN or
+    infinite.
+    """
+    kinds = {name: StateKind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
+    trained = {
+        part.name for name, kind in kinds.items() if name != "model" for part in kind.shards
+    } or None
     for name, _, turn in in_turns(kinds, group, device):
         with together(group, device):
             for part in turn.shards:
                 if (trained is None or part.name in trained) and not is_finite(part.tensor):
-                    remedy = "Resume from an earlier checkpoint with a lower learning rate; nothing was written"
-                    reason = "it has values that are not finite, and a checkpoint with them would be useless"
+                    remedy = (
+                        "Resume from an earlier checkpoint with a lower learning rate; "
+                        "nothing was written"
+                    )
+                    reason = (
+                        "it has values that are not finite, and a checkpoint with them "
+                        "would be useless"
+                    )
                     raise NumericsError("tensor", f"{name}/{part.name}", reason, remedy)
 
 
 def _is_written(part: Shard) -> bool:
-    """Whether a part is written: not if it is padding only; a tensor without elements still has an entry."""
+    """Whether a part is written: not if it is padding only; a tensor without elements still has an
+    entry.
+    """
     return part.owner and (part.tensor.numel() > 0 or 0 in part.shape)
 
 
-def _prepare(root: Path, iteration: int, needed: int) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    directories.settle(root)
-    if directories.locate(root, iteration) is None:
-        directories.clear(directories.directory_of(root, iteration))
-    check_free(root, needed + _MARGIN, "checkpoint directory", "Free some space, or save elsewhere with --save")
-
-
-def _write(fresh: Path, file: str, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str]) -> tuple[dict, dict]:
-    """Write a file of what this rank owns of one kind. Return JSON-safe entries of files and tensors."""
+def _write(
+    fresh: Path, file: str, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str]
+) -> tuple[dict, dict]:
+    """Write a file of what this rank owns of one kind. Return JSON-safe entries of files and
+    tensors.
+    """
     assert _KIND.fullmatch(kind), kind
     fresh.mkdir(parents=True, exist_ok=True)
     parts = [part for part in parts if _is_written(part)]
@@ -141,40 +167,45 @@ def _complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], me
     """Write the manifest, which makes the directory a checkpoint."""
     files = {name: written for report in reports for name, written in report["files"].items()}
     try:
-        manifest = Manifest(iteration, save_id, files, _join(reports), meta={**meta, "iteration": iteration})
+        manifest = Manifest(
+            iteration, save_id, files, _join(reports), meta={**meta, "iteration": iteration}
+        )
         text = manifest.render()
     except (ValueError, TypeError) as error:
         remedy = "Give each part of a tensor one owner, and a meta that JSON can represent"
         raise CheckpointError("checkpoint", fresh, str(error), remedy) from error
-    parse_manifest(text, fresh / NAME)  # what cannot be read back (two keys that JSON says alike) must not be published
+    # what cannot be read back (two keys that JSON says alike) must not be published
+    parse_manifest(text, fresh / NAME)
     directories.check_files(fresh, manifest)
     with complete_or_absent(fresh / NAME) as file:
         file.write(text)
-    sync_directory(fresh)
 
 
-def _join(reports: list[dict]) -> dict[str, dict[str, Entry]]:
+def _join(reports: list[dict]) -> dict[str, dict[str, StoredTensor]]:
     """Join the ranks' parts; raise `ValueError` if they disagree or do not tile a tensor."""
-    tensors: dict[str, dict[str, Entry]] = {}
+    tensors: dict[str, dict[str, StoredTensor]] = {}
     for report in reports:
         for kind, values in report["tensors"].items():
             entries = tensors.setdefault(kind, {})
             for name, value in values.items():
-                part = Part(value["file"], tuple(value["intervals"]), value["sha256"])
+                part = StoredPart(value["file"], tuple(value["intervals"]), value["sha256"])
                 described = (tuple(value["shape"]), value["dtype"], value["dim"])
                 known = entries.get(name)
                 if known is not None and (known.shape, known.dtype, known.dim) != described:
                     raise ValueError(f"the ranks disagree on shape, dtype or dim of {kind}/{name}")
-                entries[name] = Entry(*described, (*(known.parts if known else ()), part))
+                entries[name] = StoredTensor(*described, (*(known.parts if known else ()), part))
     for kind, entries in tensors.items():
         for name, entry in entries.items():
             check_entry(f"{kind}/{name}", entry)
     return tensors
 
 
-def _discard(fresh: Path, error: Exception) -> None:
+def _drop(iterations: directories.Iterations, fresh: Path, error: Exception) -> None:
     """Remove a partial directory; if that fails too, add it to the error that matters."""
     try:
-        directories.discard(fresh)
+        iterations.drop(fresh)
     except OSError as second:
-        error.add_note(f"{fresh} could not be removed ({second}); the next save to this directory will try again")
+        error.add_note(
+            f"{fresh} could not be removed ({second}); the next save to this directory will try "
+            "again"
+        )

@@ -8,14 +8,17 @@ DIGEST = "sha256"
 
 
 def seal(document: Mapping) -> bytes:
-    """Return the bytes of ``document`` with its digest. Raises `ValueError` or `TypeError` if it is not JSON."""
+    """Return the bytes of ``document`` with its digest. Raises `ValueError` or `TypeError` if it is
+    not JSON.
+    """
     return _dump({**document, DIGEST: _digest(document)}) + b"\n"
 
 
 def unseal(text: bytes, kind: str, version: int) -> dict:
     """Return the document that `seal` turned into ``text``, whose "format" is ``kind``.
 
-    Raises `OtherVersionError` for another "version", and `ValueError` or `KeyError` for anything else that is invalid.
+    Raises `OtherVersionError` for another "version", and `ValueError` or `KeyError` for anything
+    else that is invalid.
     """
     document = json.loads(text)
     if not isinstance(document, dict):
@@ -26,7 +29,9 @@ def unseal(text: bytes, kind: str, version: int) -> dict:
     if _digest(document) != digest or seal(document) != text:
         raise ValueError("it was changed after it was written")
     if document["version"] != version:
-        raise OtherVersionError(f"its format version is {document['version']!r} and this program reads {version}")
+        raise OtherVersionError(
+            f"its format version is {document['version']!r} and this program reads {version}"
+        )
     return document
 
 

@@ -20,11 +20,11 @@ class Shard:
     shape:     of the full tensor, without padding.
     dim:       the sharded dimension; None if this rank has the full tensor.
     intervals: index ranges [start, stop) along ``dim``, in the order in which ``tensor`` has them.
-    tensor:    of ``shape``, except that ``dim`` is as long as the intervals together; any strides. Loading copies into
-               it.
+    tensor:    of ``shape``, except that ``dim`` is as long as the intervals together; any strides.
+               Loading copies into it.
     owner:     False: another rank writes this part.
-    fetch:     fills ``tensor`` if it does not always have its values; collective over the ranks that have the same
-               part.
+    fetch:     fills ``tensor`` if it does not always have its values; collective over the ranks
+               that have the same part.
     """
 
     name: str
@@ -37,18 +37,26 @@ class Shard:
 
     def __post_init__(self):
         if self.dim is not None:
-            bounds = [0, *(bound for interval in self.intervals for bound in interval), self.shape[self.dim]]
-            assert min(bounds) == 0 and max(bounds) == bounds[-1], f"{self.name}: {self.intervals} of {self.shape}"
+            bounds = [
+                0,
+                *(bound for interval in self.intervals for bound in interval),
+                self.shape[self.dim],
+            ]
+            assert min(bounds) == 0 and max(bounds) == bounds[-1], (
+                f"{self.name}: {self.intervals} of {self.shape}"
+            )
         want = local_shape(self.shape, self.dim, self.intervals)
-        assert tuple(self.tensor.shape) == want, f"{self.name}: holds {tuple(self.tensor.shape)}, describes {want}"
+        assert tuple(self.tensor.shape) == want, (
+            f"{self.name}: holds {tuple(self.tensor.shape)}, describes {want}"
+        )
 
 
 @dataclass(frozen=True)
 class Turn:
     """Shards whose tensors are in memory at the same time.
 
-    fetch: called before the tensors of ``shards`` are read or overwritten; may be collective. Those of other turns are
-           gone then.
+    fetch: called before the tensors of ``shards`` are read or overwritten; may be collective. Those
+           of other turns are gone then.
     keep:  called after they were overwritten.
     """
 
@@ -58,7 +66,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Kind:
+class StateKind:
     """This rank's shards of one kind of state ("model", "exp_avg").
 
     Turns may share memory, into which their state is gathered one after the other.
@@ -71,16 +79,16 @@ class Kind:
         return [shard for turn in self.turns for shard in turn.shards]
 
     @classmethod
-    def of(cls, shards: "Kind | Sequence[Shard]") -> "Kind":
+    def of(cls, shards: "StateKind | Sequence[Shard]") -> "StateKind":
         """Return a kind, given one, or given shards that are always in memory."""
-        return shards if isinstance(shards, Kind) else cls([Turn(shards)])
+        return shards if isinstance(shards, StateKind) else cls([Turn(shards)])
 
 
 def in_turns(
-    kinds: Mapping[str, Kind], group: dist.ProcessGroup | None, device: torch.device | str
+    kinds: Mapping[str, StateKind], group: dist.ProcessGroup | None, device: torch.device | str
 ) -> Iterator[tuple[str, int, Turn]]:
-    """Yield (kind, number, turn) of all turns of all kinds, each after its fetch; empty turns on ranks that have
-    fewer.
+    """Yield (kind, number, turn) of all turns of all kinds, each after its fetch; empty turns on
+    ranks that have fewer.
 
     Collective over ``group``, whose ranks have the same kinds.
     """
@@ -92,8 +100,12 @@ def in_turns(
             yield name, number, turn
 
 
-def local_shape(shape: Sequence[int], dim: int | None, intervals: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the shape of the shard that ``intervals`` along ``dim`` cut out of a tensor of ``shape``."""
+def local_shape(
+    shape: Sequence[int], dim: int | None, intervals: Iterable[Sequence[int]]
+) -> tuple[int, ...]:
+    """Return the shape of the shard that ``intervals`` along ``dim`` cut out of a tensor of
+    ``shape``.
+    """
     shape = tuple(shape)
     if dim is None:
         return shape
@@ -117,9 +129,11 @@ def uncovered(extent: int, intervals: Iterable[Sequence[int]]) -> str:
 def overlaps(
     shape: Sequence[int], source: tuple[int | None, Intervals], target: tuple[int | None, Intervals]
 ) -> Iterator[tuple[Slices, Slices]]:
-    """Yield (slices of the source shard, slices of the target shard) of the common elements of a full tensor.
+    """Yield (slices of the source shard, slices of the target shard) of the common elements of a
+    full tensor.
 
-    source, target: (dim, intervals). If the dims differ, every pair of intervals shares a rectangle.
+    source, target: (dim, intervals). If the dims differ, every pair of intervals shares a
+                    rectangle.
 
     Both sides of a pair have equal, non-empty shapes.
     """
@@ -137,8 +151,12 @@ def overlaps(
                 stop = min(source_stop, target_stop)
                 if start >= stop:
                     continue
-                take[source_dim] = slice(start - source_start + source_offset, stop - source_start + source_offset)
-                put[target_dim] = slice(start - target_start + target_offset, stop - target_start + target_offset)
+                take[source_dim] = slice(
+                    start - source_start + source_offset, stop - source_start + source_offset
+                )
+                put[target_dim] = slice(
+                    start - target_start + target_offset, stop - target_start + target_offset
+                )
             else:
                 take[source_dim] = slice(source_offset, source_offset + source_stop - source_start)
                 take[target_dim] = slice(target_start, target_stop)

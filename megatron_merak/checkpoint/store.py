@@ -13,28 +13,32 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_merak.checkpoint.directory import complete_ones, iteration_of, remove_older
+from megatron_merak.checkpoint.directory import Iterations, iteration_of
 from megatron_merak.checkpoint.files import disk_errors
 from megatron_merak.checkpoint.load import load
 from megatron_merak.checkpoint.save import SAVE_REMEDY, save
-from megatron_merak.checkpoint.shard import Kind, Shard, Turn
+from megatron_merak.checkpoint.shard import Shard, StateKind, Turn
 from megatron_merak.errors import CheckpointError
 from megatron_merak.parallel.agree import broadcast_json, together
 
-__all__ = ["Kind", "Shard", "Turn", "latest", "load", "prune", "save"]
+__all__ = ["StateKind", "Shard", "Turn", "latest", "load", "prune", "save"]
 
 
-def latest(root: Path | str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> int | None:
-    """Return the newest iteration with a valid manifest, or None: what the group's first rank sees, on every rank.
+def latest(
+    root: Path | str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> int | None:
+    """Return the newest iteration with a valid manifest, or None: what the group's first rank sees,
+    on every rank.
 
-    Raises `DamagedError` if there are checkpoints but none has a valid manifest: starting anew would lose them. The
-    tracker file is not read: it may be missing, stale or ahead of a save that failed.
+    Raises `DamagedError` if there are checkpoints but none has a valid manifest: starting anew
+    would lose them. The tracker file is not read: it may be missing, stale or ahead of a save that
+    failed.
     """
     newest = None
     with together(group, device), disk_errors(Path(root), "Check --load"):
         if group is None or dist.get_rank(group) == 0:
             faults: list[CheckpointError] = []
-            newest = next(map(iteration_of, complete_ones(Path(root), faults)), None)
+            newest = next(map(iteration_of, Iterations(Path(root)).candidates(faults)), None)
             if newest is None and faults:
                 raise faults[0]
     return broadcast_json(newest, group, device)
@@ -47,17 +51,21 @@ def prune(
     device: torch.device | str = "cpu",
     saved: int | None = None,
 ) -> list[int]:
-    """Remove the complete checkpoints older than the newest whose iteration ``keep_every`` does not divide.
+    """Remove the complete checkpoints older than the newest whose iteration ``keep_every`` does not
+    divide.
 
-    This is Megatron's ``--save-retain-interval``. A damaged checkpoint (every byte is compared with its digest) does
-    not count as the newest. Returns the iterations removed.
+    This is Megatron's ``--save-retain-interval``. A damaged checkpoint (every byte is compared with
+    its digest) does not count as the newest. Returns the iterations removed.
 
-    saved: the iteration that the run has just saved; those after it are of an earlier run, do not count and stay.
+    saved: the iteration that the run has just saved; those after it are of an earlier run, do not
+           count and stay.
     """
     removed: list[int] = []
     with together(group, device), disk_errors(Path(root), SAVE_REMEDY):
         if keep_every < 1:
-            raise CheckpointError("--save-retain-interval", keep_every, "it is not positive", "Give 1 or more")
+            raise CheckpointError(
+                "--save-retain-interval", keep_every, "it is not positive", "Give 1 or more"
+            )
         if group is None or dist.get_rank(group) == 0:
-            removed = remove_older(Path(root), keep_every, saved)
+            removed = Iterations(Path(root)).remove_older(keep_every, saved)
     return broadcast_json(removed, group, device)

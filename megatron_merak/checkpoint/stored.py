@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_merak.checkpoint.directory import complete_ones, iteration_of, read_manifest
+from megatron_merak.checkpoint.directory import Iterations, iteration_of, read_manifest
 from megatron_merak.checkpoint.files import DTYPE_NAMES, verify_tensors
 from megatron_merak.checkpoint.hf import Source
 from megatron_merak.checkpoint.load import copy_parts
@@ -29,7 +29,9 @@ class StoredSource(Source):
         self.manifest = read_manifest(directory)[1]
         files = self.manifest.files_of([MODEL])
         for file in sorted(files):
-            verify_tensors(directory / file, self.manifest.files[file], files[file], self.manifest.save_id)
+            verify_tensors(
+                directory / file, self.manifest.files[file], files[file], self.manifest.save_id
+            )
         entries = self.manifest.tensors[MODEL]
         self._names = {rename(name): name for name in entries}
         self._tensors = {
@@ -50,8 +52,8 @@ class StoredSource(Source):
 
 
 def chosen(path: Path, iteration: int | None) -> Path:
-    """Return the directory of a checkpoint: ``path`` itself if it is one, else the newest one in it or that of
-    ``iteration``.
+    """Return the directory of a checkpoint: ``path`` itself if it is one, else the newest one in it
+    or that of ``iteration``.
 
     Raises CheckpointError if there is none.
     """
@@ -60,7 +62,7 @@ def chosen(path: Path, iteration: int | None) -> Path:
         read_manifest(path)
         return path
     faults: list[CheckpointError] = []
-    complete = list(complete_ones(path, faults))
+    complete = list(Iterations(path).candidates(faults))
     candidates = [each for each in complete if iteration in (None, iteration_of(each))]
     if candidates:
         return candidates[0]
@@ -68,5 +70,7 @@ def chosen(path: Path, iteration: int | None) -> Path:
         raise faults[0]
     if complete:
         known = ", ".join(str(iteration_of(each)) for each in complete)
-        raise CheckpointError("--ckpt-step", iteration, f"{path} has {known}", "Give one of these, or leave it out")
+        raise CheckpointError(
+            "--ckpt-step", iteration, f"{path} has {known}", "Give one of these, or leave it out"
+        )
     raise CheckpointError("checkpoint directory", path, "it has no complete checkpoint", remedy)

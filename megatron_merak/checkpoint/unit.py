@@ -17,24 +17,27 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megatron_merak.checkpoint import directory as directories
-from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, sync_directory, verify_tensors
+from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, verify_tensors
 from megatron_merak.checkpoint.manifest import FILE_NAME, NAME
 from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
+from megatron_merak.durable import sync_folders
 from megatron_merak.errors import CheckpointError, DamagedError
 
 FORMAT = "megatron_merak directory"
 VERSION = 1
-SEALED_BY = "digests in"  # of a file: the manifest beside it that has a digest of each of its tensors
+# of a file: the manifest beside it that has a digest of each of its tensors
+SEALED_BY = "digests in"
 
 _LARGEST_MANIFEST = 1 << 28  # bytes
 _REMEDY = "Use another checkpoint, or restore this one from a copy"
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitManifest:
     """A complete unit.
 
-    files: path relative to the directory -> {"bytes": size, "sha256": hexadecimal or "digests in": manifest}.
+    files: path relative to the directory -> {"bytes": size, "sha256": hexadecimal or "digests in":
+           manifest}.
     """
 
     step: int
@@ -43,7 +46,8 @@ class Unit:
 
 
 def complete(directory: Path, step: int, known: Mapping[str, str]) -> None:
-    """Write the manifest over all files of ``directory``, which makes it a unit; all of it is on the disk then.
+    """Write the manifest over all files of ``directory``, which makes it a unit; all of it is on
+    the disk then.
 
     known: SHA-256 by path, of files that were hashed when written.
 
@@ -59,17 +63,26 @@ def complete(directory: Path, step: int, known: Mapping[str, str]) -> None:
             beside = (path.parent / NAME).relative_to(directory).as_posix()
             files[name] = {"bytes": path.stat().st_size, SEALED_BY: beside}
         else:
-            files[name] = {"bytes": path.stat().st_size, "sha256": _hash_and_sync(path, known.get(name))}
-    for folder, _, _ in os.walk(directory, topdown=False):
-        sync_directory(Path(folder))
-    document = {"format": FORMAT, "version": VERSION, "step": step, "save_id": secrets.token_hex(16), "files": files}
+            files[name] = {
+                "bytes": path.stat().st_size,
+                "sha256": _hash_and_sync(path, known.get(name)),
+            }
+    sync_folders(directory)
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "save_id": secrets.token_hex(16),
+        "files": files,
+    }
     with complete_or_absent(directory / NAME) as file:
         file.write(seal(document))
-    sync_directory(directory)
 
 
-def parse(path: Path) -> Unit:
-    """Read and check a manifest file alone. Raises `CheckpointError` if anything in it is invalid."""
+def parse(path: Path) -> UnitManifest:
+    """Read and check a manifest file alone. Raises `CheckpointError` if anything in it is
+    invalid.
+    """
     try:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_MANIFEST:
@@ -78,10 +91,16 @@ def parse(path: Path) -> Unit:
         files = {_path(name): _file(written) for name, written in document["files"].items()}
         if any(each.get(SEALED_BY, NAME) not in {*files, NAME} for each in files.values()):
             raise ValueError("a file has its digests in a manifest that is not listed")
-        return Unit(_size(document["step"]), str(document["save_id"]), files)
+        return UnitManifest(_size(document["step"]), str(document["save_id"]), files)
     except FileNotFoundError as error:
-        reason = f"it has no {path.name}: its save was interrupted, or another program or version wrote it"
-        remedy = "Use another checkpoint, or start a new run from its weights: from_pretrained(directory)"
+        reason = (
+            f"it has no {path.name}: its save was interrupted, or another program or "
+            "version wrote it"
+        )
+        remedy = (
+            "Use another checkpoint, or start a new run from its weights: "
+            "from_pretrained(directory)"
+        )
         raise DamagedError("checkpoint", path.parent, reason, remedy) from error
     except OSError as error:
         raise CheckpointError("manifest", path, error.strerror or str(error), _REMEDY) from error
@@ -94,8 +113,9 @@ def parse(path: Path) -> Unit:
         raise DamagedError("manifest", path, str(error), _REMEDY) from error
 
 
-def read(directory: Path, step: int | None = None) -> Unit:
-    """Return the manifest, if every file of it exists with its full size. Raises `CheckpointError` if not.
+def read(directory: Path, step: int | None = None) -> UnitManifest:
+    """Return the manifest, if every file of it exists with its full size. Raises `CheckpointError`
+    if not.
 
     step: that of the directory's name, if any.
     """
@@ -106,8 +126,14 @@ def read(directory: Path, step: int | None = None) -> Unit:
         try:
             status = os.lstat(directory / path)
         except OSError as error:
-            kind = DamagedError if isinstance(error, FileNotFoundError | NotADirectoryError) else CheckpointError
-            raise kind("checkpoint file", directory / path, error.strerror or str(error), _REMEDY) from error
+            kind = (
+                DamagedError
+                if isinstance(error, FileNotFoundError | NotADirectoryError)
+                else CheckpointError
+            )
+            raise kind(
+                "checkpoint file", directory / path, error.strerror or str(error), _REMEDY
+            ) from error
         if not stat.S_ISREG(status.st_mode):
             reason = "it is not a regular file (links are not followed)"
             raise DamagedError("checkpoint file", directory / path, reason, _REMEDY)
@@ -117,8 +143,10 @@ def read(directory: Path, step: int | None = None) -> Unit:
     return unit
 
 
-def verify(directory: Path, unit: Unit, part: int = 0, parts: int = 1) -> None:
-    """Compare every byte of each ``parts``-th file with its digest. Raises `DamagedError` naming file and tensor."""
+def verify(directory: Path, unit: UnitManifest, part: int = 0, parts: int = 1) -> None:
+    """Compare every byte of each ``parts``-th file with its digest. Raises `DamagedError` naming
+    file and tensor.
+    """
     for name in sorted(unit.files)[part::parts]:
         path = directory / name
         written = unit.files[name]
@@ -126,15 +154,23 @@ def verify(directory: Path, unit: Unit, part: int = 0, parts: int = 1) -> None:
             if SEALED_BY in written:
                 _verify_tensors(directory / written[SEALED_BY], path.name)
             elif _sha256(path) != written["sha256"]:
-                raise DamagedError("checkpoint file", path, "it was changed after it was written", _REMEDY)
+                raise DamagedError(
+                    "checkpoint file", path, "it was changed after it was written", _REMEDY
+                )
 
 
-def foreign(directory: Path, unit: Unit, *ours: str) -> list[str]:
-    """Return the files in ``directory`` that are neither the unit's nor have one of the names ``ours``.
+def foreign(directory: Path, unit: UnitManifest, *ours: str) -> list[str]:
+    """Return the files in ``directory`` that are neither the unit's nor have one of the names
+    ``ours``.
 
-    On a network file system, a file that is removed while open stays as .nfs... for a while; it is ignored.
+    On a network file system, a file that is removed while open stays as .nfs... for a while; it is
+    ignored.
     """
-    names = (path.relative_to(directory).as_posix() for path in _walk(directory) if not path.name.startswith(".nfs"))
+    names = (
+        path.relative_to(directory).as_posix()
+        for path in _walk(directory)
+        if not path.name.startswith(".nfs")
+    )
     return sorted(name for name in names if name not in unit.files and name not in ours)
 
 
@@ -162,14 +198,21 @@ def _sha256(path: Path) -> str:
 def _verify_tensors(beside: Path, name: str) -> None:
     _, manifest = directories.read_manifest(beside.parent)
     if name not in manifest.files:
-        raise DamagedError("checkpoint file", beside.parent / name, f"{beside} does not list it", _REMEDY)
+        raise DamagedError(
+            "checkpoint file", beside.parent / name, f"{beside} does not list it", _REMEDY
+        )
     digests = manifest.files_of(sorted(manifest.tensors))[name]
     verify_tensors(beside.parent / name, manifest.files[name], digests, manifest.save_id)
 
 
 def _path(name: object) -> str:
     """Return a path that stays inside the directory."""
-    if isinstance(name, str) and name and "\0" not in name and PurePosixPath(name).as_posix() == name:
+    if (
+        isinstance(name, str)
+        and name
+        and "\0" not in name
+        and PurePosixPath(name).as_posix() == name
+    ):
         if not name.startswith("/") and ".." not in name.split("/") and name != NAME:
             return name
     raise ValueError(f"{name!r} is not the path of a file in this directory")

@@ -1,44 +1,37 @@
-"""Directories ROOT/checkpoint-N of units, and how one is replaced so that at every moment one is complete.
+"""Directories ROOT/checkpoint-N of units.
 
     ROOT/checkpoint-500/         complete: its manifest is valid and its files are there
     ROOT/.checkpoint-500.new/    being written; complete once it has its manifest, then renamed
     ROOT/.checkpoint-500.old/    being replaced or removed
     ROOT/kept-checkpoint-500/    files that no save wrote, from a directory that was removed
 
-Programs that look for "checkpoint-*" see only the first. All functions are local to one rank; one process at a time
-writes to a ROOT, see ``lock``.
+Programs that look for "checkpoint-*" see only the first. They are written, replaced and removed in
+the order of ``durable``. All functions are local to one rank; one process at a time writes to a
+ROOT, see ``lock``.
 """
 
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 
 from megatron_merak.checkpoint import unit as units
-from megatron_merak.checkpoint.files import sync_directory
 from megatron_merak.checkpoint.manifest import NAME
-from megatron_merak.errors import CheckpointError, DamagedError
+from megatron_merak.durable import (
+    Directories,
+    DirectoryNames,
+    break_seal,
+    free_name,
+    make_directory,
+    rename,
+)
+from megatron_merak.errors import CheckpointError
 
 REMOVED = NAME + ".removed"  # what the manifest is called once its files are being removed
 
 _NAME = re.compile(r"(\.?)checkpoint-(0|[1-9]\d{0,17})(\.new|\.old)?")
 _say = logging.getLogger(__name__).warning
-
-
-def plain(root: Path, step: int) -> Path:
-    return root / f"checkpoint-{step}"
-
-
-def fresh(root: Path, step: int) -> Path:
-    """Return the directory in which a unit is written."""
-    return root / f".checkpoint-{step}.new"
-
-
-def old(root: Path, step: int) -> Path:
-    return root / f".checkpoint-{step}.old"
 
 
 def step_of(directory: Path) -> int | None:
@@ -47,157 +40,90 @@ def step_of(directory: Path) -> int | None:
     return int(match[2]) if match and bool(match[1]) == bool(match[3]) else None
 
 
-def locate(root: Path, step: int, faults: list[CheckpointError] | None = None) -> Path | None:
-    """Return the complete directory of a step, under whatever name a crash left it.
+class Units(Directories):
+    """The units in a ROOT. Files that no save wrote move to what replaces a unit, or are kept."""
 
-    faults: collects what is wrong with others; None: it is logged, unless they have no manifest.
-    """
-    paths = (place(root, step) for place in (plain, fresh, old))
-    return next((path for path in paths if _is_complete(path, step, faults)), None)
+    remedy = "Check output_dir and its permissions"
 
+    def names(self, number: int) -> DirectoryNames:
+        name = f"checkpoint-{number}"
+        fresh = self.root / f".{name}.new"
+        old = self.root / f".{name}.old"
+        return DirectoryNames(self.root / name, fresh, old)
 
-def newest_first(root: Path, faults: list[CheckpointError] | None = None) -> Iterator[Path]:
-    """Yield the complete units, by step; none if ROOT is absent. ``faults``: see `locate`."""
-    located = (locate(root, step, faults) for step in sorted(_steps(root, plain, fresh, old), reverse=True))
-    return (path for path in located if path is not None)
+    def number_of(self, directory: Path) -> int | None:
+        return step_of(directory)
 
+    def check(self, directory: Path, number: int) -> None:
+        units.read(directory, number)
 
-def settle(root: Path) -> None:
-    """Complete what a crash interrupted: rename complete directories, remove the rest of others.
+    def make_way(self, plain: Path) -> None:
+        """Rename a directory that is no complete unit; nobody knows whose it is."""
+        _set_aside(plain, plain.name)
 
-    Raises `CheckpointError`, and changes nothing of that step, if one cannot be read or is another version's.
-    """
-    for step in sorted(_steps(root, fresh, old)):
-        faults: list[CheckpointError] = []
-        place = plain(root, step)
-        located = locate(root, step, faults)
-        for fault in faults:
-            if located is None and not isinstance(fault, DamagedError):
-                raise fault
-        if located is not None and located != place:
-            if os.path.lexists(place):
-                _set_aside(place)
-            os.rename(located, place)
-            sync_directory(root)
-        if fresh(root, step).is_dir():
-            shutil.rmtree(fresh(root, step))
-        discard(root, step)
+    def drop(self, fresh: Path) -> None:
+        if fresh.is_dir() and not fresh.is_symlink():
+            break_seal(fresh)
+            shutil.rmtree(fresh)
 
+    def discard(self, names: DirectoryNames) -> None:
+        """Remove what a save wrote to the old directory; it stops being complete first.
 
-def publish(root: Path, step: int) -> Path:
-    """Rename the complete fresh directory of a step; an earlier complete one is removed last.
-
-    Files that somebody put into the earlier one move to the new one.
-    """
-    place = plain(root, step)
-    discard(root, step)
-    if _is_complete(place, step):
-        os.rename(place, old(root, step))
-    elif os.path.lexists(place):
-        _set_aside(place)
-    os.rename(fresh(root, step), place)
-    sync_directory(root)
-    discard(root, step)
-    return place
-
-
-def remove(root: Path, step: int) -> None:
-    """Remove a complete unit; files in it that no save wrote are kept."""
-    os.rename(plain(root, step), old(root, step))
-    sync_directory(root)
-    discard(root, step)
-
-
-def discard(root: Path, step: int) -> None:
-    """Remove what a save wrote to the old directory of a step; it stops being complete before the first file is
-    removed.
-
-    May be repeated after a crash at any point.
-    """
-    directory = old(root, step)
-    place = plain(root, step)
-    if not directory.is_dir() or directory.is_symlink():
-        return
-    try:
-        unit = _begin_removal(directory, step)
-    except CheckpointError as error:
-        _say("%s", error)
-        _set_aside(directory, place.name)
-        return
-    if unit is not None:
-        _keep_foreign(directory, unit, place if _is_complete(place, step) else root / f"kept-{place.name}")
-        for name in unit.files:
-            (directory / name).unlink(missing_ok=True)
-        for folder, _, _ in os.walk(directory, topdown=False):
-            if folder != str(directory) and not os.listdir(folder):
-                os.rmdir(folder)
-        if os.listdir(directory) != [REMOVED]:
-            _say("%s is not empty yet: some program has its files open; a later save removes it", directory)
+        Its manifest has another name from then on, and is the last file that is removed.
+        """
+        if not names.old.is_dir() or names.old.is_symlink():
             return
-        (directory / REMOVED).unlink()
-    if os.listdir(directory):
-        _set_aside(directory, place.name)
-    else:
-        os.rmdir(directory)
+        try:
+            unit = _begin_removal(names.old, step_of(names.old))
+        except CheckpointError as error:
+            _say("%s", error)
+            _set_aside(names.old, names.plain.name)
+            return
+        if unit is not None:
+            is_replaced = self._is_complete(names.plain, unit.step)
+            home = names.plain if is_replaced else self.root / f"kept-{names.plain.name}"
+            _keep_foreign(names.old, unit, home)
+            for name in unit.files:
+                (names.old / name).unlink(missing_ok=True)
+            for folder, _, _ in os.walk(names.old, topdown=False):
+                if folder != str(names.old) and not os.listdir(folder):
+                    os.rmdir(folder)
+            if os.listdir(names.old) != [REMOVED]:
+                reason = "some program has its files open; a later save removes it"
+                _say("%s is not empty yet: %s", names.old, reason)
+                return
+            (names.old / REMOVED).unlink()
+        if os.listdir(names.old):
+            _set_aside(names.old, names.plain.name)
+        else:
+            os.rmdir(names.old)
 
 
-def _begin_removal(directory: Path, step: int) -> units.Unit | None:
+def _begin_removal(directory: Path, step: int | None) -> units.UnitManifest | None:
     """Rename the directory's manifest and return it; None if it is already removed."""
     if (directory / NAME).exists():
         units.read(directory, step)
-        os.rename(directory / NAME, directory / REMOVED)
-        sync_directory(directory)
+        rename(directory / NAME, directory / REMOVED)
     return units.parse(directory / REMOVED) if (directory / REMOVED).exists() else None
 
 
-def _keep_foreign(directory: Path, unit: units.Unit, home: Path) -> None:
+def _keep_foreign(directory: Path, unit: units.UnitManifest, home: Path) -> None:
     names = units.foreign(directory, unit, REMOVED)
     for name in names:
-        target = _free(home / name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(directory / name, target)
-        sync_directory(target.parent)
+        target = free_name(home / name, ".")
+        make_directory(target.parent)
+        rename(directory / name, target)
     if names:
-        _say("%s is replaced or removed, but for %s: now in %s", plain(home.parent, unit.step), ", ".join(names), home)
+        place = home.with_name(f"checkpoint-{unit.step}")
+        _say("%s is replaced or removed, but for %s: now in %s", place, ", ".join(names), home)
 
 
-def _set_aside(directory: Path, name: str | None = None) -> None:
-    """Rename a directory that is no complete unit; nobody knows whose it is."""
-    target = _free(directory.with_name(f"kept-{name or directory.name}"))
+def _set_aside(directory: Path, name: str) -> None:
+    """Rename a directory that is no complete unit; ``name`` is that of its place."""
+    target = free_name(directory.with_name(f"kept-{name}"), ".")
     os.rename(directory, target)
-    _say("%s is no complete checkpoint, and a new one takes its place: it is %s now", directory, target)
-
-
-def _free(path: Path) -> Path:
-    """Return ``path``, or the first numbered name after it that is free."""
-    names = (path.with_name(f"{path.name}.{n}") if n else path for n in count())
-    return next(name for name in names if not os.path.lexists(name))
-
-
-def _steps(root: Path, *directories: Callable[[Path, int], Path]) -> set[int]:
-    try:
-        with os.scandir(root) as entries:
-            paths = [root / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return set()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise CheckpointError("checkpoint directory", root, reason, "Check output_dir and its permissions") from error
-    steps = ((path, step_of(path)) for path in paths)
-    return {step for path, step in steps if step is not None and path in [place(root, step) for place in directories]}
-
-
-def _is_complete(directory: Path, step: int, faults: list[CheckpointError] | None = None) -> bool:
-    if directory.is_symlink() or not directory.is_dir():
-        return False
-    if not os.path.lexists(directory / NAME) and (faults is None or directory.name.startswith(".")):
-        return False
-    try:
-        units.read(directory, step)
-    except CheckpointError as error:
-        if faults is None:
-            _say("Passed over as not complete: %s", error)
-        else:
-            faults.append(error)
-        return False
-    return True
+    _say(
+        "%s is no complete checkpoint, and a new one takes its place: it is %s now",
+        directory,
+        target,
+    )

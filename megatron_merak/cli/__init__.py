@@ -1,1 +1,3 @@
-"""The commands of an installation; the scripts in the root of a clone and in tools/ start the same ones."""
+"""The commands of an installation; the scripts in the root of a clone and in tools/ start the same
+ones.
+"""

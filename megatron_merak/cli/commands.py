@@ -25,23 +25,40 @@ class Command:
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "pretrain": Command("megatron_merak.cli.pretrain:gpt", "pretrain a GPT (pretrain_gpt.py)"),
-        "pretrain-hf": Command("megatron_merak.cli.pretrain:hf", "train a HuggingFace language model (pretrain_hf.py)"),
-        "preprocess": Command("megatron_merak.cli.preprocess_data:main", "tokenize text into indexed datasets"),
+        "pretrain-hf": Command(
+            "megatron_merak.cli.pretrain:hf", "train a HuggingFace language model (pretrain_hf.py)"
+        ),
+        "preprocess": Command(
+            "megatron_merak.cli.preprocess_data:main", "tokenize text into indexed datasets"
+        ),
         "launch": Command(
             "megatron_merak.cli.launch:main",
             "start the ranks of a script or job; one with parameter servers survives failed ranks",
         ),
-        "plan": Command("megatron_merak.cli.plan:main", "show how a training command would run, or a stored plan"),
-        "memory": Command("megatron_merak.cli.report_memory:main", "show what fills the memory of every rank"),
-        "simulate": Command("megatron_merak.cli.simulate:main", "simulate pipeline schedules and plans"),
+        "plan": Command(
+            "megatron_merak.cli.plan:main",
+            "search the fastest plan; show how a training command would run, or a stored plan",
+        ),
+        "memory": Command(
+            "megatron_merak.cli.report_memory:main", "show what fills the memory of every rank"
+        ),
+        "simulate": Command(
+            "megatron_merak.cli.simulate:main", "simulate pipeline schedules and plans"
+        ),
         "from-megatron": Command(
-            "megatron_merak.cli.from_megatron:main", "convert a launch script of Megatron-LM, and say what changed"
+            "megatron_merak.cli.from_megatron:main",
+            "convert a launch script of Megatron-LM, and say what changed",
         ),
         "report": Command("megatron_merak.cli.report:main", "show a training run as one HTML page"),
-        "verify": Command("megatron_merak.cli.verify:main", "compare checkpoints with their manifests"),
-        "convert": Command("megatron_merak.cli.convert:main", "convert weights from and to HuggingFace directories"),
+        "verify": Command(
+            "megatron_merak.cli.verify:main", "compare checkpoints with their manifests"
+        ),
+        "convert": Command(
+            "megatron_merak.cli.convert:main", "convert weights from and to HuggingFace directories"
+        ),
         "doctor": Command(
-            "megatron_merak.cli.doctor:main", "show which kernels and backends are active, and why others are not"
+            "megatron_merak.cli.doctor:main",
+            "show which kernels and backends are active, and why others are not",
         ),
     }
 )
@@ -51,12 +68,19 @@ def listing() -> str:
     """Return the list of commands, one line each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.text}" for name, command in COMMANDS.items()]
-    head = [f"megatron_merak {__version__}", "", f"usage: {MODULE} COMMAND ...      (or merak-COMMAND ...)", ""]
+    head = [
+        f"megatron_merak {__version__}",
+        "",
+        f"usage: {MODULE} COMMAND ...      (or merak-COMMAND ...)",
+        "",
+    ]
     return "\n".join([*head, *lines, "", f"{MODULE} COMMAND --help shows the flags of a command."])
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
-    """Run the command named by the first argument with the other arguments; return its exit status."""
+    """Run the command named by the first argument with the other arguments; return its
+    exit status.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("--help", "-h", "help"):
         print(listing())

@@ -50,18 +50,33 @@ _BESIDE = (
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=described(__doc__, "merak-convert"), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=described(__doc__, "merak-convert"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, metavar="FROM", help="a checkpoint, or a HuggingFace directory")
+    parser.add_argument(
+        "source", type=Path, metavar="FROM", help="a checkpoint, or a HuggingFace directory"
+    )
     parser.add_argument("target", type=Path, metavar="TO", help="the directory to write")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="the checkpoint to convert [the newest]")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="save this tokenizer beside the weights [none]")
-    parser.add_argument("--max-shard-size", default=_SHARDS, metavar="SIZE", help=f"largest weight file [{_SHARDS}]")
+    parser.add_argument(
+        "--ckpt-step", type=int, metavar="N", help="the checkpoint to convert [the newest]"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="save this tokenizer beside the weights [none]",
+    )
+    parser.add_argument(
+        "--max-shard-size", default=_SHARDS, metavar="SIZE", help=f"largest weight file [{_SHARDS}]"
+    )
     options = parser.parse_args(arguments)
     try:
         if not _SIZE.fullmatch(options.max_shard_size):
             raise ConfigError(
-                "--max-shard-size", options.max_shard_size, "is not a size", "Give one such as 5GB or 500MB"
+                "--max-shard-size",
+                options.max_shard_size,
+                "is not a size",
+                "Give one such as 5GB or 500MB",
             )
         from_hf = (options.source / "config.json").is_file()
         _check_target(options.source, options.target, from_hf)
@@ -80,20 +95,26 @@ def _check_target(source: Path, target: Path, to_checkpoint: bool) -> None:
     one = source.resolve()
     other = target.resolve()
     if one == other or one in other.parents or other in one.parents:
-        raise ConfigError("TO", target, f"it is {source}, or one is inside the other", "Name another directory")
+        raise ConfigError(
+            "TO", target, f"it is {source}, or one is inside the other", "Name another directory"
+        )
     if any(target.glob("iter_*")) and not (to_checkpoint and _is_of_conversions(target)):
         reason = "it holds checkpoints, of which a run would load the newest"
         raise ConfigError("TO", target, reason, "Name an empty directory")
 
 
 def _is_of_conversions(target: Path) -> bool:
-    """Whether the only checkpoint in a directory is that of an earlier conversion, which may have been killed."""
-    from ..checkpoint.directory import complete_ones, iteration_of, read_manifest
+    """Whether the only checkpoint in a directory is that of an earlier conversion, which may have
+    been killed.
+    """
+    from ..checkpoint.directory import Iterations, iteration_of, read_manifest
 
     if any(iteration_of(path) != 0 for path in target.glob("iter_*")):
         return False
-    settings = [read_manifest(path)[1].meta.get("config") for path in complete_ones(target)]
-    return all(isinstance(each, dict) and each.get("train") == {} for each in settings)  # a run has some
+    complete = Iterations(target).newest_first()
+    settings = [read_manifest(path)[1].meta.get("config") for path in complete]
+    # a run has some
+    return all(isinstance(each, dict) and each.get("train") == {} for each in settings)
 
 
 def _to_hf(options: argparse.Namespace) -> None:
@@ -110,11 +131,16 @@ def _to_hf(options: argparse.Namespace) -> None:
         stored_dtype = next(iter(source.dtypes()))
         model = build_empty(Path(place), None, False, {"dtype": stored_dtype})
     to_hf(source, model, options.target, tokenizer, shard_size=options.max_shard_size)
-    print(f"{directory} -> {options.target}: {type(model).__name__}, {_count(source)} weights, {str(stored_dtype)[6:]}")
+    print(
+        f"{directory} -> {options.target}: {type(model).__name__}, {_count(source)} weights, "
+        f"{str(stored_dtype)[6:]}"
+    )
 
 
 def _config_of(directory: Path) -> tuple[dict[str, Any], Sequence[tuple[str, str]]]:
-    """Return the config.json of a checkpoint's model, and the (old, new) parts of tensor names that differ in it."""
+    """Return the config.json of a checkpoint's model, and the (old, new) parts of tensor names that
+    differ in it.
+    """
     from ..checkpoint.directory import read_manifest
     from ..models.hf_config import RENAMED, hf_config
     from ..stages.saved_run import SavedRun
@@ -122,8 +148,13 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Sequence[tuple[str, str
     saved = SavedRun.read(read_manifest(directory)[1].meta, directory)
     if "model" in saved.config["model"]:
         if saved.model is None:
-            remedy = "Resume it with merak-pretrain-hf --load, --train-iters at its iteration, and --save-hf"
-            raise CheckpointError("checkpoint", directory, "it does not hold the config.json of its model", remedy)
+            remedy = (
+                "Resume it with merak-pretrain-hf --load, --train-iters at its iteration, "
+                "and --save-hf"
+            )
+            raise CheckpointError(
+                "checkpoint", directory, "it does not hold the config.json of its model", remedy
+            )
         return dict(saved.model), ()
     native = _native(saved.config["model"])
     try:
@@ -131,8 +162,12 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Sequence[tuple[str, str
     except ConfigError as error:
         error.add_note(f"The checkpoint is {directory}.")
         raise
-    if native.hidden_dropout and not any("dropout" in key or "pdrop" in key for key in config.keys() - {_ATTENTION}):
-        text = f"--hidden-dropout {native.hidden_dropout} has no counterpart in {config['model_type']}"
+    if native.hidden_dropout and not any(
+        "dropout" in key or "pdrop" in key for key in config.keys() - {_ATTENTION}
+    ):
+        text = (
+            f"--hidden-dropout {native.hidden_dropout} has no counterpart in {config['model_type']}"
+        )
         print(f"{text}: further training of it by transformers has none.")
     return config, RENAMED.get(config["model_type"], ())
 
@@ -160,7 +195,9 @@ def _tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:
         reason = f"it holds no tokenizer ({str(error).splitlines()[0]:.200})"
-        raise ConfigError("--tokenizer", directory, reason, "Give a directory with tokenizer files") from error
+        raise ConfigError(
+            "--tokenizer", directory, reason, "Give a directory with tokenizer files"
+        ) from error
 
 
 def _to_checkpoint(options: argparse.Namespace) -> None:
@@ -168,7 +205,9 @@ def _to_checkpoint(options: argparse.Namespace) -> None:
     for flag, default in beside:
         value = getattr(options, flag[2:].replace("-", "_"))
         if value != default:
-            raise ConfigError(flag, value, f"{options.source} is a HuggingFace directory", "Leave it out")
+            raise ConfigError(
+                flag, value, f"{options.source} is a HuggingFace directory", "Leave it out"
+            )
     from transformers import AutoModelForCausalLM
 
     from ..checkpoint.convert import to_checkpoint
@@ -178,7 +217,10 @@ def _to_checkpoint(options: argparse.Namespace) -> None:
 
     model: Any = from_pretrained(options.source, auto_class=AutoModelForCausalLM)
     if model.merak_source is None:
-        remedy = "Give a directory with model.safetensors; merak-pretrain draws weights without a checkpoint"
+        remedy = (
+            "Give a directory with model.safetensors; merak-pretrain draws weights without "
+            "a checkpoint"
+        )
         raise CheckpointError("model directory", options.source, "it has no weights", remedy)
     native = _settings(model, options.source)
     renamed = [(theirs, ours) for ours, theirs in RENAMED.get(model.config.model_type, ())]
@@ -187,21 +229,31 @@ def _to_checkpoint(options: argparse.Namespace) -> None:
     names = {name: own for name, own in names.items() if own in ours}
     assert set(names.values()) == ours, ours - set(names.values())
     sections = {"model": _plain(native), "train": {}, "optimizer": {}, "data": {}}
-    meta = {"consumed_samples": 0, "optimizer_steps": 0, "config": sections, "data": None, "model": None}
+    meta = {
+        "consumed_samples": 0,
+        "optimizer_steps": 0,
+        "config": sections,
+        "data": None,
+        "model": None,
+    }
     path = to_checkpoint(model.merak_source, names, options.target, meta)
     print(f"{options.source} -> {path}: {_count(model.merak_source, names)} weights")
     print(f"merak-pretrain --load {options.target} --finetune {_flags(native)} ...")
 
 
 def _settings(model: Any, directory: Path) -> Any:
-    """Return the ModelConfig of a HuggingFace model. Raises ConfigError for what the native model does not have."""
+    """Return the ModelConfig of a HuggingFace model. Raises ConfigError for what the native model
+    does not have.
+    """
     from ..models.hf_config import hf_config, settings_of
 
     theirs = json.loads(model.config.to_json_string(use_diff=False))
     native = _native(settings_of(theirs))
     for one, other in _DROPOUTS:
         if one in theirs and theirs[one] != theirs.get(other, theirs[one]):
-            print(f"config.json {other} {theirs[other]}: --hidden-dropout is one value, that of {one}")
+            print(
+                f"config.json {other} {theirs[other]}: --hidden-dropout is one value, that of {one}"
+            )
     ours = json.loads(type(model.config)(**hf_config(native)).to_json_string(use_diff=False))
     if theirs["model_type"] == "gpt2":
         theirs["n_inner"] = theirs["n_inner"] or 4 * theirs["n_embd"]
@@ -215,7 +267,11 @@ def _settings(model: Any, directory: Path) -> Any:
 
 def _same(value: Any) -> Any:
     """A value of a config.json without the former name of one of its entries."""
-    return {name: each for name, each in value.items() if name != "type"} if isinstance(value, dict) else value
+    return (
+        {name: each for name, each in value.items() if name != "type"}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _plain(native: Any) -> dict[str, Any]:

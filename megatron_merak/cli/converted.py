@@ -1,4 +1,6 @@
-"""Flags of Megatron-LM as those of merak-pretrain: what is kept, renamed, added, without effect, or refused."""
+"""Flags of Megatron-LM as those of merak-pretrain: what is kept, renamed, added, without effect, or
+refused.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +20,21 @@ INTERLEAVED = ("--pipeline-schedule", "interleaved")
 # Flags that are kept and do something else here, and how so.
 _OTHERWISE: Mapping[str, str] = MappingProxyType(
     {
-        "--load": "checkpoints of Megatron-LM are not read; without one of its own, the run starts at iteration 0",
+        "--load": "checkpoints of Megatron-LM are not read; without one of its own, the run "
+        "starts at iteration 0",
         "--tp-comm-overlap": "the cost model chooses what overlaps tensor-parallel collectives",
-        "--recompute-granularity selective": "the input of each MLP's second matrix is recomputed; attention stores no "
+        "--recompute-granularity selective": "the input of each MLP's second matrix is "
+        "recomputed; attention stores no "
         "scores in any case",
     }
 )
 
 
 @dataclass(frozen=True)
-class Given:
-    """A flag as it stands in a script: its name and values; without a name, a variable that stands alone."""
+class ScriptFlag:
+    """A flag as it stands in a script: its name and values; without a name, a variable that stands
+    alone.
+    """
 
     name: str
     values: tuple[str, ...] = ()
@@ -44,13 +50,14 @@ class Given:
 
 @dataclass
 class Converted:
-    """The flags here, and what became of those of a script: (what was given, what is told of it) in each list.
+    """The flags here, and what became of those of a script: (what was given, what is told of it) in
+    each list.
 
     flags: one after the other, with their values.
     kept: number of flags that are as they were.
     """
 
-    flags: list[Given] = field(default_factory=list)
+    flags: list[ScriptFlag] = field(default_factory=list)
     kept: int = 0
     renamed: list[tuple[str, str]] = field(default_factory=list)
     added: list[tuple[str, str]] = field(default_factory=list)
@@ -71,7 +78,9 @@ def converted(tokens: Sequence[str], ranks: int | None = None) -> Converted:
     for each in script_flags:
         if not each.name:
             result.flags.append(each)
-            result.notes.append((str(each), "it is not known here, and what it holds is not converted"))
+            result.notes.append(
+                (str(each), "it is not known here, and what it holds is not converted")
+            )
         elif each.name in (LAYERS, STAGES):
             _virtual_stages(each, script_flags, result)
         elif each.name in ours:
@@ -97,25 +106,25 @@ def consequence(error: ConfigError) -> str:
     return re.sub(r"^Leave it out, or (\w)", lambda match: match.group(1).upper(), remedy)
 
 
-def _script_flags(tokens: Sequence[str], ours: Mapping[str, Flag]) -> Iterator[Given]:
+def _script_flags(tokens: Sequence[str], ours: Mapping[str, Flag]) -> Iterator[ScriptFlag]:
     """Flags with their values; a variable behind a flag that has all its values stands alone."""
     name = ""
     values: list[str] = []
     for token in tokens:
         if re.match(r"--[A-Za-z]", token):
             if name or values:
-                yield Given(name, tuple(values))
+                yield ScriptFlag(name, tuple(values))
             name, equals, value = token.partition("=")
             values = [_unquoted(value)] if equals else []
         elif token.startswith("$") and (not name or _complete(name, values, ours)):
-            yield from [Given(name, tuple(values))] if name else []
-            yield Given("", (token,))
+            yield from [ScriptFlag(name, tuple(values))] if name else []
+            yield ScriptFlag("", (token,))
             name = ""
             values = []
         else:
             values.append(_unquoted(token))
     if name or values:
-        yield Given(name, tuple(values))
+        yield ScriptFlag(name, tuple(values))
 
 
 def _complete(name: str, values: Sequence[str], ours: Mapping[str, Flag]) -> bool:
@@ -132,7 +141,7 @@ def _unquoted(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
-def _keep(each: Given, flag: Flag, result: Converted) -> None:
+def _keep(each: ScriptFlag, flag: Flag, result: Converted) -> None:
     try:
         check(flag, each)
     except ConfigError as error:
@@ -144,8 +153,10 @@ def _keep(each: Given, flag: Flag, result: Converted) -> None:
     result.notes += [(str(each), note)] if note else []
 
 
-def check(flag: Flag, each: Given) -> None:
-    """Raise ConfigError unless the values are legal for a flag, or are known only where the script runs."""
+def check(flag: Flag, each: ScriptFlag) -> None:
+    """Raise ConfigError unless the values are legal for a flag, or are known only where the script
+    runs.
+    """
     if each.unknown:
         return
     if flag.kind is bool:
@@ -155,7 +166,9 @@ def check(flag: Flag, each: Given) -> None:
     if not each.values and "bare" in flag.metadata:
         return
     if not each.values or (len(each.values) > 1 and flag.kind is not tuple):
-        raise ConfigError(flag.name, " ".join(each.values), "needs one value", "Give its value after it")
+        raise ConfigError(
+            flag.name, " ".join(each.values), "needs one value", "Give its value after it"
+        )
     section = next(section for section in _sections() if flag.field in section.__dataclass_fields__)
     value = convert(flag, each.values if flag.kind is tuple else each.values[0])
     checked(section, section.__dataclass_fields__[flag.field], value)
@@ -165,18 +178,27 @@ def _sections() -> Iterator[Any]:
     return (entry.type for entry in Config.__dataclass_fields__.values())
 
 
-def _without_effect(each: Given, script_flags: Sequence[Given]) -> str | None:
+def _without_effect(each: ScriptFlag, script_flags: Sequence[ScriptFlag]) -> str | None:
     """Why a flag changes nothing; None if it does, or is no such flag."""
     taken = TAKEN.get(each.name)
-    if taken is None or (taken.beside and all(other.name != taken.beside for other in script_flags)):
+    if taken is None or (
+        taken.beside and all(other.name != taken.beside for other in script_flags)
+    ):
         return None
-    fits = each.values[:1] in [(value,) for value in taken.values] if taken.values else not each.values
+    fits = (
+        each.values[:1] in [(value,) for value in taken.values] if taken.values else not each.values
+    )
     return taken.why if fits and len(each.values) <= 1 else None
 
 
-def _rename(each: Given, script_flags: Sequence[Given], ours: Mapping[str, Flag], result: Converted) -> None:
+def _rename(
+    each: ScriptFlag,
+    script_flags: Sequence[ScriptFlag],
+    ours: Mapping[str, Flag],
+    result: Converted,
+) -> None:
     name, *value = RENAMED[each.name].split()
-    now = Given(name, tuple(value) or each.values)
+    now = ScriptFlag(name, tuple(value) or each.values)
     other = next((other for other in script_flags if other.name == name), None)
     if other == now:
         result.dropped.append((str(each), f"{now} says the same"))
@@ -190,12 +212,18 @@ def _rename(each: Given, script_flags: Sequence[Given], ours: Mapping[str, Flag]
             result.renamed.append((str(each), str(now)))
 
 
-def _virtual_stages(each: Given, script_flags: Sequence[Given], result: Converted) -> None:
-    """Layers of a virtual stage become stages of a rank, and either asks for the interleaved schedule."""
+def _virtual_stages(
+    each: ScriptFlag, script_flags: Sequence[ScriptFlag], result: Converted
+) -> None:
+    """Layers of a virtual stage become stages of a rank, and either asks for the interleaved
+    schedule.
+    """
     if each.name == STAGES:
-        result.flags += [each, Given(INTERLEAVED[0], INTERLEAVED[1:])]
+        result.flags += [each, ScriptFlag(INTERLEAVED[0], INTERLEAVED[1:])]
         result.kept += 1
-        result.added.append((" ".join(INTERLEAVED), f"Megatron-LM interleaves wherever there is {STAGES}"))
+        result.added.append(
+            (" ".join(INTERLEAVED), f"Megatron-LM interleaves wherever there is {STAGES}")
+        )
         return
     numbers = {"--pipeline-model-parallel-size": 1} | {
         RENAMED.get(other.name, other.name): int(other.values[0])
@@ -206,34 +234,43 @@ def _virtual_stages(each: Given, script_flags: Sequence[Given], result: Converte
     layers, ranks, of_stage = (numbers.get(name, 0) for name in names)
     if not (layers and ranks and of_stage) or layers % (ranks * of_stage):
         formula = "--num-layers / --pipeline-model-parallel-size / layers of a virtual stage"
-        result.refused.append((str(each), f"Use {' '.join(INTERLEAVED)} {STAGES} V, with V = {formula}"))
+        result.refused.append(
+            (str(each), f"Use {' '.join(INTERLEAVED)} {STAGES} V, with V = {formula}")
+        )
         return
     stages = layers // (ranks * of_stage)
     how = f"{layers} layers / {ranks} pipeline ranks / {of_stage} layers = {stages}"
     if stages == 1 or ranks == 1:
         result.dropped.append((str(each), f"there is one stage per pipeline rank: {how}"))
         return
-    now = [Given(INTERLEAVED[0], INTERLEAVED[1:]), Given(STAGES, (str(stages),))]
+    now = [ScriptFlag(INTERLEAVED[0], INTERLEAVED[1:]), ScriptFlag(STAGES, (str(stages),))]
     result.flags += now
     result.renamed.append((str(each), f"{now[0]} {now[1]}: {how}"))
 
 
 def _add_defaults(result: Converted) -> None:
-    """Say what Megatron-LM does where a script says nothing and the default of the optimizer is another here."""
+    """Say what Megatron-LM does where a script says nothing and the default of the optimizer is
+    another here.
+    """
     names = {each.name for each in result.flags}
     for flag in flags(Config):
         if flag.section == "optimizer" and flag.differs and flag.name not in names:
-            result.flags.append(Given(flag.name, (shown(flag.metadata["megatron"]),)))
+            result.flags.append(ScriptFlag(flag.name, (shown(flag.metadata["megatron"]),)))
             here = f"the default of Megatron-LM; here it is {shown(flag.default)}"
             result.added.append((str(result.flags[-1]), here))
 
 
 def _understood(result: Converted, ours: Mapping[str, Flag], ranks: int | None) -> None:
-    """Read the flags as merak-pretrain does, and check them for the number of ranks where that and all values are
-    known; what it would refuse is told."""
+    """Read the flags as merak-pretrain does, and check them for the number of ranks where that and
+    all values are known; what it would refuse is told."""
     loose = any(not each.name for each in result.flags)
     unknown = loose or any(each.unknown for each in result.flags)
-    words = [word for each in result.flags if each.name for word in (each.name, *_stand_in(each, ours[each.name]))]
+    words = [
+        word
+        for each in result.flags
+        if each.name
+        for word in (each.name, *_stand_in(each, ours[each.name]))
+    ]
     try:
         config = read(build_parser(), words, Config)[0]
     except ConfigError as error:
@@ -248,7 +285,7 @@ def _understood(result: Converted, ours: Mapping[str, Flag], ranks: int | None) 
         result.refused.append((f"{error.what} {error.value}", f"it {error.reason}. {error.remedy}"))
 
 
-def _stand_in(each: Given, flag: Flag) -> tuple[str, ...]:
+def _stand_in(each: ScriptFlag, flag: Flag) -> tuple[str, ...]:
     """The values of a flag, with a legal one for what is known only where the script runs."""
     if each.unknown and "choices" in flag.metadata:
         return flag.metadata["choices"][:1]

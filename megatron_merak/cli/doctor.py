@@ -32,7 +32,9 @@ ROWS = {
 
 
 def findings() -> dict[str, tuple[bool | None, str]]:
-    """Part -> whether it is active (None: a plain fact), and in words what it is or why it is not."""
+    """Part -> whether it is active (None: a plain fact), and in words what it is or why it
+    is not.
+    """
     if importlib.util.find_spec("torch") is None:
         absent = "it is not installed. Install a build for this machine: pip install torch"
         return {"python": (None, platform.python_version()), "torch": (False, absent)}
@@ -46,7 +48,10 @@ def findings() -> dict[str, tuple[bool | None, str]]:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     parts: dict[str, tuple[bool | None, str]] = {
         "python": (None, platform.python_version()),
-        "torch": (None, f"{torch.__version__}, {torch.get_num_threads()} threads{_cuda_versions()}"),
+        "torch": (
+            None,
+            f"{torch.__version__}, {torch.get_num_threads()} threads{_cuda_versions()}",
+        ),
         "cpu": (None, torch.backends.cpu.get_cpu_capability()),
         "gpus": (None, ", ".join(gpus) or "none"),
         "_C": (
@@ -62,7 +67,10 @@ def findings() -> dict[str, tuple[bool | None, str]]:
         None,
         f"of bf16 are added to fp32 sums {'by' if fused else 'after'} the product on {device.type}",
     )
-    parts["attention"] = (None, f"causal, bf16, heads of 128 features on {device.type}: {attention_kernel(device)}")
+    parts["attention"] = (
+        None,
+        f"causal, bf16, heads of 128 features on {device.type}: {attention_kernel(device)}",
+    )
     return parts
 
 
@@ -85,18 +93,31 @@ def attention_kernel(device) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     text = described(__doc__, "merak-doctor")
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object: part -> active, detail")
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object: part -> active, detail"
+    )
     options = parser.parse_args(arguments)
     parts = findings()
     if options.json:
-        print(json.dumps({part: {"active": active, "detail": detail} for part, (active, detail) in parts.items()}))
+        print(
+            json.dumps(
+                {
+                    part: {"active": active, "detail": detail}
+                    for part, (active, detail) in parts.items()
+                }
+            )
+        )
     else:
         for part, (active, detail) in parts.items():
             mark = {None: "", True: "active", False: "off"}[active]
             print(f"{ROWS[part]:<18} {mark:<7} {detail}")
     needed = [part for part in ("torch", "_C", "_ops_cpu") if part in parts]
-    broken = [part for part in needed if parts[part][0] is False and parts[part][1] != "MERAK_EXT=0"]
+    broken = [
+        part for part in needed if parts[part][0] is False and parts[part][1] != "MERAK_EXT=0"
+    ]
     if broken and "torch" not in broken and not options.json:
         print(f"\nFor the parts that are off: {REMEDY}.")
     return int(bool(broken))

@@ -1,4 +1,6 @@
-"""What every command does first and last: its words are text, what it prints arrives, and a mistake is one line."""
+"""What every command does first and last: its words are text, what it prints arrives, and a mistake
+is one line.
+"""
 
 import functools
 import io
@@ -18,17 +20,21 @@ _STREAMS = {0: "stdin", 1: "stdout", 2: "stderr"}
 
 
 def command(main: Main) -> Main:
-    """Return the ``main`` of a command with the handling of its words and standard streams that all commands share.
+    """Return the ``main`` of a command with the handling of its words and standard streams that all
+    commands share.
 
-    A word that is not text, a standard output that is closed or full, a file that cannot be read and input nested too
-    deep end with one line and status 1 or 2; a reader that leaves (``| head -1``) ends the command silently.
+    A word that is not text, a standard output that is closed or full, a file that cannot be read
+    and input nested too deep end with one line and status 1 or 2; a reader that leaves (``| head
+    -1``) ends the command silently.
     """
 
     @functools.wraps(main)
     def guarded(arguments: Sequence[str] | None = None) -> int | None:
         words = list(sys.argv[1:] if arguments is None else arguments)
         if 1 in occupy_closed_streams():
-            raise SystemExit(f"{program()}: standard output is closed. Redirect it to a file or to /dev/null.")
+            raise SystemExit(
+                f"{program()}: standard output is closed. Redirect it to a file or to /dev/null."
+            )
         try:
             try:
                 check_words(words)
@@ -45,7 +51,11 @@ def command(main: Main) -> Main:
             _end(error_text(error))
         except OSError as error:
             _leave_output()
-            where = "standard output" if error.filename is None else f"file {printable(os.fspath(error.filename))}"
+            where = (
+                "standard output"
+                if error.filename is None
+                else f"file {printable(os.fspath(error.filename))}"
+            )
             _end(f"{where}: {error.strerror or error}. Correct it and start the command again.")
         except RecursionError:
             _end("input: it is nested too deep. Correct it.")
@@ -59,7 +69,9 @@ def check_words(words: Sequence[str]) -> None:
     """Raise ConfigError for a word of a command line that is not text."""
     for word in words:
         if (reason := not_text(word)) is not None:
-            raise ConfigError("argument", printable(word), reason, "Use other names of files and directories")
+            raise ConfigError(
+                "argument", printable(word), reason, "Use other names of files and directories"
+            )
 
 
 def printable(text: str | bytes) -> str:
@@ -71,8 +83,8 @@ def printable(text: str | bytes) -> str:
 def occupy_closed_streams() -> list[int]:
     """Return the standard streams that the caller closed, which /dev/null takes the place of.
 
-    Else the next file that is opened would be one of them, and what any library prints would be written into it.
-    Characters that the terminal's encoding lacks are printed as escapes.
+    Else the next file that is opened would be one of them, and what any library prints would be
+    written into it. Characters that the terminal's encoding lacks are printed as escapes.
     """
     closed = []
     for number, name in _STREAMS.items():
@@ -83,7 +95,9 @@ def occupy_closed_streams() -> list[int]:
             closed.append(number)
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+            setattr(
+                sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False)
+            )
         elif number == 1 and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     return closed

@@ -1,12 +1,14 @@
-"""Convert a launch script of Megatron-LM's pretrain_gpt.py: print a command of merak-pretrain, what changed, and why.
+"""Convert a launch script of Megatron-LM's pretrain_gpt.py: print a command of merak-pretrain, what
+changed, and why.
 
     merak-from-megatron train.sh
     merak-from-megatron train.sh > train_merak.sh     what changed is in comments
 
-The script is read, not run. Variables that it does not set stay as they are written; pipes and redirections of the
-command are left out. The exit status is 0 if
-merak-pretrain would understand the command, 1 if flags cannot be honoured or lines not followed, each of which is
-listed with what follows and what to use instead, and 2 if the script has no line that starts pretrain_gpt.py.
+The script is read, not run. Variables that it does not set stay as they are written; pipes and
+redirections of the command are left out. The exit status is 0 if
+merak-pretrain would understand the command, 1 if flags cannot be honoured or lines not followed,
+each of which is listed with what follows and what to use instead, and 2 if the script has no line
+that starts pretrain_gpt.py.
 """
 
 import argparse
@@ -42,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = _text(path)
         launch = find(text)
         if launch is None:
-            other = next((name for name in re.findall(r"pretrain_\w+\.py", text) if name != PROGRAM), None)
+            other = next(
+                (name for name in re.findall(r"pretrain_\w+\.py", text) if name != PROGRAM), None
+            )
             remedy = "Name the script that starts the ranks"
             remedy = f"There is no counterpart of {other}" if other else remedy
             raise LaunchError("script", path, f"it has no command that starts {PROGRAM}", remedy)
@@ -50,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{program()}: {error_text(error)}", file=sys.stderr)
         return 2
     except RecursionError:
-        nested = ConfigError("script", path, "it is nested too deep to be followed", "Write the command by itself")
+        nested = ConfigError(
+            "script", path, "it is nested too deep to be followed", "Write the command by itself"
+        )
         print(f"{program()}: {nested}", file=sys.stderr)
         return 2
     launcher, changes = launcher_of(launch)
@@ -82,13 +88,20 @@ def _text(path: str) -> str:
 
 
 def launcher_of(launch: Launch) -> tuple[list[str], list[tuple[str, str]]]:
-    """The words that start our program in place of theirs, and what changed in them: (before, after)."""
+    """The words that start our program in place of theirs, and what changed in them: (before,
+    after).
+    """
     words = list(launch.before)
     changes = []
     for at in range(len(words) - 2):
         python = re.fullmatch(r"(.*/)?python[\d.]*", words[at])
         if python and words[at + 1 : at + 3] == ["-m", "torch.distributed.launch"]:
-            changes.append((" ".join(words[at : at + 3]), "torchrun: the former passes --local-rank to the program"))
+            changes.append(
+                (
+                    " ".join(words[at : at + 3]),
+                    "torchrun: the former passes --local-rank to the program",
+                )
+            )
             words[at : at + 3] = ["torchrun"]
             words = [word for word in words if word.replace("_", "-") != "--use-env"]
             break
@@ -98,7 +111,10 @@ def launcher_of(launch: Launch) -> tuple[list[str], list[tuple[str, str]]]:
 
 def by_torch(words: Sequence[str]) -> bool:
     """Whether a launcher is torch's."""
-    return any(word.rsplit("/", 1)[-1] == "torchrun" or word.startswith("torch.distributed.") for word in words)
+    return any(
+        word.rsplit("/", 1)[-1] == "torchrun" or word.startswith("torch.distributed.")
+        for word in words
+    )
 
 
 def ranks_of(words: Sequence[str]) -> int | None:
@@ -138,7 +154,10 @@ def command_text(launch: Launch, launcher: Sequence[str], result: Converted) -> 
     """Our command, over several lines; in one where it is an argument of a shell."""
     read = _quoted_inside if launch.shell else quoted
     groups = [" ".join(map(read, launcher))]
-    groups += [" ".join([*([each.name] if each.name else []), *map(read, each.values)]) for each in result.flags]
+    groups += [
+        " ".join([*([each.name] if each.name else []), *map(read, each.values)])
+        for each in result.flags
+    ]
     if launch.shell:
         text = " ".join(groups)
         plain = len(references(text)) == 1  # nothing that the script's shell replaces
@@ -154,14 +173,24 @@ def command_text(launch: Launch, launcher: Sequence[str], result: Converted) -> 
 
 
 def quoted(word: str) -> str:
-    """A word as a shell has to read it, so that references in it are still replaced, and LITERAL is a dollar sign."""
-    if word in SEPARATORS or re.fullmatch(r"[\w@%+=:,./${}-]+|\$\{\w+\[@\]\}|\$@", word.replace(LITERAL, " ")):
+    """A word as a shell has to read it, so that references in it are still replaced, and LITERAL is
+    a dollar sign.
+    """
+    if word in SEPARATORS or re.fullmatch(
+        r"[\w@%+=:,./${}-]+|\$\{\w+\[@\]\}|\$@", word.replace(LITERAL, " ")
+    ):
         return f'"{word}"' if word == "$@" else word
-    return _in_double_quotes(word) if len(references(word)) > 1 else shlex.quote(word.replace(LITERAL, "$"))
+    return (
+        _in_double_quotes(word)
+        if len(references(word)) > 1
+        else shlex.quote(word.replace(LITERAL, "$"))
+    )
 
 
 def _quoted_inside(word: str) -> str:
-    """A word as the shell has to read it whose argument the command is: LITERAL is a dollar sign that it replaces."""
+    """A word as the shell has to read it whose argument the command is: LITERAL is a dollar sign
+    that it replaces.
+    """
     if len(references(word)) == 1:
         return quoted(word.replace(LITERAL, "$")).replace("$", LITERAL)
     return _in_double_quotes(word, LITERAL)

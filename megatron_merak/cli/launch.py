@@ -1,8 +1,10 @@
-"""Start the ranks of a job on this host, like torchrun, which it runs without the reports of its own.
+"""Start the ranks of a job on this host, like torchrun, which it runs without the reports of its
+own.
 
-A job that is interrupted ends with the line that its ranks say and with the signal's status. A job with parameter
-servers keeps running if ranks fail: if a worker dies, the others continue, and a killed parameter server is restarted
-from its last snapshot (--save, --ps-snapshot-interval). See docs/parameter_server.md.
+A job that is interrupted ends with the line that its ranks say and with the signal's status. A job
+with parameter servers keeps running if ranks fail: if a worker dies, the others continue, and a
+killed parameter server is restarted from its last snapshot (--save, --ps-snapshot-interval). See
+docs/parameter_server.md.
 
 examples:
   # a script with a MerakTrainer, on eight ranks
@@ -30,7 +32,9 @@ from .supervised import TRAINING, supervised
 from .words import described, error_text, program
 
 _PORT = 29500
-_PATIENCE = 600  # seconds that ranks have to complete a step and save after a signal, as long as a collective may take
+# seconds that ranks have to complete a step and save after a signal, as long as a collective may
+# take
+_PATIENCE = 600
 
 
 def _arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -40,14 +44,31 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc-per-node", type=int, required=True, help="number of ranks on this host")
-    parser.add_argument("--nnodes", type=int, default=1, help="number of hosts, each with this many ranks (default: 1)")
-    parser.add_argument("--node-rank", type=int, default=0, help="index of this host, from 0 (default: 0)")
-    parser.add_argument("--master-addr", default="127.0.0.1", help="address of the first host (default: this host)")
     parser.add_argument(
-        "--master-port", type=int, default=_PORT, help=f"free port on the first host (default: {_PORT})"
+        "--nproc-per-node", type=int, required=True, help="number of ranks on this host"
     )
-    restarts = "restarts allowed per parameter server (default: 3); without servers, of all ranks (default: 0)"
+    parser.add_argument(
+        "--nnodes",
+        type=int,
+        default=1,
+        help="number of hosts, each with this many ranks (default: 1)",
+    )
+    parser.add_argument(
+        "--node-rank", type=int, default=0, help="index of this host, from 0 (default: 0)"
+    )
+    parser.add_argument(
+        "--master-addr", default="127.0.0.1", help="address of the first host (default: this host)"
+    )
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        default=_PORT,
+        help=f"free port on the first host (default: {_PORT})",
+    )
+    restarts = (
+        "restarts allowed per parameter server (default: 3); without servers, of all "
+        "ranks (default: 0)"
+    )
     parser.add_argument("--max-restarts", type=int, default=None, help=restarts)
     parser.add_argument("script", help="pretrain, pretrain-hf, or a script")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
@@ -65,19 +86,29 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
         if value < least:
             raise LaunchError(flag, value, f"it is below {least}", f"Use at least {least}")
     if options.node_rank >= options.nnodes:
-        raise LaunchError("--node-rank", options.node_rank, f"there are {options.nnodes} hosts", "Count them from 0")
+        raise LaunchError(
+            "--node-rank",
+            options.node_rank,
+            f"there are {options.nnodes} hosts",
+            "Count them from 0",
+        )
     if not 0 < options.master_port < 1 << 16:
         remedy = "Use a free port from 1 to 65535"
         raise LaunchError("--master-port", options.master_port, "it is not a valid port", remedy)
     if options.script not in TRAINING and not Path(options.script).is_file():
         raise LaunchError(
-            "script", options.script, "the file does not exist", f"Use {', '.join(TRAINING)} or the path of a script"
+            "script",
+            options.script,
+            "the file does not exist",
+            f"Use {', '.join(TRAINING)} or the path of a script",
         )
     return options
 
 
 def _served(script: str, flags: Sequence[str]) -> bool:
-    """Whether flags name parameter servers; those in the --config file of a script are not known, so it may."""
+    """Whether flags name parameter servers; those in the --config file of a script are not known,
+    so it may.
+    """
     words = {part for flag in flags for part in flag.split("=")}
     unknown = script not in TRAINING and "--config" in words
     return unknown or not words.isdisjoint(("ps-sync", "ps-async", "--num-parameter-servers"))
@@ -91,7 +122,9 @@ def _torchrun(options: argparse.Namespace) -> list[str]:
     else:
         words += [f"--nnodes={options.nnodes}", f"--node-rank={options.node_rank}"]
         words += [f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"]
-    script = ["-m", "megatron_merak", options.script] if options.script in TRAINING else [options.script]
+    script = (
+        ["-m", "megatron_merak", options.script] if options.script in TRAINING else [options.script]
+    )
     return [*words, *script, *options.flags]
 
 
@@ -103,7 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ..parameter_server.supervisor import Hosts, servers_of
 
         hosts = Hosts(
-            options.nproc_per_node, options.nnodes, options.node_rank, options.master_addr, port=options.master_port
+            options.nproc_per_node,
+            options.nnodes,
+            options.node_rank,
+            options.master_addr,
+            port=options.master_port,
         )
         if options.script in TRAINING:
             check_command(options.script, options.flags, hosts.size)
@@ -111,7 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _served(options.script, flags):
             return run_agent(_torchrun(options), _PATIENCE)
         restarts = 3 if options.max_restarts is None else options.max_restarts
-        return supervised(options.script, options.flags, hosts, servers_of(flags), restarts=restarts)
+        return supervised(
+            options.script, options.flags, hosts, servers_of(flags), restarts=restarts
+        )
     except MerakError as error:
         print(f"{program()}: {error_text(error)}", file=sys.stderr)
         return 1

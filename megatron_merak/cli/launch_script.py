@@ -1,4 +1,6 @@
-"""The command of a launch script that starts Megatron-LM's pretrain_gpt.py, found without running the script."""
+"""The command of a launch script that starts Megatron-LM's pretrain_gpt.py, found without running
+the script.
+"""
 
 import itertools
 import operator
@@ -35,7 +37,8 @@ _SUCCEEDS = (
     "unset",
     "let",
 )
-_UNREAD = ("source", ".", "read", "shift", "getopts", "mapfile", "readarray")  # change variables by what is not here
+# change variables by what is not here
+_UNREAD = ("source", ".", "read", "shift", "getopts", "mapfile", "readarray")
 _LAUNCHERS = re.compile(
     r"(.*/)?(python[\d.]*|torchrun|srun|mpirun|mpiexec|deepspeed|accelerate|nsys|ncu|\S*\.(sh|sif)|\S*torch\S*)|.*[$`].*"
 )
@@ -52,10 +55,12 @@ class Launch:
     line: where it stands in the script, from 1.
     before: the words before the program: variables, launcher and its flags.
     flags: the words behind it.
-    shell: the words in front of a shell's -c, where the command is its argument; else empty. Dollar signs that this
+    shell: the words in front of a shell's -c, where the command is its argument; else empty. Dollar
+           signs that this
         shell replaces are then LITERAL in ``before`` and ``flags``.
     exports: NAME=VALUE of what the script exports before it.
-    doubts: what could not be followed without running the script and may change the command, as sentences.
+    doubts: what could not be followed without running the script and may change the command, as
+            sentences.
     notes: what else there is to know.
     """
 
@@ -92,8 +97,10 @@ class Script:
         self.notes: dict[str, None] = {}
         self.doubts: dict[str, None] = {}
         self.evals = 1  # each takes its words apart once more
-        self.branches: list[bool | None] = []  # of each if: whether this part is read; None: one has been read
-        self.unknown: list[str] = []  # of each if: what is told if its condition decides anything; empty: it is known
+        # of each if: whether this part is read; None: one has been read
+        self.branches: list[bool | None] = []
+        # of each if: what is told if its condition decides anything; empty: it is known
+        self.unknown: list[str] = []
         self.condition: list[Word] | None = None  # of an if that is being read, up to its then
 
     @property
@@ -110,14 +117,22 @@ class Script:
             self._defines(command, following)
             words = self._controlled(command)
             if words and self.condition is None:
-                sets = _assigns(words[0]) or words[0].plain in (*_DECLARES, "unset", "let", *_UNREAD)
+                sets = _assigns(words[0]) or words[0].plain in (
+                    *_DECLARES,
+                    "unset",
+                    "let",
+                    *_UNREAD,
+                )
                 if sets or any(is_program(word.plain) for word in words):
                     self.doubts |= dict.fromkeys(filter(None, self.unknown))
                 if self.active and self._runs(words, before, status, sets):
                     launch = self._simple(words)
                     status = self._succeeds(words)
                     if launch is not None and last is not None:
-                        self._doubts(f"line {last.line}: this command starts {PROGRAM} too, and is not converted")
+                        self._doubts(
+                            f"line {last.line}: this command starts {PROGRAM} too, and is not "
+                            "converted"
+                        )
                     last = launch or last
             before = command[-1].separator
         return None if last is None else self._complete(last)
@@ -125,13 +140,21 @@ class Script:
     def _complete(self, launch: Launch) -> Launch:
         """The launch, with what is to be told of it."""
         defaults = self.variables.assumed.items()
-        assumed = ", ".join(f"{'$' * name.isdigit()}{name}={value or repr('')}" for name, value in defaults)
+        assumed = ", ".join(
+            f"{'$' * name.isdigit()}{name}={value or repr('')}" for name, value in defaults
+        )
         self.notes |= {f"defaults of the script are used: {assumed}": None} if assumed else {}
-        exports = tuple(f"{name}={value}" for name in self.exports if (value := self.variables.value(name)) is not None)
+        exports = tuple(
+            f"{name}={value}"
+            for name in self.exports
+            if (value := self.variables.value(name)) is not None
+        )
         words = [*exports, *launch.before, *launch.flags, *launch.shell]
         words = [word.replace(LITERAL, "$") for word in words] if launch.shell else words
         for name in dict.fromkeys(each for word in words for each in self._left(word)):
-            self._doubts(f"{name} is left as it is written, but the script sets it to what is not known here")
+            self._doubts(
+                f"{name} is left as it is written, but the script sets it to what is not known here"
+            )
         return Launch(
             line=launch.line,
             before=launch.before,
@@ -159,7 +182,8 @@ class Script:
         if named and [word.separator for word in following[:1]] == [")"]:
             self.functions.add(command[0].plain)
             self._doubts(
-                f"line {command[0].line}: function {command[0].plain} is not followed, its commands are read once"
+                f"line {command[0].line}: function {command[0].plain} is not followed, its "
+                "commands are read once"
             )
 
     def _runs(self, words: Sequence[Word], before: str, status: bool | None, sets: bool) -> bool:
@@ -167,7 +191,10 @@ class Script:
         if before not in ("&&", "||"):
             return True
         if status is None and (sets or before == "||"):
-            self._doubts(f"line {words[0].line}: {words[0].plain} is read whatever the command before it does")
+            self._doubts(
+                f"line {words[0].line}: {words[0].plain} is read whatever the command before it "
+                "does"
+            )
         return status is None or status == (before == "&&")
 
     def _succeeds(self, words: Sequence[Word]) -> bool | None:
@@ -175,7 +202,13 @@ class Script:
         first = words[0].plain
         if first in _TESTING or first.startswith("(("):
             return self._holds([*words, Word(words[0].line, separator=";")])
-        return False if first == "false" else True if _assigns(words[0]) or first in _SUCCEEDS else None
+        return (
+            False
+            if first == "false"
+            else True
+            if _assigns(words[0]) or first in _SUCCEEDS
+            else None
+        )
 
     def _controlled(self, command: Sequence[Word]) -> list[Word]:
         """Take what steers the script off a command; return the words that are left."""
@@ -185,7 +218,9 @@ class Script:
             if self.condition is not None and first != "then":
                 self.condition += [*words, command[-1]]
                 return []
-            if first in ("if", "elif", "while", "until") and any(is_program(word.plain) for word in words):
+            if first in ("if", "elif", "while", "until") and any(
+                is_program(word.plain) for word in words
+            ):
                 if first == "if":
                     self.branches.append(True)
                     self.unknown.append("")
@@ -202,7 +237,9 @@ class Script:
             elif first == "fi":
                 del self.branches[-1:], self.unknown[-1:]
             elif first in _LOOPS:
-                self._doubts(f"line {words[0].line}: {first} is not followed, its commands are read once")
+                self._doubts(
+                    f"line {words[0].line}: {first} is not followed, its commands are read once"
+                )
                 if first in ("for", "select") and len(words) > 1:
                     self.variables.forget(words[1].plain)
                 return []
@@ -225,12 +262,19 @@ class Script:
         """The condition is complete: read what follows, or not."""
         condition = self.condition or []
         self.condition = None
-        if not self.branches or self.branches[-1] is None or not all(each is True for each in self.branches[:-1]):
+        if (
+            not self.branches
+            or self.branches[-1] is None
+            or not all(each is True for each in self.branches[:-1])
+        ):
             return
         holds = self._holds(condition)
         if holds is None:
-            holds = not any(re.fullmatch(r"-[defrswx]", word.plain) for word in condition)  # asks for files: ends early
-            part = "first part is read" if holds else "first part is not read, since it asks for files"
+            # asks for files: ends early
+            holds = not any(re.fullmatch(r"-[defrswx]", word.plain) for word in condition)
+            part = (
+                "first part is read" if holds else "first part is not read, since it asks for files"
+            )
             self.unknown[-1] = f"line {line}: the condition is not known here; its {part}"
             self.notes[self.unknown[-1]] = None
         self.branches[-1] = holds
@@ -255,9 +299,21 @@ class Script:
             if test:
                 value = _held(test, self.variables)
                 if joined == "||":
-                    result = True if True in (result, value) else None if None in (result, value) else False
+                    result = (
+                        True
+                        if True in (result, value)
+                        else None
+                        if None in (result, value)
+                        else False
+                    )
                 elif joined == "&&":
-                    result = False if False in (result, value) else None if None in (result, value) else True
+                    result = (
+                        False
+                        if False in (result, value)
+                        else None
+                        if None in (result, value)
+                        else True
+                    )
                 else:
                     result = value
             joined = word.separator
@@ -265,7 +321,9 @@ class Script:
         return result
 
     def _simple(self, words: list[Word]) -> Launch | None:
-        """Run a command in mind: assignments are taken; a command that starts the program is returned."""
+        """Run a command in mind: assignments are taken; a command that starts the program is
+        returned.
+        """
         first = words[0].plain
         line = words[0].line
         if first in _DECLARES or all(_assigns(word) for word in words):
@@ -279,41 +337,60 @@ class Script:
         if first == "set":
             self._positional(words)
         elif first == "unset":
-            self.variables.values |= {word.plain: [] for word in words[1:] if word.plain not in self.fixed}
+            self.variables.values |= {
+                word.plain: [] for word in words[1:] if word.plain not in self.fixed
+            }
         elif first == "let" or first.startswith("(("):
             self._counts(words)
         elif first in _UNREAD or first in self.functions:
-            kind = "is not followed" if first in self.functions else "is not read, and may set variables"
+            kind = (
+                "is not followed"
+                if first in self.functions
+                else "is not read, and may set variables"
+            )
             self._doubts(f"line {line}: {' '.join(word.plain for word in words)} {kind}")
         fields = [each for word in words for each in self.variables.fields(word)]
         if fields[:1] == ["eval"]:
             self.variables.count(fields * self.evals)
             self.evals += 1
-            inner = [command[:-1] for command in commands(" ".join(fields[1:]).replace(LITERAL, "$"))]
+            inner = [
+                command[:-1] for command in commands(" ".join(fields[1:]).replace(LITERAL, "$"))
+            ]
             launches = [self._simple(each) for each in inner if each]
             return next((each for each in reversed(launches) if each is not None), None)
         if not fields or fields[0] in ("echo", "printf"):
             return None
         for place, each in enumerate(fields):
-            if is_program(each) and (place == 0 or any(_LAUNCHERS.fullmatch(word) for word in fields[:place])):
+            if is_program(each) and (
+                place == 0 or any(_LAUNCHERS.fullmatch(word) for word in fields[:place])
+            ):
                 return _launch(line, fields, ())
             if PROGRAM in each and place and re.fullmatch(r"-\w*c", fields[place - 1]):
                 return self._of_shell(line, each, fields[:place])
         return None
 
     def _of_shell(self, line: int, text: str, shell: Sequence[str]) -> Launch | None:
-        """A command in the argument of a shell: what the script's shell leaves in it is a reference, what that shell
-        replaces is LITERAL."""
+        """A command in the argument of a shell: what the script's shell leaves in it is a
+        reference, what that shell replaces is LITERAL."""
         parts = references(text)
         marks = [chr(0xE100 + place) for place in range(len(parts) // 2)]
         outer = dict(zip(marks, parts[1::2], strict=True))
-        inside = "".join(each for pair in itertools.zip_longest(parts[::2], marks, fillvalue="") for each in pair)
-        known = {name: self.variables.values[name] for name in self.exports if name in self.variables.values}
+        inside = "".join(
+            each for pair in itertools.zip_longest(parts[::2], marks, fillvalue="") for each in pair
+        )
+        known = {
+            name: self.variables.values[name]
+            for name in self.exports
+            if name in self.variables.values
+        }
         words = plain_words(inside.replace(LITERAL, "$"), known)
         if not any(map(is_program, words)):
             return None
         if any(LITERAL in word for word in words):
-            self._doubts(f"line {line}: a dollar sign in quotes inside of quotes is replaced by the inner shell")
+            self._doubts(
+                f"line {line}: a dollar sign in quotes inside of quotes is replaced by the inner "
+                "shell"
+            )
         words = [word.replace("$", LITERAL) for word in words]
         words = [re.sub("[\ue100-\uf8ff]", lambda match: outer[match[0]], word) for word in words]
         return _launch(line, words, tuple(shell))
@@ -323,17 +400,27 @@ class Script:
         plain = [word.plain for word in words]
         if "--" not in plain:
             return
-        arguments = [each for word in words[plain.index("--") + 1 :] for each in self.variables.fields(word)]
+        arguments = [
+            each for word in words[plain.index("--") + 1 :] for each in self.variables.fields(word)
+        ]
         self.variables.values |= {"@": arguments, "*": arguments, "#": [str(len(arguments))]}
         self.variables.values |= {str(place): [each] for place, each in enumerate(arguments, 1)}
 
     def _counts(self, words: Sequence[Word]) -> None:
-        """let NAME=EXPRESSION, (( NAME = EXPRESSION )): the variable has a value, or one that is not known."""
-        texts = [word.plain for word in words[1:]] if words[0].plain == "let" else [words[0].plain[2:-2]]
+        """let NAME=EXPRESSION, (( NAME = EXPRESSION )): the variable has a value, or one that is
+        not known.
+        """
+        texts = (
+            [word.plain for word in words[1:]]
+            if words[0].plain == "let"
+            else [words[0].plain[2:-2]]
+        )
         for text in texts:
             match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=(?!=)(.*)", text)
             if match is None:
-                for name in re.findall(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]=)|(?:\+\+|--)\s*([A-Za-z_]\w*)", text):
+                for name in re.findall(
+                    r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]=)|(?:\+\+|--)\s*([A-Za-z_]\w*)", text
+                ):
                     self.variables.forget(name[0] or name[1])
                 continue
             number = arithmetic(match[2], self.variables.value)
@@ -352,12 +439,16 @@ def _launch(line: int, words: Sequence[str], shell: tuple[str, ...]) -> Launch:
 
 def _assigns(word: Word) -> bool:
     return (
-        bool(word.pieces) and not word.pieces[0].quote and bool(re.match(r"\w+(\[[^]]*\])?\+?=", word.pieces[0].text))
+        bool(word.pieces)
+        and not word.pieces[0].quote
+        and bool(re.match(r"\w+(\[[^]]*\])?\+?=", word.pieces[0].text))
     )
 
 
 def _held(test: Sequence[str], variables: Variables) -> bool | None:
-    """Whether one test holds, such as [[ a == b ]]; None if a value is not known or it is of another kind."""
+    """Whether one test holds, such as [[ a == b ]]; None if a value is not known or it is of
+    another kind.
+    """
     parts = [each for each in test if each not in ("[", "]", "[[", "]]", "test")]
     negated = False
     while parts[:1] == ["!"]:
@@ -372,8 +463,16 @@ def _held(test: Sequence[str], variables: Variables) -> bool | None:
     if len(parts) == 2 and parts[0] in ("-z", "-n"):
         result = (parts[1] == "") == (parts[0] == "-z")
     elif len(parts) == 3 and parts[1] in _TESTS:
-        alike = fnmatchcase(parts[0], parts[2]) if isinstance(parts[2], _Pattern) else parts[0] == parts[2]
+        alike = (
+            fnmatchcase(parts[0], parts[2])
+            if isinstance(parts[2], _Pattern)
+            else parts[0] == parts[2]
+        )
         result = alike == (parts[1] != "!=")
-    elif len(parts) == 3 and parts[1] in _NUMBERS and all(re.fullmatch(r"-?[0-9]{1,18}", each) for each in parts[::2]):
+    elif (
+        len(parts) == 3
+        and parts[1] in _NUMBERS
+        and all(re.fullmatch(r"-?[0-9]{1,18}", each) for each in parts[::2])
+    ):
         result = _NUMBERS[parts[1]](int(parts[0]), int(parts[2]))
     return None if result is None else result != negated

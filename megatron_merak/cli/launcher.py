@@ -1,4 +1,6 @@
-"""``--nproc-per-node``: ranks on this host without torchrun's command, by its own agent, which says nothing itself."""
+"""``--nproc-per-node``: ranks on this host without torchrun's command, by its own agent, which says
+nothing itself.
+"""
 
 import contextlib
 import logging
@@ -10,7 +12,8 @@ from pathlib import Path
 
 FLAG = "--nproc-per-node"
 STANDALONE = "--standalone"  # a job of this host alone
-_ENDING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # the agent passes them on, waits for its ranks and ends
+# the agent passes them on, waits for its ranks and ends
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -28,12 +31,14 @@ def without_flag(arguments: Sequence[str]) -> list[str]:
 
 
 def start(ranks: int, command: str, arguments: Sequence[str], patience: int | None = None) -> int:
-    """Run this command once per rank, and return the exit status: that of the first rank that failed, 0 without.
+    """Run this command once per rank, and return the exit status: that of the first rank that
+    failed, 0 without.
 
     ranks:     number of ranks.
     command:   its name in ``COMMANDS``.
     arguments: its command line.
-    patience:  seconds that ranks have to end after a signal to this process, which is passed on; None: torchrun's 30.
+    patience:  seconds that ranks have to end after a signal to this process, which is passed on;
+               None: torchrun's 30.
 
     Ranks print their own errors; only for one that a signal has ended this process reports.
     """
@@ -55,19 +60,24 @@ def run_agent(words: Sequence[str], patience: int | None = None) -> int:
     from ..parallel.process import launcher_place
 
     pass_to_ranks(LAUNCHER, launcher_place())
-    logging.disable(logging.CRITICAL)  # the agent's own words on ranks that have spoken for themselves
+    # the agent's own words on ranks that have spoken for themselves
+    logging.disable(logging.CRITICAL)
     store = None
     if STANDALONE in words:
         listener = listen(LOOPBACK)
         port = listener.getsockname()[1]
-        store = serve_store(listener)  # the agent opens it by its port; one that it made would listen on all interfaces
+        # the agent opens it by its port; one that it made would listen on all interfaces
+        store = serve_store(listener)
         meeting = ["--rdzv-backend=static", f"--master-addr={LOOPBACK}", f"--master-port={port}"]
         words = [*meeting, *(word for word in words if word != STANDALONE)]
     options = run.parse_args([*words])
     if patience is not None:
         options.shutdown_timeout = patience  # read by versions of torch that let it be chosen
-    # What this process ignores (nohup, a script's background job) stays ignored, here and by the ranks.
-    handled = [name for name in _ENDING if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
+    # What this process ignores (nohup, a script's background job) stays ignored, here and by the
+    # ranks.
+    handled = [
+        name for name in _ENDING if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN
+    ]
     options.signals_to_handle = ",".join(handled)  # likewise
     for number in _NOTICES:
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -97,11 +107,15 @@ def _pass_on(number: int, _frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
     if not ranks:
-        raise SignalException(f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number))
+        raise SignalException(
+            f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number)
+        )
 
 
 def _ranks_here() -> list[int]:
-    """Return the processes that the agent has started, each of which leads a session; none where that is unknown."""
+    """Return the processes that the agent has started, each of which leads a session; none where
+    that is unknown.
+    """
     pid = os.getpid()
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -1,7 +1,8 @@
 """Tokenize raw text into the indexed datasets that --data-path reads.
 
-    merak-preprocess --input corpus.jsonl --output-prefix data/corpus \
-        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod --workers 8
+    merak-preprocess --input corpus.jsonl --output-prefix data/corpus \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json \\
+        --append-eod --workers 8
 """
 
 import argparse
@@ -17,19 +18,35 @@ from .words import described
 
 def parser() -> argparse.ArgumentParser:
     text = described(__doc__, "merak-preprocess")
-    flags = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = flags.add_argument
     add(
         "--input",
         nargs="+",
         required=True,
         type=Path,
-        help="files with one JSON object per line, .txt files with one document each (both optionally .gz), or "
+        help="files with one JSON object per line, .txt files with one document each (both "
+        "optionally .gz), or "
         "directories",
     )
-    add("--json-keys", nargs="+", default=["text"], help="keys to extract; each key becomes a separate dataset")
-    add("--output-prefix", required=True, help="prefix of the output files {prefix}_{key}_document.bin and .idx")
-    add("--append-eod", action="store_true", help="append the end-of-document token to every document")
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys to extract; each key becomes a separate dataset",
+    )
+    add(
+        "--output-prefix",
+        required=True,
+        help="prefix of the output files {prefix}_{key}_document.bin and .idx",
+    )
+    add(
+        "--append-eod",
+        action="store_true",
+        help="append the end-of-document token to every document",
+    )
     add("--tokenizer-type", required=True, choices=["HuggingFaceTokenizer", "NullTokenizer"])
     add("--tokenizer-model", help="tokenizer.json, or a directory written by save_pretrained")
     add("--vocab-size", type=int, help="number of token ids, for NullTokenizer")
@@ -39,7 +56,13 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         help="number of processes; 1 uses this process with the tokenizer's own threads",
     )
-    add("--skip-bad", type=int, default=0, metavar="N", help="skip up to N documents that cannot be read")
+    add(
+        "--skip-bad",
+        type=int,
+        default=0,
+        metavar="N",
+        help="skip up to N documents that cannot be read",
+    )
     return flags
 
 
@@ -59,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         append_eod=options.append_eod,
     )
     try:
-        counts = preprocess(options.input, options.output_prefix, config, options.workers, skip_bad=options.skip_bad)
+        counts = preprocess(
+            options.input, options.output_prefix, config, options.workers, skip_bad=options.skip_bad
+        )
     except MerakError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

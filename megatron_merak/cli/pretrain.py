@@ -1,14 +1,15 @@
-"""The two training commands: parse the command line, find this process's position in the job, run the job.
+"""The two training commands: parse the command line, find this process's position in the job, run
+the job.
 
-torch is imported after the command line has been parsed. If several ranks raise the same error, one of them prints it,
-in one line.
+torch is imported after the command line has been parsed. If several ranks raise the same error, one
+of them prints it, in one line.
 """
 
 import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..arguments import build_parser, expanded, read
 from ..config import Config, HFConfig, RunConfig
@@ -20,7 +21,14 @@ from .launcher import FLAG, start, without_flag
 from .supervised import supervise
 from .words import described, error_text, program
 
+if TYPE_CHECKING:
+    from ..parallel.launch import World
+    from ..parameter_server.roles import Role
+    from ..training.strategy import Strategy
+
 Run = TypeVar("Run", bound=RunConfig)
+# Runs a rank: the settings, its world, further lines to print, and its strategy.
+RankJob = Callable[[Run, "World", tuple[str, ...], "Strategy"], None]
 
 GPT = """Pretrain a GPT with data x tensor x pipeline parallelism, on CPUs or GPUs.
 
@@ -45,10 +53,10 @@ LIBRARIES = ("torch", "numpy", "transformers", "tokenizers", "huggingface_hub", 
 def gpt(arguments: Sequence[str] | None = None) -> None:
     """The command merak-pretrain, and pretrain_gpt.py."""
 
-    def job(config: Config, world: Any, notices: tuple[str, ...]) -> None:
+    def job(config: Config, world: "World", notices: tuple[str, ...], strategy: "Strategy") -> None:
         from ..training.pretrain import pretrain
 
-        pretrain(config, world, notices)
+        pretrain(config, world, notices, strategy)
 
     _command(Config, job, described(GPT, "merak-pretrain"), "pretrain", arguments=arguments)
 
@@ -56,17 +64,19 @@ def gpt(arguments: Sequence[str] | None = None) -> None:
 def hf(arguments: Sequence[str] | None = None) -> None:
     """The command merak-pretrain-hf, and pretrain_hf.py."""
 
-    def job(config: HFConfig, world: Any, notices: tuple[str, ...]) -> None:
+    def job(
+        config: HFConfig, world: "World", notices: tuple[str, ...], strategy: "Strategy"
+    ) -> None:
         from ..training.pretrain_hf import pretrain_hf
 
-        pretrain_hf(config, world, notices)
+        pretrain_hf(config, world, notices, strategy)
 
     _command(HFConfig, job, described(HF, "merak-pretrain-hf"), "pretrain-hf", arguments=arguments)
 
 
 def _command(
     kind: type[Run],
-    job: Callable[[Run, Any, tuple[str, ...]], None],
+    job: RankJob[Run],
     description: str,
     command: str,
     arguments: Sequence[str] | None,
@@ -80,14 +90,15 @@ def _command(
         else:
             sys.exit(_start(config, ranks, command, words))
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what the terminal has sent already
+        # torchrun passes on what the terminal has sent already
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         tell(f"{program()}: interrupted")
         _abandon(INTERRUPTED)
 
 
 def _understood(kind: type[Run], description: str, words: Sequence[str]) -> tuple[Run, int | None]:
-    """Return the configuration, and the number of ranks to start or None; exit with status 2 if the command line is
-    invalid."""
+    """Return the configuration, and the number of ranks to start or None; exit with status 2 if the
+    command line is invalid."""
     parser = build_parser(description, kind)
     parser.usage = f"{program()} [{FLAG} RANKS] FLAGS"
     group = parser.add_argument_group("processes")
@@ -107,16 +118,21 @@ def _understood(kind: type[Run], description: str, words: Sequence[str]) -> tupl
 
 
 def _start(config: RunConfig, ranks: int, command: str, words: Sequence[str]) -> int:
-    """Start the ranks and return their exit status; with parameter servers the job survives failed ranks."""
+    """Start the ranks and return their exit status; with parameter servers the job survives failed
+    ranks.
+    """
     if not config.parallel.served:
-        saves = config.checkpoint.save is not None  # a step and a checkpoint may take as long as a collective may
+        # a step and a checkpoint may take as long as a collective may
+        saves = config.checkpoint.save is not None
         patience = math.ceil(60 * config.parallel.distributed_timeout_minutes) if saves else None
         return start(ranks, command, words, patience)
     return supervise(ranks, command, without_flag(words), config.parallel.num_parameter_servers)
 
 
 def check_command(command: str, words: Sequence[str], ranks: int) -> None:
-    """Raise a MerakError if a command line of "pretrain" or "pretrain-hf" cannot run on ``ranks`` ranks."""
+    """Raise a MerakError if a command line of "pretrain" or "pretrain-hf" cannot run on ``ranks``
+    ranks.
+    """
     kind = Config if command == "pretrain" else HFConfig
     flags = expanded(words, kind)
     _check(read(build_parser("", kind), flags, kind, _decided(kind, flags))[0], ranks)
@@ -124,7 +140,9 @@ def check_command(command: str, words: Sequence[str], ranks: int) -> None:
 
 def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(FLAG, text, "it is not a number of ranks", "Give a whole number of at least 1")
+        raise ConfigError(
+            FLAG, text, "it is not a number of ranks", "Give a whole number of at least 1"
+        )
     if launched():
         raise ConfigError(
             FLAG,
@@ -136,12 +154,17 @@ def _ranks(text: str) -> int:
 
 
 def _decided(kind: type[RunConfig], words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that a stored plan decides."""
-    if not any(argument.partition("=")[0] == "--plan" for argument in words):
-        return {}
-    from ..training.plan_file import decided
+    """Return the settings that a stored plan, or the search for one, decides."""
+    names = [argument.partition("=")[0] for argument in words]
+    if "--plan" in names:
+        from ..training.plan_file import decided
 
-    return decided(kind, words)
+        return decided(kind, words)
+    if "--parallel" in names:
+        from ..training.searched import PIN, stand_ins
+
+        return stand_ins(words, PIN)
+    return {}
 
 
 def _check(config: RunConfig, size: int) -> None:
@@ -150,34 +173,42 @@ def _check(config: RunConfig, size: int) -> None:
         from ..training.plan_file import check_plan_ranks
 
         check_plan_ranks(config, size)
-    config.validate(size)
+    if config.parallel.parallel is not None:
+        from ..training.searched import check
+
+        check(config)
+    else:
+        config.validate(size)
 
 
-def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notices: tuple[str, ...]) -> None:
+def _train(config: Run, job: RankJob[Run], notices: tuple[str, ...]) -> None:
     rank: int | str = "?"
     try:
         rank, size = position()
         _check(config, size)
         from ..parallel.interruption import Interrupted
         from ..parallel.launch import launch, leave
-        from ..training.served import role_of, serve
+        from ..parameter_server.roles import role_of
 
         parallel = config.parallel
         train = config.train
+        role = role_of(parallel, rank, size)
         world = launch(
             parallel.distributed_backend,
             parallel.distributed_timeout_minutes,
             train.deterministic_mode,
             parallel.emulate,
-            train.fp32_matmul_precision,
-            served=role_of(parallel),
+            fp32_matmul=train.fp32_matmul_precision,
+            team=None if role is None else role.team,
         )
         status = 0
         try:
-            if world.role is not None and world.role.only_serves:
-                serve(config, world)
+            if role is not None and role.only_serves:
+                from ..parameter_server.serving import serve
+
+                serve(config, world, role)
             else:
-                job(config, world, notices)
+                job(config, world, notices, _strategy(config, world, role))
         except Interrupted as stop:
             status = stop.status
             if stop.text:
@@ -197,8 +228,21 @@ def _train(config: Run, job: Callable[[Run, Any, tuple[str, ...]], None], notice
         sys.exit(status)
 
 
+def _strategy(config: RunConfig, world: "World", role: "Role | None") -> "Strategy":
+    """Return the strategy of a rank that trains. role: None without parameter servers."""
+    if role is None:
+        from ..training.strategy import ALONE
+
+        return ALONE
+    from ..parameter_server.worker import Worker
+
+    return Worker(config, world, role)
+
+
 def _abandon(status: int) -> NoReturn:
-    """End this process without waiting for the other ranks; end it immediately if they may be connected."""
+    """End this process without waiting for the other ranks; end it immediately if they may be
+    connected.
+    """
     launch = sys.modules.get("megatron_merak.parallel.launch")
     if launch is not None:
         launch.abandon(status)

@@ -1,7 +1,9 @@
-"""Show a training run as one HTML page: loss, learning rate, gradient norm, throughput, pipeline, memory, settings.
+"""Show a training run as one HTML page: loss, learning rate, gradient norm, throughput, pipeline,
+memory, settings.
 
-RUN_DIR is what --run-dir of merak-pretrain or merak-pretrain-hf wrote, or the output_dir of a HuggingFace trainer
-(MerakTrainer or transformers.Trainer), whose trainer_state.json is read. The page needs no network and no other file.
+RUN_DIR is what --run-dir of merak-pretrain or merak-pretrain-hf wrote, or the output_dir of a
+HuggingFace trainer (MerakTrainer or transformers.Trainer), whose trainer_state.json is read. The
+page needs no network and no other file.
 
 examples:
   merak-pretrain ... --run-dir runs/first
@@ -22,7 +24,10 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     text = described(__doc__, "merak-report")
     flags = argparse.ArgumentParser(
-        prog=program(), description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=program(),
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     flags.add_argument("directory", metavar="RUN_DIR", type=Path, help="directory of the run")
     flags.add_argument("--output", metavar="FILE", help="HTML file to write [RUN_DIR/report.html]")

@@ -72,7 +72,8 @@ def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str
         "",
         memory_table(plan),
         "",
-        f"largest: pipeline rank {rank} with {peaks[rank] / GIB:.2f} GiB" + (f" of {limit / GIB:.2f}" if limit else ""),
+        f"largest: pipeline rank {rank} with {peaks[rank] / GIB:.2f} GiB"
+        + (f" of {limit / GIB:.2f}" if limit else ""),
     ]
     return "\n".join([*lines, *misfits(plan, limit, remake)])
 
@@ -86,21 +87,41 @@ def classic() -> str:
     giant = 175 * GB
     rows = [["", "fp32", "fp16"]]
     sizes = [
-        [StageMemory.of(Values(count, 8 * count), dtype, 0, 0, 0) for dtype in ("float32", "float16")]
+        [
+            StageMemory.of(Values(count, 8 * count), dtype, 0, 0, 0)
+            for dtype in ("float32", "float16")
+        ]
         for count in (table, giant)
     ]
-    rows.append(["64000 x 5120 embedding", *(f"{memory.weights / MIB:.0f} MB" for memory in sizes[0])])
+    rows.append(
+        ["64000 x 5120 embedding", *(f"{memory.weights / MIB:.0f} MB" for memory in sizes[0])]
+    )
     rows.append(["its fp32 gradient", *(f"{memory.gradients / MIB:.0f} MB" for memory in sizes[0])])
-    rows.append(["its optimizer state", *(f"{memory.optimizer / MIB:.0f} MB" for memory in sizes[0])])
+    rows.append(
+        ["its optimizer state", *(f"{memory.optimizer / MIB:.0f} MB" for memory in sizes[0])]
+    )
     rows.append(["175B parameters", *(f"{memory.weights / GB:.0f} GB" for memory in sizes[1])])
-    rows.append(["with gradients and optimizer", *(f"{memory.total / GB:.0f} GB" for memory in sizes[1])])
-    return "\n".join([*align(rows), "", "MB is 2^20 bytes and GB 10^9 bytes, as these figures are usually quoted."])
+    rows.append(
+        ["with gradients and optimizer", *(f"{memory.total / GB:.0f} GB" for memory in sizes[1])]
+    )
+    return "\n".join(
+        [
+            *align(rows),
+            "",
+            "MB is 2^20 bytes and GB 10^9 bytes, as these figures are usually quoted.",
+        ]
+    )
 
 
 def show(arguments: Sequence[str]) -> None:
     arguments = expanded(arguments)
     flags, own = parser(described(__doc__, NAME), described(USAGE, NAME), kind_of(arguments))
-    own.add_argument("--picture", metavar="FILE", default=None, help="draw one bar per rank into this PNG file [unset]")
+    own.add_argument(
+        "--picture",
+        metavar="FILE",
+        default=None,
+        help="draw one bar per rank into this PNG file [unset]",
+    )
     own.add_argument("--classic", action="store_true", help="print well-known figures and exit")
     alone = argparse.ArgumentParser(add_help=False)
     alone.add_argument("--plan")
@@ -110,7 +131,12 @@ def show(arguments: Sequence[str]) -> None:
     if options.classic or options.plan is not None:
         if rest:
             reason = "training flags have no effect with it"
-            raise ConfigError("--classic" if options.classic else "--plan", " ".join(rest), reason, "Leave them out")
+            raise ConfigError(
+                "--classic" if options.classic else "--plan",
+                " ".join(rest),
+                reason,
+                "Leave them out",
+            )
     if options.classic:
         print(classic())
         return

@@ -71,7 +71,8 @@ def _value(node: ast.expr, value_of: Callable[[str], str | None]) -> int:
         result = _BINARY[type(node.op)](_value(node.left, value_of), _value(node.right, value_of))
         return result if -_INTEGERS <= result < _INTEGERS else _unknown()
     if isinstance(node, ast.UnaryOp):
-        if isinstance(node.operand, ast.BinOp | ast.Compare):  # where Python and a shell may group otherwise
+        # where Python and a shell may group otherwise
+        if isinstance(node.operand, ast.BinOp | ast.Compare):
             return _unknown()
         inner = _value(node.operand, value_of)
         if isinstance(node.op, ast.USub):
@@ -94,7 +95,10 @@ def _unknown() -> int:
 
 
 def braced(
-    inside: str, values: Mapping[str, list[str]], expand: Callable[[str], str], assume: Callable[[str, str], None]
+    inside: str,
+    values: Mapping[str, list[str]],
+    expand: Callable[[str], str],
+    assume: Callable[[str, str], None],
 ) -> str | None:
     """Return what ${inside} becomes; None where it is not known.
 
@@ -135,14 +139,17 @@ def braced(
 
 
 def _edited(value: str, operation: str, argument: str, expand: Callable[[str], str]) -> str | None:
-    """A value with its end or beginning cut off, with replacements, a part of it, or in another case."""
+    """A value with its end or beginning cut off, with replacements, a part of it, or in another
+    case.
+    """
     if operation in ("%", "%%", "#", "##"):
         if len(value) > _MATCHED:
             return None
         pattern = expand(argument)
         places = range(len(value) + 1)
         front = operation[0] == "#"
-        places = places[::-1] if operation in ("%", "##") else places  # the shortest end, the longest beginning
+        # the shortest end, the longest beginning
+        places = places[::-1] if operation in ("%", "##") else places
         fits = (at for at in places if fnmatchcase(value[:at] if front else value[at:], pattern))
         at = next(fits, 0 if front else len(value))
         return value[at:] if front else value[:at]

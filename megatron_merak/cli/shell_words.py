@@ -1,4 +1,6 @@
-"""A shell script taken apart without running it: commands as words, and what words become where variables are known."""
+"""A shell script taken apart without running it: commands as words, and what words become where
+variables are known.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,8 +17,10 @@ _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a word. quote: ' or ", or empty; in ' nothing is replaced, and in " what replaces is not split."""
+class WordPart:
+    """A part of a word. quote: ' or ", or empty; in ' nothing is replaced, and in " what replaces
+    is not split.
+    """
 
     text: str
     quote: str = ""
@@ -33,7 +37,7 @@ class Word:
     """
 
     line: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[WordPart] = field(default_factory=list)
     separator: str = ""
     items: "list[Word] | None" = None
 
@@ -71,10 +75,11 @@ class Reader:
             elif self.text[self.at] == "#":
                 self._take(len(self.text[self.at :].split("\n", 1)[0]))
             elif match := re.compile(r"\(\((?:[^()]|\([^()]*\))*\)\)").match(self.text, self.at):
-                return Word(self.line, [Piece(self._take(len(match.group())), '"')])  # arithmetic
-            elif match := re.compile(r"\d*(?:<<<|[<>]{1,2})&?[ \t]*[^\s;&|()]*|&>>?[ \t]*[^\s;&|()]*").match(
-                self.text, self.at
-            ):
+                # arithmetic
+                return Word(self.line, [WordPart(self._take(len(match.group())), '"')])
+            elif match := re.compile(
+                r"\d*(?:<<<|[<>]{1,2})&?[ \t]*[^\s;&|()]*|&>>?[ \t]*[^\s;&|()]*"
+            ).match(self.text, self.at):
                 self._redirect(match.group())
             elif match := re.compile(r"&&|\|\||;;|[\n;&|()]").match(self.text, self.at):
                 return Word(self.line, separator=self._take(len(match.group())))
@@ -102,13 +107,13 @@ class Reader:
                 break
             elif letter == "\\":
                 escaped = self._take(2)
-                word.pieces += [Piece(escaped[1:], "'")] if escaped != "\\\n" else []
+                word.pieces += [WordPart(escaped[1:], "'")] if escaped != "\\\n" else []
             elif letter == "'":
-                word.pieces.append(Piece(self._to("'"), "'"))
+                word.pieces.append(WordPart(self._to("'"), "'"))
             elif letter == '"':
                 word.pieces += self._quoted()
             else:
-                word.pieces.append(Piece(self._reference() if letter in "$`" else self._plain()))
+                word.pieces.append(WordPart(self._reference() if letter in "$`" else self._plain()))
         return word
 
     def _plain(self) -> str:
@@ -141,25 +146,32 @@ class Reader:
                 break
         return self._take(end - self.at)
 
-    def _quoted(self) -> Iterator[Piece]:
+    def _quoted(self) -> Iterator[WordPart]:
         """The pieces between double quotes."""
         self._take()
-        yield Piece("", '"')  # so that "" is a word
+        yield WordPart("", '"')  # so that "" is a word
         while self.at < len(self.text) and self.text[self.at] != '"':
             if self.text[self.at] in "$`":
-                yield Piece(self._reference(), '"')
-            elif self.text[self.at] == "\\" and self.text[self.at + 1 : self.at + 2] in ("$", "`", '"', "\\", "\n"):
+                yield WordPart(self._reference(), '"')
+            elif self.text[self.at] == "\\" and self.text[self.at + 1 : self.at + 2] in (
+                "$",
+                "`",
+                '"',
+                "\\",
+                "\n",
+            ):
                 escaped = self._take(2)[1]
-                yield Piece(escaped if escaped != "\n" else "", "'")
+                yield WordPart(escaped if escaped != "\n" else "", "'")
             else:
-                yield Piece(self._take(), '"')
+                yield WordPart(self._take(), '"')
         self._take()
 
 
 class Variables:
     """The variables of a script, as far as its text gives them.
 
-    values: the words of a variable; of one that is no array there is one, and of one that is not set there is none.
+    values: the words of a variable; of one that is no array there is one, and of one that is not
+            set there is none.
     assumed: variables whose default, in ${NAME:-default}, was used.
     lost: variables that the script sets to what is not known.
     """
@@ -182,7 +194,7 @@ class Variables:
             values = [value for item in word.items for value in self.fields(item)]
             self.values[name] = [*self.values.get(name, []), *values] if more else values
             return True
-        rest = [Piece(word.pieces[0].text[match.end() :]), *word.pieces[1:]]
+        rest = [WordPart(word.pieces[0].text[match.end() :]), *word.pieces[1:]]
         value = "".join(self._replaced(piece) for piece in rest)
         before = self.values.get(name, [])
         if index is not None:
@@ -206,11 +218,17 @@ class Variables:
         return " ".join(self.values[name]) if name in self.values else None
 
     def fields(self, word: Word) -> list[str]:
-        """The words that a word becomes: variables replaced, and split at blanks outside of quotes."""
+        """The words that a word becomes: variables replaced, and split at blanks outside
+        of quotes.
+        """
         fields = [""]
         open_ = bool(word.pieces) and all(piece.quote for piece in word.pieces)
         for piece in word.pieces:
-            array = re.fullmatch(r"\$(?:\{(\w+)\[@\]\}|(@))", piece.text) if piece.quote == '"' else None
+            array = (
+                re.fullmatch(r"\$(?:\{(\w+)\[@\]\}|(@))", piece.text)
+                if piece.quote == '"'
+                else None
+            )
             if array and (array[1] or array[2]) in self.values:
                 parts = list(self.values[array[1] or array[2]])
                 self.count(parts)
@@ -230,14 +248,17 @@ class Variables:
         return fields if open_ else [each for each in fields if each]
 
     def count(self, texts: Sequence[str]) -> None:
-        """Count what references have become. Raises ConfigError if it is too much, as of A=$A$A$A, repeated."""
+        """Count what references have become. Raises ConfigError if it is too much, as of A=$A$A$A,
+        repeated.
+        """
         self._made += sum(map(len, texts)) + len(texts)
         if self._made > LARGEST:
             reason = f"its variables become more than {LARGEST:,} characters"
             raise ConfigError("script", "(variables)", reason, "Write the command by itself")
 
-    def _replaced(self, piece: Piece) -> str:
-        """The value of a piece; a variable that is not known, and what is no variable, as it stands.
+    def _replaced(self, piece: WordPart) -> str:
+        """The value of a piece; a variable that is not known, and what is no variable, as it
+        stands.
 
         Raises ConfigError for a script that makes too much of its variables.
         """
@@ -245,7 +266,7 @@ class Variables:
         self.count([text])
         return text
 
-    def _value(self, piece: Piece) -> str:
+    def _value(self, piece: WordPart) -> str:
         text = piece.text
         if piece.quote == "'":
             return text.replace("$", LITERAL)
@@ -258,7 +279,11 @@ class Variables:
             return text if (value := self.value(text[1:])) is None else value
         name = re.match(r"#?(\w*)", text[2:-1])
         lost = name is not None and name[1] in self.lost
-        value = None if lost else braced(text[2:-1], self.values, self._expanded, self.assumed.__setitem__)
+        value = (
+            None
+            if lost
+            else braced(text[2:-1], self.values, self._expanded, self.assumed.__setitem__)
+        )
         return text if value is None else value
 
     def _expanded(self, text: str) -> str:
@@ -266,7 +291,9 @@ class Variables:
 
 
 def references(text: str) -> list[str]:
-    """A text with variables, commands and arithmetic in it, taken apart: text and reference in turns."""
+    """A text with variables, commands and arithmetic in it, taken apart: text and reference in
+    turns.
+    """
     parts = [""]
     reader = Reader(text)
     while reader.at < len(text):
@@ -278,14 +305,22 @@ def references(text: str) -> list[str]:
 
 
 def plain_words(text: str, values: dict[str, list[str]] | None = None) -> list[str]:
-    """The words of a command, with the separators between commands; values: variables that are known in it."""
+    """The words of a command, with the separators between commands; values: variables that are
+    known in it.
+    """
     variables = Variables(values)
     words = (word for word in Reader(text).words() if word.separator != "\n")
-    return [each for word in words for each in ([word.separator] if word.separator else variables.fields(word))]
+    return [
+        each
+        for word in words
+        for each in ([word.separator] if word.separator else variables.fields(word))
+    ]
 
 
 def commands(text: str) -> Iterator[list[Word]]:
-    """The simple commands of a script in order, each with the separator that ends it as its last word."""
+    """The simple commands of a script in order, each with the separator that ends it as its last
+    word.
+    """
     command: list[Word] = []
     for word in Reader(text).words():
         command.append(word)

@@ -12,7 +12,9 @@ TRAINING = ("pretrain", "pretrain-hf")
 
 
 def supervise(ranks: int, command: str, flags: Sequence[str], servers: int) -> int:
-    """Run one of TRAINING on this host alone, the last ``servers`` ranks of which only serve; the job's exit status."""
+    """Run one of TRAINING on this host alone, the last ``servers`` ranks of which only serve; the
+    job's exit status.
+    """
     from ..parameter_server.supervisor import Hosts
 
     with socket.socket() as free:
@@ -21,8 +23,12 @@ def supervise(ranks: int, command: str, flags: Sequence[str], servers: int) -> i
     return supervised(command, flags, Hosts(ranks, port=port), servers)
 
 
-def supervised(script: str, flags: Sequence[str], hosts: "Hosts", servers: int, restarts: int = 3) -> int:
-    """Run one of TRAINING, or a script, on the ranks of ``hosts`` that are here; the exit status of the job."""
+def supervised(
+    script: str, flags: Sequence[str], hosts: "Hosts", servers: int, restarts: int = 3
+) -> int:
+    """Run one of TRAINING, or a script, on the ranks of ``hosts`` that are here; the exit status of
+    the job.
+    """
     from ..parallel.position import LAUNCHER, environment
     from ..parallel.process import launcher_place
     from ..parameter_server.supervisor import Supervisor

@@ -16,15 +16,17 @@ from .words import described
 
 
 def checkpoints(path: Path, faults: list[CheckpointError]) -> Iterator[Path]:
-    """``path`` itself if it has the name of a checkpoint, else those in it; ``faults``: of those not complete."""
-    from ..checkpoint import directory as directories
-    from ..checkpoint import unit_directories
+    """``path`` itself if it has the name of a checkpoint, else those in it; ``faults``: of those
+    not complete.
+    """
+    from ..checkpoint.directory import Iterations, iteration_of
+    from ..checkpoint.unit_directories import Units, step_of
 
-    if unit_directories.step_of(path) is not None or directories.iteration_of(path) >= 0:
+    if step_of(path) is not None or iteration_of(path) >= 0:
         yield path
         return
-    yield from unit_directories.newest_first(path, faults)
-    yield from directories.complete_ones(path, faults)
+    yield from Units(path).newest_first(faults)
+    yield from Iterations(path).newest_first(faults)
 
 
 def verify(path: Path) -> None:
@@ -41,7 +43,9 @@ def verify(path: Path) -> None:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     text = described(__doc__, "merak-verify")
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
     count = 0
     faults: list[CheckpointError] = []

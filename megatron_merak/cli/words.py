@@ -10,7 +10,9 @@ def program() -> str:
 
 
 def described(text: str, command: str) -> str:
-    """A command's description whose examples are of ``command`` (merak-plan), with what started it in their place."""
+    """A command's description whose examples are of ``command`` (merak-plan), with what started it
+    in their place.
+    """
     name = sys.argv[0]
     started = f"python {name}" if name.endswith(".py") else program()
     return text.replace(command, started)

@@ -1,5 +1,8 @@
-"""Devices, links and what a collective costs, by the table, by a file, or as measured on a device."""
+"""Devices, links and what a collective costs, by the table, by a file, or as measured on a
+device.
+"""
 
+from megatron_merak.cluster.practice import PRACTICE, Practice
 from megatron_merak.cluster.profile import Profile, profiled, read_profile
 from megatron_merak.cluster.rates import AttentionRate, ProductRate, Rates
 from megatron_merak.cluster.table import (
@@ -17,6 +20,7 @@ from megatron_merak.cluster.table import (
     find_device,
     peak_flops,
     reduce_scatter,
+    reserving,
     send,
 )
 
@@ -25,10 +29,12 @@ __all__ = [
     "DEVICES",
     "GIB",
     "LINKS",
+    "PRACTICE",
     "AttentionRate",
     "Cluster",
     "Device",
     "Link",
+    "Practice",
     "ProductRate",
     "Profile",
     "Rates",
@@ -41,5 +47,6 @@ __all__ = [
     "profiled",
     "read_profile",
     "reduce_scatter",
+    "reserving",
     "send",
 ]

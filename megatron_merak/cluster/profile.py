@@ -34,15 +34,17 @@ class Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile. Raises ConfigError for a file that cannot be read, is of another version, or has invalid
-    values.
+    """Read a profile. Raises ConfigError for a file that cannot be read, is of another version, or
+    has invalid values.
     """
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is not a regular file")
         content = parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(FLAG, path, error.strerror or str(error), "Name a readable file") from error
+        raise ConfigError(
+            FLAG, path, error.strerror or str(error), "Name a readable file"
+        ) from error
     except ValueError as error:
         raise ConfigError(FLAG, path, f"it is not JSON: {error}", _REMEDY) from error
     if not isinstance(content, dict) or "version" not in content:
@@ -52,7 +54,10 @@ def read_profile(path: str | Path) -> Profile:
         raise ConfigError(FLAG, path, reason, _REMEDY)
     if wrong := sorted({*content} ^ {*_KEYS}):
         raise ConfigError(
-            FLAG, path, f"the key {wrong[0]} is {'unknown' if wrong[0] in content else 'missing'}", _REMEDY
+            FLAG,
+            path,
+            f"the key {wrong[0]} is {'unknown' if wrong[0] in content else 'missing'}",
+            _REMEDY,
         )
     device = device_of(content["device"], f"{path}: device")
     if device.rates is None or not device.rates.products:
@@ -69,6 +74,13 @@ def profiled(cluster: Cluster, path: str | None) -> Cluster:
         return cluster
     profile = read_profile(path)
     if profile.device.name != cluster.device.name:
-        reason = f"it was measured on {profile.device.name}, and this plan is for {cluster.device.name}"
-        raise ConfigError(FLAG, path, reason, "Measure this device by benchmarks/calibrate.py, or leave the flag out")
+        reason = (
+            f"it was measured on {profile.device.name}, and this plan is for {cluster.device.name}"
+        )
+        raise ConfigError(
+            FLAG,
+            path,
+            reason,
+            "Measure this device by benchmarks/calibrate.py, or leave the flag out",
+        )
     return replace(cluster, device=profile.device)

@@ -10,8 +10,8 @@ from megatron_merak.errors import ConfigError
 
 @dataclass(frozen=True)
 class ProductRate:
-    """The three products of a linear layer at one shape: [m, k] by [n, k] transposed, and its gradients of input and
-    weight.
+    """The three products of a linear layer at one shape: [m, k] by [n, k] transposed, and its
+    gradients of input and weight.
 
     m:    tokens.
     n, k: output and input features.
@@ -32,7 +32,8 @@ class ProductRate:
 class AttentionRate:
     """Causal attention at one size.
 
-    flops: of its forward, for half of the scores; the backward counts twice these, whatever it recomputes.
+    flops: of its forward, for half of the scores; the backward counts twice these, whatever it
+           recomputes.
     """
 
     flops: float
@@ -50,8 +51,8 @@ class Rates:
     source: str = ""
 
     def product(self, m: int, n: int, k: int, dtype: str) -> ProductRate | None:
-        """Return the measured product nearest in shape, by the logarithms of its sides; None without one of that
-        type.
+        """Return the measured product nearest in shape, by the logarithms of its sides; None
+        without one of that type.
         """
         rows = [row for row in self.products if row.dtype == dtype]
         sides = [math.log(max(side, 1)) for side in (m, n, k)]
@@ -72,8 +73,15 @@ _Row = TypeVar("_Row", ProductRate, AttentionRate)
 
 def rates_of(content: Any, where: str) -> Rates:
     """Parse rates from JSON. ``where`` names them in errors. Raises ConfigError."""
-    if not isinstance(content, dict) or not {"products"} <= content.keys() <= {field.name for field in fields(Rates)}:
-        raise ConfigError(where, "(keys)", "it is not an object of products, attention and source", "Measure it again")
+    if not isinstance(content, dict) or not {"products"} <= content.keys() <= {
+        field.name for field in fields(Rates)
+    }:
+        raise ConfigError(
+            where,
+            "(keys)",
+            "it is not an object of products, attention and source",
+            "Measure it again",
+        )
     products = _rows(ProductRate, content["products"], f"{where}: products")
     attention = _rows(AttentionRate, content.get("attention", ()), f"{where}: attention")
     return Rates(products, attention, str(content.get("source", "")))
@@ -88,8 +96,16 @@ def _rows(kind: type[_Row], content: Any, where: str) -> tuple[_Row, ...]:
             reason = f"it has not the keys {', '.join(types)}"
             raise ConfigError(f"{where}: row {place}", repr(row)[:60], reason, "Measure it again")
         for name, value in row.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            number = (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and 0 < value < math.inf
+            )
             if not (isinstance(value, str) if types[name] is str else number):
-                reason = "it is not text" if types[name] is str else "it is not a finite number above 0"
-                raise ConfigError(f"{where}: row {place}: {name}", repr(value), reason, "Measure it again")
+                reason = (
+                    "it is not text" if types[name] is str else "it is not a finite number above 0"
+                )
+                raise ConfigError(
+                    f"{where}: row {place}: {name}", repr(value), reason, "Measure it again"
+                )
     return tuple(kind(**row) for row in content)

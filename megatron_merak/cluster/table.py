@@ -1,7 +1,9 @@
-"""Devices, links and what a collective costs: the one cost table of the planner, the simulator and the emulation.
+"""Devices, links and what a collective costs: the one cost table of the planner, the simulator and
+the emulation.
 
-Rates are bytes and floating-point operations per second, times are seconds. GPU peaks are the vendor's dense figures;
-``matmul_efficiency`` is the fraction of the peak that a large matrix product reaches in practice.
+Rates are bytes and floating-point operations per second, times are seconds. GPU peaks are the
+vendor's dense figures; ``matmul_efficiency`` is the fraction of the peak that a large matrix
+product reaches in practice.
 """
 
 import json
@@ -14,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+from megatron_merak.cluster.practice import PRACTICE, Practice, practice_of
 from megatron_merak.cluster.rates import Rates, rates_of
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.strict_json import parse
@@ -28,9 +31,17 @@ class Device:
     """What one rank computes with.
 
     memory:          in bytes; 0 if it is shared and has no fixed size per rank.
-    dispatch:        seconds in which the host starts one operation and which no computation hides; 0 on GPUs.
-    fused_attention: attention is one kernel that stores no probabilities, also with dropout, as on GPUs.
-    rates:           measured ones of products and attention, used instead of ``matmul_efficiency`` if there are any.
+    dispatch:        seconds in which the host starts one operation and which no computation hides;
+                     0 on GPUs.
+    fused_attention: attention is one kernel that stores no probabilities, also with dropout, as on
+                     GPUs.
+    rates:           measured ones of products and attention, used instead of ``matmul_efficiency``
+                     if there are any.
+    multiprocessors: each computes one tile of a product at a time; 0: products are not priced by
+                     their tiles.
+    practice:        what training reaches of these figures, see ``Practice``; None: all of them.
+    reserve:         bytes of ``memory`` that plans leave for what they do not count; None: see
+                     ``usable``.
     """
 
     name: str
@@ -42,22 +53,40 @@ class Device:
     dispatch: float = 0.0
     fused_attention: bool = True
     rates: Rates | None = None
+    multiprocessors: int = 0
+    practice: Practice | None = None
+    reserve: int | None = None
 
     @property
     def usable(self) -> int:
-        """Bytes that plans use: ``memory`` without 4 GiB, or a quarter of it where that is less; 0 if it is not known.
+        """Bytes that plans use: ``memory`` without ``reserve``, which is 4 GiB, or a quarter of the
+        memory where that is less, unless it is given; 0 if the memory is not known.
 
-        The rest is for what no plan counts: the driver's context, buffers of NCCL and cuBLAS, the allocator's gaps.
+        The rest is for what no plan counts: the driver's context, buffers of NCCL and cuBLAS, the
+        allocator's gaps.
         """
-        return self.memory - min(RESERVE, self.memory // _LARGEST_RESERVE)
+        usual = min(RESERVE, self.memory // _LARGEST_RESERVE)
+        return max(0, self.memory - (usual if self.reserve is None else self.reserve))
 
     def flops(self, dtype: str) -> float:
         """Return the dense matrix-product peak for "float32", or for the 16-bit types."""
         return self.float32_flops if dtype == "float32" else self.bfloat16_flops
 
     def compute_time(self, flops: float, moved_bytes: float, dtype: str) -> float:
-        """Return the time of many kernels: matrix products and element-wise work one after the other, so the sum."""
-        return flops / (self.flops(dtype) * self.matmul_efficiency) + moved_bytes / self.memory_bandwidth
+        """Return the time of many kernels: matrix products and element-wise work one after the
+        other, so the sum.
+        """
+        return (
+            flops / (self.flops(dtype) * self.matmul_efficiency)
+            + moved_bytes / self.memory_bandwidth
+        )
+
+    def passes_time(self, moved_bytes: float) -> float:
+        """Return the time of element-wise passes that move so many bytes, as far as training
+        reaches the memory bandwidth.
+        """
+        slower = 1.0 if self.practice is None else self.practice.passes
+        return slower * moved_bytes / self.memory_bandwidth
 
     def kernel_time(self, flops: float, moved_bytes: float, dtype: str) -> float:
         """Return the time of one kernel, by the roofline: the longer of arithmetic and traffic."""
@@ -67,7 +96,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of one rank, or of a group of ranks: seconds per message, and bytes per second in each direction."""
+    """A connection of one rank, or of a group of ranks: seconds per message, and bytes per second
+    in each direction.
+    """
 
     name: str
     latency: float
@@ -92,22 +123,38 @@ class Cluster:
 
     def __str__(self) -> str:
         """Return the device's name, and the cluster's if it differs."""
-        return self.device.name if self.name in ("", self.device.name) else f"{self.device.name} ({self.name})"
+        return (
+            self.device.name
+            if self.name in ("", self.device.name)
+            else f"{self.device.name} ({self.name})"
+        )
+
+    @property
+    def by_figures(self) -> Self:
+        """The cluster without what training reaches of its figures: an emulated one has them
+        whole.
+        """
+        if self.device.practice is None:
+            return self
+        return replace(self, device=replace(self.device, practice=None))
 
     def crosses(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are on several nodes."""
         return len({rank // self.ranks_per_node for rank in ranks}) > 1
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return the link of a collective over these ranks, or of a message between two, for the formulas below.
+        """Return the link of a collective over these ranks, or of a message between two, for the
+        formulas below.
 
-        A group with k ranks on each of its nodes has the bandwidth of k ranks' network cards: its ranks form a ring
-        through all nodes, and NCCL forms as many such rings as there are cards, each with its part of the message. The
-        links inside bound it, as every ring uses them. Of the N - 1 steps around the ring, one less than there are
-        nodes crosses the network. A node with fewer ranks of the group than others is the bound. The other ranks of a
-        node are assumed to send at the same time, so that shared cards are divided among them.
+        A group with k ranks on each of its nodes has the bandwidth of k ranks' network cards: its
+        ranks form a ring through all nodes, and NCCL forms as many such rings as there are cards,
+        each with its part of the message. The links inside bound it, as every ring uses them. Of
+        the N - 1 steps around the ring, one less than there are nodes crosses the network. A node
+        with fewer ranks of the group than others is the bound. The other ranks of a node are
+        assumed to send at the same time, so that shared cards are divided among them.
 
-        Source: NCCL's own model of a ring, src/graph/tuning.cc (the sum of its channels; the steps between nodes).
+        Source: NCCL's own model of a ring, src/graph/tuning.cc (the sum of its channels; the steps
+                between nodes).
         """
         ranks_of_node = Counter(rank // self.ranks_per_node for rank in ranks)
         nodes = len(ranks_of_node)
@@ -121,7 +168,26 @@ class Cluster:
         if outer == steps:
             return replace(self.between, bandwidth=bandwidth)
         latency = (outer * self.between.latency + (steps - outer) * self.inside.latency) / steps
-        return replace(self.between, latency=latency, bandwidth=min(bandwidth, self.inside.bandwidth))
+        return replace(
+            self.between, latency=latency, bandwidth=min(bandwidth, self.inside.bandwidth)
+        )
+
+    def exchange_link(self, ranks: Sequence[int]) -> Link:
+        """Return the link of an exchange over these ranks, in which every rank sends another part to
+        each other rank, for the formulas below.
+
+        Over several nodes a rank sends what is for other nodes through its own share of the network
+        cards, where a ring would cross between two nodes once: parts for n - k of the n - 1 other
+        ranks, with k ranks of the group on its node. The rest goes inside the node meanwhile.
+        """
+        ranks_of_node = Counter(rank // self.ranks_per_node for rank in ranks)
+        if len(ranks_of_node) == 1:
+            return self.inside
+        size = len(ranks)
+        cards = self.nics / self.ranks_per_node if self.nics else 1.0
+        outside = (size - 1) / (size - min(ranks_of_node.values()))
+        bandwidth = cards * self.between.bandwidth * outside
+        return replace(self.link(ranks), bandwidth=min(bandwidth, self.inside.bandwidth))
 
     def to_json(self, path: str | Path) -> None:
         """Write a file that ``from_json`` reads."""
@@ -129,25 +195,31 @@ class Cluster:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
-        """Read a cluster: the fields of this class; a device or link may be the name of one in the table.
+        """Read a cluster: the fields of this class; a device or link may be the name of one in the
+        table.
 
-        Raises ConfigError for a file that is missing or no JSON, unknown or missing keys, and impossible numbers.
+        Raises ConfigError for a file that is missing or no JSON, unknown or missing keys, and
+        impossible numbers.
         """
         try:
             if Path(path).exists() and not Path(path).is_file():
                 raise OSError("it is not a regular file")
             content = parse(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError("cluster file", path, error.strerror or str(error), "Name a readable file") from error
+            raise ConfigError(
+                "cluster file", path, error.strerror or str(error), "Name a readable file"
+            ) from error
         except ValueError as error:
-            raise ConfigError("cluster file", path, f"it is not JSON: {error}", "Correct it") from error
+            raise ConfigError(
+                "cluster file", path, f"it is not JSON: {error}", "Correct it"
+            ) from error
         named = {"name": Path(path).stem, **content} if isinstance(content, dict) else content
         return cls.from_dict(named, str(path))
 
     @classmethod
     def from_dict(cls, content: Any, where: str) -> Self:
-        """Return a cluster from the JSON object that ``from_json`` describes. ``where`` names it in errors. Raises
-        ConfigError.
+        """Return a cluster from the JSON object that ``from_json`` describes. ``where`` names it in
+        errors. Raises ConfigError.
         """
         values = _fields(cls, content, where, {"name", "nics"})
         values["device"] = device_of(values["device"], f"{where}: device")
@@ -156,7 +228,8 @@ class Cluster:
         return cls(**values)
 
 
-_ZERO_IS_FINE = ("memory", "dispatch", "latency", "nics")
+_OPTIONAL = ("dispatch", "fused_attention", "rates", "multiprocessors", "practice", "reserve")
+_ZERO_IS_FINE = ("memory", "dispatch", "latency", "nics", "multiprocessors")
 _KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 
 
@@ -170,16 +243,31 @@ def _fields(kind: type, content: Any, where: str, optional: Collection[str] = ()
         if expected is None:
             raise ConfigError(f"{where}: key", key, "it is unknown", f"Use {', '.join(types)}")
         accepted = (int, float) if expected is float else expected
-        if expected in _KINDS and (isinstance(value, bool) != (expected is bool) or not isinstance(value, accepted)):
-            raise ConfigError(f"{where}: {key}", repr(value), f"it is not {_KINDS[expected]}", "Correct it")
-        if expected in (int, float) and not (0 < value < math.inf or (value == 0 and key in _ZERO_IS_FINE)):
-            least = "a finite number, at least 0" if key in _ZERO_IS_FINE else "a finite number above 0"
+        if expected in _KINDS and (
+            isinstance(value, bool) != (expected is bool) or not isinstance(value, accepted)
+        ):
+            raise ConfigError(
+                f"{where}: {key}", repr(value), f"it is not {_KINDS[expected]}", "Correct it"
+            )
+        if expected in (int, float) and not (
+            0 < value < math.inf or (value == 0 and key in _ZERO_IS_FINE)
+        ):
+            least = (
+                "a finite number, at least 0" if key in _ZERO_IS_FINE else "a finite number above 0"
+            )
             raise ConfigError(f"{where}: {key}", value, "it cannot be", f"Use {least}")
     missing = [key for key in types if key not in content and key not in optional]
     if missing:
-        raise ConfigError(f"{where}: key", missing[0], "it is missing", f"Give {', '.join(missing)}")
+        raise ConfigError(
+            f"{where}: key", missing[0], "it is missing", f"Give {', '.join(missing)}"
+        )
     if content.get("matmul_efficiency", 1) > 1:
-        raise ConfigError(f"{where}: matmul_efficiency", content["matmul_efficiency"], "it exceeds 1", "Use at most 1")
+        raise ConfigError(
+            f"{where}: matmul_efficiency",
+            content["matmul_efficiency"],
+            "it exceeds 1",
+            "Use at most 1",
+        )
     return dict(content)
 
 
@@ -188,36 +276,95 @@ def _row(value: Any, table: Mapping[str, Any], where: str) -> Any:
     if isinstance(value, str):
         if value not in table:
             raise ConfigError(
-                where, value, "it is not in the table", f"Use one of {', '.join(table)}, or give its fields"
+                where,
+                value,
+                "it is not in the table",
+                f"Use one of {', '.join(table)}, or give its fields",
             )
         return table[value]
     kind = type(next(iter(table.values())))
-    return kind(**_fields(kind, value, where, ("dispatch", "fused_attention", "rates")))
+    return kind(**_fields(kind, value, where, _OPTIONAL))
 
 
 def device_of(content: Any, where: str) -> Device:
-    """Return a device from JSON: the name of one in the table, or its fields. ``where`` names it in errors.
+    """Return a device from JSON: the name of one in the table, or its fields. ``where`` names it in
+    errors.
 
     Raises ConfigError for unknown names, unknown or missing keys, and impossible numbers.
     """
+    if isinstance(content, str):
+        return _row(content, DEVICES, where)
     device = _row(content, DEVICES, where)
-    return device if device.rates is None else replace(device, rates=rates_of(device.rates, f"{where}: rates"))
+    reserve = device.reserve
+    if reserve is not None and (not isinstance(reserve, int) or not 0 <= reserve < device.memory):
+        reason = "it is not a number of bytes below the memory"
+        raise ConfigError(f"{where}: reserve", reserve, reason, "Correct it")
+    rates = device.rates
+    practice = device.practice
+    return replace(
+        device,
+        rates=None if rates is None else rates_of(rates, f"{where}: rates"),
+        practice=None if practice is None else practice_of(practice, f"{where}: practice"),
+    )
 
 
-# The CPU row is one core of a current server with AVX-512 and its bf16 instructions: measured, so its efficiency is 1.
+# device -> peaks of 16-bit and of 32-bit types, memory bandwidth, memory, share of the peak that a
+# large product reaches, multiprocessors, row of ``PRACTICE``. Peaks and bandwidths are those of
+# the vendors' data sheets: V100 (2020), A100 (2021), H100 (2023), GH200 (2023), DGX B200, GB200 and
+# GB300 NVL72 (2025), Instinct MI300X (2023).
+_GPUS = {
+    "V100": (125e12, 15.7e12, 0.9e12, 32 * GIB, 0.75, 80, "V100"),  # 16-bit products: fp16 alone
+    "V100 16GB": (125e12, 15.7e12, 0.9e12, 16 * GIB, 0.75, 80, "V100"),
+    "A100": (312e12, 19.5e12, 2.039e12, 80 * GIB, 0.75, 108, "A100"),
+    "A100 40GB": (312e12, 19.5e12, 1.555e12, 40 * GIB, 0.75, 108, "A100"),
+    "H100": (989.4e12, 66.9e12, 3.35e12, 80 * GIB, 0.65, 132, "H100"),
+    "H100 PCIe": (756.4e12, 51.2e12, 2.04e12, 80 * GIB, 0.65, 114, "H100 PCIe"),
+    "H100 NVL": (835.5e12, 60e12, 3.94e12, 94 * GIB, 0.65, 132, "H100"),
+    # measured: copies, and 790e12 of large products
+    "H200": (989.4e12, 66.9e12, 4.3e12, 150_800_000_000, 0.8, 132, "H100"),
+    "GH200": (989.4e12, 66.9e12, 4e12, 96_000_000_000, 0.65, 132, "H100"),
+    "B200": (2250e12, 75e12, 8e12, 180_000_000_000, 0.7, 148, "B200"),
+    "GB200": (2500e12, 80e12, 8e12, 186_000_000_000, 0.7, 148, "B200"),
+    "GB300": (2500e12, 80e12, 8e12, 278_000_000_000, 0.7, 148, "B200"),
+    "MI300X": (1307.4e12, 163.4e12, 5.3e12, 192_000_000_000, 0.5, 304, "MI300X"),
+    # 16-bit products with fp32 sums, half the headline rate
+    "RTX 3090": (71e12, 35.6e12, 936e9, 24 * GIB, 0.8, 0, None),
+}
+# The CPU row is one core of a current server with AVX-512 and its bf16 instructions: measured, so
+# its efficiency is 1.
+_CPU = Device(
+    "cpu",
+    400e9,
+    240e9,
+    10e9,
+    memory=0,
+    matmul_efficiency=1.0,
+    dispatch=5e-6,
+    fused_attention=False,
+)
 _DEVICES = (
-    Device("cpu", 400e9, 240e9, 10e9, memory=0, matmul_efficiency=1.0, dispatch=5e-6, fused_attention=False),
-    Device("A100", 312e12, 19.5e12, 2.039e12, memory=80 * GIB, matmul_efficiency=0.75),
-    Device("A100 40GB", 312e12, 19.5e12, 1.555e12, memory=40 * GIB, matmul_efficiency=0.75),
-    Device("H100", 989.4e12, 66.9e12, 3.35e12, memory=80 * GIB, matmul_efficiency=0.65),
-    Device("H100 PCIe", 756.4e12, 51.2e12, 2.04e12, memory=80 * GIB, matmul_efficiency=0.65),
-    Device("H100 NVL", 835.5e12, 60e12, 3.94e12, memory=94 * GIB, matmul_efficiency=0.65),
-    Device(
-        "H200", 989.4e12, 66.9e12, 4.3e12, memory=150_800_000_000, matmul_efficiency=0.8
-    ),  # measured: copies, and 790e12 of large products
-    Device(
-        "RTX 3090", 71e12, 35.6e12, 936e9, memory=24 * GIB, matmul_efficiency=0.8
-    ),  # 16-bit products with fp32 sums, half the headline rate
+    _CPU,
+    *(
+        Device(
+            name,
+            peak,
+            float32,
+            bandwidth,
+            memory=memory,
+            matmul_efficiency=efficiency,
+            multiprocessors=multiprocessors,
+            practice=None if practice is None else PRACTICE[practice],
+        )
+        for name, (
+            peak,
+            float32,
+            bandwidth,
+            memory,
+            efficiency,
+            multiprocessors,
+            practice,
+        ) in _GPUS.items()
+    ),
 )
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _DEVICES})
 
@@ -225,21 +372,39 @@ _LINKS = (
     Link("loopback", 170e-6, 1.7e9),  # gloo between two cores, measured
     Link("ethernet-1g", 100e-6, 0.119e9),
     Link("ethernet-100g", 20e-6, 11e9),
-    Link("pcie4", 10e-6, 12e9),  # x16 through host memory: GeForce drivers allow no access to a peer's
+    # x16 through host memory: GeForce drivers allow no access to a peer's
+    Link("pcie4", 10e-6, 12e9),
+    Link("pcie5", 10e-6, 40e9),
+    # four fifths of the printed rate, of one direction: 150, 300, 450 and 900 GB/s
+    Link("nvlink2", 5e-6, 120e9),
     Link("nvlink3", 4e-6, 240e9),
     Link("nvlink4", 4e-6, 360e9),
+    Link("nvlink5", 4e-6, 720e9),
+    Link("infinity-fabric", 6e-6, 310e9),  # of 448: seven links to seven peers
+    Link("infiniband-edr", 10e-6, 11.5e9),
     Link("infiniband-hdr", 10e-6, 23e9),
     Link("infiniband-ndr", 10e-6, 46e9),
+    Link("infiniband-xdr", 10e-6, 92e9),
 )
 LINKS: Mapping[str, Link] = MappingProxyType({link.name: link for link in _LINKS})
 
-_CLUSTERS = {  # profile -> device, ranks in a node, the link inside, a network card, cards of a node (0: one a rank)
+# profile -> device, ranks in a node, the link inside, a network card, cards of a node (0: one a
+# rank)
+_CLUSTERS = {
     "cpu": ("cpu", 64, "loopback", "ethernet-100g", 1),
     "laptop": ("cpu", 1, "loopback", "ethernet-1g", 0),
     "rtx3090": ("RTX 3090", 8, "pcie4", "ethernet-100g", 1),
+    "dgx-v100": ("V100", 8, "nvlink2", "infiniband-edr", 4),
     "dgx-a100": ("A100", 8, "nvlink3", "infiniband-hdr", 0),
     "dgx-h100": ("H100", 8, "nvlink4", "infiniband-ndr", 0),
+    "h100-pcie": ("H100 PCIe", 8, "pcie5", "infiniband-ndr", 4),
     "dgx-h200": ("H200", 8, "nvlink4", "infiniband-ndr", 0),
+    # nodes of these three are domains of NVLink
+    "dgx-gh200": ("GH200", 256, "nvlink4", "infiniband-ndr", 0),
+    "gb200-nvl72": ("GB200", 72, "nvlink5", "infiniband-ndr", 0),
+    "gb300-nvl72": ("GB300", 72, "nvlink5", "infiniband-xdr", 0),
+    "dgx-b200": ("B200", 8, "nvlink5", "infiniband-ndr", 0),
+    "mi300x": ("MI300X", 8, "infinity-fabric", "infiniband-ndr", 0),
 }
 CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
     {
@@ -249,9 +414,24 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
 )
 
 
+def reserving(cluster: Cluster, reserve_gb: float | None) -> Cluster:
+    """Return the cluster with so many GiB of each device left for what plans do not count (see
+    ``Device.usable``); unchanged for None, and where the memory is not known.
+
+    Raises ConfigError for all of the memory or more.
+    """
+    device = cluster.device
+    if reserve_gb is None or not device.memory:
+        return cluster
+    if reserve_gb * GIB >= device.memory:
+        reason = f"{device.name} has {device.memory / GIB:.0f} GiB"
+        raise ConfigError("--memory-reserve-gb", reserve_gb, reason, "Leave some for the model")
+    return replace(cluster, device=replace(device, reserve=int(reserve_gb * GIB)))
+
+
 def find_device(name: str) -> Device:
-    """Return the table's row for a name such as "cpu", "H100" or "NVIDIA A100-SXM4-80GB"; PlanError if there is
-    none.
+    """Return the table's row for a name such as "cpu", "H100" or "NVIDIA A100-SXM4-80GB"; PlanError
+    if there is none.
     """
     words = set(re.findall("[A-Z0-9]+", name.upper()))
     rows = [device for device in _DEVICES if set(device.name.upper().split()) <= words]
@@ -261,10 +441,11 @@ def find_device(name: str) -> Device:
 
 
 def find_cluster(name: str) -> Cluster:
-    """Return a cluster by its name, by its JSON file, or the usual one around a device of that name.
+    """Return a cluster by its name, by its JSON file, or the usual one around a device of that
+    name.
 
-    The usual one: 8 GPUs joined by NVLink and InfiniBand, or the cores of one host. Raises ConfigError for a file that
-    cannot be read, PlanError for an unknown name.
+    The usual one: 8 GPUs joined by NVLink and InfiniBand, a rack of GPUs, or the cores of one host. Raises
+    ConfigError for a file that cannot be read, PlanError for an unknown name.
     """
     if name in CLUSTERS:
         return CLUSTERS[name]
@@ -274,13 +455,19 @@ def find_cluster(name: str) -> Cluster:
         device = find_device(name)
     except PlanError as error:
         choices = ", ".join(dict.fromkeys((*CLUSTERS, *DEVICES)))
-        raise PlanError("cluster", name, "there is no such one", f"Use one of {choices}, or a file *.json") from error
-    usual = next(row for row in CLUSTERS.values() if row.device.name.split()[0] == device.name.split()[0])
-    return replace(usual, device=device)
+        raise PlanError(
+            "cluster", name, "there is no such one", f"Use one of {choices}, or a file *.json"
+        ) from error
+    own = [row for row in CLUSTERS.values() if row.device is device]
+    family = device.name.split()[0]
+    usual = [row for row in CLUSTERS.values() if row.device.name.split()[0] == family]
+    return replace([*own, *usual][0], device=device)
 
 
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float:
-    """Return the dense peak (no sparsity) that MFU is relative to; PlanError for a device that is not in the table."""
+    """Return the dense peak (no sparsity) that MFU is relative to; PlanError for a device that is
+    not in the table.
+    """
     return find_device(device_name).flops(dtype)
 
 

@@ -4,8 +4,15 @@ from .batches import RAMP, STEPS, Batches, check_sizes
 from .hf import HFModelConfig
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
-from .run import Config, HFConfig, RunConfig, of_worker
-from .sections import CheckpointConfig, DataConfig, HFCheckpointConfig, LoggingConfig, ModelConfig, TrainConfig
+from .run import Config, HFConfig, RunConfig, of_worker, planned_part
+from .sections import (
+    CheckpointConfig,
+    DataConfig,
+    HFCheckpointConfig,
+    LoggingConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from .servers import SNAPSHOT_INTERVAL, worker_note
 from .settings import flag_name, nearest, value_type
 
@@ -30,6 +37,7 @@ __all__ = [
     "flag_name",
     "nearest",
     "of_worker",
+    "planned_part",
     "worker_note",
     "value_type",
 ]

@@ -16,18 +16,10 @@ def check_backend(parallel: ParallelConfig, train: TrainConfig) -> None:
 
 
 def _check_emulation(parallel: ParallelConfig) -> None:
-    emulated = parallel.distributed_backend == "emu"
-    if emulated and parallel.emulate is None:
+    if parallel.distributed_backend == "emu" and parallel.emulate is None:
         raise ConfigError(
             "--emulate",
             "(missing)",
             "is needed with --distributed-backend emu",
             "Name a cluster, such as dgx-a100, rtx3090 or laptop, or a file *.json",
-        )
-    if not emulated and parallel.emulate is not None:
-        raise ConfigError(
-            "--emulate",
-            parallel.emulate,
-            f"has no effect with --distributed-backend {parallel.distributed_backend}",
-            "Add --distributed-backend emu, or leave it out",
         )

@@ -10,9 +10,11 @@ class Backend:
     """A value of ``--distributed-backend``.
 
     name:    the value, and the name of its groups.
-    job:     the backend of the default process group; groups of other backends are created beside it.
+    job:     the backend of the default process group; groups of other backends are created beside
+             it.
     of_gpus: whether it transfers tensors of GPUs, else of CPUs.
-    by_tag:  whether messages are matched by tag inside a group; else by order, and each channel has its own group.
+    by_tag:  whether messages are matched by tag inside a group; else by order, and each channel has
+             its own group.
     halves:  whether it supports 16-bit numbers.
     """
 

@@ -22,7 +22,8 @@ _MOST_SIZES = 100_000
 class Batches:
     """Samples per optimizer step, as a function of the samples that a run has consumed.
 
-    sizes: (consumed samples from which on it applies, samples per step), ascending, the first from 0.
+    sizes: (consumed samples from which on it applies, samples per step), ascending, the first from
+           0.
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -66,28 +67,49 @@ def batches_of(train: TrainConfig, sequence_length: int, replicas: int) -> Batch
         return batches
     if train.step_batch_size_schedule is not None:
         remedy = "Leave out --decrease-batch-size-if-needed"
-        raise ConfigError(STEPS, train.step_batch_size_schedule, "already gives every batch size", remedy)
+        raise ConfigError(
+            STEPS, train.step_batch_size_schedule, "already gives every batch size", remedy
+        )
     return Batches(tuple((first, size // unit * unit) for first, size in batches.sizes))
 
 
 def check_sizes(train: TrainConfig, batches: Batches, replicas: int, consumed: int = 0) -> None:
-    """Raise ConfigError if a step after ``consumed`` samples does not consist of full micro-batches of all replicas."""
+    """Raise ConfigError if a step after ``consumed`` samples does not consist of full micro-batches
+    of all replicas.
+    """
     unit = train.micro_batch_size * replicas
-    product = f"--micro-batch-size {train.micro_batch_size} x data-parallel size {replicas} = {unit}"
+    product = (
+        f"--micro-batch-size {train.micro_batch_size} x data-parallel size {replicas} = {unit}"
+    )
     later = [after for after, _ in batches.sizes[1:]] + [consumed + 1]
     for (_, size), after in zip(batches.sizes, later, strict=True):
         if after > consumed and (size % unit or size == 0):
             flag, value = _present(train, size)
-            subject = "is" if flag == "--global-batch-size" else f"has a batch size of {size}, which is"
+            subject = (
+                "is" if flag == "--global-batch-size" else f"has a batch size of {size}, which is"
+            )
             if size == 0:
-                raise ConfigError(flag, value, f"is smaller than {product}", f"Use at least {unit}, or fewer replicas")
-            near = " or ".join(str(near) for near in (size // unit * unit, (size // unit + 1) * unit) if near)
-            remedy = f"Use {near}" if flag == "--global-batch-size" else f"Use multiples of {unit}, such as {near}"
+                raise ConfigError(
+                    flag,
+                    value,
+                    f"is smaller than {product}",
+                    f"Use at least {unit}, or fewer replicas",
+                )
+            near = " or ".join(
+                str(near) for near in (size // unit * unit, (size // unit + 1) * unit) if near
+            )
+            remedy = (
+                f"Use {near}"
+                if flag == "--global-batch-size"
+                else f"Use multiples of {unit}, such as {near}"
+            )
             raise ConfigError(flag, value, f"{subject} not a multiple of {product}", remedy)
 
 
 def check_length(train: TrainConfig, batches: Batches) -> None:
-    """Raise ConfigError for a run in both iterations and samples, or in iterations with changing sizes."""
+    """Raise ConfigError for a run in both iterations and samples, or in iterations with changing
+    sizes.
+    """
     if train.skip_train:
         return
     for flag in (RAMP, STEPS):
@@ -114,34 +136,59 @@ def _present(train: TrainConfig, size: int) -> tuple[str, object]:
 
 
 def _value(train: TrainConfig, flag: str) -> str | None:
-    return " ".join(train.rampup_batch_size) or None if flag == RAMP else train.step_batch_size_schedule
+    return (
+        " ".join(train.rampup_batch_size) or None
+        if flag == RAMP
+        else train.step_batch_size_schedule
+    )
 
 
 def _ramp(train: TrainConfig) -> Batches:
-    """Return Megatron-LM's ramp: from the first size to --global-batch-size in equal increments, each for as many
-    samples.
+    """Return Megatron-LM's ramp: from the first size to --global-batch-size in equal increments,
+    each for as many samples.
     """
     value = _value(train, RAMP)
     last = train.global_batch_size
     if train.step_batch_size_schedule is not None:
         raise ConfigError(RAMP, value, f"contradicts {STEPS}", "Give only one of them")
-    like = "Write it like '16 16 1000000': the first batch size, the increment, the samples of the ramp"
-    written = [_number(text) for text in train.rampup_batch_size if re.fullmatch("[0-9]+", text)]
-    numbers = [number for number in written if number]
+    like = (
+        "Write it like '16 16 1000000': the first batch size, the increment, the samples of "
+        "the ramp"
+    )
+    written = [number(text) for text in train.rampup_batch_size if re.fullmatch("[0-9]+", text)]
+    numbers = [each for each in written if each]
     if len(numbers) != 3 or len(train.rampup_batch_size) != 3:
-        raise ConfigError(RAMP, f"{value:.80}", "is not three positive whole numbers of 15 digits at most", like)
+        raise ConfigError(
+            RAMP, f"{value:.80}", "is not three positive whole numbers of 15 digits at most", like
+        )
     first, increment, samples = numbers
     if last is None:
-        raise ConfigError("--global-batch-size", "(missing)", f"is needed with {RAMP}, as its last size", "Give it")
+        raise ConfigError(
+            "--global-batch-size",
+            "(missing)",
+            f"is needed with {RAMP}, as its last size",
+            "Give it",
+        )
     if first > last or (last - first) % increment:
-        reason = f"does not reach --global-batch-size {last}: the increment does not divide {last - first}"
+        reason = (
+            f"does not reach --global-batch-size {last}: the increment does not divide "
+            f"{last - first}"
+        )
         reason = f"starts above --global-batch-size {last}" if first > last else reason
-        raise ConfigError(RAMP, value, reason, "Change the first size, the increment or --global-batch-size")
+        raise ConfigError(
+            RAMP, value, reason, "Change the first size, the increment or --global-batch-size"
+        )
     count = (last - first) // increment
     if count > _MOST_SIZES:
-        raise ConfigError(RAMP, value, f"makes {count:,} batch sizes", f"Raise the increment to {last // _MOST_SIZES}")
+        raise ConfigError(
+            RAMP,
+            value,
+            f"makes {count:,} batch sizes",
+            f"Raise the increment to {last // _MOST_SIZES}",
+        )
     starts = [_start(step, samples, count) for step in range(count + 1)]
-    sizes = dict(zip(starts, range(first, last + 1, increment), strict=True))  # of equal starts the last holds
+    # of equal starts the last holds
+    sizes = dict(zip(starts, range(first, last + 1, increment), strict=True))
     return Batches(tuple(sizes.items()))
 
 
@@ -161,12 +208,14 @@ def _steps(train: TrainConfig, sequence_length: int) -> Batches:
     sizes: dict[int, int] = {}
     for entry in text.replace(",", " ").split():
         tokens, colon, size = entry.partition(":")
-        threshold = _number(tokens)
-        samples = _number(size)
+        threshold = number(tokens)
+        samples = number(size)
         if not colon or threshold is None or not samples:
             raise ConfigError(STEPS, text, f"has an entry {entry!r}", like)
         if sizes and threshold // sequence_length <= max(sizes):
-            raise ConfigError(STEPS, text, f"{entry!r} does not begin after the entry before it", like)
+            raise ConfigError(
+                STEPS, text, f"{entry!r} does not begin after the entry before it", like
+            )
         sizes[threshold // sequence_length] = samples
     if 0 not in sizes:
         raise ConfigError(STEPS, text, "does not say the size from 0 tokens on", like)
@@ -177,11 +226,13 @@ def _steps(train: TrainConfig, sequence_length: int) -> Batches:
     return batches
 
 
-def _number(text: str) -> int | None:
-    """Parse '250B', '0.3K' and the like, as Megatron-LM does; None for anything else, and for fractions."""
+def number(text: str) -> int | None:
+    """Parse '250B', '0.3K' and the like, as Megatron-LM does; None for anything else, and for
+    fractions.
+    """
     factor = _SUFFIXES.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
     if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,15})?", digits) or (Decimal(digits) * factor) % 1:
         return None
-    number = int(float(digits) * factor)
-    return number if number < _MOST else None
+    value = int(float(digits) * factor)
+    return value if value < _MOST else None

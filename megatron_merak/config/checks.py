@@ -1,12 +1,15 @@
-"""Checks for contradictory settings. Each raises ConfigError and names the nearest values that work."""
+"""Checks for contradictory settings. Each raises ConfigError and names the nearest values that
+work.
+"""
 
+import dataclasses
 from collections.abc import Iterable
 
 from ..errors import ConfigError
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
 from .sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
-from .settings import flag_name
+from .settings import Section, flag_name
 
 
 def closest(value: int, candidates: Iterable[int]) -> str:
@@ -27,7 +30,21 @@ def divisors(value: int) -> list[int]:
     return [d for d in range(1, value + 1) if value % d == 0]
 
 
+def check_needs(section: Section) -> None:
+    """Raise ConfigError for a setting that has no effect as long as another one is what it is; see
+    ``Needs``.
+    """
+    for row in dataclasses.fields(section):
+        value = getattr(section, row.name)
+        needs = row.metadata.get("needs", ())
+        for each in needs if isinstance(needs, tuple) else (needs,):
+            words = each.missing(getattr(section, each.name))
+            if value != row.default and words is not None:
+                raise ConfigError(flag_name(row.name), value, *words)
+
+
 def check_model(model: ModelConfig) -> None:
+    check_needs(model)
     heads = model.num_attention_heads
     groups = model.num_query_groups
     hidden = model.hidden_size
@@ -38,13 +55,6 @@ def check_model(model: ModelConfig) -> None:
             f"is not a multiple of --num-attention-heads {heads}",
             f"Use {multiples(hidden, heads)}, or give --kv-channels",
         )
-    if groups != 1 and not model.group_query_attention:
-        raise ConfigError(
-            "--num-query-groups",
-            groups,
-            "has no effect without --group-query-attention",
-            "Add --group-query-attention, or leave --num-query-groups out",
-        )
     if heads % model.query_groups:
         raise ConfigError(
             "--num-query-groups",
@@ -53,7 +63,9 @@ def check_model(model: ModelConfig) -> None:
             f"Use {closest(groups, divisors(heads))}",
         )
     if model.ffn_size == 0:
-        raise ConfigError("--hidden-size", hidden, "gives --swiglu an MLP of width 0", "Give --ffn-hidden-size")
+        raise ConfigError(
+            "--hidden-size", hidden, "gives --swiglu an MLP of width 0", "Give --ffn-hidden-size"
+        )
     if model.seq_length > model.max_positions:
         raise ConfigError(
             "--seq-length",
@@ -61,40 +73,24 @@ def check_model(model: ModelConfig) -> None:
             f"exceeds --max-position-embeddings {model.max_positions}",
             f"Use at most {model.max_positions}, or raise --max-position-embeddings",
         )
-    _check_rotary(model)
-
-
-def _check_rotary(model: ModelConfig) -> None:
-    if model.position_embedding_type != "rope":
-        defaults = {"rotary_base": 10000, "rotary_percent": 1.0, "use_rope_scaling": False, "rope_scaling_factor": 8.0}
-        for name, default in defaults.items():
-            if (value := getattr(model, name)) != default:
-                raise ConfigError(
-                    flag_name(name),
-                    value,
-                    "has no effect without rotary embedding",
-                    "Add --position-embedding-type rope, or leave it out",
-                )
-        return
-    if model.rope_scaling_factor != 8.0 and not model.use_rope_scaling:
-        raise ConfigError(
-            "--rope-scaling-factor",
-            model.rope_scaling_factor,
-            "has no effect without scaling",
-            "Add --use-rope-scaling, or leave it out",
-        )
-    if model.rotary_dim < 2 or model.rotary_dim % 2:
+    if model.position_embedding_type == "rope" and (model.rotary_dim < 2 or model.rotary_dim % 2):
         raise ConfigError(
             "--rotary-percent",
             model.rotary_percent,
-            f"rotates {model.rotary_dim} of a head's {model.head_dim} channels, an odd number or none",
+            f"rotates {model.rotary_dim} of a head's {model.head_dim} channels, an odd number or "
+            "none",
             "Change it, --kv-channels or --num-attention-heads",
         )
 
 
 def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:
-    """Whether ``size`` ranks can shard a layer evenly: query heads, key-value heads and MLP width."""
-    return all(extent % size == 0 for extent in (model.num_attention_heads, model.query_groups, model.ffn_size))
+    """Whether ``size`` ranks can shard a layer evenly: query heads, key-value heads and
+    MLP width.
+    """
+    return all(
+        extent % size == 0
+        for extent in (model.num_attention_heads, model.query_groups, model.ffn_size)
+    )
 
 
 def check_tensor_parallel(model: ModelConfig, size: int) -> None:
@@ -112,19 +108,23 @@ def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     raise ConfigError("--tensor-model-parallel-size", size, reason, f"Use {fitting}")
 
 
-def check_sequence_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Check the flag; with one tensor-parallel rank it has no effect, as in Megatron-LM, which is reported."""
+def check_sequence_parallel(length: int, most: int | None, parallel: ParallelConfig) -> None:
+    """Check the flag; with one tensor-parallel rank it has no effect, as in Megatron-LM, which is
+    reported.
+
+    most: positions that the model has; None: not known.
+    """
     size = parallel.tensor_model_parallel_size
-    length = model.seq_length
     if parallel.sequence_parallel and length % size:
         fitting = [m for m in (length // size * size, -(-length // size) * size) if m > 0]
-        if model.max_position_embeddings is not None:
-            fitting = [m for m in fitting if m <= model.max_position_embeddings]
+        if most is not None:
+            fitting = [m for m in fitting if m <= most]
         use = f"Use {closest(length, fitting)}, or leave" if fitting else "Leave"
         raise ConfigError(
             "--seq-length",
             length,
-            f"is not a multiple of --tensor-model-parallel-size {size}, and --sequence-parallel divides it",
+            f"is not a multiple of --tensor-model-parallel-size {size}, and --sequence-parallel "
+            "divides it",
             f"{use} --sequence-parallel out",
         )
 
@@ -134,7 +134,8 @@ def check_pipeline(model: ModelConfig, size: int) -> None:
         raise ConfigError(
             "--pipeline-model-parallel-size",
             size,
-            f"is more stages than the {model.num_layers + 2} units (embedding, {model.num_layers} layers, output head)",
+            f"is more stages than the {model.num_layers + 2} units (embedding, "
+            f"{model.num_layers} layers, output head)",
             f"Use at most {model.num_layers + 2}",
         )
 
@@ -149,34 +150,113 @@ def check_schedule(parallel: ParallelConfig) -> None:
         "microbatch_group_size_per_virtual_pipeline_stage",
     ):
         if (value := getattr(parallel, name)) is not None:
-            reason = f"contradicts --schedule-file {parallel.schedule_file}, which contains the complete schedule"
+            reason = (
+                f"contradicts --schedule-file {parallel.schedule_file}, which contains the "
+                "complete schedule"
+            )
             raise ConfigError(flag_name(name), value, reason, "Give only one of them")
+
+
+def check_searched(parallel: ParallelConfig, train: TrainConfig) -> None:
+    """Refuse what no search of a plan tries."""
+    for name in (
+        "plan",
+        "schedule_file",
+        "expert_tensor_parallel_size",
+        "num_distributed_optimizer_instances",
+        "data_parallel_strategy",
+    ):
+        value = getattr(parallel, name)
+        if value != getattr(ParallelConfig, name):
+            raise ConfigError(flag_name(name), value, "no search tries it", "Leave it out")
+    sized = train.global_batch_size is not None or train.step_batch_size_schedule is not None
+    if not sized or train.decrease_batch_size_if_needed:
+        flag = "--decrease-batch-size-if-needed" if sized else "--global-batch-size"
+        value = "(given)" if sized else "(missing)"
+        reason = "a search compares layouts of one batch"
+        raise ConfigError(flag, value, reason, "Leave it out" if sized else "Give it")
 
 
 def check_recompute(parallel: ParallelConfig) -> None:
     method = parallel.recompute_method
-    layers = parallel.recompute_num_layers
-    if method is not None and parallel.recompute_granularity != "full":
-        reason = "has no effect without --recompute-granularity full"
-        raise ConfigError("--recompute-method", method, reason, "Add --recompute-granularity full, or leave it out")
-    if method in ("uniform", "block") and layers is None:
+    if method in ("uniform", "block") and parallel.recompute_num_layers is None:
         reason = f"is needed with --recompute-method {method}"
         raise ConfigError("--recompute-num-layers", "(missing)", reason, "Give a number of layers")
-    if layers is not None and method not in ("uniform", "block"):
-        reason = "has an effect only with --recompute-method uniform or block"
-        raise ConfigError("--recompute-num-layers", layers, reason, "Choose one of them, or leave it out")
 
 
 def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
-    tp = parallel.tensor_model_parallel_size
-    pp = parallel.pipeline_model_parallel_size
-    if world_size < 1 or world_size % (tp * pp):
+    replica = parallel.ranks_of_replica
+    if world_size < 1 or world_size % replica:
+        degrees = {
+            "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+            "--context-parallel-size": parallel.context_parallel_size,
+            "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        }
+        if parallel.context_parallel_size == 1:
+            del degrees["--context-parallel-size"]
+        product = " x ".join(f"{flag} {size}" for flag, size in degrees.items())
         raise ConfigError(
             "the number of ranks",
             world_size,
-            f"is not a multiple of --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp}",
-            f"Start {multiples(world_size, tp * pp)} ranks, or change the degrees",
+            f"is not a multiple of {product} = {replica}",
+            f"Start {multiples(world_size, replica)} ranks, or change the degrees",
         )
+
+
+def check_native(parallel: ParallelConfig) -> None:
+    """Check that nothing asks of the native model what captured ones alone have."""
+    sizes = {
+        "--context-parallel-size": parallel.context_parallel_size,
+        "--expert-model-parallel-size": parallel.expert_model_parallel_size,
+    }
+    for flag, size in sizes.items():
+        if size > 1:
+            raise ConfigError(
+                flag,
+                size,
+                "is of captured models, and this is the native GPT",
+                "Use pretrain_hf.py with a --model of the same shape, or leave it out",
+            )
+
+
+def check_experts(parallel: ParallelConfig) -> None:
+    """Check the two degrees of experts against those of layers."""
+    experts = parallel.expert_model_parallel_size
+    shards = parallel.expert_tensor_parallel_size
+    ranks = parallel.tensor_model_parallel_size
+    if experts == 1:
+        if shards not in (None, ranks):
+            reason = (
+                f"without expert parallelism experts are sharded over all {ranks} ranks of a layer"
+            )
+            remedy = f"Leave it out, or add --expert-model-parallel-size {ranks}"
+            raise ConfigError("--expert-tensor-parallel-size", shards, reason, remedy)
+        return
+    if experts != ranks:
+        reason = f"experts are divided over the {ranks} tensor-parallel ranks of their layer"
+        remedy = (
+            f"Use 1 or {ranks}"
+            if ranks > 1
+            else "Add --tensor-model-parallel-size, of the same size"
+        )
+        raise ConfigError("--expert-model-parallel-size", experts, reason, remedy)
+    if shards not in (None, 1):
+        reason = f"with --expert-model-parallel-size {experts} no expert is sharded"
+        raise ConfigError("--expert-tensor-parallel-size", shards, reason, "Set it to 1")
+    if not parallel.sequence_parallel:
+        reason = f"is needed with --expert-model-parallel-size {experts}, so that ranks have tokens of their own"
+        raise ConfigError("--sequence-parallel", False, reason, "Add it")
+
+
+def check_context_parallel(parallel: ParallelConfig) -> None:
+    """Check what context parallelism can be combined with."""
+    size = parallel.context_parallel_size
+    if size > 1 and parallel.served:
+        reason = (
+            f"--data-parallel-strategy {parallel.data_parallel_strategy} does not divide sequences"
+        )
+        remedy = "Leave one of them out"
+        raise ConfigError("--context-parallel-size", size, reason, remedy)
 
 
 def check_sharding(parallel: ParallelConfig) -> None:
@@ -184,21 +264,22 @@ def check_sharding(parallel: ParallelConfig) -> None:
     if parallel.use_distributed_optimizer and parallel.sharding == "no_shard":
         reason = "contradicts --use-distributed-optimizer, which shards the optimizer's state"
         raise ConfigError(
-            "--data-parallel-sharding-strategy", "no_shard", reason, "Leave one of them out, or use optim"
+            "--data-parallel-sharding-strategy",
+            "no_shard",
+            reason,
+            "Leave one of them out, or use optim",
         )
 
 
 def check_precision(train: TrainConfig) -> None:
     if train.fp16 and train.bf16:
-        raise ConfigError("--fp16", True, "contradicts --bf16", "Give only one of them; a --plan decides it")
-    moving = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    for name in ("loss_scale", *moving):
+        raise ConfigError(
+            "--fp16", True, "contradicts --bf16", "Give only one of them; a --plan decides it"
+        )
+    check_needs(train)
+    for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         value = getattr(train, name)
-        if value == getattr(TrainConfig, name):
-            continue
-        if not train.fp16:
-            raise ConfigError(flag_name(name), value, "has no effect without --fp16", "Add --fp16, or leave it out")
-        if train.loss_scale and name in moving:
+        if train.loss_scale and value != getattr(TrainConfig, name):
             reason = f"has no effect with --loss-scale {train.loss_scale}, which is fixed"
             raise ConfigError(flag_name(name), value, reason, "Leave one of them out")
     if train.min_loss_scale > train.initial_loss_scale:
@@ -214,43 +295,38 @@ def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
         remedy = "Give it, --train-samples or --skip-train"
         raise ConfigError("--train-iters", "(missing)", "is needed to train", remedy)
     if optimizer.lr is None:
-        raise ConfigError("--lr", "(missing)", "is needed to train", "Give the peak learning rate, or --skip-train")
+        raise ConfigError(
+            "--lr",
+            "(missing)",
+            "is needed to train",
+            "Give the peak learning rate, or --skip-train",
+        )
     for name in ("min_lr", "lr_warmup_init"):
         if (value := getattr(optimizer, name)) is not None and value > optimizer.lr:
-            raise ConfigError(flag_name(name), value, f"exceeds --lr {optimizer.lr}", f"Use at most {optimizer.lr}")
-    _check_own(optimizer)
-    if optimizer.decoupled_min_lr is not None and optimizer.decoupled_lr is None:
-        reason = "has no effect without --decoupled-lr"
-        raise ConfigError("--decoupled-min-lr", optimizer.decoupled_min_lr, reason, "Give both, or leave it out")
+            raise ConfigError(
+                flag_name(name),
+                value,
+                f"exceeds --lr {optimizer.lr}",
+                f"Use at most {optimizer.lr}",
+            )
     floor = "min_lr" if optimizer.decoupled_min_lr is None else "decoupled_min_lr"
     for name in (floor, "lr_warmup_init"):
         value = getattr(optimizer, name)
         peak = optimizer.decoupled_lr
         if None not in (value, peak) and value > peak:
-            raise ConfigError(flag_name(name), value, f"exceeds --decoupled-lr {peak}", f"Use at most {peak}")
+            raise ConfigError(
+                flag_name(name), value, f"exceeds --decoupled-lr {peak}", f"Use at most {peak}"
+            )
     unit, other = ("iters", "samples") if train.train_samples is None else ("samples", "iters")
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if value := getattr(optimizer, f"{name}_{other}"):
             reason = f"is not in the unit of --train-{unit}"
-            raise ConfigError(flag_name(f"{name}_{other}"), value, reason, f"Give {flag_name(f'{name}_{unit}')}")
+            raise ConfigError(
+                flag_name(f"{name}_{other}"), value, reason, f"Give {flag_name(f'{name}_{unit}')}"
+            )
+    check_needs(optimizer)
     _check_decay(optimizer, optimizer.decay or train.train_samples or train.train_iters or 0, unit)
     _check_weight_decay(optimizer)
-
-
-_OWN = {  # settings of one optimizer
-    **{"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)},
-    "lion": ("lion_beta1", "lion_beta2"),
-}
-
-
-def _check_own(optimizer: OptimizerConfig) -> None:
-    """Refuse a setting of another optimizer than the chosen one: it would have no effect."""
-    default = OptimizerConfig()
-    for kind, names in _OWN.items():
-        for name in names if kind != optimizer.optimizer else ():
-            if (value := getattr(optimizer, name)) != getattr(default, name):
-                reason = f"has no effect with --optimizer {optimizer.optimizer}"
-                raise ConfigError(flag_name(name), value, reason, f"Leave it out, or use --optimizer {kind}")
 
 
 def _check_decay(optimizer: OptimizerConfig, decay: int, unit: str) -> None:
@@ -274,13 +350,11 @@ def _check_decay(optimizer: OptimizerConfig, decay: int, unit: str) -> None:
         )
     flag = f"--lr-wsd-decay-{unit}"
     if optimizer.lr_decay_style != "WSD":
-        if anneal is not None:
-            remedy = "Add --lr-decay-style WSD, or leave it out"
-            raise ConfigError(flag, anneal, "has no effect without --lr-decay-style WSD", remedy)
-    elif anneal is None:
+        return
+    if anneal is None:
         remedy = "Give the length of the final decay"
         raise ConfigError(flag, "(missing)", "is needed with --lr-decay-style WSD", remedy)
-    elif anneal > decay:
+    if anneal > decay:
         raise ConfigError(flag, anneal, f"exceeds the {decay} decay {word}", f"Use at most {decay}")
 
 
@@ -289,17 +363,17 @@ def _check_weight_decay(optimizer: OptimizerConfig) -> None:
     start = optimizer.start_weight_decay
     end = optimizer.end_weight_decay
     for name, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
-        if style == "constant" and value is not None:
-            raise ConfigError(
-                name,
-                value,
-                "has no effect while --weight-decay-incr-style is constant",
-                "Use --weight-decay-incr-style linear or cosine, or leave it out",
-            )
         if style != "constant" and value is None:
-            raise ConfigError(name, "(missing)", f"is needed with --weight-decay-incr-style {style}", "Give it")
+            raise ConfigError(
+                name, "(missing)", f"is needed with --weight-decay-incr-style {style}", "Give it"
+            )
     if start is not None and end is not None and end < start:
-        raise ConfigError("--end-weight-decay", end, f"is below --start-weight-decay {start}", f"Use at least {start}")
+        raise ConfigError(
+            "--end-weight-decay",
+            end,
+            f"is below --start-weight-decay {start}",
+            f"Use at least {start}",
+        )
 
 
 def check_data(data: DataConfig, model: ModelConfig) -> None:
@@ -313,7 +387,9 @@ def check_sources(data: DataConfig) -> None:
         "--valid-data-path": data.valid_data_path,
         "--test-data-path": data.test_data_path,
     }
-    sources = ["--data-path"] * bool(data.data_path) + [flag for flag, paths in parts.items() if paths]
+    sources = ["--data-path"] * bool(data.data_path) + [
+        flag for flag, paths in parts.items() if paths
+    ]
     sources += ["--mock-data"] * data.mock_data
     if not sources:
         raise ConfigError(
@@ -324,14 +400,22 @@ def check_sources(data: DataConfig) -> None:
         )
     if len(sources) > 1 and ("--data-path" in sources or data.mock_data):
         raise ConfigError(
-            sources[0], "(given)", f"contradicts {', '.join(sources[1:])}", "Give only one source of data"
+            sources[0],
+            "(given)",
+            f"contradicts {', '.join(sources[1:])}",
+            "Give only one source of data",
         )
     if any(parts.values()) and data.split != type(data).split:
         raise ConfigError(
-            "--split", repr(data.split), "has no effect on data given part by part", "Leave it out, or use --data-path"
+            "--split",
+            repr(data.split),
+            "has no effect on data given part by part",
+            "Leave it out, or use --data-path",
         )
     if not any(data.split_weights):
-        raise ConfigError("--split", repr(data.split), "gives every part weight 0", "Write it like '969, 30, 1'")
+        raise ConfigError(
+            "--split", repr(data.split), "gives every part weight 0", "Write it like '969, 30, 1'"
+        )
 
 
 def _check_tokenizer(data: DataConfig, model: ModelConfig) -> None:
@@ -371,28 +455,19 @@ def check_tokenizer_model(data: DataConfig) -> None:
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> None:
-    scheduler = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
-    needs = {
-        "load": (
-            *("ckpt_step", "finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint"),
-            *(*scheduler, "override_dataset"),
-        ),
-        "save": ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng"),
-    }
-    for directory, names in needs.items():
-        for name in names:
-            value = getattr(checkpoint, name)
-            if getattr(checkpoint, directory) is None and value is not None and value is not False:
-                raise ConfigError(
-                    flag_name(name),
-                    value,
-                    f"has no effect without --{directory}",
-                    f"Give --{directory} DIRECTORY, or leave it out",
-                )
+    check_needs(checkpoint)
     if checkpoint.use_checkpoint_opt_param_scheduler and checkpoint.override_opt_param_scheduler:
-        raise ConfigError(flag_name(scheduler[0]), True, f"contradicts {flag_name(scheduler[1])}", "Give one of them")
+        reason = "contradicts --override-opt-param-scheduler"
+        raise ConfigError("--use-checkpoint-opt-param-scheduler", True, reason, "Give one of them")
     interval = checkpoint.save_interval
     retain = checkpoint.save_retain_interval
     if retain is not None and (interval is None or retain % interval):
-        remedy = "Give --save-interval" if interval is None else f"Use {multiples(retain, interval)}"
-        raise ConfigError("--save-retain-interval", retain, f"is not a multiple of --save-interval {interval}", remedy)
+        remedy = (
+            "Give --save-interval" if interval is None else f"Use {multiples(retain, interval)}"
+        )
+        raise ConfigError(
+            "--save-retain-interval",
+            retain,
+            f"is not a multiple of --save-interval {interval}",
+            remedy,
+        )

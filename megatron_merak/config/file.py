@@ -1,7 +1,8 @@
-"""Configuration files: YAML whose keys are settings, alone or under their sections, as texts with positions.
+"""Configuration files: YAML whose keys are settings, alone or under their sections, as texts with
+positions.
 
-Values keep the text that was written, since YAML 1.1 reads 1e-5 as a text, and 010 as 8; the reader of a setting knows
-its type.
+Values keep the text that was written, since YAML 1.1 reads 1e-5 as a text, and 010 as 8; the reader
+of a setting knows its type.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ _SCALARS = tuple(f"{_PLAIN}{name}" for name in ("str", "int", "float", "bool", "
 
 
 @dataclass(frozen=True)
-class Given:
+class FileSetting:
     """A setting in a configuration file.
 
     key:     as written.
@@ -50,7 +51,7 @@ class Given:
 class Contents:
     """The content of a configuration file: settings in order, and the position of every section."""
 
-    settings: tuple[Given, ...]
+    settings: tuple[FileSetting, ...]
     sections: Mapping[str, str]
 
 
@@ -76,7 +77,9 @@ def contents_of(path: str) -> Contents:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
         reason = f"it is not YAML ({getattr(error, 'problem', None) or error})"
-        raise ConfigError(FLAG, f"{path}{line}", reason, "Write a setting per line, such as 'lr: 1e-4'") from error
+        raise ConfigError(
+            FLAG, f"{path}{line}", reason, "Write a setting per line, such as 'lr: 1e-4'"
+        ) from error
     except RecursionError as error:
         raise ConfigError(
             FLAG, path, "it is nested too deeply", "Write a setting per line, such as 'lr: 1e-4'"
@@ -84,10 +87,12 @@ def contents_of(path: str) -> Contents:
     if root is None:
         return Contents((), MappingProxyType({}))
     if not isinstance(root, yaml.MappingNode) or root.tag != f"{_PLAIN}map":
-        raise ConfigError(FLAG, path, "it is not a mapping", "Write a setting per line, such as 'lr: 1e-4'")
+        raise ConfigError(
+            FLAG, path, "it is not a mapping", "Write a setting per line, such as 'lr: 1e-4'"
+        )
     sections: dict[str, str] = {}
     settings = tuple(_settings(root, path, "", sections))
-    before: dict[str, Given] = {}
+    before: dict[str, FileSetting] = {}
     for each in settings:
         first = before.setdefault(each.field, each)
         if first is not each:
@@ -95,30 +100,43 @@ def contents_of(path: str) -> Contents:
     return Contents(settings, MappingProxyType(sections))
 
 
-def _settings(mapping: Any, path: str, section: str, sections: dict[str, str]) -> Iterator[Given]:
+def _settings(
+    mapping: Any, path: str, section: str, sections: dict[str, str]
+) -> Iterator[FileSetting]:
     """Yield the settings of a mapping, and of its sections, which contain no further ones."""
     for key, value in mapping.value:
         where = f"{path}, line {key.start_mark.line + 1}"
         if key.id != "scalar" or key.tag != f"{_PLAIN}str":
             shown = key.value if key.id == "scalar" else f"({key.id})"
-            raise ConfigError(f"{FLAG} {where}:", shown, "is not a name", "Use the name of a flag, without the dashes")
-        setting = Given(key.value, section, None, False, where)
+            raise ConfigError(
+                f"{FLAG} {where}:",
+                shown,
+                "is not a name",
+                "Use the name of a flag, without the dashes",
+            )
+        setting = FileSetting(key.value, section, None, False, where=where)
         if value.id == "mapping" and not section and value.tag == f"{_PLAIN}map":
             if key.value in sections:
-                raise setting.error(f"is also given in {sections[key.value]}", "Put its settings together")
+                raise setting.error(
+                    f"is also given in {sections[key.value]}", "Put its settings together"
+                )
             sections[key.value] = where
             yield from _settings(value, path, key.value, sections)
         else:
-            yield Given(key.value, section, *_value(value, setting), where)
+            yield FileSetting(key.value, section, *_value(value, setting), where)
 
 
-def _value(node: Any, setting: Given) -> tuple[bool | None | str | tuple[str, ...], bool]:
-    """Return the value of a node, and whether it is in quotes. Raises ConfigError for unsupported nodes."""
+def _value(node: Any, setting: FileSetting) -> tuple[bool | None | str | tuple[str, ...], bool]:
+    """Return the value of a node, and whether it is in quotes. Raises ConfigError for unsupported
+    nodes.
+    """
     if node.id == "sequence" and node.tag == f"{_PLAIN}seq":
         items = [_value(item, setting)[0] if item.id == "scalar" else None for item in node.value]
         texts = tuple(item for item in items if isinstance(item, str))
         if len(texts) != len(items):
-            raise setting.error("has an entry that is not text or a number", "Write a list like [0.3, a, 0.7, b]")
+            raise setting.error(
+                "has an entry that is not text or a number", "Write a list like [0.3, a, 0.7, b]"
+            )
         return texts, False
     if node.id == "mapping" and node.tag == f"{_PLAIN}map":
         raise setting.error("is a mapping", "Give a value, a list, true or false")

@@ -2,7 +2,24 @@
 
 import dataclasses
 
-from .settings import Section, setting
+from .settings import Needs, Section, setting
+
+_DECOUPLED = Needs("decoupled_lr", remedy="Give both, or leave it out")
+_WSD = Needs("lr_decay_style", ("WSD",))
+_CHANGING = Needs(
+    "weight_decay_incr_style",
+    ("linear", "cosine"),
+    reason="has no effect while --weight-decay-incr-style is {found}",
+    remedy="Use --weight-decay-incr-style linear or cosine, or leave it out",
+)
+
+
+def _of(optimizer: str) -> Needs:
+    """Return what the settings of one optimizer need."""
+    remedy = f"Leave it out, or use --optimizer {optimizer}"
+    return Needs(
+        "optimizer", (optimizer,), reason="has no effect with --optimizer {found}", remedy=remedy
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,10 +34,14 @@ class OptimizerConfig(Section):
     """Learning rate at the end of the decay (unset: a tenth of --lr)."""
     decoupled_lr: float | None = setting(None, above=0)
     """Peak learning rate of the word embedding and the output layer (unset: --lr)."""
-    decoupled_min_lr: float | None = setting(None, least=0)
-    """Their learning rate at the end of the decay (unset: --min-lr, or a tenth of --decoupled-lr)."""
+    decoupled_min_lr: float | None = setting(None, least=0, needs=_DECOUPLED)
+    """Their learning rate at the end of the decay (unset: --min-lr, or a tenth of
+    --decoupled-lr).
+    """
     lr_decay_style: str = setting(
-        "cosine", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), megatron="linear"
+        "cosine",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        megatron="linear",
     )
     """Shape of the learning rate after warm-up."""
     lr_decay_iters: int | None = setting(None, least=1)
@@ -35,33 +56,35 @@ class OptimizerConfig(Section):
     """Warm-up as a fraction of the decay, instead of --lr-warmup-iters or --lr-warmup-samples."""
     lr_warmup_init: float = setting(0.0, least=0)
     """Learning rate at which warm-up starts."""
-    lr_wsd_decay_style: str = setting("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_wsd_decay_style: str = setting(
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
     """Shape of the final decay with --lr-decay-style WSD."""
-    lr_wsd_decay_iters: int | None = setting(None, least=1)
+    lr_wsd_decay_iters: int | None = setting(None, least=1, needs=_WSD)
     """Iterations of the final decay with --lr-decay-style WSD."""
-    lr_wsd_decay_samples: int | None = setting(None, least=1)
+    lr_wsd_decay_samples: int | None = setting(None, least=1, needs=_WSD)
     """Samples of the final decay with --lr-decay-style WSD, in runs of --train-samples."""
     weight_decay: float = setting(0.1, least=0, megatron=0.01)
     """Weight decay; not applied to biases and norms."""
-    start_weight_decay: float | None = setting(None, least=0)
+    start_weight_decay: float | None = setting(None, least=0, needs=_CHANGING)
     """Weight decay at the start of the run, if it changes."""
-    end_weight_decay: float | None = setting(None, least=0)
+    end_weight_decay: float | None = setting(None, least=0, needs=_CHANGING)
     """Weight decay at the end of the run, if it changes."""
     weight_decay_incr_style: str = setting("constant", choices=("constant", "linear", "cosine"))
     """How weight decay moves from --start-weight-decay to --end-weight-decay."""
     clip_grad: float = setting(1.0, least=0)
     """Gradient norm to clip to; 0 disables clipping."""
-    adam_beta1: float = setting(0.9, least=0, below=1)
+    adam_beta1: float = setting(0.9, least=0, below=1, needs=_of("adam"))
     """Decay of Adam's first moment."""
-    adam_beta2: float = setting(0.95, least=0, below=1, megatron=0.999)
+    adam_beta2: float = setting(0.95, least=0, below=1, megatron=0.999, needs=_of("adam"))
     """Decay of Adam's second moment."""
-    adam_eps: float = setting(1e-8, above=0)
+    adam_eps: float = setting(1e-8, above=0, needs=_of("adam"))
     """Epsilon added to the square root of Adam's second moment."""
-    sgd_momentum: float = setting(0.9, least=0, below=1)
+    sgd_momentum: float = setting(0.9, least=0, below=1, needs=_of("sgd"))
     """Momentum of --optimizer sgd."""
-    lion_beta1: float = setting(0.95, least=0, below=1)
+    lion_beta1: float = setting(0.95, least=0, below=1, needs=_of("lion"))
     """Weight of the momentum in the sum of momentum and gradient whose sign is Lion's update."""
-    lion_beta2: float = setting(0.98, least=0, below=1)
+    lion_beta2: float = setting(0.98, least=0, below=1, needs=_of("lion"))
     """Decay of Lion's momentum."""
 
     @property
@@ -79,7 +102,9 @@ class OptimizerConfig(Section):
 
     @property
     def decay(self) -> int | None:
-        """Where the decay ends, in the run's unit (iterations or samples); None: at the end of the run."""
+        """Where the decay ends, in the run's unit (iterations or samples); None: at the end of the
+        run.
+        """
         return self.lr_decay_iters or self.lr_decay_samples
 
     @property

@@ -4,113 +4,197 @@ import dataclasses
 
 from .backends import BACKENDS
 from .rank_order import PIPELINE_INSIDE, normal
-from .settings import Section, setting
+from .settings import InPlan, Needs, Section, setting
 
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v", "auto")
+SCHEDULES = (
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "shifted",
+    "early-recompute",
+    "zb-h1",
+    "zb-v",
+    "auto",
+)
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
 STRATEGIES = ("allreduce", "ps-sync", "ps-async")  # how data-parallel replicas combine gradients
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # cumulative, in this order
+_EMULATED = Needs(
+    "distributed_backend", ("emu",), reason="has no effect with --distributed-backend {found}"
+)
+_SERVED = Needs(
+    "data_parallel_strategy",
+    ("ps-sync", "ps-async"),
+    remedy="Add --data-parallel-strategy, or leave it out",
+)
+_FULL = Needs("recompute_granularity", ("full",))
+_COUNTED = Needs(
+    "recompute_method",
+    ("uniform", "block"),
+    reason="has an effect only with --recompute-method uniform or block",
+    remedy="Choose one of them, or leave it out",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """Distribution over ranks. The data-parallel degree is the number of ranks divided by the tensor and pipeline
-    degrees.
+    """Distribution over ranks. The data-parallel degree is the number of ranks divided by the
+    tensor, context and pipeline degrees.
     """
 
-    tensor_model_parallel_size: int = setting(1, least=1)
+    tensor_model_parallel_size: int = setting(1, least=1, plan=InPlan("grid.tp"))
     """Tensor-parallel degree: number of ranks over which every layer is sharded."""
-    pipeline_model_parallel_size: int = setting(1, least=1)
-    """Pipeline-parallel degree: number of pipeline ranks; the layers are cut into stages by cost."""
-    rank_order: str | None = setting(None, ours=True)
-    """Order in which ranks are assigned to the axes of parallelism, fastest-varying first, joined by dashes. tp-dp-pp
-    (Megatron-LM's tp-cp-ep-dp-pp) places replicas on adjacent ranks and pipelines across nodes; tp-pp-dp places
-    pipelines inside nodes and replicas across them (unset: tp-dp-pp)."""
+    context_parallel_size: int = setting(1, least=1, plan=InPlan("grid.cp"))
+    """Context-parallel degree: number of ranks that share each sequence of a captured model. Every
+    rank computes its part of the positions, and its heads where positions meet.
+    """
+    pipeline_model_parallel_size: int = setting(1, least=1, plan=InPlan("grid.pp"))
+    """Pipeline-parallel degree: number of pipeline ranks; the layers are cut into stages
+    by cost.
+    """
+    rank_order: str | None = setting(None, ours=True, plan=InPlan("grid.order"))
+    """Order in which ranks are assigned to the axes of parallelism, fastest-varying first, joined
+    by dashes. tp-dp-pp (Megatron-LM's tp-cp-ep-dp-pp) places replicas on adjacent ranks and
+    pipelines across nodes; tp-pp-dp places pipelines inside nodes and replicas across them (unset:
+    tp-dp-pp)."""
     use_tp_pp_dp_mapping: bool = setting(False)
     """The same as --rank-order tp-pp-dp."""
     plan: str | None = setting(None, ours=True)
-    """Run the plan in this JSON file, which tools/plan.py writes and which may be edited; flags that the plan decides
-    may be left out (unset: make a plan from the flags)."""
-    pipeline_schedule: str | None = setting(None, choices=SCHEDULES, ours=True)
-    """Pipeline schedule: the order of forwards, backwards, recomputations and weight gradients. auto: the fastest by
-    the model of all of these and of searched ones, within the memory of a rank (see --device-memory-gb) or, where that
-    is not known, what 1f1b needs (unset: 1f1b, or that of --schedule-file)."""
-    schedule_file: str | None = setting(None, ours=True)
-    """File with a pipeline schedule, instead of --pipeline-schedule: text, or CSV of torch.distributed.pipelining, with
-    one line of ops per rank; see docs/schedule_files.md."""
-    num_virtual_stages_per_pipeline_rank: int | None = setting(None, least=1)
-    """Stages per pipeline rank (unset: 2 if the schedule is interleaved or zb-v, the fastest of 1 to 3 if it is auto,
-    else 1)."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(None, least=1)
-    """Micro-batches that a rank runs on one of its stages before the next stage (unset: the pipeline-parallel size)."""
-    sequence_parallel: bool = setting(False)
-    """Shard norms, dropout and residuals along the sequence over the tensor-parallel ranks, which otherwise replicate
-    them."""
-    tp_comm_overlap: str = setting("weight-gradient", choices=OVERLAPS, bare="auto", megatron=False)
-    """What overlaps tensor-parallel collectives: nothing, weight gradients, the other half of the micro-batch, or
-    another micro-batch; with auto, or no value, the cost model chooses."""
+    """Run the plan in this JSON file, which tools/plan.py writes and which may be edited; flags
+    that the plan decides may be left out (unset: make a plan from the flags)."""
+    parallel: str | None = setting(None, ours=True, makes_plan=True)
+    """auto: search the degrees, micro-batch size, schedule, recomputation, overlap and sharding with
+    which a step of --global-batch-size takes least time on the ranks of the job; auto,tp=2,pp=4
+    pins some, as --fix of merak-plan search does, which shows the choice before (unset: as the
+    flags say)."""
+    pipeline_schedule: str | None = setting(None, choices=SCHEDULES, ours=True, makes_plan=True)
+    """Pipeline schedule: the order of forwards, backwards, recomputations and weight gradients.
+    auto: the fastest by the model of all of these and of searched ones, within the memory of a rank
+    (see --device-memory-gb) or, where that is not known, what 1f1b needs (unset: 1f1b, or that of
+    --schedule-file)."""
+    schedule_file: str | None = setting(None, ours=True, makes_plan=True)
+    """File with a pipeline schedule, instead of --pipeline-schedule: text, or CSV of
+    torch.distributed.pipelining, with one line of ops per rank; see docs/schedule_files.md."""
+    num_virtual_stages_per_pipeline_rank: int | None = setting(None, least=1, makes_plan=True)
+    """Stages per pipeline rank (unset: 2 if the schedule is interleaved or zb-v, the fastest of 1
+    to 3 if it is auto, else 1)."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
+        None, least=1, makes_plan=True
+    )
+    """Micro-batches that a rank runs on one of its stages before the next stage (unset: the
+    pipeline-parallel size).
+    """
+    sequence_parallel: bool = setting(False, plan=InPlan("sequence_parallel"))
+    """Shard norms, dropout and residuals along the sequence over the tensor-parallel ranks, which
+    otherwise replicate them."""
+    expert_model_parallel_size: int = setting(
+        1, least=1, plan=InPlan("expert_parallel", taken=True)
+    )
+    """Expert-parallel degree: number of ranks that divide the experts of each layer of a captured
+    model, and exchange the rows of tokens: 1, or the tensor-parallel size with --sequence-parallel.
+    """
+    expert_tensor_parallel_size: int | None = setting(None, least=1)
+    """Number of ranks over which each expert is sharded (unset: the tensor-parallel size, and 1 with
+    --expert-model-parallel-size)."""
+    tp_comm_overlap: str = setting(
+        "weight-gradient", choices=OVERLAPS, bare="auto", megatron=False, plan=InPlan("overlap")
+    )
+    """What overlaps tensor-parallel collectives: nothing, weight gradients, the other half of the
+    micro-batch, or another micro-batch; with auto, or no value, the cost model chooses."""
     distributed_backend: str = setting("auto", choices=("auto", *BACKENDS), megatron="nccl")
-    """Communication backend. auto: nccl on GPUs, merak_shm on CPUs. merak_shm: gloo, with shared memory for tensor and
-    data parallelism within a host. merak_peer: nccl, with our own kernels for reductions of up to 8 MiB and the copy
-    engine between stages within a host. gloo_cuda: lets ranks share GPUs, for debugging. emu: gloo with modelled
-    times. mpi: torch's MPI backend, if torch was built with it, for fp32 on CPUs."""
-    emulate: str | None = setting(None, ours=True)
+    """Communication backend. auto: nccl on GPUs, merak_shm on CPUs. merak_shm: gloo, with shared
+    memory for tensor and data parallelism within a host. merak_peer: nccl, with our own kernels for
+    reductions of up to 8 MiB and the copy engine between stages within a host. gloo_cuda: lets
+    ranks share GPUs, for debugging. emu: gloo with modelled times. mpi: torch's MPI backend, if
+    torch was built with it, for fp32 on CPUs."""
+    emulate: str | None = setting(None, ours=True, needs=_EMULATED)
     """Cluster that --distributed-backend emu models: a name, or a JSON file."""
     distributed_timeout_minutes: int = setting(10, least=1)
-    """Minutes after which an unfinished collective is an error. A training step may stand still for as long (with the
+    """Minutes after which an unfinished collective is an error. A training step may stand still for
+    as long (with the
     default: 10 minutes in the first one, then ten times the longest one, at least 1)."""
-    no_overlap_grad_reduce: bool = setting(False, megatron=True, ours=True)
-    """Reduce gradients after the backward pass instead of during it; sharded gradients are always reduced during it."""
-    ddp_bucket_size: int | None = setting(None, least=1)
-    """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size)); no effect if gradients
-    are sharded, which are reduced one unit of the model at a time."""
-    grad_reduce_in_bf16: bool = setting(False)
-    """Send gradients between data-parallel ranks in bf16, which halves the bytes; every rank accumulates them in
-    fp32."""
+    no_overlap_grad_reduce: bool = setting(
+        False, megatron=True, ours=True, plan=InPlan("overlap_grad_reduce", on=False, taken=True)
+    )
+    """Reduce gradients after the backward pass instead of during it; sharded gradients are always
+    reduced during it.
+    """
+    ddp_bucket_size: int | None = setting(None, least=1, plan=InPlan("bucket_size"))
+    """Gradient elements reduced in one collective (unset: max(40e6, 1e6 x data-parallel size)); no
+    effect if gradients are sharded, which are reduced one unit of the model at a time."""
+    grad_reduce_in_bf16: bool = setting(False, plan=InPlan("grad_reduce_in_bf16", taken=True))
+    """Send gradients between data-parallel ranks in bf16, which halves the bytes; every rank
+    accumulates them in fp32."""
     use_distributed_optimizer: bool = setting(False)
-    """Shard optimizer state over data-parallel ranks (ZeRO stage 1): each rank updates its shard of every parameter
-    bucket, then shards are all-gathered. Same as --data-parallel-sharding-strategy optim."""
-    data_parallel_sharding_strategy: str | None = setting(None, choices=SHARDINGS)
-    """What is sharded over data-parallel ranks: nothing; optimizer state (ZeRO stage 1); also gradients (stage 2,
-    reduce-scattered in every micro-batch); or also weights (stage 3, FSDP, all-gathered before every forward and
-    backward) (unset: no_shard, or optim with --use-distributed-optimizer)."""
-    num_distributed_optimizer_instances: int = setting(1, least=1)
-    """Number of groups of adjacent data-parallel ranks, each with a full copy of the sharded state; gradients are
-    reduce-scattered within a group, then all-reduced across groups (1: shard over all ranks)."""
-    no_overlap_param_gather: bool = setting(False, ours=True)
-    """All-gather updated parameters at the end of the step instead of during the next forward; sharded weights are
-    always gathered unit by unit."""
+    """Shard optimizer state over data-parallel ranks (ZeRO stage 1): each rank updates its shard of
+    every parameter bucket, then shards are all-gathered. Same as --data-parallel-sharding-strategy
+    optim."""
+    data_parallel_sharding_strategy: str | None = setting(
+        None, choices=SHARDINGS, plan=InPlan("sharding")
+    )
+    """What is sharded over data-parallel ranks: nothing; optimizer state (ZeRO stage 1); also
+    gradients (stage 2, reduce-scattered in every micro-batch); or also weights (stage 3, FSDP,
+    all-gathered before every forward and backward) (unset: no_shard, or optim with
+    --use-distributed-optimizer)."""
+    num_distributed_optimizer_instances: int = setting(
+        1, least=1, plan=InPlan("sharding_instances", taken=True)
+    )
+    """Number of groups of adjacent data-parallel ranks, each with a full copy of the sharded state;
+    gradients are reduce-scattered within a group, then all-reduced across groups (1: shard over all
+    ranks)."""
+    no_overlap_param_gather: bool = setting(
+        False, ours=True, plan=InPlan("overlap_param_gather", on=False, taken=True)
+    )
+    """All-gather updated parameters at the end of the step instead of during the next forward;
+    sharded weights are always gathered unit by unit."""
     data_parallel_strategy: str = setting("allreduce", choices=STRATEGIES, ours=True)
-    """How data-parallel replicas combine gradients: by collectives (allreduce), or on parameter servers that wait for
-    all replicas (ps-sync) or for none (ps-async); see docs/parameter_server.md."""
-    num_parameter_servers: int = setting(0, least=0, ours=True)
-    """Dedicated parameter-server ranks, the last ranks of the job; 0: every rank of a worker also serves a part."""
-    ps_max_staleness: int | None = setting(None, least=0, ours=True)
-    """Drop a gradient of ps-async if more than this many others were applied since its weights were read (unset: 4 x
-    the number of workers)."""
-    ps_snapshot_interval: int | None = setting(None, least=1, ours=True)
-    """Updates between snapshots of a parameter server, written below --save; a restarted server resumes from its
-    snapshot (unset: 100)."""
-    recompute_granularity: str | None = setting(None, choices=("full", "selective"))
-    """What the backward recomputes instead of storing: the activations of entire layers (full), or the input of the
-    second matrix of feed-forward layers (selective), which costs hardly any time. Attention stores no scores, except
-    for dropout on a CPU (unset: recompute nothing)."""
-    recompute_method: str | None = setting(None, choices=("uniform", "block", "stage-aware", "capacity"))
-    """Which layers are recomputed: all, in runs of --recompute-num-layers of which only the input is stored (uniform);
-    the first --recompute-num-layers of each stage (block); by Merak's ratio rule (stage-aware); as few as fit into
-    --device-memory-gb, with rebalanced stages (capacity) (unset: all, one by one)."""
-    recompute_num_layers: int | None = setting(None, least=1)
+    """How data-parallel replicas combine gradients: by collectives (allreduce), or on parameter
+    servers that wait for all replicas (ps-sync) or for none (ps-async); see
+    docs/parameter_server.md."""
+    num_parameter_servers: int = setting(0, least=0, ours=True, needs=_SERVED)
+    """Dedicated parameter-server ranks, the last ranks of the job; 0: every rank of a worker also
+    serves a part.
+    """
+    ps_max_staleness: int | None = setting(None, least=0, ours=True, needs=_SERVED)
+    """Drop a gradient of ps-async if more than this many others were applied since its weights were
+    read (unset: 4 x the number of workers)."""
+    ps_snapshot_interval: int | None = setting(None, least=1, ours=True, needs=_SERVED)
+    """Updates between snapshots of a parameter server, written below --save; a restarted server
+    resumes from its snapshot (unset: 100)."""
+    recompute_granularity: str | None = setting(
+        None, choices=("full", "selective"), makes_plan=True
+    )
+    """What the backward recomputes instead of storing: the activations of entire layers (full), or
+    the input of the second matrix of feed-forward layers (selective), which costs hardly any time.
+    Attention stores no scores, except for dropout on a CPU (unset: recompute nothing)."""
+    recompute_method: str | None = setting(
+        None, choices=("uniform", "block", "stage-aware", "capacity"), makes_plan=True, needs=_FULL
+    )
+    """Which layers are recomputed: all, in runs of --recompute-num-layers of which only the input
+    is stored (uniform); the first --recompute-num-layers of each stage (block); by Merak's ratio
+    rule (stage-aware); as few as fit into --device-memory-gb, with rebalanced stages (capacity)
+    (unset: all, one by one)."""
+    recompute_num_layers: int | None = setting(None, least=1, makes_plan=True, needs=_COUNTED)
     """Layers per run, or per stage; see --recompute-method."""
-    device_memory_gb: float | None = setting(None, above=0, ours=True)
+    device_memory_gb: float | None = setting(None, above=0, ours=True, makes_plan=True)
     """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: what the
-    device has, if known, without 4 GiB or, if that is less, a quarter)."""
-    device_profile: str | None = setting(None, ours=True)
+    device has, if known, without --memory-reserve-gb)."""
+    memory_reserve_gb: float | None = setting(None, least=0, ours=True, makes_plan=True)
+    """Memory of a device, in GiB, that plans leave for what they do not count: the driver's context,
+    buffers of NCCL and cuBLAS, gaps of the allocator (unset: 4 or, if that is less, a quarter)."""
+    device_profile: str | None = setting(None, ours=True, makes_plan=True)
     """JSON file of benchmarks/calibrate.py with rates measured on this device, to plan with."""
+
+    @property
+    def layer_ranks(self) -> int:
+        """Number of ranks that compute each layer together."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
 
     @property
     def ranks_of_replica(self) -> int:
         """Number of ranks of one replica of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return self.layer_ranks * self.pipeline_model_parallel_size
 
     @property
     def served(self) -> bool:
@@ -120,7 +204,9 @@ class ParallelConfig(Section):
     @property
     def order(self) -> str:
         """The effective rank order, with all axes; a given order must be valid."""
-        return PIPELINE_INSIDE if self.use_tp_pp_dp_mapping else normal(self.rank_order)
+        if self.use_tp_pp_dp_mapping:
+            return PIPELINE_INSIDE
+        return normal(self.rank_order, self.context_parallel_size)
 
     @property
     def sharding(self) -> str:

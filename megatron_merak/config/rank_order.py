@@ -1,5 +1,5 @@
-"""The order of ranks over the axes of parallelism, as in Megatron-LM: "tp-cp-ep-dp-pp", the first axis varying
-fastest.
+"""The order of ranks over the axes of parallelism, as in Megatron-LM: "tp-cp-ep-dp-pp", the first
+axis varying fastest.
 """
 
 from ..errors import ConfigError
@@ -24,7 +24,8 @@ def mistake(order: str) -> str:
 
 
 def normal(order: str | None, context_ranks: int = 1) -> str:
-    """Return an order of all axes in ``AXES``, the same text for equal placements; None is the default.
+    """Return an order of all axes in ``AXES``, the same text for equal placements; None is the
+    default.
 
     cp follows tp if it is not named, and if it has one rank (``context_ranks``).
     """
@@ -36,7 +37,8 @@ def normal(order: str | None, context_ranks: int = 1) -> str:
 
 
 def check_order(order: str | None, pipeline_inside: bool, name: str) -> None:
-    """Raise ConfigError for an invalid order, and one that contradicts --use-tp-pp-dp-mapping (``pipeline_inside``).
+    """Raise ConfigError for an invalid order, and one that contradicts --use-tp-pp-dp-mapping
+    (``pipeline_inside``).
 
     order: None if unset.
     name:  its name for the user.

@@ -3,13 +3,16 @@
 import dataclasses
 from typing import Any, Self, TypeVar
 
-from ..errors import ConfigError
 from .backend import check_backend
 from .batches import Batches, batches_of, check_length, check_sizes
 from .checks import (
     check_checkpoint,
+    check_context_parallel,
     check_data,
+    check_experts,
     check_model,
+    check_native,
+    check_needs,
     check_optimizer,
     check_pipeline,
     check_precision,
@@ -27,14 +30,23 @@ from .instances import check_instances
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
 from .rank_order import check_order
-from .sections import CheckpointConfig, DataConfig, HFCheckpointConfig, LoggingConfig, ModelConfig, TrainConfig
-from .servers import check_servers, check_workers
+from .sections import (
+    CheckpointConfig,
+    DataConfig,
+    HFCheckpointConfig,
+    LoggingConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from .servers import check_servers, check_workers, worker_note
 from .settings import known_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The settings that runs of all models have, one section per concern. ``model`` is refined by subclasses."""
+    """The settings that runs of all models have, one section per concern. ``model`` is refined by
+    subclasses.
+    """
 
     model: ModelConfig | HFModelConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -51,18 +63,26 @@ class RunConfig:
 
     def batches(self, world_size: int) -> Batches:
         """Return the samples of every optimizer step. Raises ConfigError."""
-        return batches_of(self.train, self.model.seq_length, self.data_parallel_size(world_size))
+        return self.batches_over(self.data_parallel_size(world_size))
+
+    def batches_over(self, replicas: int) -> Batches:
+        """Return the samples of every optimizer step, given the number of model replicas. Raises
+        ConfigError.
+        """
+        return batches_of(self.train, self.model.seq_length, replicas)
 
     def global_batch_size(self, world_size: int) -> int:
         """Return the samples per optimizer step; of the largest step, if they grow."""
         return self.batches(world_size).largest
 
-    def iterations(self, world_size: int) -> int:
-        """Return the optimizer steps of the run; 0 if it does not train."""
+    def iterations(self, batches: Batches) -> int:
+        """Return the optimizer steps of the run, given the samples of each; 0 if it does
+        not train.
+        """
         train = self.train
         if train.train_samples is None:
             return train.train_iters or 0
-        return self.batches(world_size).steps(train.train_samples)
+        return batches.steps(train.train_samples)
 
     def phases(self, world_size: int) -> list[tuple[int, int]]:
         """Return (samples per step, steps) of a run of --train-samples, in order."""
@@ -75,7 +95,8 @@ class RunConfig:
         return self.global_batch_size(world_size) // samples
 
     def validate(self, world_size: int, *, training: bool = True) -> None:
-        """Check the settings against each other and against ``world_size`` ranks, without communication.
+        """Check the settings against each other and against ``world_size`` ranks, without
+        communication.
 
         training: False, for planning, needs neither data, tokenizer nor learning rate.
 
@@ -83,18 +104,26 @@ class RunConfig:
         """
         self.check_model()
         check_precision(self.train)
-        check_servers(self.parallel, self.train, self.checkpoint, self.logging, optimizer=self.optimizer)
-        (check_workers if self.parallel.num_parameter_servers else check_ranks)(self.parallel, world_size)
+        check_needs(self.parallel)
+        check_servers(
+            self.parallel, self.train, self.checkpoint, self.logging, optimizer=self.optimizer
+        )
+        (check_workers if self.parallel.num_parameter_servers else check_ranks)(
+            self.parallel, world_size
+        )
         check_order(self.parallel.rank_order, self.parallel.use_tp_pp_dp_mapping, "--rank-order")
         batches = self.batches(world_size)
         replicas = self.data_parallel_size(world_size)
-        resumes = self.checkpoint.load is not None and not self.checkpoint.finetune  # checks what is to come, later
+        # checks what is to come, later
+        resumes = self.checkpoint.load is not None and not self.checkpoint.finetune
         check_sizes(self.train, batches, replicas, batches.sizes[-1][0] if resumes else 0)
         check_length(self.train, batches)
+        check_context_parallel(self.parallel)
+        check_experts(self.parallel)
         check_recompute(self.parallel)
         check_schedule(self.parallel)
         check_sharding(self.parallel)
-        check_instances(self.parallel, replicas)
+        check_instances(self.parallel, replicas * self.parallel.context_parallel_size)
         check_backend(self.parallel, self.train)
         check_checkpoint(self.checkpoint)
         if training:
@@ -102,7 +131,9 @@ class RunConfig:
             self.check_data()
 
     def check_model(self) -> None:
-        """Check the model section by itself and against the degrees of parallelism. Raises ConfigError."""
+        """Check the model section by itself and against the degrees of parallelism. Raises
+        ConfigError.
+        """
         raise NotImplementedError
 
     def check_data(self) -> None:
@@ -110,9 +141,14 @@ class RunConfig:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return sections and their values, JSON-safe; ``from_dict`` returns an equal configuration."""
+        """Return sections and their values, JSON-safe; ``from_dict`` returns an equal
+        configuration.
+        """
         return {
-            name: {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
+            name: {
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in section.items()
+            }
             for name, section in dataclasses.asdict(self).items()
         }
 
@@ -120,28 +156,41 @@ class RunConfig:
     def from_dict(cls, sections: Any) -> Self:
         """Undo ``to_dict``; missing settings have their defaults.
 
-        Raises ConfigError for an unknown key, a missing required value or a value of the wrong type.
+        Raises ConfigError for an unknown key, a missing required value or a value of the wrong
+        type.
         """
         types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
         known_keys("configuration", sections, types)
-        return cls(**{name: section_type.from_dict(sections.get(name, {})) for name, section_type in types.items()})
+        return cls(
+            **{
+                name: section_type.from_dict(sections.get(name, {}))
+                for name, section_type in types.items()
+            }
+        )
 
     def ignored(self) -> tuple[str, ...]:
         """Return sentences on settings that have no effect."""
         parallel = self.parallel
         alone = parallel.tensor_model_parallel_size == 1
         overlap = parallel.tp_comm_overlap
+        overlaps = overlap not in ("weight-gradient", "auto")
         flags = {
-            "--sequence-parallel": parallel.sequence_parallel,
-            f"--tp-comm-overlap {overlap}": overlap not in ("weight-gradient", "auto"),
+            "--sequence-parallel": alone and parallel.sequence_parallel,
+            f"--tp-comm-overlap {overlap}": parallel.layer_ranks == 1 and overlaps,
         }
         why = "has no effect: --tensor-model-parallel-size is 1."
-        lines = [f"{flag} {why}" for flag, present in flags.items() if alone and present]
-        if parallel.ddp_bucket_size is not None and parallel.sharding in ("optim_grads", "optim_grads_params"):
+        lines = [f"{flag} {why}" for flag, present in flags.items() if present]
+        if parallel.ddp_bucket_size is not None and parallel.sharding in (
+            "optim_grads",
+            "optim_grads_params",
+        ):
             why = "has no effect: sharded gradients are reduced one unit of the model at a time."
             lines.append(f"--ddp-bucket-size {parallel.ddp_bucket_size} {why}")
         if parallel.data_parallel_strategy == "ps-async" and self.data.num_workers:
-            why = "has no effect: a worker of --data-parallel-strategy ps-async loads the part that it claimed."
+            why = (
+                "has no effect: a worker of --data-parallel-strategy ps-async loads the part "
+                "that it claimed."
+            )
             lines.append(f"--num-workers {self.data.num_workers} {why}")
         return tuple(lines)
 
@@ -155,7 +204,10 @@ class Config(RunConfig):
     def check_model(self) -> None:
         check_model(self.model)
         check_tensor_parallel(self.model, self.parallel.tensor_model_parallel_size)
-        check_sequence_parallel(self.model, self.parallel)
+        check_native(self.parallel)
+        check_sequence_parallel(
+            self.model.seq_length, self.model.max_position_embeddings, self.parallel
+        )
         check_pipeline(self.model, self.parallel.pipeline_model_parallel_size)
 
     def check_data(self) -> None:
@@ -164,20 +216,16 @@ class Config(RunConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HFConfig(RunConfig):
-    """A run of a captured model, whose shape ``--model`` defines; checks that need the shape follow when it is read."""
+    """A run of a captured model, whose shape ``--model`` defines; checks that need the shape follow
+    when it is read.
+    """
 
     model: HFModelConfig
     checkpoint: HFCheckpointConfig = HFCheckpointConfig()
 
     def check_model(self) -> None:
         """Check what can be checked before the model is read."""
-        if self.parallel.sequence_parallel:
-            raise ConfigError(
-                "--sequence-parallel",
-                True,
-                "is only supported for native models: a captured model does not show where its sequence may be sharded",
-                "Leave it out, or train a native model with pretrain_gpt.py",
-            )
+        check_sequence_parallel(self.model.seq_length, None, self.parallel)
 
     def check_data(self) -> None:
         check_sources(self.data)
@@ -185,6 +233,23 @@ class HFConfig(RunConfig):
 
 
 Run = TypeVar("Run", bound=RunConfig)
+
+
+def planned_part(config: Run, world_size: int) -> tuple[Run, int, tuple[str, ...]]:
+    """Return the settings and the number of ranks that a job's plan is made for, and what it does
+    not say.
+
+    They are those of the job; with parameter servers, those of one worker. Raises ConfigError.
+    """
+    if not config.parallel.served:
+        return config, world_size, ()
+    config.validate(world_size, training=False)
+    workers = config.data_parallel_size(world_size)
+    return (
+        of_worker(config, workers),
+        config.parallel.ranks_of_replica,
+        (worker_note(config.parallel, workers),),
+    )
 
 
 def of_worker(config: Run, workers: int) -> Run:
@@ -198,4 +263,6 @@ def of_worker(config: Run, workers: int) -> Run:
         ps_max_staleness=None,
         ps_snapshot_interval=None,
     )
-    return dataclasses.replace(config, parallel=parallel, train=dataclasses.replace(train, global_batch_size=size))
+    return dataclasses.replace(
+        config, parallel=parallel, train=dataclasses.replace(train, global_batch_size=size)
+    )

@@ -1,16 +1,27 @@
-"""The sections of the configuration. A field is a command-line flag (``num_layers`` is ``--num-layers``) and the string
-below it is the flag's help text. A value that is wrong by itself raises ConfigError where the section is built."""
+"""The sections of the configuration. A field is a command-line flag (``num_layers`` is
+``--num-layers``) and the string below it is the flag's help text. A value that is wrong by itself
+raises ConfigError where the section is built."""
 
 import dataclasses
 import math
 
 from ..errors import ConfigError
-from .settings import Section, setting
+from .settings import InPlan, Needs, Section, setting
 
 ON_FULL_DISK = ("wait", "stop")  # what a run does that cannot save for want of space
 RERUN_MODES = ("disabled", "validate_results", "report_stats")
 INJECTIONS = ("correct_result", "transient_error", "persistent_error")
 FP32_MATMULS = ("auto", "highest", "high", "medium")
+_QUERY_GROUPS = Needs(
+    "group_query_attention", remedy="Add --group-query-attention, or leave --num-query-groups out"
+)
+_ROTARY = Needs(
+    "position_embedding_type", ("rope",), reason="has no effect without rotary embedding"
+)
+_SCALING = Needs("use_rope_scaling", reason="has no effect without scaling")
+_FP16 = Needs("fp16")
+_LOAD = Needs("load", remedy="Give --load DIRECTORY, or leave it out")
+_SAVE = Needs("save", remedy="Give --save DIRECTORY, or leave it out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,30 +33,34 @@ class ModelConfig(Section):
     hidden_size: int = setting(least=1, most=1 << 20)
     """Width of the residual stream."""
     ffn_hidden_size: int | None = setting(None, least=1, most=1 << 22)
-    """Width of the MLP (unset: 4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple of 64)."""
+    """Width of the MLP (unset: 4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a
+    multiple of 64).
+    """
     num_attention_heads: int = setting(least=1, most=65536)
     """Number of attention heads."""
     group_query_attention: bool = setting(False)
     """Let each group of query heads share one key-value head; see --num-query-groups."""
-    num_query_groups: int = setting(1, least=1)
+    num_query_groups: int = setting(1, least=1, needs=_QUERY_GROUPS)
     """Number of key-value heads; needs --group-query-attention."""
     kv_channels: int | None = setting(None, least=1, most=1 << 20)
     """Width of one attention head (unset: hidden size / attention heads)."""
-    seq_length: int = setting(least=1)
+    seq_length: int = setting(least=1, plan=InPlan("sequence_length"))
     """Tokens per training sample."""
     max_position_embeddings: int | None = setting(None, least=1)
     """Longest sequence that the position embedding supports (unset: --seq-length)."""
     position_embedding_type: str = setting(
-        "learned_absolute", choices=("learned_absolute", "rope", "none"), not_yet=("yarn", "mrope", "relative")
+        "learned_absolute",
+        choices=("learned_absolute", "rope", "none"),
+        not_yet=("yarn", "mrope", "relative"),
     )
     """Position embedding: a learned table, rotary embedding, or none."""
-    rotary_base: int = setting(10000, least=1)
+    rotary_base: int = setting(10000, least=1, needs=_ROTARY)
     """Base of the rotary frequencies."""
-    rotary_percent: float = setting(1.0, above=0, most=1)
+    rotary_percent: float = setting(1.0, above=0, most=1, needs=_ROTARY)
     """Fraction of a head's channels that are rotated."""
-    use_rope_scaling: bool = setting(False)
+    use_rope_scaling: bool = setting(False, needs=_ROTARY)
     """Scale the rotary frequencies as in Llama 3.1."""
-    rope_scaling_factor: float = setting(8.0, least=1)
+    rope_scaling_factor: float = setting(8.0, least=1, needs=(_ROTARY, _SCALING))
     """Factor by which --use-rope-scaling scales the low frequencies."""
     normalization: str = setting("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     """Normalization before attention, MLP and output layer."""
@@ -70,13 +85,15 @@ class ModelConfig(Section):
     make_vocab_size_divisible_by: int = setting(128, least=1)
     """Pad the vocabulary to a multiple of this times the tensor-parallel degree."""
     vocab_size: int | None = setting(None, least=1)
-    """Vocabulary size before padding (unset: the tokenizer's); NullTokenizer adds an end-of-document id."""
-    fp32_residual_connection: bool = setting(False)
-    """Keep the residual stream of a 16-bit model in fp32: embeddings and sublayer outputs are cast to fp32, sums and
-    tensors sent between stages are fp32, and normalizations return 16 bits."""
-    cross_entropy_chunk_size: int = setting(0, least=0, ours=True)
-    """Compute the loss for this many tokens at a time; logits are recomputed in the backward instead of stored (0:
-    store all logits)."""
+    """Vocabulary size before padding (unset: the tokenizer's); NullTokenizer adds an
+    end-of-document id.
+    """
+    fp32_residual_connection: bool = setting(False, plan=InPlan("fp32_residual"))
+    """Keep the residual stream of a 16-bit model in fp32: embeddings and sublayer outputs are cast
+    to fp32, sums and tensors sent between stages are fp32, and normalizations return 16 bits."""
+    cross_entropy_chunk_size: int = setting(0, least=0, ours=True, plan=InPlan("loss_chunk"))
+    """Compute the loss for this many tokens at a time; logits are recomputed in the backward
+    instead of stored (0: store all logits)."""
 
     @property
     def ffn_size(self) -> int:
@@ -86,7 +103,11 @@ class ModelConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+        return (
+            self.kv_channels
+            if self.kv_channels is not None
+            else self.hidden_size // self.num_attention_heads
+        )
 
     @property
     def query_groups(self) -> int:
@@ -96,11 +117,19 @@ class ModelConfig(Section):
     @property
     def rotary_dim(self) -> int:
         """Rotated channels of a head; 0 without rotary embedding."""
-        return int(self.head_dim * self.rotary_percent) if self.position_embedding_type == "rope" else 0
+        return (
+            int(self.head_dim * self.rotary_percent)
+            if self.position_embedding_type == "rope"
+            else 0
+        )
 
     @property
     def max_positions(self) -> int:
-        return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
+        return (
+            self.seq_length
+            if self.max_position_embeddings is None
+            else self.max_position_embeddings
+        )
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """Return ``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` x
@@ -120,23 +149,27 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """Batch, length and precision of the run."""
 
-    micro_batch_size: int = setting(least=1)
+    micro_batch_size: int = setting(least=1, plan=InPlan("micro_batch_size"))
     """Samples per micro-batch of one replica."""
-    global_batch_size: int | None = setting(None, least=1)
-    """Samples per optimizer step over all replicas (unset: micro-batch size x data-parallel size)."""
+    global_batch_size: int | None = setting(None, least=1, plan=InPlan("global_batch_size"))
+    """Samples per optimizer step over all replicas (unset: micro-batch size x
+    data-parallel size).
+    """
     train_iters: int | None = setting(None, least=1)
     """Optimizer steps of the run."""
     train_samples: int | None = setting(None, least=1)
-    """Samples of the run, instead of --train-iters; the learning-rate and weight-decay schedules then also count
-    samples."""
+    """Samples of the run, instead of --train-iters; the learning-rate and weight-decay schedules
+    then also count samples."""
     rampup_batch_size: tuple[str, ...] = setting(())
-    """Batch-size ramp 'START INCREMENT SAMPLES': grow from START to --global-batch-size in steps of INCREMENT over the
-    first SAMPLES of --train-samples."""
+    """Batch-size ramp 'START INCREMENT SAMPLES': grow from START to --global-batch-size in steps of
+    INCREMENT over the first SAMPLES of --train-samples."""
     step_batch_size_schedule: str | None = setting(None)
     """Batch sizes by consumed tokens, such as '0:768 250B:1536 500B:3072' (K, M, B, T), instead of
     --global-batch-size."""
     decrease_batch_size_if_needed: bool = setting(False)
-    """Round batch sizes down to a multiple of micro-batch size x data-parallel size instead of raising an error."""
+    """Round batch sizes down to a multiple of micro-batch size x data-parallel size instead of
+    raising an error.
+    """
     exit_interval: int | None = setting(None, least=1)
     """Stop after an iteration that is divisible by this."""
     eval_interval: int | None = setting(None, least=1)
@@ -147,42 +180,50 @@ class TrainConfig(Section):
     """Seed of initialization, data order and dropout."""
     deterministic_mode: bool = setting(False)
     """Use only deterministic algorithms; repeated runs are then bitwise equal."""
-    bf16: bool = setting(False)
+    bf16: bool = setting(False, plan=InPlan("dtype", on="bfloat16"))
     """bfloat16 weights and activations, with fp32 master weights and fp32 gradients."""
-    fp16: bool = setting(False)
-    """float16 weights and activations, with fp32 master weights, fp32 gradients and a loss scale."""
-    loss_scale: float | None = setting(None, least=0, most=2**127)
+    fp16: bool = setting(False, plan=InPlan("dtype", on="float16"))
+    """float16 weights and activations, with fp32 master weights, fp32 gradients and a loss
+    scale.
+    """
+    loss_scale: float | None = setting(None, least=0, most=2**127, needs=_FP16)
     """Fixed loss scale of --fp16 (unset or 0: dynamic, controlled by the next four flags)."""
-    initial_loss_scale: float = setting(2.0**32, least=2.0**-126, most=2.0**127)
+    initial_loss_scale: float = setting(2.0**32, least=2.0**-126, most=2.0**127, needs=_FP16)
     """Initial dynamic loss scale of --fp16."""
-    min_loss_scale: float = setting(1.0, least=2.0**-126, most=2.0**127)
+    min_loss_scale: float = setting(1.0, least=2.0**-126, most=2.0**127, needs=_FP16)
     """Smallest dynamic loss scale of --fp16; a run whose gradients overflow at it ends by
     --max-consecutive-skipped-steps."""
-    loss_scale_window: float = setting(1000.0, least=1)
+    loss_scale_window: float = setting(1000.0, least=1, needs=_FP16)
     """Steps without overflow after which the loss scale of --fp16 is doubled."""
-    hysteresis: int = setting(2, least=1)
-    """Overflows after which the loss scale of --fp16 is halved; each further overflow halves it again until it has been
-    doubled."""
+    hysteresis: int = setting(2, least=1, needs=_FP16)
+    """Overflows after which the loss scale of --fp16 is halved; each further overflow halves it
+    again until it has been doubled."""
     fp32_matmul_precision: str = setting("auto", choices=FP32_MATMULS, ours=True)
-    """torch's precision of fp32 matrix products; auto: on CPUs the fastest one that a probe finds exact, else
-    highest."""
+    """torch's precision of fp32 matrix products; auto: on CPUs the fastest one that a probe finds
+    exact, else highest."""
     calculate_per_token_loss: bool = setting(False)
     """Divide the loss by the tokens of the global batch instead of averaging micro-batch means."""
     check_weight_hash_across_dp_replicas_interval: int = setting(100, least=0, megatron=0)
-    """Iterations between comparisons of the weight digests of data-parallel replicas; 0 for none."""
+    """Iterations between comparisons of the weight digests of data-parallel replicas; 0
+    for none.
+    """
     max_consecutive_skipped_steps: int = setting(20, least=1, ours=True)
-    """End the run with an error after this many consecutive steps were skipped because the gradient was not finite. In
-    fp16, count only steps at which the loss scale could not be lowered."""
+    """End the run with an error after this many consecutive steps were skipped because the gradient
+    was not finite. In fp16, count only steps at which the loss scale could not be lowered."""
     rerun_mode: str = setting("disabled", choices=RERUN_MODES, megatron="validate_results")
-    """Steps to compute twice: those with unexpected results, to tell faults from data (validate_results), all, to
-    report differences (report_stats), or none."""
+    """Steps to compute twice: those with unexpected results, to tell faults from data
+    (validate_results), all, to report differences (report_stats), or none."""
     check_for_spiky_loss: bool = setting(False)
-    """Report a micro-batch whose loss is at least 10 times the largest of the first 100; see --rerun-mode."""
+    """Report a micro-batch whose loss is at least 10 times the largest of the first 100; see
+    --rerun-mode.
+    """
     check_for_large_grads: bool = setting(False)
-    """Report a rank whose gradient has at least 10 times the largest norm of the first 100 steps; see --rerun-mode."""
+    """Report a rank whose gradient has at least 10 times the largest norm of the first 100 steps;
+    see --rerun-mode.
+    """
     no_check_for_nan_in_loss_and_grad: bool = setting(False)
-    """With --rerun-mode validate_results, do not compute a step again because its loss or gradient is not finite. Its
-    update is skipped in any case."""
+    """With --rerun-mode validate_results, do not compute a step again because its loss or gradient
+    is not finite. Its update is skipped in any case."""
     error_injection_rate: int = setting(0, least=0)
     """With --rerun-mode, treat one result in this many as unexpected, for tests; 0: none."""
     error_injection_type: str = setting("transient_error", choices=INJECTIONS)
@@ -206,7 +247,9 @@ class DataConfig(Section):
     """Datasets and tokenizer."""
 
     data_path: tuple[str, ...] = setting(())
-    """PREFIX of an indexed dataset, or WEIGHT PREFIX pairs to blend; --split divides it into parts."""
+    """PREFIX of an indexed dataset, or WEIGHT PREFIX pairs to blend; --split divides it
+    into parts.
+    """
     split: str = setting("969, 30, 1", megatron=None)
     """Weights of the training, validation and test parts of --data-path."""
     train_data_path: tuple[str, ...] = setting(())
@@ -220,7 +263,9 @@ class DataConfig(Section):
     mock_data: bool = setting(False)
     """Train on generated tokens; for benchmarks and tests."""
     num_workers: int = setting(0, least=0, megatron=2)
-    """Loader threads per rank that prepare batches in advance; 0 loads each batch when it is needed."""
+    """Loader threads per rank that prepare batches in advance; 0 loads each batch when it is
+    needed.
+    """
     no_mmap_bin_files: bool = setting(False)
     """Read the token files instead of memory-mapping them."""
     eod_mask_loss: bool = setting(False)
@@ -232,7 +277,9 @@ class DataConfig(Section):
         choices=("HuggingFaceTokenizer", "NullTokenizer"),
         not_yet=("GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"),
     )
-    """HuggingFaceTokenizer reads --tokenizer-model; NullTokenizer is for data of numbers below --vocab-size."""
+    """HuggingFaceTokenizer reads --tokenizer-model; NullTokenizer is for data of numbers below
+    --vocab-size.
+    """
     tokenizer_model: str | None = setting(None)
     """Directory or tokenizer.json of the HuggingFace tokenizer."""
 
@@ -262,31 +309,43 @@ class CheckpointConfig(Section):
     """Directory to write checkpoints to."""
     load: str | None = setting(None)
     """Directory to resume from; the newest complete checkpoint is used."""
-    save_interval: int | None = setting(None, least=1)
+    save_interval: int | None = setting(None, least=1, needs=_SAVE)
     """Iterations between checkpoints (unset: only at the end)."""
-    save_retain_interval: int | None = setting(None, least=1)
-    """Keep checkpoints of iterations divisible by this, and the newest of the others (unset: keep all)."""
+    save_retain_interval: int | None = setting(None, least=1, needs=_SAVE)
+    """Keep checkpoints of iterations divisible by this, and the newest of the others (unset: keep
+    all).
+    """
     on_full_disk: str = setting("wait", choices=ON_FULL_DISK, ours=True)
-    """If there is no space for a checkpoint, wait for it, at most 12 hours, and save then; or stop with an error."""
-    ckpt_step: int | None = setting(None, least=0)
+    """If there is no space for a checkpoint, wait for it, at most 12 hours, and save then; or stop
+    with an error.
+    """
+    ckpt_step: int | None = setting(None, least=0, needs=_LOAD)
     """Resume from this iteration instead of the newest."""
-    finetune: bool = setting(False)
+    finetune: bool = setting(False, needs=_LOAD)
     """Load only the weights and start at iteration 0."""
-    no_load_optim: bool = setting(False)
+    no_load_optim: bool = setting(False, needs=_LOAD)
     """Do not load the optimizer's state."""
-    no_load_rng: bool = setting(False)
-    """Accepted without effect: random numbers depend on --seed and the iteration, and no state is loaded."""
-    no_save_optim: bool = setting(False)
+    no_load_rng: bool = setting(False, needs=_LOAD)
+    """Accepted without effect: random numbers depend on --seed and the iteration, and no state is
+    loaded.
+    """
+    no_save_optim: bool = setting(False, needs=_SAVE)
     """Do not save the optimizer's state."""
-    no_save_rng: bool = setting(False)
-    """Accepted without effect: random numbers depend on --seed and the iteration, and no state is saved."""
-    use_checkpoint_opt_param_scheduler: bool = setting(False)
+    no_save_rng: bool = setting(False, needs=_SAVE)
+    """Accepted without effect: random numbers depend on --seed and the iteration, and no state is
+    saved.
+    """
+    use_checkpoint_opt_param_scheduler: bool = setting(False, needs=_LOAD)
     """Use the learning-rate and weight-decay schedule of the checkpoint instead of the flags."""
-    override_opt_param_scheduler: bool = setting(False)
-    """Use the schedule of the flags instead of the checkpoint's. This is the default; a difference is reported."""
-    override_dataset: bool = setting(False, ours=True)
-    """Allow resuming with training data other than the checkpoint's, which is otherwise an error."""
-    exit_on_missing_checkpoint: bool = setting(False)
+    override_opt_param_scheduler: bool = setting(False, needs=_LOAD)
+    """Use the schedule of the flags instead of the checkpoint's. This is the default; a difference
+    is reported.
+    """
+    override_dataset: bool = setting(False, ours=True, needs=_LOAD)
+    """Allow resuming with training data other than the checkpoint's, which is otherwise an
+    error.
+    """
+    exit_on_missing_checkpoint: bool = setting(False, needs=_LOAD)
     """Stop if --load has no checkpoint, instead of starting from iteration 0."""
 
 
@@ -305,8 +364,8 @@ class LoggingConfig(Section):
     log_interval: int = setting(100, least=1)
     """Iterations between console lines."""
     log_format: str = setting("auto", choices=("auto", "megatron", "short"), ours=True)
-    """Form of the console line: Megatron-LM's, or a short one of at most 120 columns; auto: short where standard output
-    is a terminal, else Megatron-LM's."""
+    """Form of the console line: Megatron-LM's, or a short one of at most 120 columns; auto: short
+    where standard output is a terminal, else Megatron-LM's."""
     log_throughput: bool = setting(False)
     """Add TFLOP/s per GPU and MFU to the console line."""
     tensorboard_dir: str | None = setting(None)
@@ -314,11 +373,13 @@ class LoggingConfig(Section):
     log_num_zeros_in_grad: bool = setting(False)
     """Count the zeros in the gradient."""
     timeline: str | None = setting(None, ours=True)
-    """Draw the timeline of the last step: a .png, a zoomable .html page, or a .json trace for Perfetto."""
+    """Draw the timeline of the last step: a .png, a zoomable .html page, or a .json trace for
+    Perfetto.
+    """
     metrics: str | None = setting(None, ours=True)
     """Append the loss of every iteration to this JSON-lines file."""
     run_dir: str | None = setting(None, ours=True)
-    """Directory for plan, metrics, measured timeline, settings and library versions of the run; merak-report shows it
-    as a page."""
+    """Directory for plan, metrics, measured timeline, settings and library versions of the run;
+    merak-report shows it as a page."""
     curve: str | None = setting(None, ours=True)
     """Draw the loss curve into this PNG file."""

@@ -25,26 +25,30 @@ def check_servers(
     logging: LoggingConfig,
     optimizer: OptimizerConfig,
 ) -> None:
-    """Raise ConfigError for settings that parameter servers do not support, and for their flags without them."""
+    """Raise ConfigError for settings that parameter servers do not support."""
     strategy = parallel.data_parallel_strategy
-    default = ParallelConfig()
     if not parallel.served:
-        for name in ("num_parameter_servers", "ps_max_staleness", "ps_snapshot_interval"):
-            if (value := getattr(parallel, name)) != getattr(default, name):
-                reason = f"has no effect without {STRATEGY} ps-sync or ps-async"
-                raise ConfigError(flag_name(name), value, reason, f"Add {STRATEGY}, or leave it out")
         return
     if strategy == "ps-sync" and parallel.ps_max_staleness is not None:
         reason = f"has no effect with {STRATEGY} ps-sync, whose gradients are never stale"
-        raise ConfigError("--ps-max-staleness", parallel.ps_max_staleness, reason, "Leave it out, or use ps-async")
+        raise ConfigError(
+            "--ps-max-staleness", parallel.ps_max_staleness, reason, "Leave it out, or use ps-async"
+        )
     if parallel.ps_snapshot_interval is not None and checkpoint.save is None:
         reason = "has no effect without --save, which contains the snapshots"
-        raise ConfigError("--ps-snapshot-interval", parallel.ps_snapshot_interval, reason, "Give --save DIRECTORY")
-    replicated = "parameter servers keep the optimizer's state, and workers replicate weights and gradients"
+        raise ConfigError(
+            "--ps-snapshot-interval", parallel.ps_snapshot_interval, reason, "Give --save DIRECTORY"
+        )
+    replicated = (
+        "parameter servers keep the optimizer's state, and workers replicate weights and gradients"
+    )
     steps = "workers of parameter servers use one batch size and count in --train-iters"
     refused = {
         "use_distributed_optimizer": (parallel.use_distributed_optimizer, replicated),
-        "data_parallel_sharding_strategy": (parallel.sharding != "no_shard" and parallel.sharding, replicated),
+        "data_parallel_sharding_strategy": (
+            parallel.sharding != "no_shard" and parallel.sharding,
+            replicated,
+        ),
         "plan": (parallel.plan, "a plan does not hold what parameter servers need"),
         "train_samples": (train.train_samples, steps),
         "rampup_batch_size": (" ".join(train.rampup_batch_size), steps),
@@ -57,8 +61,14 @@ def check_servers(
             train.rerun_mode != "disabled" and train.rerun_mode,
             "a step cannot be computed again from weights that other workers update",
         ),
-        "log_num_zeros_in_grad": (logging.log_num_zeros_in_grad, "no rank has the gradient of all workers"),
-        "optimizer": (optimizer.optimizer != "adam" and optimizer.optimizer, "parameter servers update by AdamW"),
+        "log_num_zeros_in_grad": (
+            logging.log_num_zeros_in_grad,
+            "no rank has the gradient of all workers",
+        ),
+        "optimizer": (
+            optimizer.optimizer != "adam" and optimizer.optimizer,
+            "parameter servers update by AdamW",
+        ),
         "timeline": (logging.timeline, "workers have no common clock"),
     }
     for name, (value, reason) in refused.items():
@@ -67,7 +77,9 @@ def check_servers(
             raise ConfigError(flag_name(name), value, f"{reason} ({STRATEGY} {strategy})", remedy)
     if parallel.distributed_backend == "emu":
         reason = f"models collectives, but {STRATEGY} {strategy} has none between workers"
-        raise ConfigError("--distributed-backend", "emu", reason, "Use benchmarks/parameter_server.py to model it")
+        raise ConfigError(
+            "--distributed-backend", "emu", reason, "Use python -m benchmarks servers to model it"
+        )
     if parallel.distributed_backend == "mpi":
         reason = f"has one group of all ranks, but {STRATEGY} {strategy} needs one per worker"
         raise ConfigError("--distributed-backend", "mpi", reason, "Use gloo")
@@ -80,13 +92,21 @@ def check_workers(parallel: ParallelConfig, world_size: int) -> None:
     left = world_size - servers
     if left < replica:
         reason = (
-            f"leaves {max(left, 0)} of {world_size} ranks, and a worker takes {replica} (tensor x pipeline parallel)"
+            f"leaves {max(left, 0)} of {world_size} ranks, and a worker takes {replica} "
+            "(tensor x pipeline parallel)"
         )
-        raise ConfigError("--num-parameter-servers", servers, reason, _fewer_servers(servers, replica, world_size))
+        raise ConfigError(
+            "--num-parameter-servers", servers, reason, _fewer_servers(servers, replica, world_size)
+        )
     if left % replica:
         near = [n for n in (servers + left % replica - replica, servers + left % replica) if n >= 0]
-        reason = f"leaves {left} of {world_size} ranks, not a multiple of the {replica} ranks of a worker"
-        raise ConfigError("--num-parameter-servers", servers, reason, f"Use {' or '.join(map(str, near))}")
+        reason = (
+            f"leaves {left} of {world_size} ranks, not a multiple of the {replica} ranks of "
+            "a worker"
+        )
+        raise ConfigError(
+            "--num-parameter-servers", servers, reason, f"Use {' or '.join(map(str, near))}"
+        )
 
 
 def _fewer_servers(servers: int, replica: int, world_size: int) -> str:
@@ -104,6 +124,8 @@ def worker_note(parallel: ParallelConfig, workers: int) -> str:
     servers = counted(parallel.num_parameter_servers, "parameter server")
     where = servers if parallel.num_parameter_servers else "servers beside the workers' ranks"
     return (
-        f"The plan is that of one of {counted(workers, 'worker')} ({STRATEGY} {parallel.data_parallel_strategy}): "
-        f"its times are without the exchange with {where}, which keep the optimizer's state that its memory counts."
+        f"The plan is that of one of {counted(workers, 'worker')} ({STRATEGY} "
+        f"{parallel.data_parallel_strategy}): "
+        f"its times are without the exchange with {where}, which keep the optimizer's state that "
+        "its memory counts."
     )

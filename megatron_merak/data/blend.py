@@ -1,4 +1,6 @@
-"""Several data sets read as one, in fixed proportions; compiled steps are in `csrc/py/indices.cpp`."""
+"""Several data sets read as one, in fixed proportions; compiled steps are in
+`csrc/py/indices.cpp`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,10 +23,14 @@ def parse_blend(flag: str, values: Sequence[str]) -> tuple[list[str], list[float
     numbers = [_number(value) for value in values]
     if all(number is None for number in numbers):
         return [value.strip() for value in values], None
-    paired = len(values) % 2 == 0 and all((number is None) == (i % 2 == 1) for i, number in enumerate(numbers))
+    paired = len(values) % 2 == 0 and all(
+        (number is None) == (i % 2 == 1) for i, number in enumerate(numbers)
+    )
     if not paired:
         reason = "weights and prefixes do not alternate"
-        raise DataError(flag, " ".join(values), reason, "Write 'W1 PREFIX1 W2 PREFIX2 ...', or prefixes only")
+        raise DataError(
+            flag, " ".join(values), reason, "Write 'W1 PREFIX1 W2 PREFIX2 ...', or prefixes only"
+        )
     weights = [number for number in numbers if number is not None]
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise DataError(
@@ -49,15 +55,19 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def samples_per_dataset(weights: Sequence[float], samples: int, surplus: float = 0.0) -> list[int]:
-    """Return how many samples of each data set a blend of `samples` by normalised weights needs, with a margin."""
+    """Return how many samples of each data set a blend of `samples` by normalised weights needs,
+    with a margin.
+    """
     return [math.ceil(math.ceil(samples * weight) * (1 + surplus)) for weight in weights]
 
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(dataset_index int16[size], dataset_sample_index int64[size]) of a blend by normalised weights.
+    """(dataset_index int16[size], dataset_sample_index int64[size]) of a blend by normalised
+    weights.
 
-    At step t the data set that lags furthest behind its share, argmax_d of weights[d] * max(t, 1) - taken[d], gives its
-    next sample; a tie goes to the lowest d (Megatron-LM, build_blending_indices).
+    At step t the data set that lags furthest behind its share, argmax_d of weights[d] * max(t, 1) -
+    taken[d], gives its next sample; a tie goes to the lowest d (Megatron-LM,
+    build_blending_indices).
     """
     share = np.array(weights, dtype=np.float64)
     host = _native.host()
@@ -73,7 +83,9 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
 
 
 def exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Blend every sample of every data set once: weights are sizes / total, an exhausted data set drops out."""
+    """Blend every sample of every data set once: weights are sizes / total, an exhausted data set
+    drops out.
+    """
     left = np.array(sizes, dtype=np.int64)
     total = int(left.sum())
     share = left / float(total)
@@ -100,9 +112,11 @@ def _ranks(dataset_index: np.ndarray, count: int) -> np.ndarray:
 
 
 class BlendedDataset:
-    """`size` samples of `datasets` in the proportion of `weights`; size None uses every sample exactly once.
+    """`size` samples of `datasets` in the proportion of `weights`; size None uses every sample
+    exactly once.
 
-    An item is the item of the data set that it comes from. `path_to_cache` None keeps the indices in memory.
+    An item is the item of the data set that it comes from. `path_to_cache` None keeps the indices
+    in memory.
     """
 
     def __init__(
@@ -136,14 +150,23 @@ class BlendedDataset:
 
     def _description(self, size: int | None) -> dict[str, object]:
         datasets = [dataset.description() for dataset in self.datasets]
-        return {"class": type(self).__name__, "datasets": datasets, "weights": self.weights, "size": size}
+        return {
+            "class": type(self).__name__,
+            "datasets": datasets,
+            "weights": self.weights,
+            "size": size,
+        }
 
     def _check(self) -> None:
         taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
         for dataset, count in zip(self.datasets, taken.tolist(), strict=True):
             if count > len(dataset):
-                reason = f"the blend takes {count} of its {len(dataset)} {dataset.index_split} samples"
-                raise DataError("dataset", dataset.source.prefix, reason, "Raise --mid-level-dataset-surplus")
+                reason = (
+                    f"the blend takes {count} of its {len(dataset)} {dataset.index_split} samples"
+                )
+                raise DataError(
+                    "dataset", dataset.source.prefix, reason, "Raise --mid-level-dataset-surplus"
+                )
 
     def __len__(self) -> int:
         return self.size

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import RunConfig
+from ..config import DataConfig, RunConfig
 from ..errors import DataError
 from . import tokenizer as tokenizers
 from .blend import BlendedDataset, normalized, parse_blend, samples_per_dataset
+from .files import regular_file_size
 from .gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSource
 from .gpt_index import SPLITS, split_bounds
-from .indexed_dataset import IndexedDataset
+from .indexed_dataset import IndexedDataset, data_path, index_path
 from .mock import MockIndexedDataset
 from .tokenizer import NullTokenizer, Tokenizer
 
@@ -21,7 +22,9 @@ Dataset = GPTDataset | BlendedDataset
 
 
 class Datasets(NamedTuple):
-    """One data set per part of the data; None if the run needs no sample of it or it has weight 0."""
+    """One data set per part of the data; None if the run needs no sample of it or it has
+    weight 0.
+    """
 
     train: Dataset | None
     valid: Dataset | None
@@ -51,30 +54,56 @@ def vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
         return tokenizer.vocab_size
     if size < tokenizer.vocab_size:
         reason = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}"
-        raise DataError("--vocab-size", size, reason, f"Leave it out, or give at least {tokenizer.vocab_size}")
+        raise DataError(
+            "--vocab-size", size, reason, f"Leave it out, or give at least {tokenizer.vocab_size}"
+        )
     return size
 
 
-def samples_wanted(config: RunConfig, world_size: int) -> tuple[int, int, int]:
-    """Return the samples of the train, valid and test parts that the run may need.
+def samples_wanted(config: RunConfig, replicas: int) -> tuple[int, int, int]:
+    """Return the samples of the train, valid and test parts that the run may need, over all
+    replicas of the model.
 
-    There is one evaluation of --eval-iters global batches per --eval-interval and one at the end, and one test.
+    There is one evaluation of --eval-iters global batches per --eval-interval and one at the end,
+    and one test.
     """
     train = config.train
-    batch = config.global_batch_size(world_size)
+    batches = config.batches_over(replicas)
+    batch = batches.largest
     evaluations = 1
-    iterations = config.iterations(world_size)
+    iterations = config.iterations(batches)
     if train.eval_interval is not None:
         evaluations += iterations // train.eval_interval
     per_evaluation = train.eval_iters * batch
     return train.train_samples or iterations * batch, evaluations * per_evaluation, per_evaluation
 
 
-def build_datasets(config: RunConfig, tokenizer: Tokenizer, world_size: int) -> Datasets:
-    """Return the run's data sets, equal on every rank.
+def check_files(config: RunConfig) -> None:
+    """Check that the files of a run's data are there: `build_datasets` may come minutes later.
+    Raises `DataError`.
+    """
+    # whether a part is needed at all does not depend on the replicas
+    for part, samples in enumerate(samples_wanted(config, replicas=1)):
+        flag, values = _source_of(config.data, part)
+        prefixes = parse_blend(flag, values)[0] if samples and values else []
+        for prefix in prefixes:
+            regular_file_size(index_path(prefix), "index file", flag)
+            regular_file_size(data_path(prefix), "data file", flag)
 
-    Needs no communication: the first process of a host builds indices, and the others map them. Raises `DataError` for
-    data that is missing, damaged, empty or too small.
+
+def _source_of(data: DataConfig, part: int) -> tuple[str, tuple[str, ...]]:
+    """Return the flag that names the data of the part `SPLITS[part]`, and its values."""
+    own = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if any(own):
+        return f"--{SPLITS[part]}-data-path", own[part]
+    return "--data-path", data.data_path
+
+
+def build_datasets(config: RunConfig, tokenizer: Tokenizer, replicas: int) -> Datasets:
+    """Return the run's data sets, equal on every rank, for a number of replicas of the model.
+
+    Needs no communication: the first process of a host builds indices, and the others map them.
+    Raises `DataError` for data that is missing, damaged, empty or too small.
     """
     pad = tokenizer.pad
     shared = GPTDatasetConfig(
@@ -84,18 +113,24 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer, world_size: int) -> 
         pad=-1 if pad is None else pad,
         masked_eod=tokenizer.eod if config.data.eod_mask_loss else None,
     )
-    parts = Parts(config, tokenizer, shared)
-    return Datasets(*(parts.build(i, samples) for i, samples in enumerate(samples_wanted(config, world_size))))
+    builder = DatasetBuilder(config, tokenizer, shared)
+    return Datasets(
+        *(builder.build(i, samples) for i, samples in enumerate(samples_wanted(config, replicas)))
+    )
 
 
-class Parts:
+class DatasetBuilder:
     """Builds the parts of one run's data, opening every file once."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, shared: GPTDatasetConfig):
         self.config = config
         self.data = config.data
         self.shared = shared
-        self._mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod) if config.data.mock_data else None
+        self._mock = (
+            MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod)
+            if config.data.mock_data
+            else None
+        )
         self._sources: dict[str, IndexedDataset] = {}
 
     def build(self, part: int, samples: int) -> Dataset | None:
@@ -104,19 +139,15 @@ class Parts:
             return None
         if self._mock is not None:
             return self._single(self._mock, part, samples)
-        data = self.data
-        own = (data.train_data_path, data.valid_data_path, data.test_data_path)
-        flag = "--data-path"
-        values = data.data_path
-        if any(own):
-            flag = f"--{SPLITS[part]}-data-path"
-            values = own[part]
+        flag, values = _source_of(self.data, part)
         if not values:
             return None
         prefixes, weights = parse_blend(flag, values)
-        if len(prefixes) == 1 and (weights is None or any(own)):
+        if len(prefixes) == 1 and (weights is None or flag != "--data-path"):
             return self._single(self._source(prefixes[0]), part, samples)
-        return self._blend(flag, [self._source(prefix) for prefix in prefixes], weights, part, samples)
+        return self._blend(
+            flag, [self._source(prefix) for prefix in prefixes], weights, part, samples
+        )
 
     def _source(self, prefix: str) -> IndexedDataset:
         if prefix not in self._sources:
@@ -135,13 +166,15 @@ class Parts:
     def _bounds(self, source: TokenSource, part: int) -> tuple[int, int] | None:
         """Return the part's range of sequences.
 
-        An evaluation that was not requested by --eval-interval is left out, with a warning, if the data is too small
-        for it.
+        An evaluation that was not requested by --eval-interval is left out, with a warning, if the
+        data is too small for it.
         """
         if not self.data.data_path and self._mock is None:
             return 0, len(source)
         bounds = split_bounds(self.data.split_weights, len(source))[part]
-        optional = SPLITS[part] == "test" or (SPLITS[part] == "valid" and self.config.train.eval_interval is None)
+        optional = SPLITS[part] == "test" or (
+            SPLITS[part] == "valid" and self.config.train.eval_interval is None
+        )
         if bounds is not None and bounds[0] == bounds[1] and optional:
             logger.warning(
                 "no %s data: --split %s leaves none of the %d sequences of %s",
@@ -154,36 +187,59 @@ class Parts:
         return bounds
 
     def _blend(
-        self, flag: str, sources: Sequence[TokenSource], weights: Sequence[float] | None, part: int, samples: int
+        self,
+        flag: str,
+        sources: Sequence[TokenSource],
+        weights: Sequence[float] | None,
+        part: int,
+        samples: int,
     ) -> BlendedDataset | None:
         cache = None if self.data.data_cache_path is None else Path(self.data.data_cache_path)
         if weights is not None:
             shares = normalized(weights)
             sizes = samples_per_dataset(shares, samples, self.data.mid_level_dataset_surplus)
-            datasets = [self._single(source, part, size) for source, size in zip(sources, sizes, strict=True)]
+            datasets = [
+                self._single(source, part, size)
+                for source, size in zip(sources, sizes, strict=True)
+            ]
             if not any(datasets):
                 return None
             complete = self._complete(flag, sources, datasets, part)
-            return BlendedDataset(complete, shares, sum(samples_per_dataset(shares, samples)), cache)
-        present = [dataset for source in sources if (dataset := self._single(source, part, None)) is not None]
+            return BlendedDataset(
+                complete, shares, sum(samples_per_dataset(shares, samples)), cache
+            )
+        present = [
+            dataset
+            for source in sources
+            if (dataset := self._single(source, part, None)) is not None
+        ]
         if not present:
             return None
         sizes = [len(dataset) for dataset in present]
         if sum(sizes) < samples:
             reason = (
-                f"without weights they are read once, {sum(sizes)} {SPLITS[part]} samples, but {samples} are needed"
+                f"without weights they are read once, {sum(sizes)} {SPLITS[part]} samples, "
+                f"but {samples} are needed"
             )
-            raise DataError(flag, f"of {len(sources)} prefixes", reason, "Give weights, to read them repeatedly")
+            raise DataError(
+                flag, f"of {len(sources)} prefixes", reason, "Give weights, to read them repeatedly"
+            )
         return BlendedDataset(present, sizes, samples, cache)
 
     def _complete(
-        self, flag: str, sources: Sequence[TokenSource], datasets: Sequence[GPTDataset | None], part: int
+        self,
+        flag: str,
+        sources: Sequence[TokenSource],
+        datasets: Sequence[GPTDataset | None],
+        part: int,
     ) -> list[GPTDataset]:
         """Return ``datasets``. Raises DataError if one has no data of that part."""
         complete = []
         for source, dataset in zip(sources, datasets, strict=True):
             if dataset is None:
                 reason = f"it has no {SPLITS[part]} data, while others of the blend do"
-                raise DataError(flag, source.prefix, reason, "Give a larger dataset, or leave it out")
+                raise DataError(
+                    flag, source.prefix, reason, "Give a larger dataset, or leave it out"
+                )
             complete.append(dataset)
         return complete

@@ -16,7 +16,9 @@ def token_counts(dataset: IndexedDataset) -> np.ndarray:
 
 
 def unigram_entropy(dataset: IndexedDataset) -> float:
-    """Entropy of the distribution of single tokens, in nats: the loss of the best model that ignores context."""
+    """Entropy of the distribution of single tokens, in nats: the loss of the best model that
+    ignores context.
+    """
     counts = token_counts(dataset)
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())

@@ -26,14 +26,21 @@ class Raw(NamedTuple):
 
 
 def input_files(path: Path) -> list[Path]:
-    """Return `path` itself, or every file of a known kind below a directory, sorted by name. Raises `DataError`."""
+    """Return `path` itself, or every file of a known kind below a directory, sorted by name. Raises
+    `DataError`.
+    """
     if not path.is_dir():
         regular_file_size(path, "--input", "--input")
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) is not None)
     if not files:
         known = ", ".join(JSON_SUFFIXES + TEXT_SUFFIXES)
-        raise DataError("--input", path, f"no file below it ends in {known}, with or without .gz", "Give other files")
+        raise DataError(
+            "--input",
+            path,
+            f"no file below it ends in {known}, with or without .gz",
+            "Give other files",
+        )
     return files
 
 
@@ -43,9 +50,11 @@ def _kind(path: Path) -> str | None:
 
 
 def read_documents(path: Path) -> Iterator[Raw]:
-    """Yield the documents of one file: a .txt file is one document, others have one JSON object per line.
+    """Yield the documents of one file: a .txt file is one document, others have one JSON object per
+    line.
 
-    .gz is unpacked and blank lines are skipped. Raises `DataError` naming the line after which a file cannot be read.
+    .gz is unpacked and blank lines are skipped. Raises `DataError` naming the line after which a
+    file cannot be read.
     """
     line = 0
     try:
@@ -62,8 +71,8 @@ def read_documents(path: Path) -> Iterator[Raw]:
 
 
 def parse_document(raw: Raw, keys: Sequence[str]) -> list[str]:
-    """Return the texts of `raw` under `keys`; a text file is the text of every key. Raises ValueError with the
-    reason.
+    """Return the texts of `raw` under `keys`; a text file is the text of every key. Raises
+    ValueError with the reason.
     """
     try:
         text = raw.data.decode("utf-8-sig")
@@ -81,7 +90,9 @@ def parse_document(raw: Raw, keys: Sequence[str]) -> list[str]:
     for key in keys:
         value = document.get(key)
         if not isinstance(value, str):
-            raise ValueError(f"key {key!r} is missing" if value is None else f"the value of {key!r} is no string")
+            raise ValueError(
+                f"key {key!r} is missing" if value is None else f"the value of {key!r} is no string"
+            )
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise ValueError(f"the value of {key!r} holds half a surrogate pair")
         texts.append(value)

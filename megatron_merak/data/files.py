@@ -1,6 +1,5 @@
 """Files that are either complete or absent."""
 
-import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from ..durable import replaced
 from ..errors import DataError
 
 
@@ -16,35 +16,23 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def publish(temporary: Path, path: Path) -> None:
-    """Rename a closed, flushed file to `path` and make the rename durable, if the file system can."""
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF):
-            raise
-    finally:
-        os.close(directory)
-
-
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
-    """Yield a binary file that appears under `path`, complete and on disk, when the block ends without an error."""
+    """Yield a binary file that appears under `path`, complete and on disk, when the block ends
+    without an error.
+    """
     temporary = temporary_name(path)
     try:
-        with open(temporary, "wb") as file:
+        with replaced(path, temporary) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def regular_file_size(path: Path, what: str, flag: str = "--data-path") -> int:
-    """Return the size of a regular file; raise `DataError` for anything else before it is opened."""
+    """Return the size of a regular file; raise `DataError` for anything else before it is
+    opened.
+    """
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:

@@ -30,9 +30,9 @@ class TokenSource(Protocol):
 class GPTDatasetConfig:
     """What the samples of every split and every file of a run share.
 
-    `pad` fills up a partial sample and is masked wherever it is a label; -1 is no token and masks nothing else.
-    `masked_eod`, an end-of-document id, is left out of the loss where it is an input. `path_to_cache` None keeps the
-    indices in memory.
+    `pad` fills up a partial sample and is masked wherever it is a label; -1 is no token and masks
+    nothing else. `masked_eod`, an end-of-document id, is left out of the loss where it is an input.
+    `path_to_cache` None keeps the indices in memory.
     """
 
     sequence_length: int
@@ -45,11 +45,13 @@ class GPTDatasetConfig:
 
 
 class GPTDataset:
-    """Map-style data set of at least `num_samples` samples (None: one pass) from sequences [first, last) of `source`.
+    """Map-style data set of at least `num_samples` samples (None: one pass) from sequences [first,
+    last) of `source`.
 
-    Item: dict(tokens int64[s], labels int64[s], loss_mask float32[s], position_ids int64[s]), labels being tokens
-    shifted by one. The rules of order and packing are those of `gpt_index`. Raises `DataError` when the range holds
-    no token, and on reading a token outside the vocabulary.
+    Item: dict(tokens int64[s], labels int64[s], loss_mask float32[s], position_ids int64[s]),
+    labels being tokens
+    shifted by one. The rules of order and packing are those of `gpt_index`. Raises `DataError` when
+    the range holds no token, and on reading a token outside the vocabulary.
     """
 
     def __init__(
@@ -67,14 +69,27 @@ class GPTDataset:
         self.index_split = index_split
         first, last = bounds
         if not source.sequence_lengths[first:last].any():
-            reason = f"its {index_split} part, sequences [{first}, {last}) of {len(source)}, has no tokens"
-            raise DataError("dataset", source.prefix, reason, "Change --split, or give a larger dataset")
+            reason = (
+                f"its {index_split} part, sequences [{first}, {last}) of {len(source)}, has "
+                "no tokens"
+            )
+            raise DataError(
+                "dataset", source.prefix, reason, "Change --split, or give a larger dataset"
+            )
         self.document_index, self.sample_index, self.shuffle_index = self._indices()
         self._position_ids = torch.arange(config.sequence_length)
 
     def __reduce__(self) -> tuple:
-        """Pickle what rebuilds it, for the worker processes of a loader; they map cached indices."""
-        return type(self), (self.source, self.bounds, self.num_samples, self.index_split, self.config)
+        """Pickle what rebuilds it, for the worker processes of a loader; they map cached
+        indices.
+        """
+        return type(self), (
+            self.source,
+            self.bounds,
+            self.num_samples,
+            self.index_split,
+            self.config,
+        )
 
     def description(self) -> dict[str, object]:
         """Return everything that the indices depend on, JSON-safe."""
@@ -107,7 +122,9 @@ class GPTDataset:
         if directory is None:
             return build()
         kind = f"{type(self).__name__}-{self.index_split}"
-        return Indices(*cached_arrays(directory, kind, self.description(), Indices._fields, build=build))
+        return Indices(
+            *cached_arrays(directory, kind, self.description(), Indices._fields, build=build)
+        )
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -130,10 +147,16 @@ class GPTDataset:
     def _checked(self, document: int, tokens: np.ndarray) -> np.ndarray:
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
             reason = (
-                f"document {document} holds token ids from {tokens.min()} to {tokens.max()}, the vocabulary ends at "
+                f"document {document} holds token ids from {tokens.min()} to {tokens.max()}, the "
+                "vocabulary ends at "
                 f"{self.config.vocab_size - 1}"
             )
-            raise DataError("dataset", self.source.prefix, reason, "Use the --tokenizer-model of its preprocessing")
+            raise DataError(
+                "dataset",
+                self.source.prefix,
+                reason,
+                "Use the --tokenizer-model of its preprocessing",
+            )
         return tokens
 
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
@@ -145,4 +168,9 @@ class GPTDataset:
             loss_mask[tokens == self.config.masked_eod] = 0.0
         tokens[tokens == self.config.pad] = 0
         labels[labels == self.config.pad] = 0
-        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": self._position_ids}
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "position_ids": self._position_ids,
+        }

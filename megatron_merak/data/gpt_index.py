@@ -1,8 +1,9 @@
-"""Which tokens form sample i: Megatron's document, sample and shuffle indices, as pure functions of numpy arrays.
+"""Which tokens form sample i: Megatron's document, sample and shuffle indices, as pure functions of
+numpy arrays.
 
-Random numbers come from `numpy.random.RandomState`, whose stream is frozen, in the order in which Megatron-LM
-(megatron/core/datasets/gpt_dataset.py) draws them, so that equal inputs give bit-equal indices. `csrc/py/indices.cpp`
-has the compiled loops; the NumPy code here computes the same bits.
+Random numbers come from `numpy.random.RandomState`, whose stream is frozen, in the order in which
+Megatron-LM (megatron/core/datasets/gpt_dataset.py) draws them, so that equal inputs give bit-equal
+indices. `csrc/py/indices.cpp` has the compiled loops; the NumPy code here computes the same bits.
 """
 
 import os
@@ -20,9 +21,9 @@ _MOST_THREADS = 16
 
 
 class Indices(NamedTuple):
-    """`document_index` int32[E * documents] ids in reading order; `sample_index` [N + 1, 2] of (position in
-    document_index, token offset), int32 (int64 when positions need it); `shuffle_index` uint32[N] (int64 from
-    2**32 - 2 samples): item i is sample shuffle_index[i]."""
+    """`document_index` int32[E * documents] ids in reading order; `sample_index` [N + 1, 2] of
+    (position in document_index, token offset), int32 (int64 when positions need it);
+    `shuffle_index` uint32[N] (int64 from 2**32 - 2 samples): item i is sample shuffle_index[i]."""
 
     document_index: np.ndarray
     sample_index: np.ndarray
@@ -33,7 +34,8 @@ class Epochs(NamedTuple):
     """How often a split is read.
 
     passes:    their number.
-    sans_last: number of samples of all passes but the last, if that one is shuffled separately; else None.
+    sans_last: number of samples of all passes but the last, if that one is shuffled separately;
+               else None.
     """
 
     passes: int
@@ -41,7 +43,9 @@ class Epochs(NamedTuple):
 
 
 def split_bounds(weights: Sequence[float], sequences: int) -> list[tuple[int, int] | None]:
-    """Cut [0, sequences) by the `--split` weights of train, valid and test; None for a weight of zero."""
+    """Cut [0, sequences) by the `--split` weights of train, valid and test; None for a weight of
+    zero.
+    """
     assert len(weights) == len(SPLITS) and sum(weights) > 0
     bounds: list[tuple[int, int] | None] = []
     start = 0.0
@@ -56,8 +60,8 @@ def split_bounds(weights: Sequence[float], sequences: int) -> list[tuple[int, in
 def count_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length: int) -> Epochs:
     """Return the fewest passes that give `num_samples` samples (None: one pass).
 
-    The last pass is shuffled separately if less than 80 % of it is needed, so that its samples come last and no
-    document is seen more than one time too often.
+    The last pass is shuffled separately if less than 80 % of it is needed, so that its samples come
+    last and no document is seen more than one time too often.
     """
     if num_samples is None:
         return Epochs(1, None)
@@ -72,7 +76,9 @@ def count_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length
 
 
 def shuffle(items: np.ndarray, random: np.random.RandomState) -> None:
-    """Do `random.shuffle(items)` in place, with the same draws. `items`: one contiguous dimension."""
+    """Do `random.shuffle(items)` in place, with the same draws. `items`: one contiguous
+    dimension.
+    """
     host = _native.host()
     if host is None or items.itemsize not in (4, 8) or len(items) > _SHUFFLED_HERE:
         random.shuffle(items)
@@ -82,8 +88,12 @@ def shuffle(items: np.ndarray, random: np.random.RandomState) -> None:
     random.set_state((name, words, position, *others))
 
 
-def document_order(documents: np.ndarray, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
-    """int32[E * documents]: the passes shuffled together, or all but the last together and then the last."""
+def document_order(
+    documents: np.ndarray, epochs: Epochs, random: np.random.RandomState
+) -> np.ndarray:
+    """int32[E * documents]: the passes shuffled together, or all but the last together and then the
+    last.
+    """
     counts = [epochs.passes] if epochs.sans_last is None else [epochs.passes - 1, 1]
     order = np.tile(documents.astype(np.int32), epochs.passes)
     for part in np.split(order, [len(documents) * counts[0]]):
@@ -100,13 +110,18 @@ def count_tokens(sequence_lengths: np.ndarray, documents: np.ndarray) -> int:
 
 
 def sample_starts(
-    sequence_lengths: np.ndarray, documents: np.ndarray, sequence_length: int, drop_last: bool = True
+    sequence_lengths: np.ndarray,
+    documents: np.ndarray,
+    sequence_length: int,
+    drop_last: bool = True,
 ) -> np.ndarray:
-    """[N + 1, 2] (position, offset): where each sample starts in `documents`, ids into `sequence_lengths`, in order.
+    """[N + 1, 2] (position, offset): where each sample starts in `documents`, ids into
+    `sequence_lengths`, in order.
 
-    Samples are packed greedily with one extra token, the label of the last position, which is also the first token
-    of the next sample: sample k starts at token k * sequence_length of the stream, in the first document that
-    reaches beyond it. N = (tokens - 1) // sequence_length, or the ceiling with `drop_last=False`.
+    Samples are packed greedily with one extra token, the label of the last position, which is also
+    the first token of the next sample: sample k starts at token k * sequence_length of the stream,
+    in the first document that reaches beyond it. N = (tokens - 1) // sequence_length, or the
+    ceiling with `drop_last=False`.
     """
     host = _native.host()
     if host is not None:
@@ -122,23 +137,31 @@ def sample_starts(
     offsets = tokens - (ends[positions] - lengths[positions])
     # Megatron's first row names the first document even if that one is empty.
     positions[0] = offsets[0] = 0
-    dtype = np.int32 if max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max else np.int64
+    dtype = (
+        np.int32 if max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max else np.int64
+    )
     return np.stack([positions, offsets], axis=1).astype(dtype)
 
 
 def _full(values: np.ndarray) -> np.ndarray:
     """Return the array contiguous, as int32 or int64."""
-    return np.ascontiguousarray(values if values.dtype in (np.int32, np.int64) else values.astype(np.int64))
+    return np.ascontiguousarray(
+        values if values.dtype in (np.int32, np.int64) else values.astype(np.int64)
+    )
 
 
 def _threads() -> int:
     """Return the number of this process's cores, up to where memory is the limit."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(cores, _MOST_THREADS)
 
 
 def sample_order(samples: int, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
-    """A permutation of the samples, or of those before the separate last pass followed by one of the rest."""
+    """A permutation of the samples, or of those before the separate last pass followed by one of
+    the rest.
+    """
     dtype = np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
     order = np.arange(samples, dtype=dtype)
     for part in np.split(order, [samples if epochs.sans_last is None else epochs.sans_last]):
@@ -154,11 +177,15 @@ def build_indices(
     seed: int,
     drop_last: bool = True,
 ) -> Indices:
-    """The three indices of the split `documents` (ids into `sequence_lengths`, which holds at least one token)."""
+    """The three indices of the split `documents` (ids into `sequence_lengths`, which holds at least
+    one token).
+    """
     tokens_per_epoch = count_tokens(sequence_lengths, documents)
     assert tokens_per_epoch > 0, "an empty split has no indices"
     epochs = count_epochs(tokens_per_epoch, num_samples, sequence_length)
     random = np.random.RandomState(seed)
     document_index = document_order(documents, epochs, random)
     sample_index = sample_starts(sequence_lengths, document_index, sequence_length, drop_last)
-    return Indices(document_index, sample_index, sample_order(len(sample_index) - 1, epochs, random))
+    return Indices(
+        document_index, sample_index, sample_order(len(sample_index) - 1, epochs, random)
+    )

@@ -15,21 +15,33 @@ _SPREAD = 12
 
 
 def identity(datasets: Datasets) -> dict[str, dict | None]:
-    """Return the identity of each part, JSON-safe; None for a part without data. Reads a few MiB of each data set."""
-    return {part: None if dataset is None else _identity(dataset) for part, dataset in datasets._asdict().items()}
+    """Return the identity of each part, JSON-safe; None for a part without data. Reads a few MiB of
+    each data set.
+    """
+    return {
+        part: None if dataset is None else _identity(dataset)
+        for part, dataset in datasets._asdict().items()
+    }
 
 
 def sample_digests(datasets: Datasets) -> dict[str, list[str] | None]:
-    """Return digests of the values of some samples of each part, the first and the last among them; None without data.
+    """Return digests of the values of some samples of each part, the first and the last among them;
+    None without data.
 
     They are the same wherever the files have the same content.
     """
-    return {part: None if dataset is None else _digests(dataset) for part, dataset in datasets._asdict().items()}
+    return {
+        part: None if dataset is None else _digests(dataset)
+        for part, dataset in datasets._asdict().items()
+    }
 
 
 def _digests(dataset: Dataset) -> list[str]:
     last = len(dataset) - 1
-    places = [*range(min(_FIRST, len(dataset))), *(round(k * last / (_SPREAD - 1)) for k in range(_SPREAD))]
+    places = [
+        *range(min(_FIRST, len(dataset))),
+        *(round(k * last / (_SPREAD - 1)) for k in range(_SPREAD)),
+    ]
     digests = []
     for place in sorted({*places}):
         digest = hashlib.sha256()
@@ -47,7 +59,11 @@ def _identity(dataset: Dataset) -> dict:
     order:   digest of their order.
     """
     parts = [dataset] if isinstance(dataset, GPTDataset) else dataset.datasets
-    indices = [index for part in parts for index in (part.document_index, part.sample_index, part.shuffle_index)]
+    indices = [
+        index
+        for part in parts
+        for index in (part.document_index, part.sample_index, part.shuffle_index)
+    ]
     weights = None
     if not isinstance(dataset, GPTDataset):
         indices += [dataset.dataset_index, dataset.dataset_sample_index]
@@ -68,17 +84,23 @@ def _identity(dataset: Dataset) -> dict:
 
 
 def _source(part: GPTDataset) -> dict:
-    return {"prefix": part.source.prefix, "fingerprint": part.source.fingerprint(), "sequences": list(part.bounds)}
+    return {
+        "prefix": part.source.prefix,
+        "fingerprint": part.source.fingerprint(),
+        "sequences": list(part.bounds),
+    }
 
 
 def difference(now: Mapping | None, saved: Mapping | None) -> str:
-    """Return how one part of a run's data differs from the saved one, whatever the names of its files; "" if it does
-    not.
+    """Return how one part of a run's data differs from the saved one, whatever the names of its
+    files; "" if it does not.
 
     The order of samples is not compared.
     """
     if now is None or saved is None:
-        return "" if now is saved else f"there is {'none' if now is None else 'some'} now, unlike then"
+        return (
+            "" if now is saved else f"there is {'none' if now is None else 'some'} now, unlike then"
+        )
     before = saved["sources"]
     after = now["sources"]
     if len(before) != len(after):
@@ -86,7 +108,10 @@ def difference(now: Mapping | None, saved: Mapping | None) -> str:
     for one, other in zip(after, before, strict=True):
         for key in ("fingerprint", "sequences"):
             if one[key] != other[key]:
-                return f"{key} {one[key]} of {one['prefix']}, and then {other[key]} of {other['prefix']}"
+                return (
+                    f"{key} {one[key]} of {one['prefix']}, and then {other[key]} of "
+                    f"{other['prefix']}"
+                )
     for key, value in now["samples"].items():
         if value != (then := saved["samples"].get(key)):
             return f"{key} {value}, and then {then}"

@@ -24,11 +24,13 @@ def cached_arrays(
     names: Sequence[str],
     build: Callable[[], Sequence[np.ndarray]],
 ) -> list[np.ndarray]:
-    """Return the arrays `names`, mapped read-only from `directory`, building them first if they are not there.
+    """Return the arrays `names`, mapped read-only from `directory`, building them first if they are
+    not there.
 
-    Files are `{md5}-{kind}-{name}.npy` and `{md5}-{kind}-description.txt`, md5 being that of the description as JSON.
-    The builder holds a lock of the kernel, which a killed process gives back, and renames complete files into
-    place, the description last: without it the arrays do not count. Safe to call from any number of processes.
+    Files are `{md5}-{kind}-{name}.npy` and `{md5}-{kind}-description.txt`, md5 being that of the
+    description as JSON. The builder holds a lock of the kernel, which a killed process gives back,
+    and renames complete files into place, the description last: without it the arrays do not count.
+    Safe to call from any number of processes.
 
     Raises `DataError` if the directory cannot be written or a cached array is damaged.
     """
@@ -70,7 +72,9 @@ def _write(paths: Sequence[Path], marker: Path, arrays: Sequence[np.ndarray], te
             np.save(file, array, allow_pickle=False)
     with atomic_writer(marker) as file:
         file.write(text.encode())
-    logger.info("built %s in %.1f s", marker.name.removesuffix("-description.txt"), time.monotonic() - start)
+    logger.info(
+        "built %s in %.1f s", marker.name.removesuffix("-description.txt"), time.monotonic() - start
+    )
 
 
 def _load(path: Path) -> np.ndarray:

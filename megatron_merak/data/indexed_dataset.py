@@ -1,4 +1,5 @@
-"""Megatron's indexed dataset: token ids back to back in PREFIX.bin, where they start and end in PREFIX.idx.
+"""Megatron's indexed dataset: token ids back to back in PREFIX.bin, where they start and end in
+PREFIX.idx.
 
 Layout of the index, little-endian, with S sequences and D = documents + 1 document indices:
 
@@ -23,8 +24,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from ..durable import make_directory, rename, sync_directory
 from ..errors import DataError
-from .files import atomic_writer, publish, regular_file_size, temporary_name
+from .files import atomic_writer, regular_file_size, temporary_name
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
@@ -32,7 +34,9 @@ VERSION = 1
 DTYPES: Mapping[int, np.dtype] = MappingProxyType(
     {
         code: np.dtype(name)
-        for code, name in enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1)
+        for code, name in enumerate(
+            ("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1
+        )
     }
 )
 REBUILD = "Build the dataset again with tools/preprocess_data.py"
@@ -57,12 +61,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class IndexedDataset:
     """Read access to PREFIX.bin and PREFIX.idx.
 
-    `sequence_lengths` int32[S], `sequence_pointers` int64[S], `document_indices` int64[D] and `sequence_modes`
-    (int8[S] or None) are read-only views of the mapped index. `mmap=False` reads token ids with `pread` instead of
-    mapping PREFIX.bin; both are safe to use from several threads.
+    `sequence_lengths` int32[S], `sequence_pointers` int64[S], `document_indices` int64[D] and
+    `sequence_modes` (int8[S] or None) are read-only views of the mapped index. `mmap=False` reads
+    token ids with `pread` instead of mapping PREFIX.bin; both are safe to use from several threads.
 
-    Raises `DataError` when either file is missing, the header is not understood, a table does not fit the size of
-    the index, or an entry points outside PREFIX.bin. Nothing is allocated from a number that was not checked.
+    Raises `DataError` when either file is missing, the header is not understood, a table does not
+    fit the size of the index, or an entry points outside PREFIX.bin. Nothing is allocated from a
+    number that was not checked.
     """
 
     def __init__(self, prefix: str | Path, mmap: bool = True):
@@ -71,7 +76,9 @@ class IndexedDataset:
         size = regular_file_size(path, "index file")
         self._bin_size = regular_file_size(data_path(prefix), "data file")
         self._index = _map(path, size)
-        self.dtype, sequences, documents, has_modes = _parse_header(path, self._index[: HEADER.size], size)
+        self.dtype, sequences, documents, has_modes = _parse_header(
+            path, self._index[: HEADER.size], size
+        )
         self._set_tables(sequences, documents, has_modes)
         self._check_tables(path)
         self._tokens = _map(data_path(prefix), self._bin_size) if mmap else None
@@ -80,8 +87,15 @@ class IndexedDataset:
     def _set_tables(self, sequences: int, documents: int, has_modes: bool) -> None:
         offset = HEADER.size
         tables = []
-        for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", documents), ("i1", sequences * has_modes)):
-            tables.append(np.frombuffer(self._index, dtype, count, offset) if count else np.empty(0, dtype))
+        for dtype, count in (
+            ("<i4", sequences),
+            ("<i8", sequences),
+            ("<i8", documents),
+            ("i1", sequences * has_modes),
+        ):
+            tables.append(
+                np.frombuffer(self._index, dtype, count, offset) if count else np.empty(0, dtype)
+            )
             offset += tables[-1].nbytes
         self.sequence_lengths, self.sequence_pointers, self.document_indices, modes = tables
         self.sequence_modes = modes if has_modes else None
@@ -92,16 +106,26 @@ class IndexedDataset:
             lengths = self.sequence_lengths[start : start + CHUNK].astype(np.int64)
             pointers = self.sequence_pointers[start : start + CHUNK]
             # Compared without adding up, since a hostile pointer may overflow int64.
-            bad = (lengths < 0) | (pointers < 0) | (pointers % item != 0) | (pointers > self._bin_size - lengths * item)
+            bad = (
+                (lengths < 0)
+                | (pointers < 0)
+                | (pointers % item != 0)
+                | (pointers > self._bin_size - lengths * item)
+            )
             if bad.any():
                 i = int(bad.argmax())
                 reason = (
-                    f"sequence {start + i} has {lengths[i]} tokens of {item} bytes at byte {pointers[i]}, which does "
+                    f"sequence {start + i} has {lengths[i]} tokens of {item} bytes at byte "
+                    f"{pointers[i]}, which does "
                     f"not lie in the {self._bin_size} bytes of {data_path(self.prefix).name}"
                 )
                 raise DataError("index file", path, reason, REBUILD)
         documents = self.document_indices
-        if documents[0] != 0 or documents[-1] != len(self) or (documents[1:] < documents[:-1]).any():
+        if (
+            documents[0] != 0
+            or documents[-1] != len(self)
+            or (documents[1:] < documents[:-1]).any()
+        ):
             reason = f"document indices do not ascend from 0 to the {len(self)} sequences"
             raise DataError("index file", path, reason, REBUILD)
 
@@ -110,7 +134,9 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of sequence `index`; `length` None means up to its end."""
+        """Tokens [offset, offset + length) of sequence `index`; `length` None means up to
+        its end.
+        """
         total = int(self.sequence_lengths[index])
         length = total - offset if length is None else length
         if not 0 <= offset <= offset + length <= total:
@@ -134,11 +160,14 @@ class IndexedDataset:
         assert self._file is not None, "either mapped or open"
         data = os.pread(self._file.fileno(), count * self.dtype.itemsize, pointer)
         if len(data) != count * self.dtype.itemsize:
-            raise DataError("data file", data_path(self.prefix), "it shrank while it was being read", REBUILD)
+            raise DataError(
+                "data file", data_path(self.prefix), "it shrank while it was being read", REBUILD
+            )
         return np.frombuffer(data, self.dtype)
 
     def fingerprint(self) -> str:
-        """Digest of both file sizes, of the first and last MiB of the index and of the first and last 64 KiB of the
+        """Digest of both file sizes, of the first and last MiB of the index and of the first and
+        last 64 KiB of the
         tokens: tells that a dataset was exchanged."""
         digest = hashlib.sha256(struct.pack("<QQ", len(self._index), self._bin_size))
         digest.update(self._index[: 1 << 20])
@@ -164,23 +193,32 @@ def _map(path: Path, size: int) -> memory_map.mmap | bytes:
 def _parse_header(path: Path, header: bytes, size: int) -> tuple[np.dtype, int, int, bool]:
     """Return (token dtype, S, D, has modes) of an index of `size` bytes."""
     if len(header) < HEADER.size:
-        raise DataError("index file", path, f"{size} bytes are fewer than the {HEADER.size} bytes of a header", REBUILD)
+        raise DataError(
+            "index file",
+            path,
+            f"{size} bytes are fewer than the {HEADER.size} bytes of a header",
+            REBUILD,
+        )
     magic, version, code, sequences, documents = HEADER.unpack(header)
     if magic != MAGIC:
         raise DataError(
             "index file",
             path,
             f"it starts with {magic!r} instead of {MAGIC!r}",
-            "Give --data-path the prefix of a .bin and .idx pair written by tools/preprocess_data.py",
+            "Give --data-path the prefix of a .bin and .idx pair written by "
+            "tools/preprocess_data.py",
         )
     if version != VERSION:
-        raise DataError("index file", path, f"its version is {version}; only {VERSION} is supported", REBUILD)
+        raise DataError(
+            "index file", path, f"its version is {version}; only {VERSION} is supported", REBUILD
+        )
     if code not in DTYPES or DTYPES[code].kind == "f":
         raise DataError("index file", path, f"dtype code {code} is not an integer type", REBUILD)
     expected = HEADER.size + 12 * sequences + 8 * documents
     if documents < 1 or size not in (expected, expected + sequences):
         reason = (
-            f"it has {size} bytes, while {sequences} sequences and {documents} document indices take {expected} "
+            f"it has {size} bytes, while {sequences} sequences and {documents} document indices "
+            f"take {expected} "
             f"(or {expected + sequences} with modes)"
         )
         raise DataError("index file", path, reason, REBUILD)
@@ -190,24 +228,30 @@ def _parse_header(path: Path, header: bytes, size: int) -> tuple[np.dtype, int, 
 class IndexedDatasetWriter:
     """Write PREFIX.bin and PREFIX.idx; use it as a context manager.
 
-    Both files are written under temporary names and appear when the block ends without an error, the index last, so
-    that an index never describes a data file of another run.
+    Both files are written under temporary names and appear when the block ends without an error,
+    the index last, so that an index never describes a data file of another run.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type | str):
         self.prefix = prefix
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = {known: code for code, known in DTYPES.items()}
-        assert self.dtype in codes and self.dtype.kind != "f", f"{dtype} is no integer type of the format"
+        assert self.dtype in codes and self.dtype.kind != "f", (
+            f"{dtype} is no integer type of the format"
+        )
         self._code = codes[self.dtype]
         self._lengths: list[int] = []
         self._document_indices = [0]
         self._temporary = temporary_name(data_path(prefix))
-        self._temporary.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self._temporary.parent)
         self._file = open(self._temporary, "wb")
 
-    def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | None = None) -> None:
-        """Append one document; `lengths` cuts it into sequences (default: one sequence holds it all)."""
+    def add_document(
+        self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | None = None
+    ) -> None:
+        """Append one document; `lengths` cuts it into sequences (default: one sequence holds it
+        all).
+        """
         self._append(tokens, [len(tokens)] if lengths is None else lengths)
         self._document_indices.append(len(self._lengths))
 
@@ -217,14 +261,26 @@ class IndexedDatasetWriter:
         self._append(tokens, lengths)
         self._document_indices += range(first, len(self._lengths) + 1)
 
-    def _append(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+    def _append(
+        self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray
+    ) -> None:
         array = np.asarray(tokens, dtype=np.int64 if len(tokens) == 0 else None)
         limits = np.iinfo(self.dtype)
         if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
-            reason = f"token ids from {array.min()} to {array.max()}, at document {self.documents}, do not fit"
-            raise DataError("dtype", self.dtype.name, reason, "Pass a dtype for the complete vocabulary to the writer")
+            reason = (
+                f"token ids from {array.min()} to {array.max()}, at document "
+                f"{self.documents}, do not fit"
+            )
+            raise DataError(
+                "dtype",
+                self.dtype.name,
+                reason,
+                "Pass a dtype for the complete vocabulary to the writer",
+            )
         counts = [int(length) for length in lengths]
-        assert sum(counts) == array.size, f"sequence lengths {counts} do not add up to {array.size} tokens"
+        assert sum(counts) == array.size, (
+            f"sequence lengths {counts} do not add up to {array.size} tokens"
+        )
         self._file.write(array.astype(self.dtype).tobytes())
         self._lengths += counts
 
@@ -235,7 +291,9 @@ class IndexedDatasetWriter:
             raise DataError("dataset", other.prefix, reason, "Merge datasets of one dtype")
         shift = len(self._lengths)
         for start in range(0, len(other), 1024):
-            self._file.write(b"".join(sequence.tobytes() for sequence in other[start : start + 1024]))
+            self._file.write(
+                b"".join(sequence.tobytes() for sequence in other[start : start + 1024])
+            )
         self._lengths += other.sequence_lengths.tolist()
         self._document_indices += (other.document_indices[1:] + shift).tolist()
 
@@ -249,11 +307,14 @@ class IndexedDatasetWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         index_path(self.prefix).unlink(missing_ok=True)
-        publish(self._temporary, data_path(self.prefix))
+        sync_directory(self._temporary.parent)  # no old index comes back beside the new tokens
+        rename(self._temporary, data_path(self.prefix))
         lengths = np.array(self._lengths, dtype="<i8")
         ends = np.cumsum(lengths) * self.dtype.itemsize
         with atomic_writer(index_path(self.prefix)) as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices)))
+            file.write(
+                HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices))
+            )
             file.write(lengths.astype("<i4").tobytes())
             file.write((ends - lengths * self.dtype.itemsize).astype("<i8").tobytes())
             file.write(np.array(self._document_indices, dtype="<i8").tobytes())

@@ -9,8 +9,9 @@ MAX_LENGTH = 2048
 class MockIndexedDataset:
     """A source of `DOCUMENTS` documents of 2 to `MAX_LENGTH` tokens, the last one `eod`.
 
-    Document d counts upwards modulo the vocabulary from a start and with a stride that depend on d, so that a model can
-    learn it, and any part of it can be computed separately. Equal in every process.
+    Document d counts upwards modulo the vocabulary from a start and with a stride that depend on d,
+    so that a model can learn it, and any part of it can be computed separately. Equal in every
+    process.
     """
 
     def __init__(self, vocab_size: int, eod: int):
@@ -18,7 +19,9 @@ class MockIndexedDataset:
         self.prefix = "--mock-data"
         self.vocab_size = vocab_size
         self.eod = eod
-        self.sequence_lengths = (_scattered(np.arange(DOCUMENTS)) % (MAX_LENGTH - 1) + 2).astype(np.int32)
+        self.sequence_lengths = (_scattered(np.arange(DOCUMENTS)) % (MAX_LENGTH - 1) + 2).astype(
+            np.int32
+        )
 
     def __len__(self) -> int:
         return DOCUMENTS

@@ -24,7 +24,9 @@ CHUNK_DOCUMENTS = 1024
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """How a raw document becomes token ids: the tokenizer's three flags, the JSON keys, and whether eod follows."""
+    """How a raw document becomes token ids: the tokenizer's three flags, the JSON keys, and whether
+    eod follows.
+    """
 
     tokenizer_type: str
     tokenizer_model: str | None
@@ -38,14 +40,18 @@ class EncoderConfig:
 
 @dataclass
 class Encoded:
-    """A chunk of documents: per key the document lengths int64[n] and the joined ids; `bad` = (place, reason)."""
+    """A chunk of documents: per key the document lengths int64[n] and the joined ids; `bad` =
+    (place, reason).
+    """
 
     lengths: list[np.ndarray]
     tokens: list[np.ndarray]
     bad: list[tuple[str, str]]
 
 
-def encode_chunk(tokenizer: Tokenizer, config: EncoderConfig, chunk: Sequence[Raw], batched: bool) -> Encoded:
+def encode_chunk(
+    tokenizer: Tokenizer, config: EncoderConfig, chunk: Sequence[Raw], batched: bool
+) -> Encoded:
     """Tokenize `chunk`; `batched` lets the tokenizer use threads of its own."""
     texts: list[list[str]] = [[] for _ in config.json_keys]
     bad = []
@@ -64,7 +70,11 @@ def encode_chunk(tokenizer: Tokenizer, config: EncoderConfig, chunk: Sequence[Ra
     tail = [tokenizer.eod] if config.append_eod else []
     encoded = Encoded([], [], bad)
     for column in texts:
-        ids = tokenizer.tokenize_batch(column) if batched else [tokenizer.tokenize(text) for text in column]
+        ids = (
+            tokenizer.tokenize_batch(column)
+            if batched
+            else [tokenizer.tokenize(text) for text in column]
+        )
         rows = [np.array(row + tail, dtype=dtype) for row in ids]
         encoded.lengths.append(np.array([len(row) for row in rows], dtype=np.int64))
         encoded.tokens.append(np.concatenate(rows) if rows else np.empty(0, dtype))
@@ -86,8 +96,12 @@ def chunks(documents: Iterable[Raw]) -> Iterator[list[Raw]]:
         yield chunk
 
 
-def encode(documents: Iterable[Raw], config: EncoderConfig, workers: int) -> Iterator[tuple[int, Encoded]]:
-    """Yield (raw bytes, encoded chunk) in the order of `documents`. One worker runs in this process."""
+def encode(
+    documents: Iterable[Raw], config: EncoderConfig, workers: int
+) -> Iterator[tuple[int, Encoded]]:
+    """Yield (raw bytes, encoded chunk) in the order of `documents`. One worker runs in this
+    process.
+    """
     if workers == 1:
         tokenizer = config.build_tokenizer()
         for chunk in chunks(documents):
@@ -116,7 +130,10 @@ def _receive(busy: deque[tuple[Connection, int]], idle: deque[Connection]) -> tu
         result = connection.recv()
     except (EOFError, ConnectionError) as error:
         raise DataError(
-            "--workers", "process", "it died, possibly because it ran out of memory", "Use fewer workers"
+            "--workers",
+            "process",
+            "it died, possibly because it ran out of memory",
+            "Use fewer workers",
         ) from error
     if isinstance(result, BaseException):
         raise result
@@ -163,25 +180,37 @@ def _serve(connection: Connection, config: EncoderConfig) -> None:
 
 
 def preprocess(
-    inputs: Sequence[Path], output_prefix: str, config: EncoderConfig, workers: int = 1, skip_bad: int = 0
+    inputs: Sequence[Path],
+    output_prefix: str,
+    config: EncoderConfig,
+    workers: int = 1,
+    skip_bad: int = 0,
 ) -> dict[str, int]:
-    """`preprocess_documents` of every document below `inputs`. Raises `DataError` where there is none."""
+    """`preprocess_documents` of every document below `inputs`. Raises `DataError` where there is
+    none.
+    """
     files = [file for path in inputs for file in input_files(path)]
     documents = (raw for file in files for raw in read_documents(file))
     return preprocess_documents(documents, output_prefix, config, workers, skip_bad=skip_bad)
 
 
 def preprocess_documents(
-    documents: Iterable[Raw], output_prefix: str, config: EncoderConfig, workers: int = 1, skip_bad: int = 0
+    documents: Iterable[Raw],
+    output_prefix: str,
+    config: EncoderConfig,
+    workers: int = 1,
+    skip_bad: int = 0,
 ) -> dict[str, int]:
-    """Write `{output_prefix}_{key}_document.{bin,idx}` for every JSON key; one sequence per document.
+    """Write `{output_prefix}_{key}_document.{bin,idx}` for every JSON key; one sequence per
+    document.
 
-    Returns the counts `documents`, `tokens` and `skipped`; progress goes to stderr. Raises `DataError` naming file and
-    line of a document that cannot be read, once more than `skip_bad` were skipped; no output appears then.
+    Returns the counts `documents`, `tokens` and `skipped`; progress goes to stderr. Raises
+    `DataError` naming file and line of a document that cannot be read, once more than `skip_bad`
+    were skipped; no output appears then.
     """
     dtype = token_dtype(config.build_tokenizer().vocab_size)
     counts = {"documents": 0, "tokens": 0, "skipped": 0}
-    progress = Progress("preprocess")
+    progress = PreprocessProgress("preprocess")
     with ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedDatasetWriter(f"{output_prefix}_{key}_document", dtype))
@@ -191,20 +220,28 @@ def preprocess_documents(
             counts["skipped"] += len(encoded.bad)
             if counts["skipped"] > skip_bad:
                 place, reason = encoded.bad[skip_bad - counts["skipped"]]
-                raise DataError("document", place, reason, "Repair it, or allow some with --skip-bad N")
-            for writer, lengths, tokens in zip(writers, encoded.lengths, encoded.tokens, strict=True):
+                raise DataError(
+                    "document", place, reason, "Repair it, or allow some with --skip-bad N"
+                )
+            for writer, lengths, tokens in zip(
+                writers, encoded.lengths, encoded.tokens, strict=True
+            ):
                 writer.add_documents(tokens, lengths)
                 counts["tokens"] += len(tokens)
             counts["documents"] += len(encoded.lengths[0])
             progress.update(size, counts["documents"])
         if counts["documents"] == 0:
-            raise DataError("--input", "of 0 documents", "there is nothing to write", "Give other files")
+            raise DataError(
+                "--input", "of 0 documents", "there is nothing to write", "Give other files"
+            )
         progress.done()
     return counts
 
 
-class Progress:
-    """One line on stderr, rewritten at most twice a second; on anything but a terminal, only the last state."""
+class PreprocessProgress:
+    """One line on stderr, rewritten at most twice a second; on anything but a terminal, only the
+    last state.
+    """
 
     def __init__(self, name: str):
         self.name = name
@@ -219,9 +256,16 @@ class Progress:
             print(f"\r{self._line()}", end="", file=sys.stderr, flush=True)
 
     def done(self) -> None:
-        print(f"\r{self._line()}" if sys.stderr.isatty() else self._line(), file=sys.stderr, flush=True)
+        print(
+            f"\r{self._line()}" if sys.stderr.isatty() else self._line(),
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _line(self) -> str:
         megabytes = self.size / 1e6
         rate = megabytes / max(time.monotonic() - self._start, 1e-9)
-        return f"{self.name}: {counted(self.documents, 'document')}, {megabytes:.1f} MB, {rate:.1f} MB/s"
+        return (
+            f"{self.name}: {counted(self.documents, 'document')}, {megabytes:.1f} MB, "
+            f"{rate:.1f} MB/s"
+        )

@@ -1,4 +1,6 @@
-"""Text to token ids and back. Tokenizers are read from local files; nothing here reaches for a network."""
+"""Text to token ids and back. Tokenizers are read from local files; nothing here reaches for a
+network.
+"""
 
 import json
 from collections.abc import Sequence
@@ -10,13 +12,15 @@ from tokenizers import Tokenizer as TokenizerFile
 from ..errors import DataError
 from .files import regular_file_size
 
-# The token that ends a document, where a bare tokenizer.json leaves unsaid which one does: the first that it has.
+# The token that ends a document, where a bare tokenizer.json leaves unsaid which one does: the
+# first that it has.
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """`vocab_size` is one more than the largest id; `pad` is None where there is none or where it is also `eod`, so
-    that padding can never hide a document's end. `eod` raises `DataError` where the tokenizer has none."""
+    """`vocab_size` is one more than the largest id; `pad` is None where there is none or where it
+    is also `eod`, so that padding can never hide a document's end. `eod` raises `DataError` where
+    the tokenizer has none."""
 
     vocab_size: int
 
@@ -38,14 +42,24 @@ class Tokenizer(Protocol):
 def build_tokenizer(
     tokenizer_type: str | None, tokenizer_model: str | Path | None, vocab_size: int | None
 ) -> Tokenizer:
-    """The tokenizer that `--tokenizer-type`, `--tokenizer-model` and `--vocab-size` describe. Raises `DataError`."""
+    """The tokenizer that `--tokenizer-type`, `--tokenizer-model` and `--vocab-size` describe.
+    Raises `DataError`.
+    """
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None:
-            raise DataError("--vocab-size", "(missing)", "a NullTokenizer needs it", "Give the number of token ids")
+            raise DataError(
+                "--vocab-size",
+                "(missing)",
+                "a NullTokenizer needs it",
+                "Give the number of token ids",
+            )
         return NullTokenizer(vocab_size)
     if tokenizer_type != "HuggingFaceTokenizer":
         raise DataError(
-            "--tokenizer-type", tokenizer_type, "it is unknown", "Use HuggingFaceTokenizer or NullTokenizer"
+            "--tokenizer-type",
+            tokenizer_type,
+            "it is unknown",
+            "Use HuggingFaceTokenizer or NullTokenizer",
         )
     if tokenizer_model is None:
         raise DataError(
@@ -98,21 +112,28 @@ class FileTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer directory, through `transformers.AutoTokenizer`; code in the directory is not run."""
+    """A tokenizer directory, through `transformers.AutoTokenizer`; code in the directory is not
+    run.
+    """
 
     def __init__(self, path: Path):
         from transformers import AutoTokenizer
 
         self.path = path
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # whatever a damaged file makes the library raise
             raise DataError(
                 "--tokenizer-model",
@@ -140,15 +161,19 @@ class HuggingFaceTokenizer:
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return (
+            self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+            if texts
+            else []
+        )
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 class NullTokenizer:
-    """Text is already token ids, in decimal and between blanks. As in Megatron-LM, `vocab_size` ids plus one for the
-    end of a document: the model's vocabulary is one larger than `--vocab-size`."""
+    """Text is already token ids, in decimal and between blanks. As in Megatron-LM, `vocab_size` ids
+    plus one for the end of a document: the model's vocabulary is one larger than `--vocab-size`."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size + 1

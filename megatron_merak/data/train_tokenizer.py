@@ -10,8 +10,8 @@ from .tokenizer import EOD_TOKENS
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Write to `path` a tokenizer.json of byte-level byte-pair encoding (as GPT-2's: every text has an encoding that
-    decodes to it) with at most `vocab_size` ids, of which id 0 ends a document."""
+    """Write to `path` a tokenizer.json of byte-level byte-pair encoding (as GPT-2's: every text has
+    an encoding that decodes to it) with at most `vocab_size` ids, of which id 0 ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,6 @@
-"""A model under a plan for programs with a loop of their own: forwards, backwards, steps, weights, generation."""
+"""A model under a plan for programs with a loop of their own: forwards, backwards, steps, weights,
+generation.
+"""
 
 from .engine import Engine, Passed
 from .losses import token_logprobs

@@ -1,4 +1,6 @@
-"""What stands at ``p.grad`` of an engine's parameters while a gradient is pending: it is in sharded flat buffers."""
+"""What stands at ``p.grad`` of an engine's parameters while a gradient is pending: it is in sharded
+flat buffers.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,19 +10,28 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 
-_KNOWN = frozenset("shape dtype device layout requires_grad is_sparse grad_fn is_leaf ndim is_cuda is_meta".split())
+_KNOWN = frozenset(
+    "shape dtype device layout requires_grad is_sparse grad_fn is_leaf ndim is_cuda is_meta".split()
+)
 
 
 class _Elsewhere(Tensor):
-    """A gradient without values: clipping, scaling or reading it by hand would do nothing, and say nothing."""
+    """A gradient without values: clipping, scaling or reading it by hand would do nothing, and say
+    nothing.
+    """
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if getattr(func, "__name__", "") == "__get__" and attribute in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        reason = "gradients of an Engine are in flat buffers, sharded over ranks, and only its step reads them"
+        reason = (
+            "gradients of an Engine are in flat buffers, sharded over ranks, and only its "
+            "step reads them"
+        )
         remedy = "Set max_grad_norm, scale the loss, or read grad_norm of what step returns"
         raise ConfigError("p.grad", "(used)", reason, remedy)
 

@@ -1,6 +1,7 @@
 """All-gather the weights of a sharded model to every rank, a bucket of full tensors at a time.
 
-Every rank that has shards of a bucket's tensors broadcasts them in one message to the ranks of its replica:
+Every rank that has shards of a bucket's tensors broadcasts them in one message to the ranks of its
+replica:
 
     bucket   embed [96, 32]    rank 0: rows 0-48 | rank 1: rows 48-96
              norm [32]         rank 0
@@ -47,36 +48,54 @@ class FullTensor:
 
 
 class NamedWeights:
-    """The full tensors of which ``shards`` are parts: first those of ``names``, in that order, then the others.
+    """The full tensors of which ``shards`` are parts: first those of ``names``, in that order, then
+    the others.
 
     shards: of this rank.
     dtype:  to which floating-point tensors are cast before they are sent; None: they keep theirs.
 
-    ``tensors``: name, dtype and shape of each. Creating the object, and iterating over `buckets` to the end, is
+    ``tensors``: name, dtype and shape of each. Creating the object, and iterating over `buckets` to
+    the end, is
     collective over all ranks.
     """
 
-    def __init__(self, shards: Sequence[Shard], names: Sequence[str], mesh: Mesh, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        names: Sequence[str],
+        mesh: Mesh,
+        dtype: torch.dtype | None = None,
+    ):
         self.mesh = mesh
         self._own_shards = {shard.name: shard for shard in shards}
         owned = [
-            (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), s.dim, s.intervals) for s in shards if s.owner
+            (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), s.dim, s.intervals)
+            for s in shards
+            if s.owner
         ]
         kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         parts: dict[str, list[_Part]] = {}
         for rank, reports in enumerate(gather_json(owned, mesh.control, "cpu")):
-            tp, cp, _, pp = mesh.grid.coordinates(rank)  # owners are in the first replica; this one is sharded alike
+            # owners are in the first replica; this one is sharded alike
+            tp, cp, _, pp = mesh.grid.coordinates(rank)
             for name, shape, kind, dim, intervals in reports:
                 stored = getattr(torch, kind)
-                kinds[name] = tuple(shape), stored if dtype is None or not stored.is_floating_point else dtype
-                part = _Part(mesh.grid.rank(tp, cp, mesh.dp_rank, pp), dim, tuple(map(tuple, intervals)))
+                kinds[name] = (
+                    tuple(shape),
+                    stored if dtype is None or not stored.is_floating_point else dtype,
+                )
+                part = _Part(
+                    mesh.grid.rank(tp, cp, mesh.dp_rank, pp), dim, tuple(map(tuple, intervals))
+                )
                 parts.setdefault(name, []).append(part)
         order = [name for name in names if name in parts]
         order += sorted(parts.keys() - {*order})
         self.tensors = tuple(FullTensor(name, *kinds[name], tuple(parts[name])) for name in order)
 
     def buckets(self, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield lists of names and tensors on this rank's device, ``nbytes`` at most, or one larger tensor."""
+        """Yield lists of names and tensors on this rank's device, ``nbytes`` at most, or one larger
+        tensor.
+        """
         bucket: list[FullTensor] = []
         for tensor in self.tensors:
             if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > nbytes:
@@ -89,11 +108,18 @@ class NamedWeights:
     @torch.no_grad()
     def _gather(self, bucket: list[FullTensor]) -> list[tuple[str, Tensor]]:
         device = self.mesh.device
-        gathered = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in bucket}
+        gathered = {
+            tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            for tensor in bucket
+        }
         for rank in sorted({part.rank for tensor in bucket for part in tensor.parts}):
-            sent = [(tensor, part) for tensor in bucket for part in tensor.parts if part.rank == rank]
+            sent = [
+                (tensor, part) for tensor in bucket for part in tensor.parts if part.rank == rank
+            ]
             message, views = _message_and_views(sent, device)
-            for (tensor, _), view in zip(sent, views, strict=True) if rank == self.mesh.rank else ():
+            for (tensor, _), view in (
+                zip(sent, views, strict=True) if rank == self.mesh.rank else ()
+            ):
                 shard = self._own_shards[tensor.name]
                 if shard.fetch is not None:
                     shard.fetch()
@@ -105,11 +131,16 @@ class NamedWeights:
         return list(gathered.items())
 
 
-def _message_and_views(sent: Sequence[tuple[FullTensor, _Part]], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+def _message_and_views(
+    sent: Sequence[tuple[FullTensor, _Part]], device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
     """Return one message, and views of it for each shard."""
     starts = []
     end = 0
-    sizes = [torch.Size(part.shape(tensor.shape)).numel() * tensor.dtype.itemsize for tensor, part in sent]
+    sizes = [
+        torch.Size(part.shape(tensor.shape)).numel() * tensor.dtype.itemsize
+        for tensor, part in sent
+    ]
     for size in sizes:
         starts.append(end)
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -127,5 +158,7 @@ def _place(full: Tensor, part: _Part, values: Tensor) -> None:
         return
     offset = 0
     for start, stop in part.intervals:
-        full.narrow(part.dim, start, stop - start).copy_(values.narrow(part.dim, offset, stop - start))
+        full.narrow(part.dim, start, stop - start).copy_(
+            values.narrow(part.dim, offset, stop - start)
+        )
         offset += stop - start

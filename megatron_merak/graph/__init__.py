@@ -1,1 +1,3 @@
-"""From any ``nn.Module`` to a chain of units made of segments: capture, cut, shard, rewrite, fuse, split."""
+"""From any ``nn.Module`` to a chain of units made of segments: capture, cut, shard, rewrite, fuse,
+split.
+"""

@@ -1,64 +1,63 @@
-"""What a unit computes beside the FLOPs that count for utilisation: what kernels add, what a backward leaves out."""
+"""What a unit computes beside the FLOPs that count for utilisation: what kernels add, what a
+backward leaves out.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from .. import ops
 from ..planner.attention import SHORT, causal_more, masked_more
-from .ir.nodes import constant, is_op, op_name, operand, values
+from .ir.nodes import constant, is_op, is_random, op_name
 from .ir.operators import facts, flops, is_causal
 
 
 def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]]:
-    """``attention_flops`` and ``more_flops`` of a ``plan.Unit``, from its nodes after ``fuse``. fused: see
-    ``cluster.Device``."""
+    """``attention_flops`` and ``more_flops`` of a ``plan.Unit``, from its nodes after ``fuse``.
+    fused: see ``cluster.Device``."""
     total = 0
     ahead = 0
     behind = 0
     for node in nodes:
-        chunked = node.target is ops.linear_cross_entropy and node.kwargs.get("chunk")
-        if chunked or node.target is ops.linear_cross_entropy_stats:  # logits are recomputed
-            behind += 2 * _operand(node, 0).numel() * _operand(node, 1).shape[0]
-            continue
-        if node.target is ops.causal_attention:
-            query, key, value = (_operand(node, place) for place in range(3))
-            count = _products(query, key.shape[1], value) // 2
-            more = causal_more(count, query.shape[1], fused, _dropout(node, 3) > 0)
-        elif node.target is ops.attention:
-            query, key, value = (_operand(node, place) for place in range(3))
-            count = _products(query, key.shape[2], value)
-            more = masked_more(count, query.shape[2], fused, _dropout(node, 4) > 0)
-        elif is_op(node, "scaled_dot_product_attention"):
-            count = flops(node)
-            kind = causal_more if is_causal(node) else masked_more
-            more = kind(count, SHORT + 1, fused, _dropout(node, 4) > 0)
-        else:
-            continue
-        total = total + count
-        ahead = ahead + more[0]
-        behind = behind + more[1]
+        recomputed = ops.row(node.target).recomputed
+        if recomputed is not None:
+            behind += recomputed(*_values(node.args), **_values(node.kwargs))
+        scores = _scores(node)
+        if scores is not None:
+            more = causal_more if scores.causal else masked_more
+            forward, backward = more(scores.flops, scores.queries, fused, is_random(node))
+            total += scores.flops
+            ahead += forward
+            behind += backward
     return total, (ahead, behind)
 
 
-def _products(query: Tensor, keys: int, value: Tensor) -> int:
-    """FLOPs of all scores, and of their product with the values."""
-    return 2 * query.numel() // query.shape[-1] * keys * (query.shape[-1] + value.shape[-1])
+def attention_drops(nodes: Iterable[Node]) -> bool:
+    """Whether attention among these nodes has dropout."""
+    return any(is_random(node) for node in nodes if _scores(node) is not None)
 
 
-def _operand(node: Node, place: int) -> Tensor:
-    return values(operand(node, place))[0]
+def _scores(node: Node) -> ops.Scores | None:
+    """Return the products of attention; None if a node is something else."""
+    known = ops.row(node.target).scores
+    if known is not None:
+        return known(*_values(node.args), **_values(node.kwargs))
+    if is_op(node, "scaled_dot_product_attention"):  # which never computes scores in full rows
+        return ops.Scores(flops(node), queries=SHORT + 1, causal=is_causal(node))
+    return None
 
 
-def _dropout(node: Node, place: int) -> float:
-    rate = node.kwargs.get("dropout_p", node.kwargs.get("dropout", node.args[place] if len(node.args) > place else 0))
-    return rate if isinstance(rate, int | float) else 0.0
+def _values(arguments: Any) -> Any:
+    """Return arguments of a node with values in place of nodes."""
+    return map_arg(arguments, lambda node: node.meta["val"])
 
 
 def unneeded_flops(nodes: Iterable[Node]) -> tuple[int, int]:
-    """FLOPs of the products that the backward leaves out: of (inputs, weights) that take no gradient."""
+    """FLOPs of the products that the backward leaves out: of (inputs, weights) that take no
+    gradient.
+    """
     inputs = 0
     weights = 0
     for node in nodes:

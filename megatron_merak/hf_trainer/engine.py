@@ -1,7 +1,9 @@
-"""Build the engine of a ``MerakTrainer`` from its arguments: capture and plan the model, fill this rank's shards."""
+"""Build the engine of a ``MerakTrainer`` from its arguments: capture and plan the model, fill this
+rank's shards.
+"""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import nn
@@ -11,8 +13,10 @@ from ..optimizer.recipe import Recipe
 from ..optimizer.torch_optimizer import check_layout
 from ..parallel.agree import together
 from ..parallel.mesh import Mesh
-from ..parallel.nodes import Nodes, located
-from ..pipeline_parallel.search.progress import SEARCHING, Progress
+from ..parallel.nodes import located
+from ..parallel.ranks import Ranks
+from ..pipeline_parallel.search.progress import SEARCHING, SearchProgress
+from ..planner.request import Request
 from ..stages.blueprint import blueprint_from_plan, make_blueprint
 from ..stages.captured import CapturedModel
 from ..stages.devices import cluster_of
@@ -20,23 +24,22 @@ from ..stages.optimizer_state import adamw_of, torch_optimizer_of
 from ..stages.precision import compute_dtype
 from ..stages.traced import Batch, OwnLoss, Traced
 from .arguments import deepspeed
-from .arguments.fields import PARALLEL_FIELDS
-from .arguments.instances import instances_of
+from .arguments.instances import grid_of, instances_of
 from .arguments.merak_arguments import MerakArguments
 from .arguments.optimizers import adam_of
 from .arguments.plan_arguments import plan_of_arguments
+from .arguments.shared import SHARED
 
 
 def wishes(args: MerakArguments) -> dict[str, Any]:
-    """Return what arguments request: keywords of ``make_blueprint``, settings of the optimizer, and the rest."""
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        recompute_granularity=args.recompute_granularity,
-        data_parallel_sharding_strategy=args.sharding,
-        num_distributed_optimizer_instances=instances_of(args),
-        **{name: getattr(args, name) for name in PARALLEL_FIELDS},
-    )
+    """Return what arguments request: of a plan, of the optimizer, and the rest."""
+    effective = {
+        "recompute_granularity": args.recompute_granularity,
+        "data_parallel_sharding_strategy": args.sharding,
+        "num_distributed_optimizer_instances": instances_of(args),
+    }
+    names = [row.name for row in fields(ParallelConfig) if row.name in SHARED]
+    parallel = ParallelConfig(**{name: getattr(args, name) for name in names} | effective)
     optimizer = OptimizerConfig(
         lr=args.learning_rate or None,
         weight_decay=args.weight_decay,
@@ -45,47 +48,63 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_epsilon,
     )
-    plan = {
-        "microbatches": args.gradient_accumulation_steps,
-        "cluster": cluster_of(args.world, args.device_profile),
-        "parallel": parallel,
-        "graph_sharding": args.graph_sharding,
-        "rules": args.tensor_parallel_rules or "",
-    }
+    request = Request(
+        parallel=parallel,
+        replicas=grid_of(args).dp,
+        microbatches=args.gradient_accumulation_steps,
+        graph_sharding=args.graph_sharding,
+        rules=args.tensor_parallel_rules or "",
+    )
     others = {
-        name: getattr(args, name) for name in ("optim", "optim_args", "seed", "bf16", "fp16", "replica_check_interval")
+        name: getattr(args, name)
+        for name in ("optim", "optim_args", "seed", "bf16", "fp16", "replica_check_interval")
     }
-    return others | {"plan": plan, "plan file": args.plan, "optimizer": optimizer}
+    cluster = cluster_of(args.world, args.device_profile)
+    return others | {
+        "request": request,
+        "cluster": cluster,
+        "plan file": args.plan,
+        "optimizer": optimizer,
+    }
 
 
 def build_engine(
     model: nn.Module,
     example: Batch,
     args: MerakArguments,
+    ranks: Ranks,
     mesh: Mesh,
     recipe: Recipe,
     loss: OwnLoss | None = None,
-    nodes: Nodes | None = None,
 ) -> CapturedModel:
-    """Capture the model, follow the plan of the arguments or make one, and fill this rank's shards. Collective.
+    """Capture the model, follow the plan of the arguments or make one, and fill this rank's shards.
+    Collective.
 
+    ranks:  all ranks of the job.
+    mesh:   their groups.
     recipe: which optimizer steps which parameter.
-    nodes:  the hosts of the job; None: unknown.
     """
     requested = wishes(args)
     adam = adam_of(recipe)
-    check_layout(recipe, mesh.grid.tp * mesh.grid.pp, requested["plan"]["parallel"].sharding != "no_shard")
-    requested["plan"]["state_bytes"] = recipe.state_bytes
-    requested["plan"]["cluster"] = located(requested["plan"]["cluster"], nodes or Nodes())
+    request = replace(requested["request"], state_bytes=recipe.state_bytes)
+    check_layout(recipe, mesh.grid.tp * mesh.grid.pp, request.parallel.sharding != "no_shard")
+    cluster = located(requested["cluster"], ranks.nodes)
     traced = Traced(
-        model, example, compute_dtype(model, args.bf16, args.fp16), args.bf16 or args.fp16, mesh=mesh, loss=loss
+        model,
+        example,
+        compute_dtype(model, args.bf16, args.fp16),
+        args.bf16 or args.fp16,
+        ranks=ranks,
+        loss=loss,
     )
-    with together(mesh.control, "cpu"):
-        stored = plan_of_arguments(args, traced.dtype, requested["plan"]["cluster"])
+    with together(ranks.control, "cpu"):
+        stored = plan_of_arguments(args, traced.dtype, cluster)
         state_of = recipe.state_of if adam is None else None
         if stored is None:
-            with Progress(SEARCHING, shown=mesh.rank == 0) as progress:
-                blueprint = make_blueprint(traced, mesh.grid, **requested["plan"], state_of=state_of, progress=progress)
+            with SearchProgress(SEARCHING, shown=mesh.rank == 0) as progress:
+                blueprint = make_blueprint(
+                    traced, request, cluster, state_of=state_of, progress=progress
+                )
         else:
             blueprint = blueprint_from_plan(traced, stored, state_of)
     return CapturedModel(

@@ -1,8 +1,9 @@
-"""A script's loss in place of the model's: ``compute_loss_func``, an overridden ``compute_loss``, label smoothing.
+"""A script's loss in place of the model's: ``compute_loss_func``, an overridden ``compute_loss``,
+label smoothing.
 
-``compute_loss`` is captured together with the model: it runs once, during the capture. What it reads of the trainer, or
-remembers between calls, is recorded then and compared before every later use. A difference that would change the loss
-is an error.
+``compute_loss`` is captured together with the model: it runs once, during the capture. What it
+reads of the trainer, or remembers between calls, is recorded then and compared before every later
+use. A difference that would change the loss is an error.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -21,35 +22,37 @@ from ..graph.capture.capture import accepts_num_items
 from ..graph.capture.inspected import inspected_model
 from ..stages.traced import OwnLoss
 from .arguments.neftune import noisy
-from .surroundings import Picture, surroundings
+from .surroundings import PACKAGE, Picture, surroundings
 
 INPUT = "Put what changes into the batch, as an entry that the loss reads"
-# Attributes of every trainer: those that stay the same while it trains, and those that do not.
-STAYS = frozenset(
-    """args mesh model processing_class data_collator train_dataset eval_dataset compute_metrics model_init facts feed
-    preprocess_logits_for_metrics compute_loss_func label_smoother model_accepts_loss_kwargs _nodes
-    loss_is_scaled_for_ga""".split()
-)
-CHANGES = frozenset(
-    """state control callback_handler is_in_train current_flos first_tokens optimizer lr_scheduler log engine _engine
-    _generator _generating generate
-    _trained_model _groups _moments _scheduler _built_by _parameters_used own_loss _given_optimizer _given_scheduler
-    optimizer_cls_and_kwargs _created_optimizer _compared _created_for train evaluate predict save_model
-    learning_rate get_learning_rates get_optimizer_group create_scheduler""".split()
+# What changes of a trainer at every step. All else that a loss reads of it is compared, except for
+# objects of this package and for these. Of args, model and its config, the attributes are compared.
+_CHANGES = frozenset("state control callback_handler log optimizer lr_scheduler engine".split())
+_UNCOMPARED = frozenset(
+    "args model processing_class data_collator train_dataset eval_dataset".split()
 )
 
 
 def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
-    """Return the label smoother that transformers would choose; None if samples have several labels."""
-    several = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
+    """Return the label smoother that transformers would choose; None if samples have several
+    labels.
+    """
+    several = (
+        getattr(getattr(model, "config", None), "problem_type", None)
+        == "multi_label_classification"
+    )
     return None if factor == 0 or several else LabelSmoother(epsilon=factor)
 
 
 def compute_loss(
-    trainer: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Tensor | None
+    trainer: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool,
+    num_items: Tensor | None,
 ) -> Any:
-    """Return the loss of a batch by transformers' rules: ``compute_loss_func``, label smoothing, or the model's own
-    loss.
+    """Return the loss of a batch by transformers' rules: ``compute_loss_func``, label smoothing, or
+    the model's own loss.
 
     inputs:    loses its labels in the first two cases.
     num_items: the targets of the step, [] fp32.
@@ -66,11 +69,21 @@ def compute_loss(
         loss = smoother(outputs, labels, shift_labels=shifts, num_items_in_batch=num_items)
     elif isinstance(outputs, dict) and "loss" not in outputs:
         remedy = "Add the inputs of the loss (labels) to the batch"
-        raise TraceError("model", _class_name(model), f"its forward returns no loss, only {', '.join(outputs)}", remedy)
+        raise TraceError(
+            "model",
+            _class_name(model),
+            f"its forward returns no loss, only {', '.join(outputs)}",
+            remedy,
+        )
     else:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     replicas = trainer.mesh.grid.dp
-    if model.training and replicas > 1 and num_items is not None and (takes_items or function is not None):
+    if (
+        model.training
+        and replicas > 1
+        and num_items is not None
+        and (takes_items or function is not None)
+    ):
         loss = loss * replicas  # transformers' processes average their gradients
     return (loss, outputs) if return_outputs else loss
 
@@ -92,6 +105,7 @@ class LossOfTrainer:
         self.name = f"{type(trainer).__name__}.compute_loss"
         self.read: set[str] = set()
         self.known: dict[str, Any] = {}
+        self.refusal: TraceError | None = None
 
     def own_loss(self) -> OwnLoss:
         """Return the loss for a capture."""
@@ -110,6 +124,9 @@ class LossOfTrainer:
 
         Raises TraceError for a loss that a capture would compute differently.
         """
+        if self.refusal is not None:
+            # a capture is tried in several ways, and what the first one left behind hides the cause
+            raise self.refusal
         trainer = self.trainer
         with_outputs = self.wants_outputs(model)
         items = batch.get("num_items_in_batch")
@@ -123,7 +140,9 @@ class LossOfTrainer:
                 _outputs_in_fp32(model, trainer.args.bf16 or trainer.args.fp16),
                 torch.set_grad_enabled(model.training),
             ):
-                result = trainer.compute_loss(model, inputs, return_outputs=with_outputs, num_items_in_batch=items)
+                result = trainer.compute_loss(
+                    model, inputs, return_outputs=with_outputs, num_items_in_batch=items
+                )
         finally:
             self._refuse(before)
         if with_outputs and not (isinstance(result, tuple | list) and len(result) == 2):
@@ -132,7 +151,10 @@ class LossOfTrainer:
         if with_outputs and not isinstance(result[1], Mapping | tuple | list):
             reason = f"with return_outputs=True its outputs are a {type(result[1]).__name__}"
             raise TraceError(
-                self.name, "(return_outputs=True)", reason, "Return the model's, a dict, or (loss, logits)"
+                self.name,
+                "(return_outputs=True)",
+                reason,
+                "Return the model's, a dict, or (loss, logits)",
             )
         loss, outputs = result if with_outputs else (result, None)
         if not isinstance(loss, Tensor):
@@ -149,16 +171,26 @@ class LossOfTrainer:
 
     def _refuse(self, before: Mapping[str, Any]) -> None:
         """Raise TraceError for what only a loss that runs at every step could do."""
-        for name in sorted(self.read & CHANGES, key=lambda name: (name.startswith("_"), name)):
-            reason = f"it reads or calls trainer.{name}, and is captured once, before the first step"
-            raise TraceError(self.name, f"(trainer.{name})", reason, INPUT)
+        for name in sorted(self.read & _CHANGES, key=lambda name: (name.startswith("_"), name)):
+            reason = (
+                f"it reads or calls trainer.{name}, and is captured once, before the first step"
+            )
+            self.refusal = TraceError(self.name, f"(trainer.{name})", reason, INPUT)
+            raise self.refusal
         after = self._picture()
-        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        changed = sorted(
+            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        )
         if changed:
             reason = f"it changes {changed[0]}; a captured loss would do so once, not at every step"
-            raise TraceError(self.name, f"({changed[0]})", reason, "Return it among the outputs, or leave it out")
+            remedy = "Return it among the outputs, or leave it out"
+            self.refusal = TraceError(self.name, f"({changed[0]})", reason, remedy)
+            raise self.refusal
         read = {f"trainer.{name}" for name in self.read}
-        seen = {name: after.get(name) for name in read | {n for n in after if not n.startswith("trainer.")}}
+        seen = {
+            name: after.get(name)
+            for name in read | {n for n in after if not n.startswith("trainer.")}
+        }
         self.known = seen | self.known
 
     def check(self) -> None:
@@ -166,7 +198,10 @@ class LossOfTrainer:
         now = self._picture(self.read) if self.known else {}
         for name in sorted(self.known):
             if now.get(name) != self.known[name]:
-                reason = "it has changed since the loss was captured, and the captured loss uses the earlier value"
+                reason = (
+                    "it has changed since the loss was captured, and the captured loss uses "
+                    "the earlier value"
+                )
                 raise ConfigError(self.name, f"({name})", reason, INPUT)
 
     def _picture(self, names: Collection[str] | None = None) -> dict[str, Any]:
@@ -175,17 +210,36 @@ class LossOfTrainer:
         names: of the trainer's attributes; None: all.
         """
         trainer = self.trainer
-        own = {k: v for k, v in vars(trainer).items() if k not in STAYS | CHANGES and (names is None or k in names)}
-        values = {f"trainer.{name}": value for name, value in own.items()}
-        for name in ("compute_loss_func", "label_smoother", "model_accepts_loss_kwargs", "loss_is_scaled_for_ga"):
+        own = {k: v for k, v in vars(trainer).items() if k not in _CHANGES | _UNCOMPARED}
+        own = {k: v for k, v in own.items() if not type(v).__module__.startswith(PACKAGE)}
+        values = {f"trainer.{k}": v for k, v in own.items() if names is None or k in names}
+        for name in (
+            "compute_loss_func",
+            "label_smoother",
+            "model_accepts_loss_kwargs",
+            "loss_is_scaled_for_ga",
+        ):
             values[name] = getattr(trainer, name)
-        return {name: Picture().of(value) for name, value in (values | surroundings(trainer)).items()}
+        model = trainer.model
+        holders = {
+            "args": trainer.args,
+            "model": model,
+            "model.config": getattr(model, "config", None),
+        }
+        read = surroundings(
+            (trainer.compute_loss, trainer.compute_loss_func), holders, owner=trainer
+        )
+        return {name: Picture().of(value) for name, value in (values | read.values).items()}
 
 
 @contextmanager
 def _reads(trainer: Any, model: nn.Module, names: set[str]) -> Iterator[None]:
-    """Let ``trainer.model`` be the captured model, and collect in ``names`` which attributes of the trainer are
-    read.
+    """Let ``trainer.model`` be the captured model, and collect in ``names`` which attributes of the
+    trainer are read.
+
+    The names in code would not do: ``torch.log`` has the name of ``trainer.log``, and TRL's code
+    reads what scripts change. Nor would an object in its place: closures of a script hold the
+    trainer itself.
     """
     kind: Any = type(trainer)
     own = trainer.model
@@ -195,7 +249,9 @@ def _reads(trainer: Any, model: nn.Module, names: set[str]) -> Iterator[None]:
         return kind.__getattribute__(instance, name)
 
     vars(trainer)["model"] = model
-    trainer.__class__ = type(kind.__name__, (kind,), {"__getattribute__": noting, "__module__": kind.__module__})
+    trainer.__class__ = type(
+        kind.__name__, (kind,), {"__getattribute__": noting, "__module__": kind.__module__}
+    )
     try:
         yield
     finally:
@@ -209,7 +265,9 @@ def _outputs_in_fp32(model: nn.Module, mixed: bool) -> Iterator[None]:
     forward = model.forward
 
     def cast(x: Any) -> Any:
-        return x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x
+        return (
+            x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x
+        )
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return tree_map(cast, forward(*args, **kwargs))
@@ -232,7 +290,8 @@ def _alone(model: nn.Module, name: str) -> Iterator[None]:
         if module not in inside and next(module.parameters(), None) is not None:
             reason = "the loss calls it, and only trainer.model is captured and planned"
             remedy = (
-                "Make it a frozen part of the model before the trainer is built (model.teacher = ...), and call that"
+                "Make it a frozen part of the model before the trainer is built "
+                "(model.teacher = ...), and call that"
             )
             raise TraceError(name, f"({type(module).__name__})", reason, remedy)
 
@@ -249,7 +308,8 @@ def _function(method: object) -> object:
 
 
 def has_own_loss(trainer: Any, base: type) -> bool:
-    """Whether a script sets a loss in one of transformers' ways, says how losses add up, or uses NEFTune noise.
+    """Whether a script sets a loss in one of transformers' ways, says how losses add up, or uses
+    NEFTune noise.
 
     base: MerakTrainer.
     """

@@ -27,32 +27,50 @@ _DEFAULT_LENGTH = 20  # of transformers, where a generation config has none
 
 @dataclass
 class MerakSeq2SeqArguments(MerakArguments):
-    """The fields of ``Seq2SeqTrainingArguments``, added to ``MerakArguments``. Raises ConfigError."""
+    """The fields of ``Seq2SeqTrainingArguments``, added to ``MerakArguments``. Raises
+    ConfigError.
+    """
 
-    sortish_sampler: bool = field(default=False, metadata={"help": "Not supported: see train_sampling_strategy."})
+    sortish_sampler: bool = field(
+        default=False, metadata={"help": "Not supported: see train_sampling_strategy."}
+    )
     predict_with_generate: bool = field(
-        default=False, metadata={"help": "Predictions are generated tokens, and compute_metrics gets these."}
+        default=False,
+        metadata={"help": "Predictions are generated tokens, and compute_metrics gets these."},
     )
     generation_max_length: int | None = field(
-        default=None, metadata={"help": "max_length of generated predictions (unset: that of the generation config)."}
+        default=None,
+        metadata={
+            "help": "max_length of generated predictions (unset: that of the generation config)."
+        },
     )
     generation_num_beams: int | None = field(
-        default=None, metadata={"help": "num_beams of generated predictions (unset: that of the generation config)."}
+        default=None,
+        metadata={
+            "help": "num_beams of generated predictions (unset: that of the generation config)."
+        },
     )
     generation_config: str | Path | GenerationConfig | None = field(
-        default=None, metadata={"help": "A GenerationConfig, or the directory or file of one, in place of the model's."}
+        default=None,
+        metadata={
+            "help": "A GenerationConfig, or the directory or file of one, in place of the model's."
+        },
     )
 
     def __post_init__(self):
         if self.sortish_sampler:
             reason = "transformers.Trainer no longer has this sampler"
-            raise ConfigError("sortish_sampler", True, reason, "Set train_sampling_strategy='group_by_length'")
+            raise ConfigError(
+                "sortish_sampler", True, reason, "Set train_sampling_strategy='group_by_length'"
+            )
         super().__post_init__()
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
         config = values["generation_config"]
-        return values | ({"generation_config": config.to_dict()} if isinstance(config, GenerationConfig) else {})
+        return values | (
+            {"generation_config": config.to_dict()} if isinstance(config, GenerationConfig) else {}
+        )
 
 
 MerakSeq2SeqArguments.__init__ = checked(MerakSeq2SeqArguments.__init__)  # type: ignore[method-assign]
@@ -99,17 +117,28 @@ class GeneratedEvaluation(Evaluation):
 class MerakSeq2SeqTrainer(MerakTrainer):
     """The drop-in replacement for ``transformers.Seq2SeqTrainer``; see ``MerakTrainer``.
 
-    args: MerakSeq2SeqArguments. With ``predict_with_generate``, ``evaluate`` and ``predict`` take keywords of
-          ``generate``, and predictions are tokens.
+    args: MerakSeq2SeqArguments. With ``predict_with_generate``, ``evaluate`` and ``predict`` take
+          keywords of ``generate``, and predictions are tokens.
     """
 
     args: MerakSeq2SeqArguments
 
-    def __init__(self, model: Any = None, args: MerakSeq2SeqArguments | None = None, *arguments: Any, **named: Any):
+    def __init__(
+        self,
+        model: Any = None,
+        args: MerakSeq2SeqArguments | None = None,
+        *arguments: Any,
+        **named: Any,
+    ):
         if args is not None and not isinstance(args, MerakSeq2SeqArguments):
             reason = "it has no predict_with_generate"
             raise ConfigError("args", type(args).__name__, reason, "Make MerakSeq2SeqArguments")
-        super().__init__(model, MerakSeq2SeqArguments("tmp_trainer") if args is None else args, *arguments, **named)
+        super().__init__(
+            model,
+            MerakSeq2SeqArguments("tmp_trainer") if args is None else args,
+            *arguments,
+            **named,
+        )
         self._generating: dict[str, Any] | None = None  # keywords of generate, in an evaluation
         with together(self.mesh.control, "cpu"):
             if (config := self.args.generation_config) is not None:
@@ -122,7 +151,9 @@ class MerakSeq2SeqTrainer(MerakTrainer):
         metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """Evaluate like ``MerakTrainer``. gen_kwargs: keywords of ``generate``, overriding the arguments."""
+        """Evaluate like ``MerakTrainer``. gen_kwargs: keywords of ``generate``, overriding the
+        arguments.
+        """
         with self._as_given(gen_kwargs):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -133,7 +164,8 @@ class MerakSeq2SeqTrainer(MerakTrainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """Predict like ``MerakTrainer``; predictions are tokens [samples, length], padded at the end.
+        """Predict like ``MerakTrainer``; predictions are tokens [samples, length], padded at the
+        end.
 
         gen_kwargs: see ``evaluate``.
         """
@@ -142,8 +174,8 @@ class MerakSeq2SeqTrainer(MerakTrainer):
 
     @contextmanager
     def _as_given(self, gen_kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Generate with these keywords and the arguments; nested evaluations of several datasets keep those of the
-        outer one.
+        """Generate with these keywords and the arguments; nested evaluations of several datasets
+        keep those of the outer one.
         """
         before = self._generating
         settings = dict(gen_kwargs)
@@ -152,7 +184,9 @@ class MerakSeq2SeqTrainer(MerakTrainer):
         if settings.get("num_beams") is None:
             settings["num_beams"] = self.args.generation_num_beams
         if before is None:
-            self._generating = {name: value for name, value in settings.items() if value is not None}
+            self._generating = {
+                name: value for name, value in settings.items() if value is not None
+            }
         try:
             yield
         finally:
@@ -169,10 +203,16 @@ class MerakSeq2SeqTrainer(MerakTrainer):
         inputs = dict(batch)
         labels = batch.get("labels")
         started = inputs.get("decoder_input_ids")
-        made = isinstance(labels, Tensor) and isinstance(started, Tensor) and started.shape == labels.shape
+        made = (
+            isinstance(labels, Tensor)
+            and isinstance(started, Tensor)
+            and started.shape == labels.shape
+        )
         if made:  # of the labels
             inputs = {
-                name: x for name, x in inputs.items() if name not in ("decoder_input_ids", "decoder_attention_mask")
+                name: x
+                for name, x in inputs.items()
+                if name not in ("decoder_input_ids", "decoder_attention_mask")
             }
         inputs.pop("labels", None)
         return self._generated(None, None, {**inputs, **(self._generating or {})})
@@ -196,12 +236,19 @@ class MerakSeq2SeqTrainer(MerakTrainer):
             token = getattr(self.model.config, "pad_token_id", None)
         if token is None:
             reason = "generated predictions are padded to one length"
-            raise ConfigError("pad_token_id", None, reason, "Set it in the model's config, or give a processing_class")
+            raise ConfigError(
+                "pad_token_id",
+                None,
+                reason,
+                "Set it in the model's config, or give a processing_class",
+            )
         return token
 
 
 def _config(source: str | Path | GenerationConfig) -> GenerationConfig:
-    """Return the generation config. Raises ConfigError if it cannot be read or contradicts itself."""
+    """Return the generation config. Raises ConfigError if it cannot be read or contradicts
+    itself.
+    """
     try:
         if isinstance(source, GenerationConfig):
             config = copy.deepcopy(source)
@@ -213,5 +260,7 @@ def _config(source: str | Path | GenerationConfig) -> GenerationConfig:
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         shown = "(given)" if isinstance(source, GenerationConfig) else str(source)
-        raise ConfigError("generation_config", shown, reason, "Correct it, or leave it out") from error
+        raise ConfigError(
+            "generation_config", shown, reason, "Correct it, or leave it out"
+        ) from error
     return config

@@ -1,4 +1,6 @@
-"""Flags of Megatron-LM that have another name here, or are refused, with the consequences and remedies."""
+"""Flags of Megatron-LM that have another name here, or are refused, with the consequences and
+remedies.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -25,12 +27,17 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 _SHAPE = "Use pretrain_hf.py with a model of that shape"
 _TOKENIZER = "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model"
 _STATE = "Use --use-distributed-optimizer, or shard more with --data-parallel-sharding-strategy"
-_FP8 = "Leave it out: products are computed in the dtype of --bf16 or --fp16, which takes more memory and time"
+_FP8 = (
+    "Leave it out: products are computed in the dtype of --bf16 or --fp16, which takes more "
+    "memory and time"
+)
 _OVERLAP = "Leave it out: --tp-comm-overlap says what overlaps tensor-parallel collectives"
 _NCCL = "Leave it out: NCCL is set up by its environment variables"
 _DOCUMENTS = "Leave it out: attention and positions go on over the ends of documents"
 _OTHER_MODEL = "Leave it out: it belongs to a kind of model that is not here"
-_SERVER = "Leave it out: there is no inference server; an Engine generates inside a loop of your own"
+_SERVER = (
+    "Leave it out: there is no inference server; an Engine generates inside a loop of your own"
+)
 _RESTART = "Leave it out: a job that failed is started again, and goes on from --load"
 _FORMAT = "Leave it out: checkpoints have one format, which loads under any layout"
 _UNITS = "Leave it out: sharded weights are gathered one unit of the model at a time"
@@ -43,12 +50,19 @@ _DECAY = "Leave it out: biases and norms have no weight decay"
 
 # (what is refused, remedy), with the flags that share it.
 _GROUPS: tuple[tuple[str, str], ...] = (
-    ("Leave it out: transfers between stages overlap with computing", "--no-overlap-p2p-communication"),
     (
-        "Leave it out: a checkpoint is loaded if all that the model needs is in it, and agrees with its digests",
+        "Leave it out: transfers between stages overlap with computing",
+        "--no-overlap-p2p-communication",
+    ),
+    (
+        "Leave it out: a checkpoint is loaded if all that the model needs is in it, and agrees "
+        "with its digests",
         "--dist-ckpt-strictness --verify-integrity",
     ),
-    ("Leave it out: there are no further timers", "--timing-log-option --no-barrier-with-level-1-timing"),
+    (
+        "Leave it out: there are no further timers",
+        "--timing-log-option --no-barrier-with-level-1-timing",
+    ),
     (
         "Leave it out: there is nothing like it here",
         """--logging-level --test-mode --result-rejected-tracker-filename --lazy-mpu-init
@@ -73,7 +87,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         --mrope-interleaved""",
     ),
     (
-        "Leave it out: weights of norms are stored around 1 instead of 0, and round differently in bf16",
+        "Leave it out: weights of norms are stored around 1 instead of 0, and round differently "
+        "in bf16",
         "--apply-layernorm-1p",
     ),
     (
@@ -84,16 +99,22 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         --ep-overlap-early-attn-memory-release""",
     ),
     ("Leave it out: learning rates and initial weights do not depend on the width", "--use-mup"),
-    ("Leave it out, or use --deterministic-mode, which makes repeated runs equal", "--batch-invariant-mode"),
+    (
+        "Leave it out, or use --deterministic-mode, which makes repeated runs equal",
+        "--batch-invariant-mode",
+    ),
     ("Leave it out: an MLP is computed in one piece", "--mlp-chunks-for-training"),
     ("Leave it out: torch chooses the attention kernel", "--fallback-to-eager-attn"),
-    ("Leave it out: samples are not packed anew, each has the same length", "--thd-max-packed-sequences"),
+    (
+        "Leave it out: samples are not packed anew, each has the same length",
+        "--thd-max-packed-sequences",
+    ),
     (
         "Leave it out: NullTokenizer adds an id for the end of documents, and pads nothing",
         "--null-tokenizer-eod-id --null-tokenizer-pad-id",
     ),
     (
-        "Leave it out: sequences are not sharded over ranks; --sequence-parallel shards norms and residuals",
+        "Leave it out: --context-parallel-size divides all sequences evenly, and exchanges heads",
         """--hierarchical-context-parallel-sizes --cp-partition-mode --hybrid-context-parallel
         --max-seqlen-per-dp-cp-rank""",
     ),
@@ -104,16 +125,23 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         --use-kitchen-attention --dense-grouped-gemm --use-grouped-gemm-for-dense-mlp""",
     ),
     ("Leave it out: losses are computed in fp32", "--fp16-lm-cross-entropy"),
-    ("Leave it out: torch decides how products of bf16 are added up", "--disable-bf16-reduced-precision-matmul"),
+    (
+        "Leave it out: torch decides how products of bf16 are added up",
+        "--disable-bf16-reduced-precision-matmul",
+    ),
     (
         "Leave it out: random numbers depend on --seed, the iteration and the place in the model",
         "--te-rng-tracker --inference-rng-tracker --data-parallel-random-init",
     ),
     (
-        "Leave it out: weights are drawn as in GPT-2, the embedding with the deviation of the layers",
+        "Leave it out: weights are drawn as in GPT-2, the embedding with the deviation of the "
+        "layers",
         "--embedding-init-method-std --init-method-xavier-uniform",
     ),
-    ("Leave it out: weights are drawn before a checkpoint is loaded, which takes seconds", "--no-initialization"),
+    (
+        "Leave it out: weights are drawn before a checkpoint is loaded, which takes seconds",
+        "--no-initialization",
+    ),
     ("Leave it out: there is one GPT model", "--use-legacy-models --spec"),
     (
         "Leave it out: --recompute-granularity says what is recomputed, full or selective",
@@ -137,10 +165,14 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     ("Use --num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"),
     (
-        "Leave it out, or use --pipeline-schedule zb-h1, which defers weight gradients of all layers",
+        "Leave it out, or use --pipeline-schedule zb-h1, which defers weight gradients of all "
+        "layers",
         "--defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute",
     ),
-    ("Leave it out: --distributed-backend carries everything", "--pipeline-model-parallel-comm-backend"),
+    (
+        "Leave it out: --distributed-backend carries everything",
+        "--pipeline-model-parallel-comm-backend",
+    ),
     (
         "Leave it out: communication of tensor and pipeline parallelism has high priority",
         "--high-priority-stream-groups",
@@ -156,20 +188,27 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--distributed-timeout-seconds-after-init",
     ),
     ("Start ranks with torchrun, which sets LOCAL_RANK", "--local-rank"),
-    ("Use merak-plan or merak-memory, which need no GPU and no other ranks", "--fake-process-group"),
+    (
+        "Use merak-plan or merak-memory, which need no GPU and no other ranks",
+        "--fake-process-group",
+    ),
     ("Use --ddp-bucket-size", "--ddp-num-buckets"),
     (
-        "Leave it out: gradients are scaled before they are added up, in buckets of --ddp-bucket-size",
-        "--ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw --no-gradient-reduce-div-fusion",
+        "Leave it out: gradients are scaled before they are added up, in buckets of "
+        "--ddp-bucket-size",
+        "--ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw "
+        "--no-gradient-reduce-div-fusion",
     ),
     (_STATE, "--overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer"),
     (
-        "Leave it out: the optimizer's state stays on the device; --use-distributed-optimizer shards it over ranks",
+        "Leave it out: the optimizer's state stays on the device; --use-distributed-optimizer "
+        "shards it over ranks",
         """--optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
         --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --offload-optimizer-states""",
     ),
     (
-        "Use --data-parallel-sharding-strategy optim_grads_params, or optim_grads to keep weights replicated",
+        "Use --data-parallel-sharding-strategy optim_grads_params, or optim_grads to keep "
+        "weights replicated",
         "--use-torch-fsdp2",
     ),
     (
@@ -181,7 +220,10 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         """--fsdp-double-buffer --suggested-communication-unit-size --create-all-gather-group
         --enable-full-sharding-in-hsdp""",
     ),
-    ("Leave it out: all parameters have the same weight decay but biases and norms", "--dump-param-to-param-group-map"),
+    (
+        "Leave it out: all parameters have the same weight decay but biases and norms",
+        "--dump-param-to-param-group-map",
+    ),
     (_DECAY, "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type"),
     ("Leave it out: every batch is trained on", "--iterations-to-skip"),
     ("Leave it out: a rank waits for its device when it reads a loss", "--train-sync-interval"),
@@ -192,7 +234,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (_COLLECTOR, "--manual-gc --manual-gc-interval --no-manual-gc-eval"),
     (
         _RESTART,
-        "--enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters --adlr-autoresume --adlr-autoresume-interval",
+        "--enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters --adlr-autoresume "
+        "--adlr-autoresume-interval",
     ),
     (
         "Leave it out: training waits until a checkpoint is written",
@@ -206,7 +249,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         --load-main-params-from-ckpt""",
     ),
     (
-        "Give the settings as flags or in a --config file: a checkpoint stores them only for comparison",
+        "Give the settings as flags or in a --config file: a checkpoint stores them only for "
+        "comparison",
         """--use-checkpoint-args --use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
         --yaml-cfg""",
     ),
@@ -226,7 +270,10 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         --tokenizer-hf-include-special-tokens --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens""",
     ),
     ("Use --vocab-size with --make-vocab-size-divisible-by", "--padded-vocab-size"),
-    ("Use --data-path, or a --config file with data-path", "--data-args-path --per-split-data-args-path"),
+    (
+        "Use --data-path, or a --config file with data-path",
+        "--data-args-path --per-split-data-args-path",
+    ),
     (_DOCUMENTS, "--reset-position-ids --reset-attention-mask"),
     ("Leave it out: all samples are used", "--sample-rate"),
     ("Leave it out: padding is not a token here", "--allow-ambiguous-pad-tokens"),
@@ -273,7 +320,9 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
 )
 
-REFUSED: Mapping[str, str] = MappingProxyType({name: told for told, names in _GROUPS for name in names.split()})
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {name: told for told, names in _GROUPS for name in names.split()}
+)
 
 # Prefixes of related flags; a flag with a remedy of its own has that one.
 FAMILIES: Mapping[str, str] = MappingProxyType(
@@ -283,19 +332,26 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "--mup-": "Leave it out: learning rates and initial weights do not depend on the width",
         "--cuda-graph-": "Leave it out: kernels are launched one by one, without CUDA graphs",
         "--mtp-": "Leave it out: the output head predicts the next token only",
-        **dict.fromkeys("--mamba- --hybrid- --heterogeneous- --linear- --gdn- --dsa- --csa- --mhc-".split(), _SHAPE),
+        **dict.fromkeys(
+            "--mamba- --hybrid- --heterogeneous- --linear- --gdn- --dsa- --csa- --mhc-".split(),
+            _SHAPE,
+        ),
         "--muon-": "Leave it out, or use MerakTrainer, which has Muon",
         **dict.fromkeys("--rl- --no-rl- --grpo- --langrl- --no-langrl-".split(), _LOOP),
         **dict.fromkeys("--inference- --no-inference-".split(), _SERVER),
         "--inprocess-": _RESTART,
-        **dict.fromkeys("--non-persistent- --ckpt-convert- --ckpt-fully-parallel-".split(), _FORMAT),
+        **dict.fromkeys(
+            "--non-persistent- --ckpt-convert- --ckpt-fully-parallel-".split(), _FORMAT
+        ),
         "--tiktoken-": _TOKENIZER,
         "--fim-": "Leave it out: samples are taken as they are in the data",
-        "--wandb-": "Use --tensorboard-dir, --metrics for JSON lines, or --run-dir for merak-report",
+        "--wandb-": "Use --tensorboard-dir, --metrics for JSON lines, or --run-dir for "
+        "merak-report",
         **dict.fromkeys("--profile- --pytorch-profiler- --straggler-".split(), _PROFILE),
         "--flight-recorder-": _NCCL,
         **dict.fromkeys(
-            "--retro- --retriever- --bert- --biencoder- --ict- --indexer- --vision- --swin- --dino-".split(),
+            "--retro- --retriever- --bert- --biencoder- --ict- --indexer- --vision- --swin- "
+            "--dino-".split(),
             _OTHER_MODEL,
         ),
     }
@@ -306,7 +362,8 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
     {
         **REFUSED,
         **{
-            name: taken.otherwise or f"Leave it out, or use {' or '.join(taken.values)}: {taken.why}"
+            name: taken.otherwise
+            or f"Leave it out, or use {' or '.join(taken.values)}: {taken.why}"
             for name, taken in TAKEN.items()
             if taken.values or taken.beside
         },

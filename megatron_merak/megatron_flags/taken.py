@@ -12,7 +12,8 @@ class Taken:
     why: the reason, as a sentence for the user.
     values: values that change nothing; empty for a switch.
     beside: the flag that must also be given; without it this flag would request something.
-    otherwise: the remedy where the flag would request something (empty: leave it out, or use one of the values).
+    otherwise: the remedy where the flag would request something (empty: leave it out, or use one of
+               the values).
     """
 
     why: str
@@ -33,36 +34,48 @@ _ALWAYS = Taken("this is the only behaviour here")
 _GPT = Taken("there is one GPT model")
 _WHEN_FULL = Taken("each stage communicates a bucket as soon as it can")
 _MASTER = Taken("master weights, gradients and the optimizer's state are fp32", _FP32)
-_EXPERTS = Taken("there are no experts", _ONE)
 
 TAKEN: Mapping[str, Taken] = MappingProxyType(
     {
-        "--overlap-grad-reduce": Taken("gradients are reduced during the backward unless --no-overlap-grad-reduce"),
-        "--overlap-param-gather": Taken("parameters are gathered during the forward unless --no-overlap-param-gather"),
+        "--overlap-grad-reduce": Taken(
+            "gradients are reduced during the backward unless --no-overlap-grad-reduce"
+        ),
+        "--overlap-param-gather": Taken(
+            "parameters are gathered during the forward unless --no-overlap-param-gather"
+        ),
         "--use-megatron-fsdp": Taken(
             "there is one implementation of sharded weights",
             beside=_STRATEGY,
-            otherwise=f"Use {_STRATEGY} optim_grads_params, or optim_grads to keep weights replicated",
+            otherwise=f"Use {_STRATEGY} optim_grads_params, or optim_grads to keep weights "
+            "replicated",
         ),
         "--accumulate-allreduce-grads-in-fp32": Taken(
             "gradients are accumulated in fp32, and sent in fp32 unless --grad-reduce-in-bf16"
         ),
-        "--ddp-reduce-scatter-with-fp32-accumulation": Taken("gradients of all ranks are added up in fp32"),
-        "--ddp-param-name-patterns-for-fp32-local-accumulation": Taken("gradients are accumulated in fp32", ("all",)),
+        "--ddp-reduce-scatter-with-fp32-accumulation": Taken(
+            "gradients of all ranks are added up in fp32"
+        ),
+        "--ddp-param-name-patterns-for-fp32-local-accumulation": Taken(
+            "gradients are accumulated in fp32", ("all",)
+        ),
         "--attention-softmax-in-fp32": _ALWAYS,
         "--apply-query-key-layer-scaling": Taken(
-            "it keeps scores in the range of fp16, and here the scores of fp16 queries and keys are fp32"
+            "it keeps scores in the range of fp16, and here the scores of fp16 queries and keys "
+            "are fp32"
         ),
         "--exit-signal-handler": Taken(
-            "a run with --save saves and stops on SIGTERM, on Ctrl-C and on other signals that ask it to",
+            "a run with --save saves and stops on SIGTERM, on Ctrl-C and on other signals that "
+            "ask it to",
             beside="--save",
-            otherwise="Give --save: such a run saves on SIGTERM, on Ctrl-C and on other signals that ask it to",
+            otherwise="Give --save: such a run saves on SIGTERM, on Ctrl-C and on other signals "
+            "that ask it to",
         ),
         "--exit-signal": Taken(
             "a run with --save saves and stops on each of these signals",
             ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
             beside="--save",
-            otherwise="Give --save: such a run saves on each of SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2",
+            otherwise="Give --save: such a run saves on each of SIGTERM, SIGINT, SIGHUP, "
+            "SIGQUIT, SIGUSR1 and SIGUSR2",
         ),
         "--use-mcore-models": _GPT,
         "--enable-experimental": Taken("no feature here needs it"),
@@ -88,32 +101,48 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         "--no-async-tensor-model-parallel-allreduce": Taken("Megatron-LM ignores it, too"),
         "--no-align-grad-reduce": _WHEN_FULL,
         "--no-align-param-gather": _WHEN_FULL,
-        "--no-scatter-gather-tensors-in-pipeline": Taken("each rank sends its tensors to the next stage as they are"),
-        "--overlap-p2p-communication-warmup-flush": Taken("transfers overlap with computing in the whole schedule"),
-        "--context-parallel-size": Taken("sequences are not sharded over ranks", _ONE),
-        "--cp-comm-type": Taken("sequences are not sharded over ranks", ("p2p", "a2a", "allgather", "a2a+p2p")),
-        "--expert-model-parallel-size": _EXPERTS,
-        "--expert-tensor-parallel-size": _EXPERTS,
-        "--outer-dp-sharding-strategy": Taken("groups of replicas have full copies of the state", ("no_shard",)),
+        "--no-scatter-gather-tensors-in-pipeline": Taken(
+            "each rank sends its tensors to the next stage as they are"
+        ),
+        "--overlap-p2p-communication-warmup-flush": Taken(
+            "transfers overlap with computing in the whole schedule"
+        ),
+        "--cp-comm-type": Taken(
+            "heads are exchanged (a2a), which computes the same",
+            ("p2p", "a2a", "allgather", "a2a+p2p"),
+        ),
+        "--outer-dp-sharding-strategy": Taken(
+            "groups of replicas have full copies of the state", ("no_shard",)
+        ),
         **dict.fromkeys(
             """
         --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype --megatron-fsdp-main-params-dtype
         --megatron-fsdp-main-grads-dtype""".split(),
             _MASTER,
         ),
-        "--megatron-fsdp-grad-comm-dtype": Taken("gradients are sent in fp32 unless --grad-reduce-in-bf16", _FP32),
+        "--megatron-fsdp-grad-comm-dtype": Taken(
+            "gradients are sent in fp32 unless --grad-reduce-in-bf16", _FP32
+        ),
         "--transformer-impl": Taken("there is one implementation", ("local", "transformer_engine")),
         "--attention-backend": Taken("torch chooses the attention kernel", ("auto",)),
         "--cuda-graph-impl": Taken("there are no CUDA graphs", ("none",)),
         "--cpu-offloading-num-layers": Taken("activations stay on the device", ("0",)),
         "--dataloader-type": Taken("samples are always read in that order", ("single",)),
-        "--num-dataset-builder-threads": Taken("a rank builds its datasets one after the other", _ONE),
-        "--no-create-attention-mask-in-dataloader": Taken("attention is causal, and no mask is loaded"),
-        "--tiktoken-pattern": Taken("only TikTokenizer reads it, which does not exist here", ("v1", "v2")),
+        "--num-dataset-builder-threads": Taken(
+            "a rank builds its datasets one after the other", _ONE
+        ),
+        "--no-create-attention-mask-in-dataloader": Taken(
+            "attention is causal, and no mask is loaded"
+        ),
+        "--tiktoken-pattern": Taken(
+            "only TikTokenizer reads it, which does not exist here", ("v1", "v2")
+        ),
         "--disable-msc": Taken("files are read from the file system"),
         "--timing-log-level": Taken("there are no further timers", ("0",)),
         "--tensorboard-log-interval": Taken("every iteration is written", _ONE),
-        "--log-validation-ppl-to-tensorboard": Taken("the perplexity of every evaluation is written"),
+        "--log-validation-ppl-to-tensorboard": Taken(
+            "the perplexity of every evaluation is written"
+        ),
         "--no-one-logger": Taken("there is no one_logger"),
         "--empty-unused-memory-level": Taken("the memory cache of the device is kept", ("0",)),
     }
@@ -121,7 +150,9 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
 
 
 def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Remove the flags that change nothing from a command line; return the rest, and a notice for each removed flag."""
+    """Remove the flags that change nothing from a command line; return the rest, and a notice for
+    each removed flag.
+    """
     rest: list[str] = []
     notices: dict[str, None] = {}
     left = list(tokens)

@@ -1,7 +1,7 @@
 """The native GPT, in the shapes of GPT-2 and of Llama, as an ordered list of units.
 
-A unit names its tensors as HuggingFace does (``layouts``) and lists its work as segments. It knows nothing of
-pipelines.
+A unit names its tensors as HuggingFace does (``layouts``) and lists its work as segments. It knows
+nothing of pipelines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,9 @@ from .layers import FeedForward, Norm, Placement, SelfAttention
 from .names import names_for
 
 
-class Unit(nn.Module):
-    """One link of the chain. ``index``: its place in the model; it reads ``hidden.{index - 1}``, makes
-    ``hidden.{index}``.
+class GPTUnit(nn.Module):
+    """One link of the chain. ``index``: its place in the model; it reads ``hidden.{index - 1}``,
+    makes ``hidden.{index}``.
     """
 
     def __init__(self, name: str, index: int, config: ModelConfig, place: Placement):
@@ -48,7 +48,9 @@ class Unit(nn.Module):
         return self.place.border_shape(samples, length, self.config.hidden_size)
 
     def segments(self) -> list[Segment]:
-        """This unit's work in order; numbered, and without edges where the layers call their own collectives."""
+        """This unit's work in order; numbered, and without edges where the layers call their own
+        collectives.
+        """
         chain = [replace(segment, index=index) for index, segment in enumerate(self.chain())]
         return chain if self.place.edges else [_without_edges(segment) for segment in chain]
 
@@ -67,10 +69,19 @@ class Unit(nn.Module):
         random: bool = False,
     ) -> Segment:
         """``holds``: modules and parameters that ``fn`` uses; None is skipped."""
-        parts = ((m,) if isinstance(m, nn.Parameter) else m.parameters() for m in holds if m is not None)
+        parts = (
+            (m,) if isinstance(m, nn.Parameter) else m.parameters() for m in holds if m is not None
+        )
         parameters = tuple(parameter for part in parts for parameter in part)
         return Segment(
-            self.index, 0, fn, tuple(reads), outs=tuple(makes), parameters=parameters, sharded=sharded, random=random
+            self.index,
+            0,
+            fn,
+            tuple(reads),
+            outs=tuple(makes),
+            parameters=parameters,
+            sharded=sharded,
+            random=random,
         )
 
     def _value(self, name: str) -> str:
@@ -79,21 +90,27 @@ class Unit(nn.Module):
 
 def _without_edges(segment: Segment) -> Segment:
     ins = tuple(replace(i, collective=Collective.NONE, regather=False) for i in segment.ins)
-    return replace(segment, ins=ins, outs=tuple(replace(o, collective=Collective.NONE) for o in segment.outs))
+    return replace(
+        segment, ins=ins, outs=tuple(replace(o, collective=Collective.NONE) for o in segment.outs)
+    )
 
 
-class Embedding(Unit):
+class Embedding(GPTUnit):
     """Token and, where learned, position embedding, then dropout."""
 
     def __init__(self, index: int, config: ModelConfig, place: Placement):
         super().__init__("embedding", index, config, place)
         names = names_for(config, place.tp)
-        self.tokens = VocabParallelEmbedding(config.padded_vocab_size(place.tp), config.hidden_size, **place.kwargs())
+        self.tokens = VocabParallelEmbedding(
+            config.padded_vocab_size(place.tp), config.hidden_size, **place.kwargs()
+        )
         self.layouts["tokens.weight"] = names.embedding()
         self.positions = None
         if config.position_embedding_type == "learned_absolute":
             alone = place.kwargs() | {"group": None}
-            self.positions = VocabParallelEmbedding(config.max_positions, config.hidden_size, **alone)
+            self.positions = VocabParallelEmbedding(
+                config.max_positions, config.hidden_size, **alone
+            )
             self.layouts["positions.weight"] = names.positions()
 
     def chain(self) -> list[Segment]:
@@ -101,7 +118,13 @@ class Embedding(Unit):
         random = self.config.hidden_dropout > 0
         place = self.place
         return [
-            self._segment(self._lookup, [], [Out(looked_up, place.sums, inplace=True)], [self.tokens], sharded=True),
+            self._segment(
+                self._lookup,
+                [],
+                [Out(looked_up, place.sums, inplace=True)],
+                [self.tokens],
+                sharded=True,
+            ),
             self._segment(
                 self._embed,
                 [In(looked_up, place.joins)],
@@ -126,10 +149,14 @@ class Embedding(Unit):
         if self.place.group is not None and self.place.on_parts and self.place.edges:
             return table(own_part(ids, self.place.group))
         embedded = table(ids)
-        return scatter_to_sequence_parallel_region(embedded, self.place.group) if self.place.on_parts else embedded
+        return (
+            scatter_to_sequence_parallel_region(embedded, self.place.group)
+            if self.place.on_parts
+            else embedded
+        )
 
 
-class TransformerLayer(Unit):
+class TransformerLayer(GPTUnit):
     """Pre-norm attention and feed-forward, each followed by bias, dropout and residual add."""
 
     def __init__(self, index: int, config: ModelConfig, place: Placement):
@@ -141,7 +168,9 @@ class TransformerLayer(Unit):
         places = {"attention": ("qkv", "proj", "q_norm", "k_norm"), "mlp": ("fc1", "fc2")}
         owner = {role: f"{module}." for module, roles in places.items() for role in roles}
         for role, layouts in names_for(config, place.tp).layer(index - 1).items():
-            self.layouts |= {f"{owner.get(role, '')}{role}.{name}": layout for name, layout in layouts.items()}
+            self.layouts |= {
+                f"{owner.get(role, '')}{role}.{name}": layout for name, layout in layouts.items()
+            }
 
     def chain(self) -> list[Segment]:
         normed, context, residual, again, fed = (
@@ -155,7 +184,13 @@ class TransformerLayer(Unit):
         joins = self.place.joins
         parts = self.place.on_parts
         return [
-            self._segment(self._enter, [In(self.source)], [Out(normed, joins)], [self.input_norm], sharded=parts),
+            self._segment(
+                self._enter,
+                [In(self.source)],
+                [Out(normed, joins)],
+                [self.input_norm],
+                sharded=parts,
+            ),
             self._segment(
                 self._attend,
                 [In(normed, sums, regather=parts)],
@@ -192,17 +227,25 @@ class TransformerLayer(Unit):
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         bias = None if bias is None else self.place.whole_gradient(bias).to(residual.dtype)
         with self.place.own_stream():
-            return ops.bias_dropout_add(x.to(residual.dtype), bias, residual, self.config.hidden_dropout, self.training)
+            return ops.bias_dropout_add(
+                x.to(residual.dtype), bias, residual, self.config.hidden_dropout, self.training
+            )
 
     def _enter(self, common: Common, x: Tensor) -> tuple[Tensor]:
         return (self.input_norm(x),)
 
     def _attend(self, common: Common, normed: Tensor) -> tuple[Tensor]:
-        angles = (common["cos"], common["sin"]) if self.config.position_embedding_type == "rope" else None
+        angles = (
+            (common["cos"], common["sin"])
+            if self.config.position_embedding_type == "rope"
+            else None
+        )
         return (self.attention(normed, angles),)
 
     def _middle(self, common: Common, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        if self.attention.proj.bias is None and not (self.training and self.config.hidden_dropout > 0):
+        if self.attention.proj.bias is None and not (
+            self.training and self.config.hidden_dropout > 0
+        ):
             normed, residual = self.post_norm.of_sum(context, x)
             return residual, normed
         residual = self._add(context, self.attention.proj.bias, x)
@@ -215,8 +258,10 @@ class TransformerLayer(Unit):
         return (self._add(fed, self.mlp.fc2.bias, residual),)
 
 
-class Head(Unit):
-    """Final norm, output layer and ``loss``: the sum over tokens of loss_mask times cross entropy, an fp32 scalar."""
+class Head(GPTUnit):
+    """Final norm, output layer and ``loss``: the sum over tokens of loss_mask times cross entropy,
+    an fp32 scalar.
+    """
 
     def __init__(self, index: int, config: ModelConfig, place: Placement):
         super().__init__("head", index, config, place)
@@ -232,16 +277,28 @@ class Head(Unit):
 
     def chain(self) -> list[Segment]:
         if not self.place.edges:
-            return [self._segment(self._serial, [In(self.source)], [Out("loss")], [self.norm, self.output])]
+            return [
+                self._segment(
+                    self._serial, [In(self.source)], [Out("loss")], [self.norm, self.output]
+                )
+            ]
         normed = self._value("normed")
         stats = self._value("stats")
         place = self.place
         return [
             self._segment(
-                self._enter, [In(self.source)], [Out(normed, place.joins)], [self.norm], sharded=place.on_parts
+                self._enter,
+                [In(self.source)],
+                [Out(normed, place.joins)],
+                [self.norm],
+                sharded=place.on_parts,
             ),
             self._segment(
-                self._project, [In(normed, place.sums)], [Out(stats, Collective.STACK)], [self.output], sharded=True
+                self._project,
+                [In(normed, place.sums)],
+                [Out(stats, Collective.STACK)],
+                [self.output],
+                sharded=True,
             ),
             self._segment(self._loss, [In(stats)], [Out("loss")]),
         ]
@@ -250,7 +307,9 @@ class Head(Unit):
         return (self.norm(x),)
 
     def stats(self, normed: Tensor, labels: Tensor) -> Tensor:
-        """What this rank's classes, padding left out, add to the loss: [b, s, h], int64 [b, s] -> fp32 [b, s, 3]."""
+        """What this rank's classes, padding left out, add to the loss: [b, s, h], int64 [b, s] ->
+        fp32 [b, s, 3].
+        """
         output = self.output
         chunk = self.config.cross_entropy_chunk_size
         if chunk:
@@ -276,7 +335,9 @@ class Head(Unit):
         normed = self.norm(x)
         labels = common["labels"]
         if self.place.tp > 1:
-            stats = stack_over_tensor_model_parallel_region(self.stats(normed, labels), self.place.group)
+            stats = stack_over_tensor_model_parallel_region(
+                self.stats(normed, labels), self.place.group
+            )
             return self._loss(common, stats)
         per_token = ops.linear_cross_entropy(
             normed.flatten(0, 1),
@@ -289,14 +350,16 @@ class Head(Unit):
         return ((per_token.view_as(labels) * common["loss_mask"]).sum(),)
 
 
-def build_unit(index: int, config: ModelConfig, place: Placement) -> Unit:
+def build_unit(index: int, config: ModelConfig, place: Placement) -> GPTUnit:
     """Unit ``index`` of the chain: 0 is the embedding, 1 .. L the layers, L + 1 the head."""
     kind = Embedding if index == 0 else Head if index == config.num_layers + 1 else TransformerLayer
     return kind(index, config, place)
 
 
-class Prelude:
-    """What every stage takes from its own batch and never receives: tokens, labels, mask, positions, angles."""
+class GPTPrelude:
+    """What every stage takes from its own batch and never receives: tokens, labels, mask,
+    positions, angles.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device):
         self.config = config
@@ -324,7 +387,7 @@ class GPT(nn.Module):
         super().__init__()
         units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
         self.units = nn.ModuleList(units)
-        self.prelude = Prelude(config, torch.device(place.device))
+        self.prelude = GPTPrelude(config, torch.device(place.device))
         if not config.untie_embeddings_and_output_weights:
             head: Any = units[-1]
             embedding: Any = units[0]

@@ -1,4 +1,5 @@
-"""The HuggingFace model that is a native GPT: its config.json from our settings, and our settings from a config.json.
+"""The HuggingFace model that is a native GPT: its config.json from our settings, and our settings
+from a config.json.
 
 A native model has the function and the tensor names of one of these model types, or of none:
 
@@ -40,7 +41,9 @@ _TRAINED_POSITIONS = 8192
 
 
 def hf_type(model: ModelConfig) -> str:
-    """Return the model type of transformers that computes what ``model`` computes. Raises ConfigError if none does."""
+    """Return the model type of transformers that computes what ``model`` computes. Raises
+    ConfigError if none does.
+    """
     if is_gpt2_style(model):
         return "gpt2"
     if model.position_embedding_type != "rope":
@@ -51,20 +54,28 @@ def hf_type(model: ModelConfig) -> str:
         if not model.swiglu:
             raise _no_type("--swiglu", "off", "on, with --normalization RMSNorm")
         if model.rotary_percent != 1:
-            raise _no_type("--rotary-percent", model.rotary_percent, "1, with --normalization RMSNorm")
+            raise _no_type(
+                "--rotary-percent", model.rotary_percent, "1, with --normalization RMSNorm"
+            )
         if not model.qk_layernorm:
             return "llama" if biased or not qkv else "qwen2"
         if biased or qkv:
-            raise _no_type("--qk-layernorm", "on", "off, or --disable-bias-linear without --add-qkv-bias")
+            raise _no_type(
+                "--qk-layernorm", "on", "off, or --disable-bias-linear without --add-qkv-bias"
+            )
         return "qwen3"
     if model.qk_layernorm:
         raise _no_type("--qk-layernorm", "on", "off, or --normalization RMSNorm")
     if model.head_dim * model.num_attention_heads != model.hidden_size:
-        raise _no_type("--kv-channels", model.head_dim, "the hidden size / attention heads, or RMSNorm")
+        raise _no_type(
+            "--kv-channels", model.head_dim, "the hidden size / attention heads, or RMSNorm"
+        )
     if model.swiglu and not biased:
         return "stablelm"
     if model.swiglu or not biased:
-        raise _no_type("--disable-bias-linear", "off" if biased else "on", "on with --swiglu, off without it")
+        raise _no_type(
+            "--disable-bias-linear", "off" if biased else "on", "on with --swiglu, off without it"
+        )
     if model.rotary_percent != 1:
         raise _no_type("--rotary-percent", model.rotary_percent, "1, without --swiglu")
     return "starcoder2"
@@ -76,9 +87,11 @@ def _no_type(flag: str, value: Any, instead: str) -> ConfigError:
 
 
 def hf_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of the HuggingFace model that is ``model``; its vocabulary size must be known.
+    """Return the config.json of the HuggingFace model that is ``model``; its vocabulary size must
+    be known.
 
-    The special tokens are those of no tokenizer. Raises ConfigError if transformers has no such model.
+    The special tokens are those of no tokenizer. Raises ConfigError if transformers has no such
+    model.
     """
     kind = hf_type(model)
     config = {
@@ -114,7 +127,10 @@ def _gpt2(model: ModelConfig) -> dict[str, Any]:
 def _rotary(model: ModelConfig) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
     if model.use_rope_scaling:
-        lengths = {"factor": model.rope_scaling_factor, "original_max_position_embeddings": _TRAINED_POSITIONS}
+        lengths = {
+            "factor": model.rope_scaling_factor,
+            "original_max_position_embeddings": _TRAINED_POSITIONS,
+        }
         rope |= _SCALING | lengths
     return {
         "num_hidden_layers": model.num_layers,
@@ -162,20 +178,29 @@ def _starcoder2(model: ModelConfig) -> dict[str, Any]:
 
 
 _OWN: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = MappingProxyType(
-    {"llama": _llama, "qwen2": _rms, "qwen3": _rms, "stablelm": _stablelm, "starcoder2": _starcoder2}
+    {
+        "llama": _llama,
+        "qwen2": _rms,
+        "qwen3": _rms,
+        "stablelm": _stablelm,
+        "starcoder2": _starcoder2,
+    }
 )
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``ModelConfig`` that a config.json asks for, complete as transformers writes it.
+    """Return the settings of ``ModelConfig`` that a config.json asks for, complete as transformers
+    writes it.
 
-    What the native model has no setting for is not looked at: compare ``hf_config`` of the result with ``config``.
-    Raises ConfigError for another model type.
+    What the native model has no setting for is not looked at: compare ``hf_config`` of the result
+    with ``config``. Raises ConfigError for another model type.
     """
     kind = config.get("model_type")
     if kind is None or kind not in ARCHITECTURES:
         remedy = "Train it with merak-pretrain-hf, which takes any model type"
-        raise ConfigError("model type", kind, f"the native GPT can be {', '.join(ARCHITECTURES)}", remedy)
+        raise ConfigError(
+            "model type", kind, f"the native GPT can be {', '.join(ARCHITECTURES)}", remedy
+        )
     shared = {
         "vocab_size": config["vocab_size"],
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
@@ -222,7 +247,9 @@ def _rotary_settings(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "use_rope_scaling": scaled,
         **({"rope_scaling_factor": rope["factor"]} if scaled else {}),
         "normalization": "RMSNorm" if norm else "LayerNorm",
-        "norm_epsilon": config["rms_norm_eps"] if norm else config.get("layer_norm_eps", config.get("norm_epsilon")),
+        "norm_epsilon": config["rms_norm_eps"]
+        if norm
+        else config.get("layer_norm_eps", config.get("norm_epsilon")),
         "qk_layernorm": kind == "qwen3",
         "swiglu": kind != "starcoder2",
         "disable_bias_linear": not biased,

@@ -22,11 +22,14 @@ from ..tensor_parallel.mappings import Group
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how a unit's layers live: tensor-parallel group, who calls collectives, dtype, device, own RNG.
+    """Where and how a unit's layers live: tensor-parallel group, who calls collectives, dtype,
+    device, own RNG.
 
-    ``sequence_parallel``: where tensor parallelism does not split the work (norms, dropout, residuals), each rank does
-    its part of the sequence; of one rank it means nothing. ``recompute_activations``: the backward computes what
-    enters the second matrix of the feed-forward part again. ``fp32_residual``: the residual stream is fp32.
+    ``sequence_parallel``: where tensor parallelism does not split the work (norms, dropout,
+    residuals), each rank does
+    its part of the sequence; of one rank it means nothing. ``recompute_activations``: the backward
+    computes what enters the second matrix of the feed-forward part again. ``fp32_residual``: the
+    residual stream is fp32.
     """
 
     group: Group = None
@@ -59,23 +62,31 @@ class Placement:
 
     @property
     def sums(self) -> Collective:
-        """What becomes of partial results: values that leave a parallel layer, gradients that leave its input."""
+        """What becomes of partial results: values that leave a parallel layer, gradients that leave
+        its input.
+        """
         return Collective.REDUCE_SCATTER if self.on_parts else Collective.ALL_REDUCE
 
     @property
     def joins(self) -> Collective:
-        """What a value needs on its way into a parallel layer, and the gradient of one that comes out of it."""
+        """What a value needs on its way into a parallel layer, and the gradient of one that comes
+        out of it.
+        """
         return Collective.ALL_GATHER if self.on_parts else Collective.NONE
 
     def own_stream(self) -> AbstractContextManager[None]:
-        """Random numbers of this rank's own where each has its part of the sequence, the shared ones elsewhere."""
+        """Random numbers of this rank's own where each has its part of the sequence, the shared
+        ones elsewhere.
+        """
         return self.rng.fork() if self.rng is not None and self.on_parts else nullcontext()
 
     def whole_gradient(self, parameter: Tensor) -> Tensor:
-        """A replicated parameter as it is used on parts of the sequence: its gradient is summed over the ranks, here
-        or by whoever owns the collectives.
+        """A replicated parameter as it is used on parts of the sequence: its gradient is summed
+        over the ranks, here or by whoever owns the collectives.
         """
-        return copy_to_tensor_model_parallel_region(parameter, self.group if self.on_parts and not self.edges else None)
+        return copy_to_tensor_model_parallel_region(
+            parameter, self.group if self.on_parts and not self.edges else None
+        )
 
     def border_shape(self, samples: int, length: int, hidden: int) -> tuple[int, int, int]:
         """What a rank has of the hidden state [samples, length, hidden] between two units."""
@@ -92,9 +103,11 @@ class Placement:
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm, as the configuration says. Its output has the dtype of its weight, whatever its input's is.
+    """LayerNorm or RMSNorm, as the configuration says. Its output has the dtype of its weight,
+    whatever its input's is.
 
-    ``partial``: each tensor-parallel rank norms other rows (its heads, or its part of the sequence), so the parameters'
+    ``partial``: each tensor-parallel rank norms other rows (its heads, or its part of the
+    sequence), so the parameters'
     gradients must be summed.
     """
 
@@ -104,7 +117,11 @@ class Norm(nn.Module):
         self.eps = config.norm_epsilon
         self.weight = nn.Parameter(torch.ones(size, dtype=place.dtype, device=place.device))
         layer = config.normalization == "LayerNorm"
-        self.bias = nn.Parameter(torch.zeros(size, dtype=place.dtype, device=place.device)) if layer else None
+        self.bias = (
+            nn.Parameter(torch.zeros(size, dtype=place.dtype, device=place.device))
+            if layer
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weight = copy_to_tensor_model_parallel_region(self.weight, self.group)
@@ -126,7 +143,9 @@ class Norm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Heads split over ranks: [b, s, h] -> partial (or, calling its collectives, full) [b, s, h], no output bias."""
+    """Heads split over ranks: [b, s, h] -> partial (or, calling its collectives, full) [b, s, h],
+    no output bias.
+    """
 
     def __init__(self, config: ModelConfig, place: Placement):
         super().__init__()
@@ -138,15 +157,21 @@ class SelfAttention(nn.Module):
         self.groups = c.query_groups // tp
         width = (c.num_attention_heads + 2 * c.query_groups) * c.head_dim
         bias = not c.disable_bias_linear
-        self.qkv = ColumnParallelLinear(c.hidden_size, width, bias or c.add_qkv_bias, **place.kwargs())
+        self.qkv = ColumnParallelLinear(
+            c.hidden_size, width, bias or c.add_qkv_bias, **place.kwargs()
+        )
         rows = c.num_attention_heads * c.head_dim
-        self.proj = RowParallelLinear(rows, c.hidden_size, bias, skip_bias_add=True, **place.kwargs())
+        self.proj = RowParallelLinear(
+            rows, c.hidden_size, bias, skip_bias_add=True, **place.kwargs()
+        )
         self.q_norm = Norm(c.head_dim, c, place, partial=True) if c.qk_layernorm else None
         self.k_norm = Norm(c.head_dim, c, place, partial=True) if c.qk_layernorm else None
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         normed = self.q_norm is not None and self.k_norm is not None
-        query, key, value = ops.split_heads(self.qkv(x), self.heads, self.groups, None if normed else angles)
+        query, key, value = ops.split_heads(
+            self.qkv(x), self.heads, self.groups, None if normed else angles
+        )
         if self.q_norm is not None and self.k_norm is not None:
             query = self.q_norm(query)
             key = self.k_norm(key)
@@ -162,8 +187,8 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """[b, s, h] -> partial (or full) [b, s, h] without output bias: SwiGLU, or GELU (tanh), which adds the bias of its
-    one input matrix.
+    """[b, s, h] -> partial (or full) [b, s, h] without output bias: SwiGLU, or GELU (tanh), which
+    adds the bias of its one input matrix.
     """
 
     def __init__(self, config: ModelConfig, place: Placement):
@@ -173,8 +198,12 @@ class FeedForward(nn.Module):
         self.recomputes = place.recompute_activations
         self.gated = c.swiglu
         width = c.ffn_size * (2 if c.swiglu else 1)
-        self.fc1 = ColumnParallelLinear(c.hidden_size, width, bias, skip_bias_add=not c.swiglu, **place.kwargs())
-        self.fc2 = RowParallelLinear(c.ffn_size, c.hidden_size, bias, skip_bias_add=True, **place.kwargs())
+        self.fc1 = ColumnParallelLinear(
+            c.hidden_size, width, bias, skip_bias_add=not c.swiglu, **place.kwargs()
+        )
+        self.fc2 = RowParallelLinear(
+            c.ffn_size, c.hidden_size, bias, skip_bias_add=True, **place.kwargs()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.fc1(x)
@@ -184,4 +213,6 @@ class FeedForward(nn.Module):
             return self.fc2(ops.swiglu(y) if self.gated else ops.bias_gelu(y, self.fc1.bias))
         if self.gated:
             return self.fc2.finish(ops.gated_linear(y, weight, None, "silu", sink=sink))
-        return self.fc2.finish(ops.gelu_linear(y, weight, None, self.fc1.bias, "gelu_tanh", sink=sink))
+        return self.fc2.finish(
+            ops.gelu_linear(y, weight, None, self.fc1.bias, "gelu_tanh", sink=sink)
+        )

@@ -1,5 +1,5 @@
-"""HuggingFace tensor names and layouts of the native GPT: GPT-2's where the shape is GPT-2's, Llama's (and Qwen's)
-else.
+"""HuggingFace tensor names and layouts of the native GPT: GPT-2's where the shape is GPT-2's,
+Llama's (and Qwen's) else.
 """
 
 import math
@@ -29,7 +29,9 @@ class Names:
         self.inner = Init("normal", config.init_method_std)
         self.outer = Init("normal", config.init_method_std / math.sqrt(2 * config.num_layers))
 
-    def _one(self, name: str, shape: tuple[int, ...], dim: int | None, init: Init, **more) -> ParameterLayout:
+    def _one(
+        self, name: str, shape: tuple[int, ...], dim: int | None, init: Init, **more
+    ) -> ParameterLayout:
         transposed = more.pop("transposed", False)
         return ParameterLayout((Piece(TensorSharding(name, shape, dim, **more), init, transposed),))
 
@@ -46,18 +48,24 @@ class Names:
 
 
 class GPT2Names(Names):
-    """transformer.h.N.attn.c_attn and friends: [in, out] matrices, q, k and v fused in three blocks."""
+    """transformer.h.N.attn.c_attn and friends: [in, out] matrices, q, k and v fused in three
+    blocks.
+    """
 
     def embedding(self) -> ParameterLayout:
         return self._vocabulary("transformer.wte.weight")
 
     def positions(self) -> ParameterLayout:
         c = self.config
-        return self._one("transformer.wpe.weight", (c.max_positions, c.hidden_size), None, self.inner)
+        return self._one(
+            "transformer.wpe.weight", (c.max_positions, c.hidden_size), None, self.inner
+        )
 
     def head(self) -> ParameterLayout:
         return self._vocabulary(
-            "lm_head.weight" if self.config.untie_embeddings_and_output_weights else "transformer.wte.weight"
+            "lm_head.weight"
+            if self.config.untie_embeddings_and_output_weights
+            else "transformer.wte.weight"
         )
 
     def final_norm(self) -> dict[str, ParameterLayout]:
@@ -68,7 +76,9 @@ class GPT2Names(Names):
     ) -> dict[str, ParameterLayout]:
         bias = 0 if dim == 1 else None
         return {
-            "weight": self._one(f"{name}.weight", (rows, columns), dim, init, blocks=blocks, transposed=True),
+            "weight": self._one(
+                f"{name}.weight", (rows, columns), dim, init, blocks=blocks, transposed=True
+            ),
             "bias": self._one(f"{name}.bias", (columns,), bias, Init("zeros"), blocks=blocks),
         }
 
@@ -87,14 +97,18 @@ class GPT2Names(Names):
 
 
 class LlamaNames(Names):
-    """model.layers.N.self_attn.q_proj and friends: [out, in] matrices, q, k, v and gate, up as tensors of their own."""
+    """model.layers.N.self_attn.q_proj and friends: [out, in] matrices, q, k, v and gate, up as
+    tensors of their own.
+    """
 
     def embedding(self) -> ParameterLayout:
         return self._vocabulary("model.embed_tokens.weight")
 
     def positions(self) -> ParameterLayout:
         c = self.config
-        return self._one("model.embed_positions.weight", (c.max_positions, c.hidden_size), None, self.inner)
+        return self._one(
+            "model.embed_positions.weight", (c.max_positions, c.hidden_size), None, self.inner
+        )
 
     def head(self) -> ParameterLayout:
         tied = not self.config.untie_embeddings_and_output_weights
@@ -103,11 +117,17 @@ class LlamaNames(Names):
     def final_norm(self) -> dict[str, ParameterLayout]:
         return self.norm("model.norm", self.config.hidden_size)
 
-    def _column(self, names: list[tuple[str, int]], columns: int, bias: bool) -> dict[str, ParameterLayout]:
-        weights = [self._one(f"{n}.weight", (rows, columns), 0, self.inner).pieces[0] for n, rows in names]
+    def _column(
+        self, names: list[tuple[str, int]], columns: int, bias: bool
+    ) -> dict[str, ParameterLayout]:
+        weights = [
+            self._one(f"{n}.weight", (rows, columns), 0, self.inner).pieces[0] for n, rows in names
+        ]
         layouts = {"weight": ParameterLayout(tuple(weights))}
         if bias:
-            biases = [self._one(f"{n}.bias", (rows,), 0, Init("zeros")).pieces[0] for n, rows in names]
+            biases = [
+                self._one(f"{n}.bias", (rows,), 0, Init("zeros")).pieces[0] for n, rows in names
+            ]
             layouts["bias"] = ParameterLayout(tuple(biases))
         return layouts
 
@@ -127,8 +147,16 @@ class LlamaNames(Names):
         groups = c.query_groups * c.head_dim
         attention = f"{base}.self_attn"
         mlp = f"{base}.mlp"
-        qkv = [(f"{attention}.q_proj", heads), (f"{attention}.k_proj", groups), (f"{attention}.v_proj", groups)]
-        fc1 = [(f"{mlp}.gate_proj", f), (f"{mlp}.up_proj", f)] if c.swiglu else [(f"{mlp}.up_proj", f)]
+        qkv = [
+            (f"{attention}.q_proj", heads),
+            (f"{attention}.k_proj", groups),
+            (f"{attention}.v_proj", groups),
+        ]
+        fc1 = (
+            [(f"{mlp}.gate_proj", f), (f"{mlp}.up_proj", f)]
+            if c.swiglu
+            else [(f"{mlp}.up_proj", f)]
+        )
         layouts = {
             "input_norm": self.norm(f"{base}.input_layernorm", h),
             "qkv": self._column(qkv, h, bias or c.add_qkv_bias),
@@ -153,7 +181,9 @@ def names_for(config: ModelConfig, tp: int) -> GPT2Names | LlamaNames:
 
 
 def tensor_table(config: ModelConfig, tp: int) -> tuple[TensorSharding, ...]:
-    """Return how each tensor of the model is sharded over ``tp`` ranks, in the model's order, tied ones once."""
+    """Return how each tensor of the model is sharded over ``tp`` ranks, in the model's order, tied
+    ones once.
+    """
     names = names_for(config, tp)
     layouts = [names.embedding()]
     if config.position_embedding_type == "learned_absolute":

@@ -1,7 +1,7 @@
 """The operations that models are made of.
 
-Each is a plain function of tensors with a reference implementation in PyTorch that runs on every device; a compiled
-kernel, where loaded, replaces it behind the same signature.
+Each is a plain function of tensors with a reference implementation in PyTorch that runs on every
+device; a compiled kernel, where loaded, replaces it behind the same signature.
 """
 
 from .activation import bias_gelu, gated, gated_halves, gelu_tanh, swiglu
@@ -20,12 +20,17 @@ from .linear import WeightGradientSink, adds_in_product, embedding, embedding_pa
 from .linears import joined_linear, linears
 from .load import load
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .operations import OPERATIONS, Kept, Operation, Scores, row
 from .recomputed import gated_linear, gelu_linear
-from .residual import bias_dropout_add
+from .residual import bias_dropout_add, dropout_of_parts
 from .rotary import rotary, rotary_angles
 from .softmax import masked_softmax
 
 __all__ = [
+    "OPERATIONS",
+    "Kept",
+    "Operation",
+    "Scores",
     "WeightGradientSink",
     "accumulate_",
     "adamw_",
@@ -39,6 +44,7 @@ __all__ = [
     "cast_",
     "causal_attention",
     "documents",
+    "dropout_of_parts",
     "cross_entropy",
     "cross_entropy_stats",
     "embedding",
@@ -59,6 +65,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_angles",
+    "row",
     "split_heads",
     "sum_of_squares",
     "swiglu",

@@ -1,4 +1,6 @@
-"""Activations of the feed-forward block: silu, gelu and gelu_tanh, alone after a bias, and as gates."""
+"""Activations of the feed-forward block: silu, gelu and gelu_tanh, alone after a bias, and as
+gates.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,9 +26,11 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-# ---- gates --------------------------------------------------------------------------------------------------------
+# ---- gates ---------------------------------------------------------------------------------------
 @operation("gated_backward", lambda grad, gate, up, activation: (_like(gate), _like(up)))
-def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def _gated_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
     forward, backward = _ACTIVATIONS[activation]
     return backward(grad * up, gate).contiguous(), forward(gate).mul_(grad).contiguous()
 
@@ -78,12 +82,17 @@ def _gated_merged(gate_up: Tensor, activation: str) -> Tensor:
     return _gated(gate, up, activation)
 
 
-# ---- behind a bias ------------------------------------------------------------------------------------------------
+# ---- behind a bias -------------------------------------------------------------------------------
 @operation(
     "bias_gelu_backward",
-    lambda grad, x, bias, activation: (_like(x), x.new_empty((0,)) if bias is None else _like(bias)),
+    lambda grad, x, bias, activation: (
+        _like(x),
+        x.new_empty((0,)) if bias is None else _like(bias),
+    ),
 )
-def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+def _bias_gelu_backward(
+    grad: Tensor, x: Tensor, bias: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
     _, backward = _ACTIVATIONS[activation]
     if bias is None:
         return backward(grad, x).contiguous(), x.new_empty((0,))
@@ -108,9 +117,10 @@ def _bias_gelu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return forward(x if bias is None else (x + bias).to(x.dtype)).contiguous()
 
 
-# ---- faces --------------------------------------------------------------------------------------------------------
+# ---- faces ---------------------------------------------------------------------------------------
 def gated_halves(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [..., 2f], gate first -> activation(gate) * up [..., f]; saves its input only for the backward.
+    """gate_up [..., 2f], gate first -> activation(gate) * up [..., f]; saves its input only for the
+    backward.
 
     activation: silu, gelu or gelu_tanh.
     """
@@ -123,15 +133,21 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, all [..., f]; saves its inputs only. ``activation``: silu, gelu or gelu_tanh."""
+    """activation(gate) * up, all [..., f]; saves its inputs only. ``activation``: silu, gelu or
+    gelu_tanh.
+    """
     return kernels(gate, up).gated(gate, up, activation)
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, activation: str = "gelu_tanh") -> Tensor:
-    """activation(x + bias), x [..., f], bias [f] or None; saves its inputs only. ``activation``: see ``gated``."""
+    """activation(x + bias), x [..., f], bias [f] or None; saves its inputs only. ``activation``:
+    see ``gated``.
+    """
     return kernels(x, bias).bias_gelu(x, bias, activation)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """x [...] -> GELU by its tanh approximation, the formula of the GPT-2 family. Hendrycks and Gimpel, 2016."""
+    """x [...] -> GELU by its tanh approximation, the formula of the GPT-2 family. Hendrycks and
+    Gimpel, 2016.
+    """
     return bias_gelu(x, None)

@@ -20,7 +20,8 @@ def find() -> ModuleType | None:
 
 
 def provide(library: torch.library.Library, norms: Any, key: str = "CUDA") -> tuple[str, ...]:
-    """Implement the norms of ``library`` for the dispatch key ``key``; return the names of the operations.
+    """Implement the norms of ``library`` for the dispatch key ``key``; return the names of the
+    operations.
 
     The kernels require x and weights of one type, contiguous, and one-dimensional statistics.
     """
@@ -29,12 +30,24 @@ def provide(library: torch.library.Library, norms: Any, key: str = "CUDA") -> tu
         y, rstd = norms.rms_forward_affine(x.contiguous(), weight.shape, weight.to(x.dtype), eps)
         return y, rstd.view(x.shape[:-1])
 
-    def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        parts = (grad.contiguous(), rstd.reshape(-1), x.contiguous(), weight.shape, weight.to(x.dtype), 0.0, False)
+    def rms_norm_backward(
+        grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        parts = (
+            grad.contiguous(),
+            rstd.reshape(-1),
+            x.contiguous(),
+            weight.shape,
+            weight.to(x.dtype),
+            0.0,
+            False,
+        )
         grad_x, grad_weight = norms.rms_backward_affine(*parts)
         return grad_x, grad_weight.to(weight.dtype)
 
-    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def layer_norm(
+        x: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         parts = (x.contiguous(), weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
         y, mean, rstd = norms.forward_affine(*parts)
         return y, mean.view(x.shape[:-1]), rstd.view(x.shape[:-1])
@@ -43,8 +56,16 @@ def provide(library: torch.library.Library, norms: Any, key: str = "CUDA") -> tu
         grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         scale = weight.to(x.dtype)
-        parts = (grad.contiguous(), mean.reshape(-1), rstd.reshape(-1), x.contiguous(), weight.shape, scale)
-        # The bias matters to the kernel only for its type, and where the input is found again from the output.
+        parts = (
+            grad.contiguous(),
+            mean.reshape(-1),
+            rstd.reshape(-1),
+            x.contiguous(),
+            weight.shape,
+            scale,
+        )
+        # The bias matters to the kernel only for its type, and where the input is found again from
+        # the output.
         grad_x, grad_weight, grad_bias = norms.backward_affine(*parts, scale, 0.0, False)
         return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
 

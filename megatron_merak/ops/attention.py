@@ -12,14 +12,16 @@ from .one_kernel import AsOneKernel, pricing
 from .register import kernels
 from .softmax import masked_softmax
 
-# Up to this length a CPU is faster with whole rows of scores than with torch's tiled kernel; measured on AVX-512 cores.
+# Up to this length a CPU is faster with whole rows of scores than with torch's tiled kernel;
+# measured on AVX-512 cores.
 _SHORT = 512
 _SHORT_MASKED = 256
 _BLOCK = 128
 
 
 class _ShortCausal(torch.autograd.Function):
-    """Blocks of queries against all keys up to the block's end; the backward recomputes probabilities.
+    """Blocks of queries against all keys up to the block's end; the backward recomputes
+    probabilities.
 
     Only query, key and value are saved. Query heads that share a key head are rows of one product.
     """
@@ -32,8 +34,14 @@ class _ShortCausal(torch.autograd.Function):
         context = torch.empty_like(queries)
         for start in range(0, queries.shape[2], _BLOCK):
             part, stop = _probabilities(queries, keys, start, scale)
-            context[:, :, start:stop] = torch.bmm(part, values[:, :stop]).unflatten(1, (queries.shape[1], -1))
-        return context.view(query.shape[0], query.shape[2], *queries.shape[2:]).transpose(1, 2).flatten(2)
+            context[:, :, start:stop] = torch.bmm(part, values[:, :stop]).unflatten(
+                1, (queries.shape[1], -1)
+            )
+        return (
+            context.view(query.shape[0], query.shape[2], *queries.shape[2:])
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     @staticmethod
     def backward(ctx, grad):
@@ -51,7 +59,9 @@ class _ShortCausal(torch.autograd.Function):
             grad_part = torch.bmm(grad_rows, values[:, :stop].transpose(1, 2))
             grad_heads = grad_part.unflatten(1, (queries.shape[1], -1))
             heads = part.unflatten(1, (queries.shape[1], -1))
-            grad_scores = kernels(part).masked_softmax_backward(grad_heads, heads, scale, True).flatten(1, 2)
+            grad_scores = (
+                kernels(part).masked_softmax_backward(grad_heads, heads, scale, True).flatten(1, 2)
+            )
             grad_block = torch.bmm(grad_scores, keys[:, :stop])
             grad_queries[:, :, start:stop] = grad_block.unflatten(1, (queries.shape[1], -1))
             grad_keys[:, :stop].baddbmm_(grad_scores.transpose(1, 2), rows)
@@ -60,7 +70,9 @@ class _ShortCausal(torch.autograd.Function):
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[b, s, n, d] and twice [b, s, g, d] -> [b g, n / g, s, d] and twice [b g, s, d], contiguous."""
+    """[b, s, n, d] and twice [b, s, g, d] -> [b g, n / g, s, d] and twice [b g, s, d],
+    contiguous.
+    """
     batch, length, heads, dim = query.shape
     groups = key.shape[2]
     queries = query.transpose(1, 2).reshape(batch * groups, heads // groups, length, dim)
@@ -70,7 +82,9 @@ def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 def _probabilities(queries: Tensor, keys: Tensor, start: int, scale: float) -> tuple[Tensor, int]:
-    """Softmax over keys [.., :stop] of the queries start:stop, [b g, n / g (stop - start), stop], and stop."""
+    """Softmax over keys [.., :stop] of the queries start:stop, [b g, n / g (stop - start), stop],
+    and stop.
+    """
     stop = min(start + _BLOCK, queries.shape[2])
     rows = queries[:, :, start:stop].flatten(1, 2)
     scores = _scores(rows, keys[:, :stop]).unflatten(1, (queries.shape[1], -1))
@@ -92,17 +106,27 @@ def causal_attention(
     """
     if pricing() is not None:
         heads = (x.transpose(1, 2) for x in (query, key, value))
-        return AsOneKernel.apply(partial(_causal_on_heads, dropout=dropout, scale=scale), True, *heads, None)
+        return AsOneKernel.apply(
+            partial(_causal_on_heads, dropout=dropout, scale=scale), True, *heads, None
+        )
     return _causal(query, key, value, dropout, scale=scale)
 
 
-def _causal_on_heads(query: Tensor, key: Tensor, value: Tensor, _, dropout: float, scale: float | None) -> Tensor:
-    return _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout, scale=scale)
+def _causal_on_heads(
+    query: Tensor, key: Tensor, value: Tensor, _, dropout: float, scale: float | None
+) -> Tensor:
+    return _causal(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout, scale=scale
+    )
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None) -> Tensor:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None
+) -> Tensor:
     if query.device.type == "cpu" and dropout == 0 and query.shape[1] <= _SHORT:
-        return _ShortCausal.apply(query, key, value, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        return _ShortCausal.apply(
+            query, key, value, 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        )
     out = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -124,21 +148,31 @@ def attention(
     scale: float | None = None,
     apart: Tensor | None = None,
 ) -> Tensor:
-    """query [b, n, s, d], key [b, g, t, d], value [b, g, t, e] with n a multiple of g -> [b, n, s, e].
+    """query [b, n, s, d], key [b, g, t, d], value [b, g, t, e] with n a multiple of g -> [b, n, s,
+    e].
 
-    mask:  [1 or b, 1 or n, 1 or s, t], without gradient: False hides a key, numbers are added to the scores.
+    mask:  [1 or b, 1 or n, 1 or s, t], without gradient: False hides a key, numbers are added to
+           the scores.
     scale: of the scores; None: 1 / sqrt(d).
     apart: ``documents(mask)``, if known: documents are computed one by one.
     """
     if pricing() is not None:
-        return AsOneKernel.apply(partial(_masked, dropout=dropout, scale=scale), False, query, key, value, mask)
+        return AsOneKernel.apply(
+            partial(_masked, dropout=dropout, scale=scale), False, query, key, value, mask
+        )
     if mask is not None and apart is not None and dropout == 0 and (rows := spans(apart)):
-        return _by_documents(query, key, value, mask, scale=scale, rows=rows * (len(query) // len(rows)))
+        return _by_documents(
+            query, key, value, mask, scale=scale, rows=rows * (len(query) // len(rows))
+        )
     return _masked(query, key, value, mask, dropout=dropout, scale=scale)
 
 
-def _by_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, rows: list) -> Tensor:
-    """Attention inside each document, with causal kernels where the mask is causal. rows: of ``spans``."""
+def _by_documents(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, rows: list
+) -> Tensor:
+    """Attention inside each document, with causal kernels where the mask is causal. rows: of
+    ``spans``.
+    """
     outputs = []
     for place, (causal, bounds) in enumerate(rows):
         here = slice(place, place + 1)
@@ -148,30 +182,48 @@ def _by_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
         pieces = (x[here].split(sizes, 2) for x in (query, key, value))
         for (begin, end), q, k, v in zip(bounds, *pieces, strict=True):
             if causal and value.shape[-1] == query.shape[-1]:
-                joined = _causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, scale=scale)
+                joined = _causal(
+                    q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, scale=scale
+                )
                 parts.append(joined.unflatten(2, (query.shape[1], -1)).transpose(1, 2))
             else:
-                parts.append(_masked(q, k, v, hidden[..., begin:end, begin:end], dropout=0.0, scale=scale))
+                parts.append(
+                    _masked(q, k, v, hidden[..., begin:end, begin:end], dropout=0.0, scale=scale)
+                )
         outputs.append(torch.cat(parts, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _masked(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None,
 ) -> Tensor:
     if query.device.type == "cpu" and query.shape[2] <= _SHORT_MASKED:
         return _whole_rows(
-            query, key, value, mask, dropout=dropout, scale=query.shape[-1] ** -0.5 if scale is None else scale
+            query,
+            key,
+            value,
+            mask,
+            dropout=dropout,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
         )
     grouped = query.shape[1] != key.shape[1]
     if grouped and mask is not None and query.device.type != "cpu":
         # Beside a mask no fused kernel of an accelerator shares heads.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         grouped = False
-    return F.scaled_dot_product_attention(query, key, value, mask, dropout, False, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, False, scale=scale, enable_gqa=grouped
+    )
 
 
-def _whole_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float) -> Tensor:
+def _whole_rows(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float
+) -> Tensor:
     batch, heads, length, dim = query.shape
     rows = query.reshape(batch, key.shape[1], -1, dim)
     scores = _scores(rows, key).view(batch, heads, length, -1)

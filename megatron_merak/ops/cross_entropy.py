@@ -1,4 +1,5 @@
-"""Softmax cross entropy per row of logits: of one tensor, of shards of the classes, and fused with the output layer.
+"""Softmax cross entropy per row of logits: of one tensor, of shards of the classes, and fused with
+the output layer.
 
 Statistics and losses are fp32 (fp64 for fp64 logits). A class at -inf does not exist.
 """
@@ -11,16 +12,19 @@ from .flat import accumulate_
 from .linear import WeightGradientSink
 from .register import kernels, operation
 
-_CACHED = 1 << 18  # values that stay in a CPU's cache between the passes of a reference implementation
+# values that stay in a CPU's cache between the passes of a reference implementation
+_CACHED = 1 << 18
 
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-# ---- statistics of a shard, and their loss ---------------------------------------------------------------------------
+# ---- statistics of a shard, and their loss -------------------------------------------------------
 def _local(target: Tensor, start: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Return a target's index in the shard, 0 for others, int64 [t, 1]; and whether it is in another shard."""
+    """Return a target's index in the shard, 0 for others, int64 [t, 1]; and whether it is in
+    another shard.
+    """
     place = target.unsqueeze(-1) - start
     outside = (place < 0) | (place >= classes)
     return place.masked_fill(outside, 0), outside
@@ -46,7 +50,9 @@ def _cross_entropy_grad(
 
 
 @operation("cross_entropy_grad_", lambda *arguments: None)
-def _cross_entropy_grad_(logits: Tensor, target: Tensor, stats: Tensor, grad: Tensor, start: int, classes: int) -> None:
+def _cross_entropy_grad_(
+    logits: Tensor, target: Tensor, stats: Tensor, grad: Tensor, start: int, classes: int
+) -> None:
     logits.copy_(_cross_entropy_grad(logits, target, stats, grad, start=start, classes=classes))
 
 
@@ -57,7 +63,9 @@ def _setup_stats(ctx, inputs, output) -> None:
 
 def _backward_stats(ctx, grad):
     logits, target, stats = ctx.saved_tensors
-    grad_logits = kernels(logits).cross_entropy_grad(logits, target, stats, grad, ctx.start, ctx.classes)
+    grad_logits = kernels(logits).cross_entropy_grad(
+        logits, target, stats, grad, ctx.start, ctx.classes
+    )
     return grad_logits, None, None, None, None
 
 
@@ -69,7 +77,9 @@ def _backward_stats(ctx, grad):
     _setup_stats,
     _backward_stats,
 )
-def _cross_entropy_stats(logits: Tensor, target: Tensor, start: int, classes: int, smoothing: bool) -> Tensor:
+def _cross_entropy_stats(
+    logits: Tensor, target: Tensor, start: int, classes: int, smoothing: bool
+) -> Tensor:
     stats = logits.new_zeros((len(target), 5 if smoothing else 3), dtype=_wide(logits))
     stats[:, 0] = stats[:, 2] = -torch.inf
     if classes <= 0 or not len(target):
@@ -102,7 +112,10 @@ class _OwnedStats(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if ctx.consumed:
-            raise RuntimeError("a cross entropy that owns its logits turns them into their gradient: one backward only")
+            raise RuntimeError(
+                "a cross entropy that owns its logits turns them into their gradient: one "
+                "backward only"
+            )
         ctx.consumed = True
         logits, target, stats = ctx.saved_tensors
         kernels(logits).cross_entropy_grad_(logits, target, stats, grad, ctx.start, ctx.classes)
@@ -117,19 +130,23 @@ def cross_entropy_stats(
     smoothing: bool = False,
     owned: bool = False,
 ) -> Tensor:
-    """Statistics of one shard of a row: logits [..., v], target int64 [...] -> [..., 3], or 5 with ``smoothing``.
+    """Statistics of one shard of a row: logits [..., v], target int64 [...] -> [..., 3], or 5 with
+    ``smoothing``.
 
-    Per row: the maximum, the sum of exp(x - maximum), and the target's x (-inf: in another shard); with ``smoothing``
-    also sum and number of the x that are not -inf.
+    Per row: the maximum, the sum of exp(x - maximum), and the target's x (-inf: in another shard);
+    with ``smoothing`` also sum and number of the x that are not -inf.
 
     start:   first class of the shard.
     classes: number of classes; later columns are padding; None: v.
-    owned:   nothing else reads the logits, so that the backward, which may run once, overwrites them.
+    owned:   nothing else reads the logits, so that the backward, which may run once, overwrites
+             them.
     """
     flat = logits.reshape(target.numel(), logits.shape[-1])
     targets = target.flatten()
     arguments = flat, targets, start, logits.shape[-1] if classes is None else classes, smoothing
-    stats = _OwnedStats.apply(*arguments) if owned else kernels(logits).cross_entropy_stats(*arguments)
+    stats = (
+        _OwnedStats.apply(*arguments) if owned else kernels(logits).cross_entropy_stats(*arguments)
+    )
     return stats.view(*target.shape, stats.shape[-1])
 
 
@@ -168,33 +185,44 @@ class _LossOfStats(torch.autograd.Function):
 def loss_of_stats(stats: Tensor, label_smoothing: float = 0.0, everywhere: bool = False) -> Tensor:
     """The statistics of all shards, [n, ..., 3 or 5] -> loss [...].
 
-    Label smoothing spreads over the other classes, as Megatron-LM documents it, or ``everywhere``: over the target's
-    too, as PyTorch does.
+    Label smoothing spreads over the other classes, as Megatron-LM documents it, or ``everywhere``:
+    over the target's too, as PyTorch does.
     """
     return _LossOfStats.apply(stats, label_smoothing, everywhere)
 
 
-def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
-    """Loss per row of logits [..., v] against target int64 [...] in 0 .. v - 1: [...]; 0 where it is ``ignore_index``.
+def cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Loss per row of logits [..., v] against target int64 [...] in 0 .. v - 1: [...]; 0 where it
+    is ``ignore_index``.
 
     Label smoothing spreads over the other v - 1 classes.
     """
     ignored = target == ignore_index
-    stats = cross_entropy_stats(logits, target.masked_fill(ignored, 0), smoothing=label_smoothing > 0)
+    stats = cross_entropy_stats(
+        logits, target.masked_fill(ignored, 0), smoothing=label_smoothing > 0
+    )
     return loss_of_stats(stats.unsqueeze(0), label_smoothing).masked_fill(ignored, 0.0)
 
 
-# ---- with the output layer ------------------------------------------------------------------------------------------
+# ---- with the output layer -----------------------------------------------------------------------
 def _fake_exponentiate(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(len(target), dtype=_wide(logits)), logits.new_empty(len(target), dtype=_wide(logits))
+    return logits.new_empty(len(target), dtype=_wide(logits)), logits.new_empty(
+        len(target), dtype=_wide(logits)
+    )
 
 
 @operation("exponentiate_", _fake_exponentiate)
 def _exponentiate_(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Exponentiate in place; on a CPU in blocks of rows that fit into its cache."""
     loss, total = (logits.new_empty(len(target), dtype=_wide(logits)) for _ in range(2))
-    rows = max(1, _CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(target))
-    for part, place, losses, totals in zip(*(t.split(rows) for t in (logits, target, loss, total)), strict=True):
+    rows = (
+        max(1, _CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(target))
+    )
+    for part, place, losses, totals in zip(
+        *(t.split(rows) for t in (logits, target, loss, total)), strict=True
+    ):
         place = place.unsqueeze(-1)
         part[:, classes:] = -torch.inf
         shifted = part.to(loss.dtype)
@@ -208,10 +236,11 @@ def _exponentiate_(logits: Tensor, target: Tensor, classes: int) -> tuple[Tensor
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Saves e = exp(logits - max) minus the row sum at the target: the gradient of the logits up to a factor per
-    row.
+    """Saves e = exp(logits - max) minus the row sum at the target: the gradient of the logits up to
+    a factor per row.
 
-    The factor is applied to the small operand of the backward's two products, which read e unchanged.
+    The factor is applied to the small operand of the backward's two products, which read e
+    unchanged.
     """
 
     @staticmethod
@@ -228,10 +257,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = (grad / total).unsqueeze(-1)
         grad_x = (exponents @ weight).mul_(scale)
         scaled = (x * scale).to(x.dtype)
-        if ctx.sink is None:
-            return grad_x, exponents.t() @ scaled, None, None, None
-        ctx.sink.matmul(weight, exponents, scaled)
-        return grad_x, None, None, None, None
+        grad_weight = None
+        if ctx.sink is not None:
+            ctx.sink.matmul(weight, exponents, scaled)
+        elif ctx.needs_input_grad[1]:
+            grad_weight = exponents.t() @ scaled
+        return grad_x, grad_weight, None, None, None
 
 
 class _ChunkedStats(torch.autograd.Function):
@@ -256,18 +287,28 @@ class _ChunkedStats(torch.autograd.Function):
         x, weight, target, stats = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         grad_weight = None
-        if ctx.sink is None:
+        if ctx.sink is None and ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=_wide(weight))
         parts = (tensor.split(ctx.chunk) for tensor in (x, target, stats, grad, grad_x))
         for rows, targets, stats_of_chunk, of_stats, into in zip(*parts, strict=True):
             logits = F.linear(rows, weight)
-            kernels(logits).cross_entropy_grad_(logits, targets, stats_of_chunk, of_stats, ctx.start, ctx.classes)
+            kernels(logits).cross_entropy_grad_(
+                logits, targets, stats_of_chunk, of_stats, ctx.start, ctx.classes
+            )
             torch.mm(logits, weight, out=into)
             if ctx.sink is not None:
                 ctx.sink.matmul(weight, logits, rows, now=True)
-            else:
+            elif grad_weight is not None:
                 accumulate_(grad_weight, logits.t() @ rows)
-        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+        return (
+            grad_x,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def linear_cross_entropy_stats(
@@ -281,7 +322,8 @@ def linear_cross_entropy_stats(
 ) -> Tensor:
     """``cross_entropy_stats`` of x [..., h] weight [v, h]^T and target int64 [...]: [..., 3].
 
-    Logits exist for ``chunk`` rows at a time. A ``sink`` takes the weight gradient at once; autograd then returns none.
+    Logits exist for ``chunk`` rows at a time. A ``sink`` takes the weight gradient at once;
+    autograd then returns none.
     """
     arguments = x.reshape(-1, x.shape[-1]), weight, target.flatten(), start, classes, chunk, sink
     return _ChunkedStats.apply(*arguments).view(*target.shape, 3)
@@ -299,12 +341,16 @@ def linear_cross_entropy(
 
     classes: number of classes; later rows of ``weight`` are padding.
     sink:    takes the weight gradient; autograd then returns none.
-    chunk:   compute the logits of so many rows at a time and recompute them in the backward; 0: store all logits.
+    chunk:   compute the logits of so many rows at a time and recompute them in the backward; 0:
+             store all logits.
     """
     classes = weight.shape[0] if classes is None else classes
     if x.dtype == torch.float16 and not chunk:
-        chunk = max(1, x.shape[0])  # a row's sum of exponentials, which would stand at the target, may be too large
+        # a row's sum of exponentials, which would stand at the target, may be too large
+        chunk = max(1, x.shape[0])
     if chunk:
-        stats = linear_cross_entropy_stats(x, weight, target, 0, classes=classes, chunk=chunk, sink=sink)
+        stats = linear_cross_entropy_stats(
+            x, weight, target, 0, classes=classes, chunk=chunk, sink=sink
+        )
         return loss_of_stats(stats.unsqueeze(0))
     return _LinearCrossEntropy.apply(x, weight, target, classes, sink)

@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 def documents(mask: Tensor) -> Tensor:
     """mask [b, 1, s, s] bool -> [b, 2 or more] int64 on the CPU.
 
-    Of each row: 1 if tokens attend to everything before them in their document and nothing else, or 0; where documents
-    begin; then s as padding.
+    Of each row: 1 if tokens attend to everything before them in their document and nothing else, or
+    0; where documents begin; then s as padding.
 
-    A document ends where no later token attends to it and it attends to no later token. A row is one document off the
-    CPU, whose kernels do not work by document, where a token attends to nothing, and for a mask without values.
+    A document ends where no later token attends to it and it attends to no later token. A row is
+    one document off the CPU, whose kernels do not work by document, where a token attends to
+    nothing, and for a mask without values.
     """
     rows = mask.shape[0]
     length = mask.shape[-1]
@@ -40,7 +41,9 @@ def documents(mask: Tensor) -> Tensor:
     begins = (ahead < place) & (first.flip(-1).cummin(-1).values.flip(-1) >= place)
     start = torch.where(begins, place, 0).cummax(-1).values
     causal = ((first == start) & (last == place) & (count == place - start + 1)).all(-1)
-    starts = [[int(c), *b.nonzero().flatten().tolist()] for c, b in zip(causal, begins, strict=True)]
+    starts = [
+        [int(c), *b.nonzero().flatten().tolist()] for c, b in zip(causal, begins, strict=True)
+    ]
     width = max(map(len, starts)) + 1
     return torch.tensor([row + [length] * (width - len(row)) for row in starts])
 
@@ -52,5 +55,7 @@ def spans(apart: Tensor) -> list[tuple[bool, list[tuple[int, int]]]]:
     """
     if isinstance(apart, FakeTensor):
         return []
-    bounds_of = [(bool(c), [p for p in pairwise(places) if p[0] < p[1]]) for c, *places in apart.tolist()]
+    bounds_of = [
+        (bool(c), [p for p in pairwise(places) if p[0] < p[1]]) for c, *places in apart.tolist()
+    ]
     return bounds_of if any(len(bounds) > 1 for _, bounds in bounds_of) else []

@@ -1,4 +1,6 @@
-"""One pass over flat buffers: AdamW, sums of squares, and additions between tensors of different types."""
+"""One pass over flat buffers: AdamW, sums of squares, and additions between tensors of different
+types.
+"""
 
 import torch
 from torch import Tensor
@@ -85,10 +87,12 @@ def adamw_(
     step: int,
     scale: float = 1.0,
 ) -> None:
-    """Take the ``step``-th step, from 1, of AdamW (https://arxiv.org/abs/1711.05101) on contiguous fp32 [n].
+    """Take the ``step``-th step, from 1, of AdamW (https://arxiv.org/abs/1711.05101) on contiguous
+    fp32 [n].
 
-    The gradient [n] is multiplied by ``scale``. ``copy`` [n], if not None, gets the new values rounded to its dtype.
-    The update of a value is bitwise independent of its position and neighbours.
+    The gradient [n] is multiplied by ``scale``. ``copy`` [n], if not None, gets the new values
+    rounded to its dtype. The update of a value is bitwise independent of its position and
+    neighbours.
     """
     kernels(master, grad, copy).adamw_(
         master, exp_avg, exp_avg_sq, grad, copy, lr, *betas, eps, weight_decay, step, scale
@@ -96,7 +100,9 @@ def adamw_(
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """The squared 2-norm of all of x: fp64 scalar, to 1e-7 of itself however many values there are."""
+    """The squared 2-norm of all of x: fp64 scalar, to 1e-7 of itself however many values
+    there are.
+    """
     return kernels(x).sum_of_squares(x)
 
 
@@ -111,5 +117,7 @@ def cast_(into: Tensor, x: Tensor, scale: float = 1.0) -> None:
 
 
 def add_rows_(into: Tensor, index: Tensor, rows: Tensor) -> None:
-    """into[index] += rows: into [v, h], index [t] of integers, rows [t, h] of any dtype; rows of one index in order."""
+    """into[index] += rows: into [v, h], index [t] of integers, rows [t, h] of any dtype; rows of
+    one index in order.
+    """
     kernels(into, rows).add_rows_(into, index.long(), rows)

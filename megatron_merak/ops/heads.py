@@ -9,7 +9,9 @@ Angles = tuple[Tensor, Tensor]
 
 
 class _SplitHeads(torch.autograd.Function):
-    """The heads are views of ``qkv``, so only that is saved; their gradients are written into one tensor."""
+    """The heads are views of ``qkv``, so only that is saved; their gradients are written into one
+    tensor.
+    """
 
     @staticmethod
     def forward(ctx, qkv, heads, groups, cos, sin):
@@ -37,9 +39,11 @@ class _SplitHeads(torch.autograd.Function):
         return grad_merged.flatten(2), None, None, None, None
 
 
-def split_heads(qkv: Tensor, heads: int, groups: int, angles: Angles | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [b, s, (n + 2 g) d] -> query [b, s, n, d], key and value [b, s, g, d]: views of ``qkv``, which nothing else
-    may read.
+def split_heads(
+    qkv: Tensor, heads: int, groups: int, angles: Angles | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [b, s, (n + 2 g) d] -> query [b, s, n, d], key and value [b, s, g, d]: views of ``qkv``,
+    which nothing else may read.
 
     angles: cos and sin [s, 1, r/2]; they rotate queries and keys in place, like ``rotary``.
 

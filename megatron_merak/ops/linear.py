@@ -1,4 +1,6 @@
-"""Linear and embedding whose weight gradient can go straight into ``main_grad`` instead of through autograd."""
+"""Linear and embedding whose weight gradient can go straight into ``main_grad`` instead of through
+autograd.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,7 +11,9 @@ from torch import Tensor
 
 
 def adds_in_product(device: torch.device) -> bool:
-    """Whether ``torch.addmm`` of a device adds a product of 16-bit matrices to an fp32 matrix without rounding it."""
+    """Whether ``torch.addmm`` of a device adds a product of 16-bit matrices to an fp32 matrix
+    without rounding it.
+    """
     key = device.type.upper()
     return key in dir(torch._C.DispatchKey) and torch._C._dispatch_has_kernel_for_dispatch_key(
         "aten::addmm.dtype_out", key
@@ -20,13 +24,17 @@ class WeightGradientSink(Protocol):
     """Receives weight gradients as the operands that the backward has."""
 
     def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor, now: bool = False) -> None:
-        """weight [o, i] += grad_output [t, o]^T @ input [t, i]; the sink may defer it, unless ``now``."""
+        """weight [o, i] += grad_output [t, o]^T @ input [t, i]; the sink may defer it, unless
+        ``now``.
+        """
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         """weight[index] += grad_output, with index int64 [t] and grad_output [t, i]."""
 
     def getter(self, input: Tensor) -> Callable[[], Tensor] | None:
-        """Return what gathers ``input`` for the backward of a linear layer; None: the layer has to save it."""
+        """Return what gathers ``input`` for the backward of a linear layer; None: the layer has to
+        save it.
+        """
 
 
 class _Linear(torch.autograd.Function):
@@ -85,7 +93,8 @@ def linear(
     sink: WeightGradientSink | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """input [..., i] @ weight [o, i]^T + bias [o] -> [..., o]. With a ``sink`` autograd has no gradient of weight.
+    """input [..., i] @ weight [o, i]^T + bias [o] -> [..., o]. With a ``sink`` autograd has no
+    gradient of weight.
 
     A ``transposed`` weight is stored as [i, o], as GPT-2 stores it.
     """
@@ -95,9 +104,13 @@ def linear(
 
 
 def embedding(
-    index: Tensor, weight: Tensor, sink: WeightGradientSink | None = None, padding: int | None = None
+    index: Tensor,
+    weight: Tensor,
+    sink: WeightGradientSink | None = None,
+    padding: int | None = None,
 ) -> Tensor:
-    """weight [v, h] gathered by index int64 [...] -> [..., h]. With a ``sink`` no dense [v, h] gradient is created.
+    """weight [v, h] gathered by index int64 [...] -> [..., h]. With a ``sink`` no dense [v, h]
+    gradient is created.
 
     The row ``padding`` gets no gradient.
     """
@@ -107,10 +120,14 @@ def embedding(
 
 
 def embedding_part(
-    index: Tensor, weight: Tensor, start: int, sink: WeightGradientSink | None = None, padding: int | None = None
+    index: Tensor,
+    weight: Tensor,
+    start: int,
+    sink: WeightGradientSink | None = None,
+    padding: int | None = None,
 ) -> Tensor:
-    """Rows start .. start + n of a table, weight [n, h], gathered by index int64 [...]: [..., h], zero for other
-    rows.
+    """Rows start .. start + n of a table, weight [n, h], gathered by index int64 [...]: [..., h],
+    zero for other rows.
 
     The row ``padding`` of the full table gets no gradient.
     """

@@ -26,7 +26,8 @@ class _Linears(torch.autograd.Function):
         weights = parameters[:count]
         biases = parameters[count:]
         trained = sink is not None or any(ctx.needs_input_grad[4 : 4 + count])
-        ctx.save_for_backward(input if trained else None, *weights)
+        ctx.get_input = None if sink is None else sink.getter(input)
+        ctx.save_for_backward(input if trained and not ctx.get_input else None, *weights)
         ctx.shape = input.shape
         ctx.sink = sink
         ctx.together = together
@@ -34,12 +35,13 @@ class _Linears(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if together:
             return _side_by_side(input, weights)
-        return tuple(F.linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(
+            F.linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True)
+        )
 
     @staticmethod
     def backward(ctx, *grads):
         input, *weights = ctx.saved_tensors
-        inputs = None if input is None else input.reshape(-1, input.shape[-1])
         count = ctx.shape[:-1].numel()
         rows = [None if grad is None else grad.reshape(count, -1) for grad in grads]
         grad_input = None
@@ -48,9 +50,13 @@ class _Linears(torch.autograd.Function):
             if merged is not None and ctx.needs_input_grad[0]:
                 grad_input = rows[0] @ merged
             rows = rows[0].split([len(weight) for weight in weights], 1)
-        pairs = [(grad, weight) for grad, weight in zip(rows, weights, strict=True) if grad is not None]
+        pairs = [
+            (grad, weight) for grad, weight in zip(rows, weights, strict=True) if grad is not None
+        ]
         if grad_input is None and ctx.needs_input_grad[0] and pairs:
             grad_input = _sum_of_products(pairs)
+        input = ctx.get_input() if ctx.get_input else input
+        inputs = None if input is None else input.reshape(-1, input.shape[-1])
         grad_parameters = [None] * (2 * ctx.count)
         for place, (grad, weight) in enumerate(zip(rows, weights, strict=True)):
             if grad is None:
@@ -61,7 +67,13 @@ class _Linears(torch.autograd.Function):
                 grad_parameters[place] = grad.t() @ inputs
             if ctx.needs_input_grad[4 + ctx.count + place]:
                 grad_parameters[ctx.count + place] = grad.sum(0)
-        return None if grad_input is None else grad_input.view(ctx.shape), None, None, None, *grad_parameters
+        return (
+            None if grad_input is None else grad_input.view(ctx.shape),
+            None,
+            None,
+            None,
+            *grad_parameters,
+        )
 
 
 def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -85,12 +97,18 @@ def _side_by_side(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor | None:
-    """Return the weights as one tensor, if each begins in memory where the one before ends; else None."""
+    """Return the weights as one tensor, if each begins in memory where the one before ends; else
+    None.
+    """
     first = weights[0]
     storage = first.untyped_storage()._cdata
     end = first.storage_offset()
     for weight in weights:
-        if weight.untyped_storage()._cdata != storage or weight.storage_offset() != end or not weight.is_contiguous():
+        if (
+            weight.untyped_storage()._cdata != storage
+            or weight.storage_offset() != end
+            or not weight.is_contiguous()
+        ):
             return None
         end += weight.numel()
     return first.detach().as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
@@ -109,7 +127,9 @@ def linears(
     return _Linears.apply(input, sink, False, len(weights), *weights, *biases)
 
 
-def joined_linear(input: Tensor, weights: Sequence[Tensor], sink: WeightGradientSink | None = None) -> Tensor:
+def joined_linear(
+    input: Tensor, weights: Sequence[Tensor], sink: WeightGradientSink | None = None
+) -> Tensor:
     """input [..., i] @ weight [o, i]^T for each weight, concatenated in one tensor [..., sum of o].
 
     Weights that are adjacent in memory, like those of a flat buffer, are multiplied at once.

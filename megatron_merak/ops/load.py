@@ -12,7 +12,8 @@ from .register import MERAK
 
 
 def load() -> dict[str, str]:
-    """Return provider -> "" if it serves its device, else the reason. Warns for a CPU library that is enabled.
+    """Return provider -> "" if it serves its device, else the reason. Warns for a CPU library that
+    is enabled.
 
     apex's kernels are used if our own for CUDA are absent.
     """
@@ -22,7 +23,10 @@ def load() -> dict[str, str]:
     if missing and _native.enabled():
         if _native.required():
             raise ImportError(f"MERAK_EXT=1: {missing}. {_native.REMEDY}.")
-        warnings.warn(f"megatron_merak runs without its compiled kernels: {missing}. {_native.REMEDY}.", stacklevel=2)
+        warnings.warn(
+            f"megatron_merak runs without its compiled kernels: {missing}. {_native.REMEDY}.",
+            stacklevel=2,
+        )
     return problems
 
 

@@ -1,4 +1,6 @@
-"""RMSNorm and LayerNorm over the last dimension, also of a sum; statistics in fp32 (fp64 for fp64 inputs)."""
+"""RMSNorm and LayerNorm over the last dimension, also of a sum; statistics in fp32 (fp64 for fp64
+inputs).
+"""
 
 from collections.abc import Sequence
 
@@ -35,9 +37,11 @@ def _setup_of_sum(ctx, inputs, output) -> None:
     _keep(ctx, output[1], inputs[2], output[2:])
 
 
-# ---- RMSNorm ------------------------------------------------------------------------------------------------------
+# ---- RMSNorm -------------------------------------------------------------------------------------
 @operation("rms_norm_backward", lambda grad, x, weight, rstd: (_like(x), _like(weight)))
-def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     """With n = x r and g = grad w: r (g - n mean(g n)), and the sum over rows of grad n."""
     rstd = rstd.unsqueeze(-1)
     normed = x * rstd
@@ -67,7 +71,9 @@ def _plus(grad: Tensor, more: Tensor | None) -> Tensor:
     return grad if more is None else grad + more
 
 
-@operation("add_rms_norm_backward", lambda grad, grad_sum, sum, weight, rstd: (_like(sum), _like(weight)))
+@operation(
+    "add_rms_norm_backward", lambda grad, grad_sum, sum, weight, rstd: (_like(sum), _like(weight))
+)
 def _add_rms_norm_backward(
     grad: Tensor, grad_sum: Tensor | None, sum: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +85,9 @@ def _backward_add_rms_norm(ctx, grad, grad_sum, _):
     sum, weight, rstd = ctx.saved_tensors
     if grad is None:
         return grad_sum, grad_sum, None, None
-    grad_x, grad_weight = kernels(sum, weight).add_rms_norm_backward(grad, grad_sum, sum, weight, rstd)
+    grad_x, grad_weight = kernels(sum, weight).add_rms_norm_backward(
+        grad, grad_sum, sum, weight, rstd
+    )
     return grad_x, grad_x, grad_weight, None
 
 
@@ -89,20 +97,34 @@ def _backward_add_rms_norm(ctx, grad, grad_sum, _):
     _setup_of_sum,
     _backward_add_rms_norm,
 )
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     sum = (residual + x).contiguous()
     y, rstd = _rms_norm(sum, weight, eps)
     return y, sum, rstd
 
 
-# ---- LayerNorm ----------------------------------------------------------------------------------------------------
-@operation("layer_norm_backward", lambda grad, x, weight, mean, rstd: (_like(x), _like(weight), _like(weight)))
+# ---- LayerNorm -----------------------------------------------------------------------------------
+@operation(
+    "layer_norm_backward",
+    lambda grad, x, weight, mean, rstd: (_like(x), _like(weight), _like(weight)),
+)
 def _layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = rstd.dtype
-    operands = grad.to(wide), x.to(wide), x.shape[-1:], mean.unsqueeze(-1), rstd.unsqueeze(-1), weight.to(wide)
-    grad_x, *of_weights = torch.ops.aten.native_layer_norm_backward(*operands, weight.to(wide), [True, True, True])
+    operands = (
+        grad.to(wide),
+        x.to(wide),
+        x.shape[-1:],
+        mean.unsqueeze(-1),
+        rstd.unsqueeze(-1),
+        weight.to(wide),
+    )
+    grad_x, *of_weights = torch.ops.aten.native_layer_norm_backward(
+        *operands, weight.to(wide), [True, True, True]
+    )
     return grad_x.to(x.dtype).contiguous(), *(each.to(weight.dtype) for each in of_weights)
 
 
@@ -119,7 +141,9 @@ def _backward_layer_norm(ctx, grad, *_):
     _setup,
     _backward_layer_norm,
 )
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(x - m) r w + b with r = (mean((x - m)^2) + eps)^-1/2, m and r."""
     wide = _wide(x)
     operands = x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps
@@ -160,7 +184,7 @@ def _add_layer_norm(
     return y, sum, mean, rstd
 
 
-# ---- faces --------------------------------------------------------------------------------------------------------
+# ---- faces ---------------------------------------------------------------------------------------
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., h], weight [h] -> [..., h] in x's dtype. Zhang and Sennrich, 2019."""
     return kernels(x, weight).rms_norm(x, weight, eps)[0]
@@ -172,10 +196,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and residual [..., h] of one dtype -> RMSNorm of their sum, and the sum, rounded before it is normalized."""
+    """x and residual [..., h] of one dtype -> RMSNorm of their sum, and the sum, rounded before it
+    is normalized.
+    """
     return kernels(x, residual, weight).add_rms_norm(x, residual, weight, eps)[:2]
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and residual [..., h] of one dtype -> LayerNorm of their sum, and the sum, rounded before it is normalized."""
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x and residual [..., h] of one dtype -> LayerNorm of their sum, and the sum, rounded before
+    it is normalized.
+    """
     return kernels(x, residual, weight, bias).add_layer_norm(x, residual, weight, bias, eps)[:2]

@@ -1,4 +1,6 @@
-"""Attention priced as the one kernel that it is on a GPU, under a dispatch mode that prices operations."""
+"""Attention priced as the one kernel that it is on a GPU, under a dispatch mode that prices
+operations.
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,18 +15,23 @@ class Pricing(Protocol):
 
     fused_attention: bool
 
-    def attention(self, run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool) -> Any:
+    def attention(
+        self, run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool
+    ) -> Any:
         """Return what ``run`` returns; its operations together have the price of one kernel."""
 
 
 def pricing() -> Pricing | None:
-    """Return the active mode, if it prices attention as one kernel. Costs a fraction of a microsecond without one."""
+    """Return the active mode, if it prices attention as one kernel. Costs a fraction of a
+    microsecond without one.
+    """
     mode: Any = _get_current_dispatch_mode()
     return mode if getattr(mode, "fused_attention", False) else None
 
 
 class AsOneKernel(torch.autograd.Function):
-    """``run(query, key, value, mask)`` and its gradients, bit for bit, priced as one kernel in each direction.
+    """``run(query, key, value, mask)`` and its gradients, bit for bit, priced as one kernel in each
+    direction.
 
     operands: heads [b, n, s, d], and the mask or None; autograd differentiates ``run``.
     """
@@ -43,10 +50,20 @@ class AsOneKernel(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         inputs = [x for x in ctx.leaves if x is not None and x.requires_grad]
         operands = (*ctx.leaves, ctx.out, grad)
-        computed = iter(_priced(lambda: torch.autograd.grad(ctx.out, inputs, grad), operands, ctx.causal, back=True))
-        return None, None, *(next(computed) if x is not None and x.requires_grad else None for x in ctx.leaves)
+        computed = iter(
+            _priced(
+                lambda: torch.autograd.grad(ctx.out, inputs, grad), operands, ctx.causal, back=True
+            )
+        )
+        return (
+            None,
+            None,
+            *(next(computed) if x is not None and x.requires_grad else None for x in ctx.leaves),
+        )
 
 
-def _priced(run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool) -> Any:
+def _priced(
+    run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool
+) -> Any:
     mode = pricing()
     return run() if mode is None else mode.attention(run, operands, causal, back)

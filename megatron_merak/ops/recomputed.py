@@ -1,4 +1,5 @@
-"""Linear layers whose input, an activation, is recomputed in the backward from its own inputs instead of saved.
+"""Linear layers whose input, an activation, is recomputed in the backward from its own inputs
+instead of saved.
 
 saved by autograd   gate_up [.., 2f]    silu(gate) up [.., f]
 saved here          gate_up [.., 2f]
@@ -47,7 +48,14 @@ class _LinearOf(torch.autograd.Function):
         if differentiable:
             grad_activation = grad @ weight.t() if ctx.transposed else grad @ weight
             computed = iter(torch.autograd.grad(activation, differentiable, grad_activation))
-        return None, None, None, grad_weight, grad_bias, *(next(computed) if needs else None for needs in needed)
+        return (
+            None,
+            None,
+            None,
+            grad_weight,
+            grad_bias,
+            *(next(computed) if needs else None for needs in needed),
+        )
 
 
 def gated_linear(
@@ -58,11 +66,14 @@ def gated_linear(
     transposed: bool = False,
     sink: WeightGradientSink | None = None,
 ) -> Tensor:
-    """``linear`` of gated_halves(gate_up, activation), gate_up [..., 2f], of which only that is saved: [..., o].
+    """``linear`` of gated_halves(gate_up, activation), gate_up [..., 2f], of which only that is
+    saved: [..., o].
 
     weight, bias, transposed, sink: see ``linear``.
     """
-    return _LinearOf.apply(partial(gated_halves, activation=activation), transposed, sink, weight, bias, gate_up)
+    return _LinearOf.apply(
+        partial(gated_halves, activation=activation), transposed, sink, weight, bias, gate_up
+    )
 
 
 def gelu_linear(
@@ -74,12 +85,15 @@ def gelu_linear(
     transposed: bool = False,
     sink: WeightGradientSink | None = None,
 ) -> Tensor:
-    """``linear`` of bias_gelu(x, inner_bias, activation), x [..., f], of which only that is saved: [..., o].
+    """``linear`` of bias_gelu(x, inner_bias, activation), x [..., f], of which only that is saved:
+    [..., o].
 
     weight, bias, transposed, sink: see ``linear``.
     """
     inputs = (x,) if inner_bias is None else (x, inner_bias)
-    return _LinearOf.apply(partial(_gelu, activation=activation), transposed, sink, weight, bias, *inputs)
+    return _LinearOf.apply(
+        partial(_gelu, activation=activation), transposed, sink, weight, bias, *inputs
+    )
 
 
 def _gelu(x: Tensor, bias: Tensor | None = None, *, activation: str) -> Tensor:

@@ -1,8 +1,8 @@
 """Registration of operations with PyTorch: schema, shapes, gradient, and reference implementation.
 
-There are two namespaces with the same operations. In ``torch.ops.merak`` the reference implementation serves devices
-without a compiled kernel, so that graphs name the same operations in either case; in ``torch.ops.merak_torch`` it
-serves all devices.
+There are two namespaces with the same operations. In ``torch.ops.merak`` the reference
+implementation serves devices without a compiled kernel, so that graphs name the same operations in
+either case; in ``torch.ops.merak_torch`` it serves all devices.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,17 @@ from torch import Tensor
 
 from .schemas import SCHEMAS
 
-MERAK, MERAK_TORCH = (torch.library.Library(namespace, "DEF") for namespace in ("merak", "merak_torch"))
+MERAK, MERAK_TORCH = (
+    torch.library.Library(namespace, "DEF") for namespace in ("merak", "merak_torch")
+)
 _COMPILED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def operation(
-    name: str, fake: Callable[..., Any], setup: Callable[..., None] | None = None, backward: Callable | None = None
+    name: str,
+    fake: Callable[..., Any],
+    setup: Callable[..., None] | None = None,
+    backward: Callable | None = None,
 ) -> Callable[[Callable], Callable]:
     """Decorate the reference implementation of ``torch.ops.merak.<name>``; returns it unchanged.
 
@@ -34,7 +39,9 @@ def operation(
             torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
             if setup is not None and backward is not None:
                 overload = getattr(getattr(torch.ops, library.ns), name).default
-                library.impl(name, _differentiable(overload, setup, backward), "Autograd", with_keyset=True)
+                library.impl(
+                    name, _differentiable(overload, setup, backward), "Autograd", with_keyset=True
+                )
         return reference
 
     return register
@@ -43,9 +50,12 @@ def operation(
 def _differentiable(overload: Any, setup: Callable[..., None], backward: Callable) -> Callable:
     """Return what ``torch.library.register_autograd`` would register, with less overhead.
 
-    For operations with keywords, defaults and lists that saves 20 microseconds per forward and backward.
+    For operations with keywords, defaults and lists that saves 20 microseconds per forward and
+    backward.
     """
-    assert not any(a.kwarg_only or a.has_default_value() for a in overload._schema.arguments), overload
+    assert not any(a.kwarg_only or a.has_default_value() for a in overload._schema.arguments), (
+        overload
+    )
 
     def below(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -73,6 +83,8 @@ def _differentiable(overload: Any, setup: Callable[..., None], backward: Callabl
 
 
 def kernels(*tensors: Tensor | None) -> Any:
-    """Return ``torch.ops.merak``, or ``torch.ops.merak_torch`` for element types without compiled kernels (fp64)."""
+    """Return ``torch.ops.merak``, or ``torch.ops.merak_torch`` for element types without compiled
+    kernels (fp64).
+    """
     known = all(tensor is None or tensor.dtype in _COMPILED_TYPES for tensor in tensors)
     return torch.ops.merak if known else torch.ops.merak_torch

@@ -27,7 +27,12 @@ def _backward_rotary(ctx, grad):
     return turned, None, None, None, None
 
 
-@operation("rotary", lambda x, cos, sin, interleaved, inverse: x.new_empty(x.shape), _setup_rotary, _backward_rotary)
+@operation(
+    "rotary",
+    lambda x, cos, sin, interleaved, inverse: x.new_empty(x.shape),
+    _setup_rotary,
+    _backward_rotary,
+)
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     cos = cos.to(x.dtype)
     sin = sin.to(x.dtype)
@@ -43,15 +48,18 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: boo
 
 
 @operation("rotary_", lambda into, *arguments: None)
-def _rotary_(into: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> None:
+def _rotary_(
+    into: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> None:
     into.copy_(_rotary(x, cos, sin, interleaved, inverse))
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x [b, s, n, d] rotated by the angles of cos, sin [s, 1, r/2]; the last d - r features stay. Su et al., 2021.
+    """x [b, s, n, d] rotated by the angles of cos, sin [s, 1, r/2]; the last d - r features stay.
+    Su et al., 2021.
 
-    A pair is features j and j + r/2; if ``interleaved`` 2j and 2j + 1. x may have any shape to which cos and sin, [...,
-    r/2], broadcast.
+    A pair is features j and j + r/2; if ``interleaved`` 2j and 2j + 1. x may have any shape to
+    which cos and sin, [..., r/2], broadcast.
     """
     return kernels(x, cos, sin).rotary(x, cos, sin, interleaved, False)
 
@@ -65,12 +73,17 @@ def rotary_(into: Tensor, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = F
 
 
 def rotary_angles(
-    length: int, rotary_dim: int, base: float, scaling_factor: float | None = None, original_length: int = 8192
+    length: int,
+    rotary_dim: int,
+    base: float,
+    scaling_factor: float | None = None,
+    original_length: int = 8192,
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each fp32 [length, 1, rotary_dim / 2].
 
-    scaling_factor: slows low frequencies as in Llama 3.1: wavelengths above ``original_length`` are divided by the
-                    factor, those below a quarter of it stay, those between are interpolated.
+    scaling_factor: slows low frequencies as in Llama 3.1: wavelengths above ``original_length`` are
+                    divided by the factor, those below a quarter of it stay, those between are
+                    interpolated.
     """
     frequency = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     if scaling_factor is not None:

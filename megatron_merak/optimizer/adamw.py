@@ -16,8 +16,9 @@ from megatron_merak.parallel.scattered import Scattered
 class AdamW(LocalOptimizer):
     """Adam with decoupled weight decay (https://arxiv.org/abs/1711.05101).
 
-    A single pass clips, updates and rounds into `buffer.data`. A parameter's update is bitwise independent of its
-    position in the buffer and of its neighbours. `main_grad` is not modified. For the arguments see `Optimizer`.
+    A single pass clips, updates and rounds into `buffer.data`. A parameter's update is bitwise
+    independent of its position in the buffer and of its neighbours. `main_grad` is not modified.
+    For the arguments see `Optimizer`.
     """
 
     name = "AdamW"
@@ -37,7 +38,10 @@ class AdamW(LocalOptimizer):
 
     def state(self) -> dict[str, torch.Tensor | Scattered]:
         """Return the live fp32 tensors [buffer.owned_size], to save or to load into."""
-        state: dict[str, torch.Tensor | Scattered] = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        state: dict[str, torch.Tensor | Scattered] = {
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+        }
         if self.buffer.rounds:
             state["master"] = self.master
         return state
@@ -47,7 +51,9 @@ class AdamW(LocalOptimizer):
         self._ranges = _owned_ranges(self.buffer, self._runs())
 
     def _runs(self) -> list[tuple[int, int, int, int]]:
-        """Return (start, stop, group, missed steps) of adjacent parameters of the buffer that are updated alike."""
+        """Return (start, stop, group, missed steps) of adjacent parameters of the buffer that are
+        updated alike.
+        """
         if not self.frozen and not self.missed:
             return [(*each, 0) for each in self.buffer.ranges]
         runs: list[tuple[int, int, int, int]] = []
@@ -86,9 +92,13 @@ class AdamW(LocalOptimizer):
 def _owned_ranges(
     buffer: ParameterBuffer, runs: Sequence[tuple[int, int, int, int]]
 ) -> tuple[tuple[slice, torch.Tensor, torch.Tensor, int, int], ...]:
-    """Return (slice of the rank's own state, gradient, values, group, missed steps) of what this rank updates."""
+    """Return (slice of the rank's own state, gradient, values, group, missed steps) of what this
+    rank updates.
+    """
     ranges = []
-    for (start, stop, offset), grad, data in zip(buffer.owned, buffer.own_grads, buffer.own_data, strict=True):
+    for (start, stop, offset), grad, data in zip(
+        buffer.owned, buffer.own_grads, buffer.own_data, strict=True
+    ):
         for low, high, group, missed in runs:
             first = max(start, low)
             last = min(stop, high)

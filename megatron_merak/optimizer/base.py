@@ -1,4 +1,6 @@
-"""The base classes of optimizers: unscaling, global norm and clipping of the gradient before the update."""
+"""The base classes of optimizers: unscaling, global norm and clipping of the gradient before the
+update.
+"""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -24,9 +26,10 @@ class StepResult:
     grad_norm:  of the whole model, before clipping.
     skipped:    whether the norm was not finite, so that no rank changed its parameters.
     loss:       of the step, if it was read together with the norm.
-    zeros:      number of zeros in this rank's part of the gradient, if it was read together with the norm.
+    zeros:      number of zeros in this rank's part of the gradient, if it was read together with
+                the norm.
     loss_scale: of the next step; None without loss scaling.
-    staleness:  number of updates by other workers since the weights that the gradient was computed with.
+    staleness:  number of updates by others since the weights that the gradient was computed with.
     late:       whether the gradient was too stale to be applied, see --ps-max-staleness.
     """
 
@@ -40,22 +43,25 @@ class StepResult:
 
 
 class Optimizer:
-    """The interface of all optimizers, with the scale and the norm of the gradient; state is left to subclasses.
+    """The interface of all optimizers, with the scale and the norm of the gradient; state is left
+    to subclasses.
 
     buffer:      must already have the initial parameters.
     config:      adam_beta1, adam_beta2, adam_eps and clip_grad (0: no clipping) are read.
-    group:       the ranks of one replica of the model (tensor x pipeline), over which the global norm is taken. None or
-                 one rank: this rank has the full model.
-    shard_group: where the buffer is sharded, the data-parallel ranks that it is sharded over. Each one updates what it
-                 owns; `buffer.data` must be all-gathered afterwards.
+    group:       the ranks of one replica of the model (tensor x pipeline), over which the global
+                 norm is taken. None or one rank: this rank has the full model.
+    shard_group: where the buffer is sharded, the data-parallel ranks that it is sharded over. Each
+                 one updates what it owns; `buffer.data` must be all-gathered afterwards.
     scaler:      of the loss; every step reports to it whether gradients overflowed.
 
     Attributes:
     name:   of the update rule; checkpoints are compatible between optimizers of the same name.
     scaled: the factor by which `main_grad` exceeds the gradient, set by `begin`.
-    steps:  number of steps without skipped ones, the t of Adam's bias correction. Set it after loading a checkpoint.
+    steps:  number of steps without skipped ones, the t of Adam's bias correction. Set it after
+            loading a checkpoint.
     frozen: the parameters that take no part in steps until `freeze` is called again.
-    missed: how many of ``steps`` a parameter took no part in; absent: none. Set it before ``steps``.
+    missed: how many of ``steps`` a parameter took no part in; absent: none. Set it before
+            ``steps``.
     """
 
     name: str
@@ -83,9 +89,11 @@ class Optimizer:
     def reduce_and_step(
         self, sums: torch.Tensor | None, zeros: torch.Tensor | None, rates: Rates
     ) -> tuple[list[float], list[float], StepResult]:
-        """Finish the reduction of `main_grad` over replicas, if it is not finished, and apply the gradient.
+        """Finish the reduction of `main_grad` over replicas, if it is not finished, and apply the
+        gradient.
 
-        Return the values of ``sums`` and ``zeros`` on the host, [] for None, and the result. Collective over all ranks.
+        Return the values of ``sums`` and ``zeros`` on the host, [] for None, and the result.
+        Collective over all ranks.
 
         sums:  tensor to read in the step's only host sync; summed over replicas.
         zeros: another tensor to read then.
@@ -102,10 +110,11 @@ class Optimizer:
         self._change_parts()
 
     def freeze(self, names: Collection[str]) -> None:
-        """Let parameters, of this rank or others, take no part in steps, and all others take part again.
+        """Let parameters, of this rank or others, take no part in steps, and all others take part
+        again.
 
-        As with optimizers of torch, for a parameter without a gradient: it keeps its values and its state, does not
-        count in the norm, and its own number of steps stays.
+        As with optimizers of torch, for a parameter without a gradient: it keeps its values and its
+        state, does not count in the norm, and its own number of steps stays.
         """
         if self.frozen != frozenset(names):
             self.frozen = frozenset(names)
@@ -122,7 +131,9 @@ class Optimizer:
             self._missed[name] = self._missed.get(name, 0) + 1
 
     def refresh_master(self) -> None:
-        """Copy the parameters of the buffer to the master copy, after they were loaded without one."""
+        """Copy the parameters of the buffer to the master copy, after they were loaded
+        without one.
+        """
         raise NotImplementedError
 
     def begin(self) -> float:
@@ -132,14 +143,18 @@ class Optimizer:
 
     @torch.no_grad()
     def unscale(self) -> None:
-        """Divide what this rank owns of `main_grad` by the loss scale, so that it can be read before a step."""
+        """Divide what this rank owns of `main_grad` by the loss scale, so that it can be read
+        before a step.
+        """
         if self.scaled != 1.0:
             for gradient in self.buffer.own_grads:
                 gradient.mul_(1.0 / self.scaled)
             self.scaled = 1.0
 
     def _clipped(self, square: float) -> tuple[float, float | None]:
-        """Return the gradient's norm, and the factor of `main_grad` in the update; None where it is not finite."""
+        """Return the gradient's norm, and the factor of `main_grad` in the update; None where it is
+        not finite.
+        """
         norm = math.sqrt(square) / self.scaled
         if not math.isfinite(square):
             return norm, None
@@ -150,15 +165,21 @@ class Optimizer:
     def _result(self, norm: float, skipped: bool) -> StepResult:
         """Report a step to the scaler and return its result."""
         self.scaler.update(skipped)
-        return StepResult(norm, skipped, loss_scale=self.scaler.scale if self.scaler.scales else None)
+        return StepResult(
+            norm, skipped, loss_scale=self.scaler.scale if self.scaler.scales else None
+        )
 
     def grad_norm(self) -> float:
-        """Return the 2-norm of the model's gradient, each parameter counted by one rank. Collective over `group`."""
+        """Return the 2-norm of the model's gradient, each parameter counted by one rank. Collective
+        over `group`.
+        """
         return math.sqrt(self.square_norm().item()) / self.scaled
 
     @torch.no_grad()
     def square_norm(self) -> torch.Tensor:
-        """Return the squared norm of `main_grad`, 0-d fp64 on the buffer's device, without a host sync. Collective."""
+        """Return the squared norm of `main_grad`, 0-d fp64 on the buffer's device, without a host
+        sync. Collective.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.buffer.device)
         for gradient in self._counted:
             total += ops.sum_of_squares(gradient)
@@ -171,10 +192,11 @@ class Optimizer:
 
 
 class LocalOptimizer(Optimizer):
-    """An optimizer whose state is on the ranks themselves, with an fp32 master copy of 16-bit parameters.
+    """An optimizer whose state is on the ranks themselves, with an fp32 master copy of 16-bit
+    parameters.
 
-    A step updates `buffer.master` and, where `buffer.data` is another tensor, rounds into that. For the arguments see
-    `Optimizer`.
+    A step updates `buffer.master` and, where `buffer.data` is another tensor, rounds into that. For
+    the arguments see `Optimizer`.
     """
 
     def __init__(
@@ -185,11 +207,13 @@ class LocalOptimizer(Optimizer):
         shard_group: dist.ProcessGroup | None = None,
         scaler: LossScaler | None = None,
     ):
-        super().__init__(buffer, config, group, shard_group, scaler)
+        super().__init__(buffer, config, group, shard_group, scaler=scaler)
         self.master = buffer.master
 
     def state(self) -> dict[str, torch.Tensor | Scattered]:
-        """Return the fp32 state in the shape of parameters, to save or to load into. Flat: [buffer.owned_size]."""
+        """Return the fp32 state in the shape of parameters, to save or to load into. Flat:
+        [buffer.owned_size].
+        """
         raise NotImplementedError
 
     def other_state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -209,13 +233,16 @@ class LocalOptimizer(Optimizer):
     def reduce_and_step(
         self, sums: torch.Tensor | None, zeros: torch.Tensor | None, rates: Rates
     ) -> tuple[list[float], list[float], StepResult]:
-        """As in `Optimizer`; what this rank owns of `main_grad` must already be reduced over data-parallel ranks."""
+        """As in `Optimizer`; what this rank owns of `main_grad` must already be reduced over
+        data-parallel ranks.
+        """
         values, counts, (square,) = read(sums, zeros, self.square_norm())
         return values, counts, self.apply(square, rates)
 
     @torch.no_grad()
     def step(self, rates: Rates) -> StepResult:
-        """Update the parameters with the clipped `main_grad`. Collective over `group`; one host sync.
+        """Update the parameters with the clipped `main_grad`. Collective over `group`; one host
+        sync.
 
         What this rank owns of `main_grad` must be final: summed over the data-parallel ranks.
         """
@@ -235,11 +262,15 @@ class LocalOptimizer(Optimizer):
         raise NotImplementedError
 
 
-def _parts(buffer: ParameterBuffer, counted: bool, frozen: Collection[str] = ()) -> tuple[torch.Tensor, ...]:
-    """Return the parts of the gradient that this rank counts in the norm, or (``counted`` false) the others.
+def _parts(
+    buffer: ParameterBuffer, counted: bool, frozen: Collection[str] = ()
+) -> tuple[torch.Tensor, ...]:
+    """Return the parts of the gradient that this rank counts in the norm, or (``counted`` false)
+    the others.
 
-    They include padding between two parameters. What several data-parallel ranks own, such as a bucket that is not
-    sharded, is counted by the first one. Those of ``frozen`` parameters are left out.
+    They include padding between two parameters. What several data-parallel ranks own, such as a
+    bucket that is not sharded, is counted by the first one. Those of ``frozen`` parameters are left
+    out.
     """
     spans: list[list[int]] = []
     adjacent = False
@@ -251,7 +282,9 @@ def _parts(buffer: ParameterBuffer, counted: bool, frozen: Collection[str] = ())
             spans.append([slot.start, slot.stop])
         adjacent = chosen
     skips = buffer.sharded and buffer.shard > 0
-    skipped = {(bucket.start, bucket.stop) for bucket in buffer.buckets if skips and not bucket.sharded}
+    skipped = {
+        (bucket.start, bucket.stop) for bucket in buffer.buckets if skips and not bucket.sharded
+    }
     parts = []
     for low, high in spans:
         for (start, stop, _), grad in zip(buffer.owned, buffer.own_grads, strict=True):

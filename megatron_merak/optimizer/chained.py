@@ -7,7 +7,8 @@ import torch
 
 
 class Chained(torch.optim.Optimizer):
-    """``Chained([torch.optim.Muon(matrices), torch.optim.AdamW(others)])``, with the parameter groups of both.
+    """``Chained([torch.optim.Muon(matrices), torch.optim.AdamW(others)])``, with the parameter
+    groups of both.
 
     It can also be used on its own in any PyTorch training loop.
     """
@@ -16,7 +17,8 @@ class Chained(torch.optim.Optimizer):
         self.optimizers = list(optimizers)
         groups = [group for each in self.optimizers for group in each.param_groups]
         super().__init__([dict(group) for group in groups], {})
-        self.param_groups = groups  # the same objects, so that a learning-rate schedule reaches the optimizers
+        # the same objects, so that a learning-rate schedule reaches the optimizers
+        self.param_groups = groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step each optimizer. ``closure`` runs once, before them."""

@@ -7,7 +7,8 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (https://arxiv.org/abs/2302.06675, algorithm 2), computed as the 32-bit Lion of bitsandbytes on any device.
+    """Lion (https://arxiv.org/abs/2302.06675, algorithm 2), computed as the 32-bit Lion of
+    bitsandbytes on any device.
 
     An update is the sign of an interpolated momentum, with decoupled weight decay.
 

@@ -19,7 +19,8 @@ _LARGEST = 2.0**127
 
 
 class LossScaler:
-    """The scale of the next step, equal on every rank, because `update` gets the same argument on all of them.
+    """The scale of the next step, equal on every rank, because `update` gets the same argument on
+    all of them.
 
     initial:    the first scale.
     minimum:    of the scale.
@@ -59,7 +60,9 @@ class LossScaler:
         return self.dynamic or self.scale != 1.0
 
     def update(self, overflowed: bool) -> None:
-        """Report a step, skipped if it overflowed. Sets `to_blame`: whether a lower scale may avoid the overflow."""
+        """Report a step, skipped if it overflowed. Sets `to_blame`: whether a lower scale may avoid
+        the overflow.
+        """
         self.to_blame = overflowed and self.dynamic and self.scale > self.floor
         if self.window is None:
             return
@@ -76,10 +79,16 @@ class LossScaler:
 
     def state(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint, as JSON; None for a constant scale."""
-        return {"scale": self.scale, "grown": self.grown, "forgiven": self.forgiven} if self.dynamic else None
+        return (
+            {"scale": self.scale, "grown": self.grown, "forgiven": self.forgiven}
+            if self.dynamic
+            else None
+        )
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a `state`, or from the initial scale where the saved run had none; see `is_state`."""
+        """Continue from a `state`, or from the initial scale where the saved run had none; see
+        `is_state`.
+        """
         if self.dynamic:
             saved = state or {"scale": self.initial, "grown": 0, "forgiven": 0}
             self.scale = max(float(saved["scale"]), self.minimum)
@@ -92,7 +101,9 @@ def is_state(value: Any) -> bool:
     if not isinstance(value, dict) or type(value.get("scale")) not in (int, float):
         return False
     counts = (value.get("grown"), value.get("forgiven"))
-    return _LEAST <= value["scale"] <= _LARGEST and all(type(count) is int and count >= 0 for count in counts)
+    return _LEAST <= value["scale"] <= _LARGEST and all(
+        type(count) is int and count >= 0 for count in counts
+    )
 
 
 def scaler_of_run(train: TrainConfig) -> LossScaler:
@@ -111,5 +122,7 @@ def scaler_of_run(train: TrainConfig) -> LossScaler:
 
 
 def scaler_of_torch() -> LossScaler:
-    """Return a scaler with the rules and defaults of torch.amp.GradScaler, which transformers.Trainer uses."""
+    """Return a scaler with the rules and defaults of torch.amp.GradScaler, which
+    transformers.Trainer uses.
+    """
     return LossScaler(65536.0, _LEAST, 2000, 1, floor=1.0)

@@ -1,7 +1,8 @@
-"""Determines the properties of a class of PyTorch optimizers by running it on small random parameters.
+"""Determines the properties of a class of PyTorch optimizers by running it on small random
+parameters.
 
-A user's class does not declare whether shards of a parameter can be stepped independently, or what its state is. A few
-steps on random parameters show it.
+A user's class does not declare whether shards of a parameter can be stepped independently, or what
+its state is. A few steps on random parameters show it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 
-_EXTENTS = (3, 5, 2, 7, 11, 13, 17)  # distinct, so that a dimension of state identifies one of the parameter
+# distinct, so that a dimension of state identifies one of the parameter
+_EXTENTS = (3, 5, 2, 7, 11, 13, 17)
 _SCALES = (0.1, 1.0, 100.0)  # of the gradients of three steps
 _NO_OPTIONS = ("params", "param_names", "initial_lr")
 _OWN = "Give one of torch.optim's, or one that steps each parameter by its own gradient"
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """The description of one entry of a parameter's state.
 
     param_shaped: whether it has the shape of the parameter.
@@ -40,7 +42,9 @@ class Entry:
 
     def zeros(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return a tensor to load the entry into, for a parameter of ``shape``."""
-        return torch.zeros(self._extents(shape), dtype=self.dtype, device=device if self.placed else "cpu")
+        return torch.zeros(
+            self._extents(shape), dtype=self.dtype, device=device if self.placed else "cpu"
+        )
 
     def nbytes(self, shape: Sequence[int]) -> int:
         return prod(self._extents(shape)) * self.dtype.itemsize
@@ -61,14 +65,15 @@ class Entry:
 class Traits:
     """Properties of an optimizer class.
 
-    elementwise: an element's update depends only on that element's own history, and is zero for zeros.
+    elementwise: an element's update depends only on that element's own history, and is zero for
+                 zeros.
     independent: a parameter's update does not depend on other parameters.
     state:       the entries of a parameter, by its number of dimensions.
     """
 
     elementwise: bool
     independent: bool
-    state: Mapping[int, Mapping[str, Entry]]
+    state: Mapping[int, Mapping[str, StateEntry]]
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,13 +81,19 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _NO_OPTIONS}
 
 
-def remake(prototype: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer like ``prototype`` for other parameters. Raises ConfigError where that fails."""
+def remake(
+    prototype: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
+) -> torch.optim.Optimizer:
+    """Return an optimizer like ``prototype`` for other parameters. Raises ConfigError where that
+    fails.
+    """
     kind = type(prototype)
     settings = {**vars(prototype), **prototype.defaults}
     keywords = [name for name in signature(kind.__init__).parameters if name in settings]
     try:
-        return kind([dict(group) for group in groups], **{name: settings[name] for name in keywords})
+        return kind(
+            [dict(group) for group in groups], **{name: settings[name] for name in keywords}
+        )
     except Exception as error:
         reason = f"it cannot be made for shards of the parameters: {_message(error)}"
         remedy = "Let its __init__ take param_groups, and its defaults as keywords"
@@ -90,33 +101,55 @@ def remake(prototype: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
 
 
 def check_remade(prototype: torch.optim.Optimizer, remade: torch.optim.Optimizer) -> None:
-    """Raise ConfigError where ``remade``, the result of `remake`, would behave differently from ``prototype``."""
+    """Raise ConfigError where ``remade``, the result of `remake`, would behave differently from
+    ``prototype``.
+    """
     kind = type(prototype).__name__
     hooks = (prototype._optimizer_step_pre_hooks, prototype._optimizer_step_post_hooks)
     if any(hooks):
-        raise ConfigError("optimizer", kind, "it has hooks, which others like it have not", "Use a callback instead")
+        raise ConfigError(
+            "optimizer",
+            kind,
+            "it has hooks, which others like it have not",
+            "Use a callback instead",
+        )
     if callable(getattr(prototype, "train", None)) and callable(getattr(prototype, "eval", None)):
-        reason = "it has a train() and an eval(): its weights in an evaluation are others than in training"
+        reason = (
+            "it has a train() and an eval(): its weights in an evaluation are others than "
+            "in training"
+        )
         raise ConfigError("optimizer", kind, reason, "Take one whose weights are the same in both")
     for name, value in vars(prototype).items():
-        if isinstance(value, torch.optim.Optimizer) or any(isinstance(x, torch.optim.Optimizer) for x in _items(value)):
+        if isinstance(value, torch.optim.Optimizer) or any(
+            isinstance(x, torch.optim.Optimizer) for x in _items(value)
+        ):
             remedy = "Join them by megatron_merak.optimizer.chained.Chained"
-            raise ConfigError("optimizer", kind, f"it hands its parameters to other optimizers ({name})", remedy)
+            raise ConfigError(
+                "optimizer", kind, f"it hands its parameters to other optimizers ({name})", remedy
+            )
         plain = isinstance(value, bool | int | float | str) and not name.startswith("_")
         if plain and vars(remade).get(name) != value:
             reason = f"{name} is {value!r}, and {vars(remade).get(name)!r} in others of its class"
-            raise ConfigError("optimizer", kind, reason, f"Let its __init__ take {name}, or keep it in its defaults")
+            raise ConfigError(
+                "optimizer",
+                kind,
+                reason,
+                f"Let its __init__ take {name}, or keep it in its defaults",
+            )
 
 
 def probe(
-    prototype: torch.optim.Optimizer, options: Mapping[str, Any], dims: Iterable[int], device: torch.device
+    prototype: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    dims: Iterable[int],
+    device: torch.device,
 ) -> Traits:
     """Return the traits of an optimizer with the hyperparameters ``options``.
 
     dims: the numbers of dimensions of its parameters.
 
-    Raises ConfigError for an unsupported class: one whose steps need a closure or are random, or whose state is not
-    fp32 or has a shape that does not follow from the parameter's.
+    Raises ConfigError for an unsupported class: one whose steps need a closure or are random, or
+    whose state is not fp32 or has a shape that does not follow from the parameter's.
     """
     kind = type(prototype).__name__
     independent = True
@@ -138,9 +171,13 @@ def probe(
             except ConfigError:
                 raise
             except Exception as error:
-                raise ConfigError("optimizer", kind, f"a step of it fails: {_message(error)}", _OWN) from error
+                raise ConfigError(
+                    "optimizer", kind, f"a step of it fails: {_message(error)}", _OWN
+                ) from error
             if not torch.equal(after, repeated):
-                raise ConfigError("optimizer", kind, "its steps are random, and ranks would drift apart", _OWN)
+                raise ConfigError(
+                    "optimizer", kind, "its steps are random, and ranks would drift apart", _OWN
+                )
             check_remade(prototype, remade)
             independent &= _close(after, beside_others)
             elementwise &= _is_elementwise(prototype, own, values, grads, after=after)
@@ -149,7 +186,10 @@ def probe(
 
 
 def _run(
-    prototype: torch.optim.Optimizer, options: Mapping, values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+    prototype: torch.optim.Optimizer,
+    options: Mapping,
+    values: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
 ) -> tuple[list[Tensor], torch.optim.Optimizer]:
     parameters = [nn.Parameter(value.clone()) for value in values]
     optimizer = remake(prototype, [{**options, "params": parameters}])
@@ -161,7 +201,11 @@ def _run(
 
 
 def _is_elementwise(
-    prototype: torch.optim.Optimizer, options: Mapping, values: Tensor, grads: Sequence[Tensor], after: Tensor
+    prototype: torch.optim.Optimizer,
+    options: Mapping,
+    values: Tensor,
+    grads: Sequence[Tensor],
+    after: Tensor,
 ) -> bool:
     """Whether stepping two parts of the parameter, and zeros beside them, gives the same result."""
     cut = values.numel() // 2
@@ -176,25 +220,39 @@ def _is_elementwise(
     return _close(torch.cat((first, second)), after.flatten()) and torch.equal(none, zeros)
 
 
-def _entries(kind: str, optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> dict[str, Entry]:
+def _entries(
+    kind: str, optimizer: torch.optim.Optimizer, shape: tuple[int, ...]
+) -> dict[str, StateEntry]:
     (parameter,) = optimizer.param_groups[0]["params"]
     entries = {}
     for key, value in optimizer.state[parameter].items():
         if value is None:
             continue
         if isinstance(value, bool | int | float):
-            entries[key] = Entry(False, dtype=_STORED_DTYPES[type(value)], number=type(value))
+            entries[key] = StateEntry(False, dtype=_STORED_DTYPES[type(value)], number=type(value))
             continue
-        if not isinstance(value, Tensor) or any(extent not in (1, *shape) for extent in value.shape):
+        if not isinstance(value, Tensor) or any(
+            extent not in (1, *shape) for extent in value.shape
+        ):
             actual = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            reason = f"its state {key!r} of a parameter of shape {shape} is {actual}, which no shards can be cut from"
+            reason = (
+                f"its state {key!r} of a parameter of shape {shape} is {actual}, which no "
+                "shards can be cut from"
+            )
             raise ConfigError("optimizer", kind, reason, _OWN)
         param_shaped = tuple(value.shape) == shape
         if param_shaped and value.dtype != torch.float32:
-            reason = f"its state {key!r} is {str(value.dtype).removeprefix('torch.')}, and state is kept in fp32"
-            raise ConfigError("optimizer", kind, reason, "Take the variant of it that keeps 32 bits")
+            reason = (
+                f"its state {key!r} is {str(value.dtype).removeprefix('torch.')}, and state "
+                "is kept in fp32"
+            )
+            raise ConfigError(
+                "optimizer", kind, reason, "Take the variant of it that keeps 32 bits"
+            )
         dims = tuple(None if extent == 1 else shape.index(extent) for extent in value.shape)
-        entries[key] = Entry(param_shaped, dims, value.dtype, placed=value.device.type == parameter.device.type)
+        entries[key] = StateEntry(
+            param_shaped, dims, value.dtype, placed=value.device.type == parameter.device.type
+        )
     return entries
 
 
@@ -210,7 +268,13 @@ def _close(first: Tensor, second: Tensor) -> bool:
 
 
 def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
 
 
 def _message(error: Exception) -> str:

@@ -22,10 +22,11 @@ DECAY_SHAPES: Mapping[str, Callable[[float], float]] = {
 
 
 def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:
-    """Return the learning rate of the step after ``done`` of ``total`` optimizer steps; 0 for the first step.
+    """Return the learning rate of the step after ``done`` of ``total`` optimizer steps; 0 for the
+    first step.
 
-    With --train-samples both count samples, as do all lengths in ``config``. `lr_warmup_fraction` is a fraction of the
-    decay.
+    With --train-samples both count samples, as do all lengths in ``config``. `lr_warmup_fraction`
+    is a fraction of the decay.
     """
     assert config.lr is not None, "without --lr nothing is trained"
     peak = config.lr
@@ -47,7 +48,9 @@ def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:
 
 
 def warmup_length(config: OptimizerConfig, decay: int) -> float:
-    """Return the length of the warm-up, in the unit of ``decay``; not rounded if it is configured as a fraction."""
+    """Return the length of the warm-up, in the unit of ``decay``; not rounded if it is configured
+    as a fraction.
+    """
     return config.warmup if config.lr_warmup_fraction is None else config.lr_warmup_fraction * decay
 
 
@@ -63,7 +66,11 @@ def weight_decay(config: OptimizerConfig, done: int, total: int) -> float:
         return config.weight_decay
     start = config.start_weight_decay
     end = config.end_weight_decay
-    assert start is not None and end is not None, "a growing weight decay needs its start and its end"
+    assert start is not None and end is not None, (
+        "a growing weight decay needs its start and its end"
+    )
     if done > total:
         return end
-    return start + (end - start) * (1.0 - DECAY_SHAPES[config.weight_decay_incr_style](done / total))
+    return start + (end - start) * (
+        1.0 - DECAY_SHAPES[config.weight_decay_incr_style](done / total)
+    )

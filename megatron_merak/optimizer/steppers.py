@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .base import Rates
 from .full_parameter import FullParameter
-from .probe import Entry
+from .probe import StateEntry
 from .recipe import Recipe
 
 
@@ -24,7 +24,8 @@ class Share:
     grad:        flat view of the owned gradient, may be empty.
     values:      flat view of the owned fp32 values, may be empty.
     entries:     of its state, by key.
-    flat_state:  state in the shape of the parameter, flat like ``values``, by key; unless an optimizer has it.
+    flat_state:  state in the shape of the parameter, flat like ``values``, by key; unless an
+                 optimizer has it.
     other_state: other state as it is saved, by key; unless an optimizer has it.
     """
 
@@ -33,7 +34,7 @@ class Share:
     full: FullParameter
     grad: Tensor
     values: Tensor
-    entries: dict[str, Entry]
+    entries: dict[str, StateEntry]
     flat_state: dict[str, Tensor] = field(default_factory=dict)
     other_state: dict[str, Tensor] = field(default_factory=dict)
 
@@ -51,7 +52,10 @@ class Share:
 
     def current(self, keys: Sequence[str] | None = None) -> list[Tensor]:
         """Return flat views of the owned values and of state in their shape, of ``keys`` or all."""
-        return [self.values, *(self.state(key) for key in (self.param_shaped if keys is None else keys))]
+        return [
+            self.values,
+            *(self.state(key) for key in (self.param_shaped if keys is None else keys)),
+        ]
 
     def live(self) -> dict:
         """Return the other entries in the form in which a PyTorch optimizer has them."""
@@ -62,7 +66,8 @@ class Share:
 class Stepper:
     """Steps some shares.
 
-    started: the parameters that have state to continue from; the next step of another one is its first.
+    started: the parameters that have state to continue from; the next step of another one is its
+             first.
     """
 
     def __init__(self, recipe: Recipe, shares: Sequence[Share], started: Collection[str]):
@@ -87,7 +92,9 @@ class Stepper:
 
 
 class InPlace(Stepper):
-    """Steps what this rank owns, without communication: full parameters, or shards if the class is elementwise."""
+    """Steps what this rank owns, without communication: full parameters, or shards if the class is
+    elementwise.
+    """
 
     def __init__(self, recipe: Recipe, shares: Sequence[Share], started: Collection[str]):
         super().__init__(recipe, shares, started)
@@ -126,9 +133,13 @@ class InPlace(Stepper):
 
 
 class _SingleParameter:
-    """A PyTorch optimizer of one full parameter, whose values and state it has only during a step."""
+    """A PyTorch optimizer of one full parameter, whose values and state it has only during
+    a step.
+    """
 
-    def __init__(self, recipe: Recipe, share: Share, step: Callable[[torch.optim.Optimizer, Rates], None]):
+    def __init__(
+        self, recipe: Recipe, share: Share, step: Callable[[torch.optim.Optimizer, Rates], None]
+    ):
         self._recipe = recipe
         self._share = share
         self._step = step
@@ -138,7 +149,9 @@ class _SingleParameter:
     def update(
         self, grad: Tensor, values: Tensor, state: dict[str, Tensor], rates: Rates, started: bool
     ) -> list[Tensor]:
-        """Return the new values, then the state of the keys `Share.param_shaped`, all in the full shape."""
+        """Return the new values, then the state of the keys `Share.param_shaped`, all in the full
+        shape.
+        """
         share = self._share
         if self.optimizer is None or self.parameter is None:
             self.parameter = nn.Parameter(values)
@@ -158,16 +171,19 @@ class _SingleParameter:
 
 
 class Gathered(Stepper):
-    """Steps one sharded parameter: every rank gathers gradient, values and state, and computes the full update.
+    """Steps one sharded parameter: every rank gathers gradient, values and state, and computes the
+    full update.
 
-    Each rank keeps its shard of the result. Needs memory for the full parameter, (2 + number of state entries) x 4
-    bytes per element.
+    Each rank keeps its shard of the result. Needs memory for the full parameter, (2 + number of
+    state entries) x 4 bytes per element.
     """
 
     def __init__(self, recipe: Recipe, share: Share, started: Collection[str]):
         super().__init__(recipe, [share], started)
         self._share = share
-        self._single = _SingleParameter(recipe, share, lambda each, rates: self._step(each, [share.group], rates))
+        self._single = _SingleParameter(
+            recipe, share, lambda each, rates: self._step(each, [share.group], rates)
+        )
 
     def step(self, rates: Rates, frozen: Collection[str]) -> None:
         share = self._share
@@ -179,7 +195,9 @@ class Gathered(Stepper):
         grad, values, *state = share.full.gather(shards)
         self.started.add(share.name)
         if share.values.numel():  # else this rank only helps to gather
-            results = self._single.update(grad, values, dict(zip(keys, state, strict=True)), rates, started)
+            results = self._single.update(
+                grad, values, dict(zip(keys, state, strict=True)), rates, started
+            )
             for new, part in zip(results, share.current(), strict=True):
                 share.full.extract(new, part)
 
@@ -190,12 +208,13 @@ class Gathered(Stepper):
                     self._share.other_state[key] = self._share.entries[key].stored(value)
 
 
-class Owned(Stepper):
-    """Steps several parameters that are sharded over the same ranks, each on another one of these ranks, its owner.
+class SteppedByOwners(Stepper):
+    """Steps several parameters that are sharded over the same ranks, each on another one of these
+    ranks, its owner.
 
-    The owner receives gradient, values and state, computes the full update, and sends the shards back. There is at most
-    one parameter per rank. All state must have the shape of the parameters. Needs memory for one full parameter, as
-    `Gathered` does.
+    The owner receives gradient, values and state, computes the full update, and sends the shards
+    back. There is at most one parameter per rank. All state must have the shape of the parameters.
+    Needs memory for one full parameter, as `Gathered` does.
     """
 
     def __init__(self, recipe: Recipe, shares: Sequence[Share], started: Collection[str]):
@@ -205,7 +224,9 @@ class Owned(Stepper):
         self._own = shares[rank] if rank < len(shares) else None
         if self._own is not None:
             number = self._own.group
-            self._single = _SingleParameter(recipe, self._own, lambda each, rates: self._step(each, [number], rates))
+            self._single = _SingleParameter(
+                recipe, self._own, lambda each, rates: self._step(each, [number], rates)
+            )
 
     def step(self, rates: Rates, frozen: Collection[str]) -> None:
         steps = [share for share in self.shares if share.name not in frozen]
@@ -213,25 +234,40 @@ class Owned(Stepper):
             return
         own = self._own if self._own in steps else None
         keys = {share: share.param_shaped if share.name in self.started else [] for share in steps}
-        outgoing = [share.full.outgoing([share.grad, *share.current(keys[share])]) for share in steps]
-        pieces = self._exchange(outgoing, {share: 2 + len(keys[share]) for share in steps}, to_owners=True)
+        outgoing = [
+            share.full.outgoing([share.grad, *share.current(keys[share])]) for share in steps
+        ]
+        pieces = self._exchange(
+            outgoing, {share: 2 + len(keys[share]) for share in steps}, to_owners=True
+        )
         results: list[Tensor] = []
         if own is not None:
             grad, values, *state = own.full.assemble(pieces)
             started = own.name in self.started
-            updated = self._single.update(grad, values, dict(zip(keys[own], state, strict=True)), rates, started)
+            updated = self._single.update(
+                grad, values, dict(zip(keys[own], state, strict=True)), rates, started
+            )
             results = own.full.split(torch.stack(updated))
         self.started.update(share.name for share in steps)
-        pieces = self._exchange(results, {share: 1 + len(share.param_shaped) for share in steps}, to_owners=False)
+        pieces = self._exchange(
+            results, {share: 1 + len(share.param_shaped) for share in steps}, to_owners=False
+        )
         for share, piece in zip(self.shares, pieces, strict=False):
             if share in steps:
                 share.full.store(piece, share.current())
 
-    def _exchange(self, pieces: Sequence[Tensor], counts: Mapping[Share, int], to_owners: bool) -> list[Tensor]:
-        """Send each rank its flat piece; return the received ones. counts: tensors of each parameter that steps."""
+    def _exchange(
+        self, pieces: Sequence[Tensor], counts: Mapping[Share, int], to_owners: bool
+    ) -> list[Tensor]:
+        """Send each rank its flat piece; return the received ones. counts: tensors of each
+        parameter that steps.
+        """
         rank = dist.get_rank(self._group)
         ranks = dist.get_world_size(self._group)
-        of_shards = [share.full.lengths(counts[share])[rank] if share in counts else 0 for share in self.shares]
+        of_shards = [
+            share.full.lengths(counts[share])[rank] if share in counts else 0
+            for share in self.shares
+        ]
         of_shards += [0] * (ranks - len(of_shards))
         of_own = [0] * ranks
         if self._own is not None and self._own in counts:
@@ -247,13 +283,17 @@ class Owned(Stepper):
 
 
 def owned_batches(shares: Sequence[Share]) -> list[list[Share]]:
-    """Return batches for `Owned`, of at most one share per rank of their group, with the largest ones together.
+    """Return batches for `SteppedByOwners`: at most one share per rank of their group, the largest
+    ones together.
 
-    The result is the same on all ranks of a group: first shares that are sharded over data-parallel ranks, then others.
+    The result is the same on all ranks of a group: first shares that are sharded over data-parallel
+    ranks, then others.
     """
     batches = []
     for data_parallel in (True, False):
-        chosen = [share for share in shares if (share.full.shard_group is not None) == data_parallel]
+        chosen = [
+            share for share in shares if (share.full.shard_group is not None) == data_parallel
+        ]
         by_group: dict[dist.ProcessGroup | None, list[Share]] = {}
         for share in sorted(chosen, key=lambda share: (-math.prod(share.full.shape), share.name)):
             by_group.setdefault(share.full.group, []).append(share)

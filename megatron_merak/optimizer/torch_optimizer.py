@@ -1,7 +1,8 @@
-"""Runs any PyTorch optimizer on the shards that a rank owns, with the results of that optimizer in one process.
+"""Runs any PyTorch optimizer on the shards that a rank owns, with the results of that optimizer in
+one process.
 
-An elementwise optimizer steps views of the flat fp32 values, whatever part of a parameter they are. Any other one steps
-full parameters; sharded ones are gathered one by one.
+An elementwise optimizer steps views of the flat fp32 values, whatever part of a parameter they are.
+Any other one steps full parameters; sharded ones are gathered one by one.
 """
 
 import re
@@ -19,7 +20,7 @@ from .base import LocalOptimizer, Rates
 from .full_parameter import FullParameter
 from .loss_scale import LossScaler
 from .recipe import Recipe
-from .steppers import Gathered, InPlace, Owned, Share, Stepper, owned_batches
+from .steppers import Gathered, InPlace, Share, SteppedByOwners, Stepper, owned_batches
 
 
 class TorchOptimizer(LocalOptimizer):
@@ -42,23 +43,33 @@ class TorchOptimizer(LocalOptimizer):
         tensors: Mapping[str, TensorSharding],
         scaler: LossScaler | None = None,
     ):
-        super().__init__(buffer, config, mesh.model, mesh.shard_group, scaler)
+        super().__init__(buffer, config, mesh.weights, mesh.shard_group, scaler=scaler)
         self.recipe = recipe
         self.mesh = mesh
         self.name = recipe.name
-        trained = {name: slot for name, slot in buffer.slots.items() if slot.group < len(recipe.groups)}
-        self._shares = {name: self._share(name, slot, tensors.get(name)) for name, slot in trained.items()}
+        trained = {
+            name: slot for name, slot in buffer.slots.items() if slot.group < len(recipe.groups)
+        }
+        self._shares = {
+            name: self._share(name, slot, tensors.get(name)) for name, slot in trained.items()
+        }
         self._kinds = {_kind_of(key): key for key in (*recipe.param_shaped, *recipe.other_shaped)}
 
     def _share(self, name: str, slot: Slot, tensor: TensorSharding | None) -> Share:
         buffer = self.buffer
         mesh = self.mesh
         full = FullParameter(
-            buffer, name, tensor or TensorSharding(name, slot.shape), mesh.tp, shard_group=mesh.shard_group
+            buffer,
+            name,
+            tensor or TensorSharding(name, slot.shape),
+            mesh.tp,
+            shard_group=mesh.shard_group,
         )
         first, last = own_span(buffer, name)
         grad = values = self.master[:0]
-        for (start, stop, offset), own, data in zip(buffer.owned, buffer.own_grads, buffer.own_data, strict=True):
+        for (start, stop, offset), own, data in zip(
+            buffer.owned, buffer.own_grads, buffer.own_data, strict=True
+        ):
             if start <= first < last <= stop:
                 local = slice(first - start, last - start)
                 flat = slice(offset + first - start, offset + last - start)
@@ -87,7 +98,9 @@ class TorchOptimizer(LocalOptimizer):
         self._steps += 1
         for stepper in self._steppers:
             stepper.step(rates, self.frozen)
-        owned = zip(self.buffer.owned, self.buffer.own_data, strict=True) if self.buffer.rounds else ()
+        owned = (
+            zip(self.buffer.owned, self.buffer.own_data, strict=True) if self.buffer.rounds else ()
+        )
         for (start, stop, offset), data in owned:
             data.copy_(self.master[offset : offset + stop - start])
 
@@ -106,11 +119,17 @@ class TorchOptimizer(LocalOptimizer):
                 if share.full.group is not None and len(share.param_shaped) == len(share.entries):
                     owned += [share] if share.full.participates else []
                 else:
-                    gathered += [Gathered(self.recipe, share, started)] if share.full.participates else []
+                    gathered += (
+                        [Gathered(self.recipe, share, started)] if share.full.participates else []
+                    )
             elif share.values.numel():
                 in_place.setdefault(id(group.prototype), []).append(share)
-        steppers: list[Stepper] = [InPlace(self.recipe, shares, started) for shares in in_place.values()]
-        steppers += [Owned(self.recipe, shares, started) for shares in owned_batches(owned)]
+        steppers: list[Stepper] = [
+            InPlace(self.recipe, shares, started) for shares in in_place.values()
+        ]
+        steppers += [
+            SteppedByOwners(self.recipe, shares, started) for shares in owned_batches(owned)
+        ]
         return [*steppers, *gathered]
 
     def _sync(self) -> None:
@@ -119,11 +138,17 @@ class TorchOptimizer(LocalOptimizer):
 
     def state(self) -> dict[str, torch.Tensor | Scattered]:
         self._sync()
-        state: dict[str, torch.Tensor | Scattered] = {"master": self.master} if self.buffer.rounds else {}
+        state: dict[str, torch.Tensor | Scattered] = (
+            {"master": self.master} if self.buffer.rounds else {}
+        )
         for kind, key in self._kinds.items():
-            names = {name: share for name, share in self._shares.items() if _is_param_shaped(share, key)}
+            names = {
+                name: share for name, share in self._shares.items() if _is_param_shaped(share, key)
+            }
             if key in self.recipe.param_shaped:
-                parts = {name: share.state(key) for name, share in names.items() if share.values.numel()}
+                parts = {
+                    name: share.state(key) for name, share in names.items() if share.values.numel()
+                }
                 state[kind] = Scattered(self.buffer, names, parts)
         return state
 
@@ -133,7 +158,9 @@ class TorchOptimizer(LocalOptimizer):
             kind: {
                 name: share.state(key)
                 for name, share in self._shares.items()
-                if share.values.numel() and key in share.entries and not share.entries[key].param_shaped
+                if share.values.numel()
+                and key in share.entries
+                and not share.entries[key].param_shaped
             }
             for kind, key in self._kinds.items()
             if key in self.recipe.other_shaped
@@ -141,7 +168,11 @@ class TorchOptimizer(LocalOptimizer):
 
     def writes(self, name: str) -> bool:
         mesh = self.mesh
-        return self.buffer.slots[name].counted and mesh.tp_rank == 0 and mesh.dp_rank == self._shares[name].full.owner
+        return (
+            self.buffer.slots[name].counted
+            and mesh.tp_rank == 0
+            and mesh.copy_rank == self._shares[name].full.owner
+        )
 
 
 def check_layout(recipe: Recipe, model_ranks: int, shards: bool) -> None:
@@ -153,7 +184,10 @@ def check_layout(recipe: Recipe, model_ranks: int, shards: bool) -> None:
     coupled = next((group for group in recipe.groups if not group.traits.independent), None)
     if coupled is not None and (model_ranks > 1 or shards):
         reason = "its update of a parameter depends on the others, which other ranks have"
-        remedy = "Train with plain data parallelism, or take an optimizer that steps each parameter by itself"
+        remedy = (
+            "Train with plain data parallelism, or take an optimizer that steps each "
+            "parameter by itself"
+        )
         raise ConfigError("optimizer", type(coupled.prototype).__name__, reason, remedy)
 
 

@@ -1,7 +1,8 @@
 """Agreement between ranks: JSON sent in tensors, without pickle, and errors that every rank raises.
 
-Every function is collective: all ranks of ``group`` call it, in the same order. With ``group`` None this process is
-alone and nothing is sent. ``device`` is the device of the tensors that the group's backend sends ("cpu" for gloo).
+Every function is collective: all ranks of ``group`` call it, in the same order. With ``group`` None
+this process is alone and nothing is sent. ``device`` is the device of the tensors that the group's
+backend sends ("cpu" for gloo).
 """
 
 import json
@@ -24,7 +25,8 @@ _LONGEST_TRACE = 20_000  # characters, of which the last ones count
 def gather_json(value: object, group: dist.ProcessGroup | None, device: torch.device | str) -> list:
     """Return the values of all ranks, in rank order, on every rank.
 
-    ``value`` is anything that JSON can represent; a tuple becomes a list, an integer key a string, on the sender too.
+    ``value`` is anything that JSON can represent; a tuple becomes a list, an integer key a string,
+    on the sender too.
     """
     text = json.dumps(value).encode()
     if group is None:
@@ -43,7 +45,8 @@ def gather_json(value: object, group: dist.ProcessGroup | None, device: torch.de
 
 
 def alike(value: object, group: dist.ProcessGroup | None) -> bool:
-    """Return on every rank of ``group``, of CPU tensors, whether all have the same value, by its checksum.
+    """Return on every rank of ``group``, of CPU tensors, whether all have the same value, by its
+    checksum.
 
     One small collective, for what a step asks each time and what almost always is so.
     """
@@ -55,8 +58,12 @@ def alike(value: object, group: dist.ProcessGroup | None) -> bool:
     return bounds[0].item() == -bounds[1].item()
 
 
-def broadcast_json(value: object, group: dist.ProcessGroup | None, device: torch.device | str, source: int = 0) -> Any:
-    """Return the ``value`` of the rank ``source`` of the group on every rank; what other ranks pass is ignored."""
+def broadcast_json(
+    value: object, group: dist.ProcessGroup | None, device: torch.device | str, source: int = 0
+) -> Any:
+    """Return the ``value`` of the rank ``source`` of the group on every rank; what other ranks pass
+    is ignored.
+    """
     if group is None:
         return json.loads(json.dumps(value))
     first = dist.get_rank(group) == source
@@ -71,13 +78,16 @@ def broadcast_json(value: object, group: dist.ProcessGroup | None, device: torch
     return json.loads(_as_bytes(payload))
 
 
-def raise_together(error: Exception | None, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-    """Return when no rank has an error; otherwise raise on every rank, naming the ranks that failed.
+def raise_together(
+    error: Exception | None, group: dist.ProcessGroup | None, device: torch.device | str
+) -> None:
+    """Return when no rank has an error; otherwise raise on every rank, naming the ranks that
+    failed.
 
-    All ranks raise the error of the lowest failing rank: its type, ``what``, ``value`` and ``remedy`` unchanged, its
-    ``reason`` prefixed with the global rank. Other exceptions become a ``MerakError`` with the traceback of that rank.
-    Where the failure occurred, the original exception is the ``__cause__``. Without a group the error is raised
-    unchanged.
+    All ranks raise the error of the lowest failing rank: its type, ``what``, ``value`` and
+    ``remedy`` unchanged, its ``reason`` prefixed with the global rank. Other exceptions become a
+    ``MerakError`` with the traceback of that rank. Where the failure occurred, the original
+    exception is the ``__cause__``. Without a group the error is raised unchanged.
     """
     if group is None:
         if error is not None:
@@ -85,14 +95,18 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None, dev
         return
     reports = gather_json(None if error is None else _report(error), group, device)
     ranks = dist.get_process_group_ranks(group)
-    failed = [(rank, report) for rank, report in zip(ranks, reports, strict=True) if report is not None]
+    failed = [
+        (rank, report) for rank, report in zip(ranks, reports, strict=True) if report is not None
+    ]
     if failed:
         raise _merge(failed) from error
 
 
 @contextmanager
 def together(group: dist.ProcessGroup | None, device: torch.device | str) -> Iterator[None]:
-    """Run a body without collectives, which may fail on some ranks only, and `raise_together` at its end."""
+    """Run a body without collectives, which may fail on some ranks only, and `raise_together` at
+    its end.
+    """
     error = None
     try:
         yield

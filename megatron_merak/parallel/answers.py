@@ -1,7 +1,8 @@
-"""A store that is asked by a thread of its own: whoever asks waits some seconds for an answer, and no longer.
+"""A store that is asked by a thread of its own: whoever asks waits some seconds for an answer, and
+no longer.
 
-torch waits without end where the store's launcher is stopped or its host is lost: the timeout of a store limits only
-how long a key may be missing.
+torch waits without end where the store's launcher is stopped or its host is lost: the timeout of a
+store limits only how long a key may be missing.
 """
 
 import queue
@@ -21,13 +22,17 @@ class Answers:
 
     def __init__(self, patience: float):
         self.patience = patience
-        self._questions: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = (
+            queue.SimpleQueue()
+        )
         self._turn = threading.Lock()
         self._last: Future | None = None
         threading.Thread(target=self._ask, name="megatron_merak store", daemon=True).start()
 
     def __call__(self, call: Callable[..., Value], *arguments: object) -> Value:
-        """Return what a function returns. Raises TimeoutError if no answer comes, at once while an old one is due."""
+        """Return what a function returns. Raises TimeoutError if no answer comes, at once while an
+        old one is due.
+        """
         if not self._turn.acquire(timeout=self.patience):
             raise self._silent()
         try:

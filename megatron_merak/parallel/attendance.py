@@ -1,4 +1,6 @@
-"""Checks calls that every rank must make: reports a rank that waits for others, and raises if ranks' calls differ."""
+"""Checks calls that every rank must make: reports a rank that waits for others, and raises if
+ranks' calls differ.
+"""
 
 import sys
 import threading
@@ -23,7 +25,10 @@ def attend(call: str, group: dist.ProcessGroup | None, patience: float = PATIENC
     if group is None:
         return
     rank = dist.get_rank(group)
-    text = f"rank {rank} has waited {patience:.0f} s in {call} for ranks that did not call it: every rank has to\n"
+    text = (
+        f"rank {rank} has waited {patience:.0f} s in {call} for ranks that did not call it: "
+        "every rank has to\n"
+    )
     timer = threading.Timer(patience, lambda: (sys.stderr.write(text), sys.stderr.flush()))
     timer.daemon = True
     timer.start()
@@ -34,5 +39,8 @@ def attend(call: str, group: dist.ProcessGroup | None, patience: float = PATIENC
     for other, other_call in enumerate(calls):
         if other_call != calls[0]:
             reason = f"rank 0 is in {calls[0]}, and both need all ranks"
-            remedy = "Call it on every rank: not behind is_world_process_zero(), local_rank or a rank's own condition"
+            remedy = (
+                "Call it on every rank: not behind is_world_process_zero(), local_rank or a "
+                "rank's own condition"
+            )
             raise ConfigError(f"rank {other}", other_call, reason, remedy)

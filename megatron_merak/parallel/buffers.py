@@ -28,10 +28,11 @@ import torch
 
 from .pieces import Pieces, whole
 
-ALIGNMENT = 64  # elements: 256 bytes in fp32, 128 in bf16, so that every view starts on a cache line
+# elements: 256 bytes in fp32, 128 in bf16, so that every view starts on a cache line
+ALIGNMENT = 64
 
 
-class Sharding(IntEnum):
+class ShardedState(IntEnum):
     """What is sharded over data-parallel ranks; each value includes those before it."""
 
     NOTHING = 0
@@ -48,9 +49,11 @@ class BufferEntry:
     """One parameter to put into a buffer.
 
     group:   parameters of the same group have the same learning rate and weight decay.
-    counted: whether this rank counts its gradient in the global norm; False where another rank counts its copy.
+    counted: whether this rank counts its gradient in the global norm; False where another rank
+             counts its copy.
     fp32:    whether it is used in fp32 whatever the dtype of the buffer.
-    tied:    whether ranks of other stages have it as well, so that its shards must be the same in all their buffers.
+    tied:    whether ranks of other stages have it as well, so that its shards must be the same in
+             all their buffers.
     """
 
     name: str
@@ -75,9 +78,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of `main_grad`, with padding, which contain exactly the parameters `names`.
+    """Elements [start, stop) of `main_grad`, with padding, which contain exactly the parameters
+    `names`.
 
-    sharded: whether every data-parallel rank owns an equal shard; otherwise each one owns, and updates, all of it.
+    sharded: whether every data-parallel rank owns an equal shard; otherwise each one owns, and
+             updates, all of it.
     """
 
     start: int
@@ -86,8 +91,10 @@ class Bucket:
     sharded: bool = False
 
 
-class Owned(NamedTuple):
-    """Elements [start, stop) of the flat tensors that this rank owns; `offset` of their optimizer state."""
+class OwnedRange(NamedTuple):
+    """Elements [start, stop) of the flat tensors that this rank owns; `offset` of their optimizer
+    state.
+    """
 
     start: int
     stop: int
@@ -132,39 +139,55 @@ class ParameterBuffer:
         bucket_elements: int | None = None,
         shards: int = 1,
         shard: int = 0,
-        sharding: Sharding = Sharding.OPTIMIZER,
+        sharding: ShardedState = ShardedState.OPTIMIZER,
     ):
         assert bucket_elements is None or bucket_elements > 0, bucket_elements
         assert 0 <= shard < shards, (shard, shards)
         shards, shard = (shards, shard) if sharding else (1, 0)
-        self.sharding = sharding if shards > 1 else Sharding.NOTHING
+        self.sharding = sharding if shards > 1 else ShardedState.NOTHING
         self.shard = shard
-        self.sharded = self.sharding > Sharding.NOTHING
+        self.sharded = self.sharding > ShardedState.NOTHING
         self.rounds = dtype != torch.float32
         if dtype == torch.float32:  # then `data` is the master copy, and all entries are in it
             entries = [[replace(entry, fp32=False) for entry in group] for group in entries]
         if self.sharded:
-            by_unit = self.sharding >= Sharding.GRADIENTS
-            runs = _runs_of_units(entries) if by_unit else _runs_of_size(entries, bucket_elements or math.inf)
+            by_unit = self.sharding >= ShardedState.GRADIENTS
+            runs = (
+                _runs_of_units(entries)
+                if by_unit
+                else _runs_of_size(entries, bucket_elements or math.inf)
+            )
             self.slots, self.size, self.buckets = _lay_out_shards(runs, shards * ALIGNMENT)
         else:
             self.slots, self.size = _lay_out(entries)
-            self.buckets = _cut_into_buckets(self.slots, self.size, bucket_elements or max(self.size, 1))
+            self.buckets = _cut_into_buckets(
+                self.slots, self.size, bucket_elements or max(self.size, 1)
+            )
         self.owned = _owned(self.buckets, self.size, shards, shard)
         self.owned_size = sum(stop - start for start, stop, _ in self.owned)
         places = [*zip(reversed(self.buckets), self.owned, strict=True)] if self.sharded else ()
         self._piece_of = {bucket: number for number, (bucket, _) in enumerate(places)}
-        self._shard_of = {bucket: (start, stop) for bucket, (start, stop, _) in places if bucket.sharded}
+        self._shard_of = {
+            bucket: (start, stop) for bucket, (start, stop, _) in places if bucket.sharded
+        }
         self.ranges = _merge_ranges(self.slots, self.size)
         self.dtype = dtype
         self.device = torch.device(device)
-        self.data, self._values, self.own_data = self._flat(dtype, self.sharding >= Sharding.PARAMETERS)
-        self.main_grad, _, self.own_grads = self._flat(torch.float32, self.sharding >= Sharding.GRADIENTS)
+        self.data, self._values, self.own_data = self._flat(
+            dtype, self.sharding >= ShardedState.PARAMETERS
+        )
+        self.main_grad, _, self.own_grads = self._flat(
+            torch.float32, self.sharding >= ShardedState.GRADIENTS
+        )
         self._master = None if self.rounds else self._values
         self._own_grad_of: dict[str, list[torch.Tensor]] = {}
 
-    def _flat(self, dtype: torch.dtype, in_pieces: bool) -> tuple[Flat, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return a flat tensor, or its pieces; the memory of this rank's shards; and views of these shards."""
+    def _flat(
+        self, dtype: torch.dtype, in_pieces: bool
+    ) -> tuple[Flat, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return a flat tensor, or its pieces; the memory of this rank's shards; and views of these
+        shards.
+        """
         if not in_pieces:
             flat = torch.zeros(self.size, dtype=dtype, device=self.device)
             return flat, flat, tuple(flat[start:stop] for start, stop, _ in self.owned)
@@ -172,10 +195,16 @@ class ParameterBuffer:
         named = {name: (slot.start, slot.stop, slot.shape) for name, slot in self.slots.items()}
         pieces = Pieces(bounds, named, dtype, self.device)
         own = torch.zeros(self.owned_size, dtype=dtype, device=self.device)
-        return pieces, own, tuple(own[offset : offset + stop - start] for start, stop, offset in self.owned)
+        return (
+            pieces,
+            own,
+            tuple(own[offset : offset + stop - start] for start, stop, offset in self.owned),
+        )
 
     def piece_of(self, bucket: Bucket) -> int:
-        """Return the index of a bucket's piece, and of its entry in `owned`, where buckets are sharded."""
+        """Return the index of a bucket's piece, and of its entry in `owned`, where buckets are
+        sharded.
+        """
         return self._piece_of[bucket]
 
     def view(self, flat: Flat, name: str) -> torch.Tensor:
@@ -192,7 +221,9 @@ class ParameterBuffer:
         return self._master
 
     def turns(self, flat: Flat) -> list[tuple[Bucket, ...]]:
-        """Return groups of buckets of `flat` that have memory at the same time: all, or of `Pieces` single ones."""
+        """Return groups of buckets of `flat` that have memory at the same time: all, or of `Pieces`
+        single ones.
+        """
         buckets = self.buckets[::-1]
         return [(bucket,) for bucket in buckets] if isinstance(flat, Pieces) else [buckets]
 
@@ -207,7 +238,9 @@ class ParameterBuffer:
                 flat.allocate(number)
 
     def filling(self) -> Iterator[tuple[Bucket, ...]]:
-        """Yield groups of buckets with memory, to be written into `data` and `main_grad`, which are zeros before."""
+        """Yield groups of buckets with memory, to be written into `data` and `main_grad`, which are
+        zeros before.
+        """
         flats = (self.data, self.main_grad)
         for buckets in self.turns(self.main_grad):
             for flat in flats:
@@ -220,7 +253,9 @@ class ParameterBuffer:
             self.allocate(flat, ())
 
     def seal(self, buckets: Sequence[Bucket]) -> None:
-        """Save this rank's shards of ``buckets`` after `data` was written, where parameters are sharded."""
+        """Save this rank's shards of ``buckets`` after `data` was written, where parameters are
+        sharded.
+        """
         if isinstance(self.data, Pieces):
             for bucket in buckets:
                 number = self._piece_of[bucket]
@@ -232,7 +267,9 @@ class ParameterBuffer:
         return self._shard_of[bucket]
 
     def own(self, flat: Flat) -> torch.Tensor:
-        """Return this rank's shards of `flat` ([size]), concatenated: [owned_size]; `flat` itself if it owns all."""
+        """Return this rank's shards of `flat` ([size]), concatenated: [owned_size]; `flat` itself
+        if it owns all.
+        """
         if not self.sharded:
             return whole(flat)
         return self._joined([flat[start:stop] for start, stop, _ in self.owned])
@@ -245,8 +282,12 @@ class ParameterBuffer:
         empty = torch.zeros(0, dtype=self.dtype, device=self.device)
         return parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
 
-    def take(self, state: torch.Tensor, flat: Flat, buckets: Sequence[Bucket] | None = None) -> None:
-        """Copy this rank's shards of ``flat`` to ``state`` unless they are the same: the inverse of `spread`."""
+    def take(
+        self, state: torch.Tensor, flat: Flat, buckets: Sequence[Bucket] | None = None
+    ) -> None:
+        """Copy this rank's shards of ``flat`` to ``state`` unless they are the same: the inverse of
+        `spread`.
+        """
         if not self.sharded and state is not flat:
             state.copy_(whole(flat))
         for bucket in (self.buckets if buckets is None else buckets) if self.sharded else ():
@@ -254,7 +295,8 @@ class ParameterBuffer:
             state[offset : offset + stop - start].copy_(flat[start:stop])
 
     def spread(self, state: torch.Tensor, buckets: Sequence[Bucket] | None = None) -> Flat:
-        """Copy `state` ([owned_size]) to its positions in `main_grad`, and return that; `state` if it has all.
+        """Copy `state` ([owned_size]) to its positions in `main_grad`, and return that; `state` if
+        it has all.
 
         buckets: copy only these, for which memory is allocated; None: all.
         """
@@ -268,11 +310,15 @@ class ParameterBuffer:
         return self.main_grad
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return the view that the model computes with: of `data`, or of `master` for an fp32 entry."""
+        """Return the view that the model computes with: of `data`, or of `master` for an fp32
+        entry.
+        """
         return self.view(self.master if self.slots[name].fp32 else self.data, name)
 
     def drop_master(self) -> None:
-        """Free the fp32 copy of a 16-bit buffer, if it is kept elsewhere; the next access makes a new one."""
+        """Free the fp32 copy of a 16-bit buffer, if it is kept elsewhere; the next access makes a
+        new one.
+        """
         assert self.rounds and not any(slot.fp32 for slot in self.slots.values())
         self._master = None
 
@@ -282,14 +328,20 @@ class ParameterBuffer:
             master.copy_(data)
 
     def follow_edits(self) -> None:
-        """Update `master` after `data` was modified elsewhere: copy the values that differ from the rounded master."""
+        """Update `master` after `data` was modified elsewhere: copy the values that differ from the
+        rounded master.
+        """
         for data, master in self._rounded():
             master.copy_(torch.where(master.to(self.dtype) == data, master, data.to(torch.float32)))
 
     def _rounded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (view of `data`, view of `master` that is rounded into it) of what this rank owns of each parameter."""
+        """Yield (view of `data`, view of `master` that is rounded into it) of what this rank owns
+        of each parameter.
+        """
         for slot in self.slots.values() if self.rounds else ():
-            for (start, stop, offset), data in zip(self.owned, self.own_data, strict=True) if not slot.fp32 else ():
+            for (start, stop, offset), data in (
+                zip(self.owned, self.own_data, strict=True) if not slot.fp32 else ()
+            ):
                 first = max(start, slot.start)
                 last = min(stop, slot.stop)
                 if first < last:
@@ -300,7 +352,9 @@ class ParameterBuffer:
         return self.view(self.main_grad, name)
 
     def own_grad(self, name: str) -> list[torch.Tensor]:
-        """Return flat views of this rank's shard of a parameter's gradient; none where other ranks own all of it."""
+        """Return flat views of this rank's shard of a parameter's gradient; none where other ranks
+        own all of it.
+        """
         if name in self._own_grad_of:
             return self._own_grad_of[name]
         slot = self.slots[name]
@@ -318,26 +372,39 @@ def _align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _lay_out(groups: Sequence[Sequence[BufferEntry]], offset: int = 0) -> tuple[dict[str, Slot], int]:
+def _lay_out(
+    groups: Sequence[Sequence[BufferEntry]], offset: int = 0
+) -> tuple[dict[str, Slot], int]:
     slots: dict[str, Slot] = {}
     for group in groups:
         for entry in sorted(group, key=lambda entry: entry.group):
             assert entry.name not in slots, f"parameter {entry.name} is listed twice"
             elements = prod(entry.shape)
             slots[entry.name] = Slot(
-                offset, offset + elements, tuple(entry.shape), entry.group, counted=entry.counted, fp32=entry.fp32
+                offset,
+                offset + elements,
+                tuple(entry.shape),
+                entry.group,
+                counted=entry.counted,
+                fp32=entry.fp32,
             )
             offset = _align(offset + elements)
     return slots, offset
 
 
-def _runs_of_size(groups: Sequence[Sequence[BufferEntry]], bucket_elements: float) -> list[list[BufferEntry]]:
-    """Return the entries of each bucket, in forward order; a bucket has at least ``bucket_elements``.
+def _runs_of_size(
+    groups: Sequence[Sequence[BufferEntry]], bucket_elements: float
+) -> list[list[BufferEntry]]:
+    """Return the entries of each bucket, in forward order; a bucket has at least
+    ``bucket_elements``.
 
-    The model reads fp32 entries from the master copy, so every rank needs all of them: they come first, in a bucket
-    that is not sharded. A tied entry has a bucket of its own, so that all ranks that have it shard it in the same way.
+    The model reads fp32 entries from the master copy, so every rank needs all of them: they come
+    first, in a bucket that is not sharded. A tied entry has a bucket of its own, so that all ranks
+    that have it shard it in the same way.
     """
-    order = [e for group in groups for e in sorted(group, key=lambda entry: entry.group) if not e.fp32]
+    order = [
+        e for group in groups for e in sorted(group, key=lambda entry: entry.group) if not e.fp32
+    ]
     runs: list[list[BufferEntry]] = [[]]  # entries of each bucket, from the end
     elements = 0
     for entry in reversed(order):
@@ -354,13 +421,19 @@ def _runs_of_units(groups: Sequence[Sequence[BufferEntry]]) -> list[list[BufferE
     """As `_runs_of_size`, with one bucket per unit."""
     plain = [[entry for entry in group if not entry.fp32] for group in groups]
     fp32 = [entry for group in groups for entry in group if entry.fp32]
-    return [run for run in (fp32, *(run for group in plain for run in _runs_of_size([group], math.inf))) if run]
+    return [
+        run
+        for run in (fp32, *(run for group in plain for run in _runs_of_size([group], math.inf)))
+        if run
+    ]
 
 
 def _lay_out_shards(
     runs: Sequence[Sequence[BufferEntry]], alignment: int
 ) -> tuple[dict[str, Slot], int, tuple[Bucket, ...]]:
-    """As `_lay_out` and `_cut_into_buckets`, for given buckets, whose lengths become multiples of `alignment`."""
+    """As `_lay_out` and `_cut_into_buckets`, for given buckets, whose lengths become multiples of
+    `alignment`.
+    """
     slots: dict[str, Slot] = {}
     buckets: list[Bucket] = []
     offset = 0
@@ -373,20 +446,22 @@ def _lay_out_shards(
     return slots, offset, tuple(reversed(buckets))
 
 
-def _owned(buckets: Sequence[Bucket], size: int, shards: int, shard: int) -> tuple[Owned, ...]:
+def _owned(buckets: Sequence[Bucket], size: int, shards: int, shard: int) -> tuple[OwnedRange, ...]:
     if shards == 1:
-        return (Owned(0, size, 0),)
+        return (OwnedRange(0, size, 0),)
     owned = []
     offset = 0
     for bucket in reversed(buckets):
         length = (bucket.stop - bucket.start) // (shards if bucket.sharded else 1)
         start = bucket.start + (shard * length if bucket.sharded else 0)
-        owned.append(Owned(start, start + length, offset))
+        owned.append(OwnedRange(start, start + length, offset))
         offset += length
     return tuple(owned)
 
 
-def _cut_into_buckets(slots: dict[str, Slot], size: int, bucket_elements: int) -> tuple[Bucket, ...]:
+def _cut_into_buckets(
+    slots: dict[str, Slot], size: int, bucket_elements: int
+) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     stop = size
     names = []

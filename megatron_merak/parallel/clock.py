@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..cluster import Cluster, Link
-from .emulated_kernels import Kernels
+from .emulated_kernels import ChargedKernels
 
 
 class Clock(Protocol):
-    """The time of a rank in seconds. ``label`` describes a modelled clock; it is empty for wall time."""
+    """The time of a rank in seconds. ``label`` describes a modelled clock; it is empty for wall
+    time.
+    """
 
     label: str
 
@@ -26,11 +28,15 @@ class Clock(Protocol):
         """Return a context in which every tensor operation of this thread advances this clock."""
 
     def side_stream(self) -> AbstractContextManager | None:
-        """Return a context in which waits do not delay computation; None where that is impossible."""
+        """Return a context in which waits do not delay computation; None where that is
+        impossible.
+        """
 
 
 class WallClock:
-    """The monotonic clock of the machine. `kernel` sleeps, which needs no core, so ranks may outnumber cores."""
+    """The monotonic clock of the machine. `kernel` sleeps, which needs no core, so ranks may
+    outnumber cores.
+    """
 
     label = ""
 
@@ -88,14 +94,20 @@ class Account:
     communication: float
 
     def __sub__(self, other: "Account") -> "Account":
-        return Account(*(end - start for end, start in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Account(
+            *(
+                end - start
+                for end, start in zip(vars(self).values(), vars(other).values(), strict=True)
+            )
+        )
 
 
 class LogicalClock:
-    """Modelled time of one rank's device, which has one stream of kernels and one queue per class of links.
+    """Modelled time of one rank's device, which has one stream of kernels and one queue per class
+    of links.
 
-    Only ``kernel`` and ``wait`` advance it, so that two equal runs have bitwise equal times, whatever the load of the
-    machine.
+    Only ``kernel`` and ``wait`` advance it, so that two equal runs have bitwise equal times,
+    whatever the load of the machine.
 
     cluster: gives the times of tensor operations; None: only calls of ``kernel`` take time.
     """
@@ -112,14 +124,20 @@ class LogicalClock:
 
     def account(self) -> Account:
         """Return how the time was spent so far."""
-        return Account(self._now, self.busy, self.exposed, self.idle, communication=self.communication)
+        return Account(
+            self._now, self.busy, self.exposed, self.idle, communication=self.communication
+        )
 
     def kernel(self, seconds: float) -> None:
         self._now += seconds
         self.busy += seconds
 
     def kernels(self) -> AbstractContextManager:
-        return nullcontext() if self.cluster is None else Kernels(self.cluster.device, self.kernel)
+        return (
+            nullcontext()
+            if self.cluster is None
+            else ChargedKernels(self.cluster.device, self.kernel)
+        )
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:

@@ -1,15 +1,20 @@
-"""A process-group backend "emu": gloo moves the data, and a logical clock models how long that takes on a cluster.
+"""A process-group backend "emu": gloo moves the data, and a logical clock models how long that
+takes on a cluster.
 
 The rules, a conservative discrete-event simulation:
 
-- A collective starts when the last of its ranks has launched it and those launched before it on links of the same class
-  are done; it lasts what ``cluster`` says. Waiting for it works like on a stream: the clock advances to its end.
-- A message starts when it is sent, its receive is posted, and messages from the same rank to the same rank that were
-  ready before it are done; it occupies the wire for bytes / bandwidth and arrives the latency later. Sending takes no
-  time of the sender. This is the rule of ``pipeline_parallel.simulate``.
+- A collective starts when the last of its ranks has launched it and those launched before it on
+  links of the same class
+  are done; it lasts what ``cluster`` says. Waiting for it works like on a stream: the clock
+  advances to its end.
+- A message starts when it is sent, its receive is posted, and messages from the same rank to the
+  same rank that were
+  ready before it are done; it occupies the wire for bytes / bandwidth and arrives the latency
+  later. Sending takes no time of the sender. This is the rule of ``pipeline_parallel.simulate``.
 - The wall clock is never read. Time stamps accompany the data, so that equal runs have equal times.
 
-Every receive names its source. Ranks launch the collectives of a link class in consistent orders, as on one stream.
+Every receive names its source. Ranks launch the collectives of a link class in consistent orders,
+as on one stream.
 """
 
 from array import array
@@ -33,7 +38,8 @@ _STAMPS_KEPT = 4096  # of messages that may be in flight; those before them were
 
 
 def register(clock: LogicalClock) -> None:
-    """Make ``dist.init_process_group("emu")`` and ``new_group(backend="emu")`` work for groups created from now on.
+    """Make ``dist.init_process_group("emu")`` and ``new_group(backend="emu")`` work for groups
+    created from now on.
 
     clock: this rank's, of a cluster; global rank r is on node r // ranks_per_node.
     """
@@ -41,7 +47,10 @@ def register(clock: LogicalClock) -> None:
     def create(options, _) -> EmulatedGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         gloo = dist.ProcessGroupGloo(
-            dist.PrefixStore("emu", options.store), options.group_rank, options.group_size, options.timeout
+            dist.PrefixStore("emu", options.store),
+            options.group_rank,
+            options.group_size,
+            options.timeout,
         )
         return EmulatedGroup(Unseen(gloo), ranks, clock, options.group_id)
 
@@ -51,8 +60,8 @@ def register(clock: LogicalClock) -> None:
 class Unseen:
     """gloo, hidden from dispatch modes.
 
-    gloo's threads work under the modes of the thread that started them, and their copies, at unknown times, are no
-    kernels of the model.
+    gloo's threads work under the modes of the thread that started them, and their copies, at
+    unknown times, are no kernels of the model.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo):
@@ -67,7 +76,9 @@ class Unseen:
 
 
 class Stamp:
-    """Numbers sent beside the data. No operation is dispatched to write or read them, so that none is timed."""
+    """Numbers sent beside the data. No operation is dispatched to write or read them, so that none
+    is timed.
+    """
 
     def __init__(self, *values: float):
         self._values = array("d", values)
@@ -105,10 +116,21 @@ class EmulatedWork(FinishedByWaiting):
         return True
 
 
-class Collective(EmulatedWork):
-    """A collective of ``cost`` seconds; ``stamp`` becomes the time at which the last rank launched it."""
+class EmulatedCollective(EmulatedWork):
+    """A collective of ``cost`` seconds; ``stamp`` becomes the time at which the last rank launched
+    it.
+    """
 
-    def __init__(self, data: Work, stamp: Stamp, stamping: Work, cost: float, queue: Queue, clock, result: Any):
+    def __init__(
+        self,
+        data: Work,
+        stamp: Stamp,
+        stamping: Work,
+        cost: float,
+        queue: Queue,
+        clock,
+        result: Any,
+    ):
         super().__init__(data, clock, result)
         self.stamp = stamp
         self.stamping = stamping
@@ -129,8 +151,10 @@ class Collective(EmulatedWork):
         self.clock.communication += self.cost
 
 
-class Wire:
-    """The receiving end of the messages from one rank: one at a time, in the order in which they become ready."""
+class EmulatedWire:
+    """The receiving end of the messages from one rank: one at a time, in the order in which they
+    become ready.
+    """
 
     def __init__(self, gloo, source: int, link: Link, clock: LogicalClock):
         self.gloo = gloo
@@ -146,8 +170,8 @@ class Wire:
         self._posted.setdefault(receive.tag, deque()).append(receive)
 
     def find_end(self, last: "Receive") -> None:
-        """Read time stamps, which come in the order of the sends, up to that of ``last``; then time the messages that
-        were ready before it.
+        """Read time stamps, which come in the order of the sends, up to that of ``last``; then time
+        the messages that were ready before it.
         """
         self._meet()
         while last.ready is None:
@@ -180,7 +204,7 @@ class Wire:
 class Receive(EmulatedWork):
     """A posted receive of one message."""
 
-    def __init__(self, data: Work, wire: Wire, tag: int, tensors: list[Tensor]):
+    def __init__(self, data: Work, wire: EmulatedWire, tag: int, tensors: list[Tensor]):
         super().__init__(data, wire.clock, tensors)
         self.wire = wire
         self.tag = tag
@@ -199,7 +223,7 @@ class Receive(EmulatedWork):
         return super().wait()
 
 
-class Sent(Work):
+class EmulatedSend(Work):
     """A sent message; its time is counted at the receiver."""
 
     def __init__(self, data: Work, tensors: list[Tensor]):
@@ -219,7 +243,9 @@ class Sent(Work):
 
 
 class EmulatedGroup(dist.ProcessGroup):
-    """The ranks of a group, gloo between them for the data, and the clock of this rank. Created by ``register``."""
+    """The ranks of a group, gloo between them for the data, and the clock of this rank. Created by
+    ``register``.
+    """
 
     def __init__(self, gloo: Unseen, ranks: Sequence[int], clock: LogicalClock, name: str):
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]  # the stubs leave this constructor out
@@ -233,7 +259,7 @@ class EmulatedGroup(dist.ProcessGroup):
         self.cluster = cluster
         self.link = cluster.link(ranks)
         self.queue = clock.queue(cluster.between if cluster.crosses(ranks) else cluster.inside)
-        self._wires: dict[int, Wire] = {}
+        self._wires: dict[int, EmulatedWire] = {}
         self._stamps: deque[tuple[Work, Stamp]] = deque()
 
     def getBackendName(self) -> str:
@@ -241,7 +267,9 @@ class EmulatedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # a plain attribute in the stubs
-        """The name of the group, which torch stores in backends but not in those written in Python."""
+        """The name of the group, which torch stores in backends but not in those written
+        in Python.
+        """
         return self._name
 
     def shutdown(self) -> None:
@@ -250,12 +278,14 @@ class EmulatedGroup(dist.ProcessGroup):
         self._stamps.clear()
         self.gloo = None
 
-    def _launch(self, data: Work, cost: float, result: Any) -> Collective:
+    def _launch(self, data: Work, cost: float, result: Any) -> EmulatedCollective:
         stamp = Stamp(self.clock.now())
         latest: Any = dist.AllreduceOptions()
         latest.reduceOp = dist.ReduceOp.MAX
         stamping = self.gloo.allreduce([stamp.tensor], latest)
-        return Collective(data, stamp, stamping, cost, self.queue, self.clock, result)
+        return EmulatedCollective(
+            data, stamp, stamping, cost, queue=self.queue, clock=self.clock, result=result
+        )
 
     def allreduce(self, tensors, opts=None):
         work = self.gloo.allreduce(tensors, opts or dist.AllreduceOptions())
@@ -283,7 +313,9 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def _reduce_scatter_base(self, output, input, opts=None):
         work = self.gloo._reduce_scatter_base(output, input, opts or dist.ReduceScatterOptions())
-        return self._launch(work, costs.reduce_scatter(self.n, _bytes([output]), self.link), [output])
+        return self._launch(
+            work, costs.reduce_scatter(self.n, _bytes([output]), self.link), [output]
+        )
 
     def alltoall_base(self, output, input, output_splits, input_splits, opts=None):
         work = self.gloo.alltoall_base(output, input, output_splits, input_splits)
@@ -313,18 +345,19 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._launch(self.gloo.barrier(), costs.all_reduce(self.n, 0, self.link), [])
 
     def send(self, tensors, destination: int, tag: int = 0):
-        if len(self._stamps) == _STAMPS_KEPT:  # gloo never says of a send that it is over, so it is waited for
+        # gloo never says of a send that it is over, so it is waited for
+        if len(self._stamps) == _STAMPS_KEPT:
             self._stamps.popleft()[0].wait()
         stamp = Stamp(self.clock.now(), tag)
         assert tag < _STAMP_TAG, tag
         stamping = self.gloo.send([stamp.tensor], destination, _STAMP_TAG)
         self._stamps.append((stamping, stamp))
-        return Sent(self.gloo.send(tensors, destination, tag), tensors)
+        return EmulatedSend(self.gloo.send(tensors, destination, tag), tensors)
 
     def recv(self, tensors, source: int, tag: int = 0):
         if source not in self._wires:
             link = self.cluster.link([self.ranks[source], self.ranks[self.rank()]])
-            self._wires[source] = Wire(self.gloo, source, link, self.clock)
+            self._wires[source] = EmulatedWire(self.gloo, source, link, self.clock)
         return Receive(self.gloo.recv(tensors, source, tag), self._wires[source], tag, tensors)
 
 

@@ -1,5 +1,5 @@
-"""Kernel times by the roofline model: every operation that PyTorch dispatches takes the longer of arithmetic and
-traffic.
+"""Kernel times by the roofline model: every operation that PyTorch dispatches takes the longer of
+arithmetic and traffic.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,17 +19,43 @@ _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Neither read nor write what their arguments point to.
 _FREE = frozenset(
     {
-        *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.resize_),
-        *(aten.detach, aten.alias, aten.lift_fresh, aten._unsafe_view, aten._reshape_alias, aten.set_),
+        *(
+            aten.empty,
+            aten.empty_like,
+            aten.empty_strided,
+            aten.new_empty,
+            aten.new_empty_strided,
+            aten.resize_,
+        ),
+        *(
+            aten.detach,
+            aten.alias,
+            aten.lift_fresh,
+            aten._unsafe_view,
+            aten._reshape_alias,
+            aten.set_,
+        ),
         *(aten._local_scalar_dense, aten.is_same_size, aten.record_stream),
     }
 )
 _OVERWRITE = frozenset(
-    {aten.copy_, aten.fill_, aten.zero_, aten.bernoulli_, aten.normal_, aten.uniform_, aten.random_, aten.exponential_}
+    {
+        aten.copy_,
+        aten.fill_,
+        aten.zero_,
+        aten.bernoulli_,
+        aten.normal_,
+        aten.uniform_,
+        aten.random_,
+        aten.exponential_,
+    }
 )
-_KEEP_GRADS = frozenset({aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_})  # written only when unscaled
+# written only when unscaled
+_KEEP_GRADS = frozenset({aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_})
 _GATHER = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
-_SCATTER = frozenset({aten.index_add_, aten.index_put_, aten.scatter_add_, aten.index_copy_, aten.scatter_})
+_SCATTER = frozenset(
+    {aten.index_add_, aten.index_put_, aten.scatter_add_, aten.index_copy_, aten.scatter_}
+)
 
 
 class Signature(NamedTuple):
@@ -42,14 +68,15 @@ class Signature(NamedTuple):
     returns_new: tuple[bool, ...]
 
 
-class Kernels(TorchDispatchMode):
+class ChargedKernels(TorchDispatchMode):
     """A dispatch mode that calls ``charge`` with the seconds of every operation.
 
-    FLOPs are those of matrix products, convolutions and attention (its causal half). Traffic is what the operation
-    reads and writes: a broadcast or expanded value once, and of a table only the rows that are looked up. Views and
-    allocations are free; operations outside of PyTorch's own namespace cost their traffic only. Kernels are those that
-    the model dispatches here, on the CPU: a kernel that a GPU would fuse counts as its parts, except attention, which
-    is one kernel on a device with ``fused_attention``.
+    FLOPs are those of matrix products, convolutions and attention (its causal half). Traffic is
+    what the operation reads and writes: a broadcast or expanded value once, and of a table only the
+    rows that are looked up. Views and allocations are free; operations outside of PyTorch's own
+    namespace cost their traffic only. Kernels are those that the model dispatches here, on the CPU:
+    a kernel that a GPU would fuse counts as its parts, except attention, which is one kernel on a
+    device with ``fused_attention``.
     """
 
     def __init__(self, device: Device, charge: Callable[[float], None]):
@@ -72,7 +99,9 @@ class Kernels(TorchDispatchMode):
             self.charge(self.seconds(func, signature, args, kwargs, out))
         return out
 
-    def attention(self, run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool) -> Any:
+    def attention(
+        self, run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool
+    ) -> Any:
         """Return what ``run`` returns, charged as one kernel; see ``ops.one_kernel``.
 
         operands: query, key and value as heads, and what else is read.
@@ -86,14 +115,18 @@ class Kernels(TorchDispatchMode):
         assert query is not None and key is not None and value is not None
         flops = (2.5 if back else 1) * _attention_flops(query, key, value, causal)
         statistics = 4 * query.numel() // query.shape[-1]
-        self.charge(self.device.kernel_time(flops, _bytes((operands, out)) + statistics, _dtype((query,))))
+        self.charge(
+            self.device.kernel_time(flops, _bytes((operands, out)) + statistics, _dtype((query,)))
+        )
         return out
 
     def seconds(self, func, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:
         """Return the time of one operation."""
         dtype = _dtype((args, kwargs))
         traffic = _traffic(func.overloadpacket, signature, args, kwargs, out=out)
-        return self.device.kernel_time(_flops(func.overloadpacket, args, kwargs, out), traffic, dtype)
+        return self.device.kernel_time(
+            _flops(func.overloadpacket, args, kwargs, out), traffic, dtype
+        )
 
 
 def _dtype(values: Any) -> str:
@@ -110,17 +143,25 @@ def _signature(func) -> Signature:
     for place, argument in enumerate(schema.arguments):
         mutable = argument.alias_info is not None and argument.alias_info.is_write
         read.append(not (mutable and (argument.is_out or (write_only and place == 0))))
-        written.append(mutable and not (func.overloadpacket in _KEEP_GRADS and argument.name == "grads"))
+        written.append(
+            mutable and not (func.overloadpacket in _KEEP_GRADS and argument.name == "grads")
+        )
         names.append(argument.name)
     new = tuple(value.alias_info is None for value in schema.returns)
-    free = func.is_view or func.overloadpacket in _FREE or func.namespace in ("c10d", "profiler", "prim")
+    free = (
+        func.is_view
+        or func.overloadpacket in _FREE
+        or func.namespace in ("c10d", "profiler", "prim")
+    )
     return Signature(free, tuple(read), tuple(written), tuple(names), returns_new=new)
 
 
 def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) -> float:
     """Return the bytes read and written."""
     outs = out if len(signature.returns_new) > 1 else (out,) * len(signature.returns_new)
-    written = sum(_bytes(value) for value, new in zip(outs, signature.returns_new, strict=True) if new)
+    written = sum(
+        _bytes(value) for value, new in zip(outs, signature.returns_new, strict=True) if new
+    )
     values = {signature.names[place]: value for place, value in enumerate(args)} | kwargs
     if packet in _GATHER:
         table, *others = args

@@ -1,7 +1,9 @@
-"""NCCL options of a process group by its use: stream priority, and the number of thread blocks per kernel.
+"""NCCL options of a process group by its use: stream priority, and the number of thread blocks per
+kernel.
 
-Each group's kernels run on a stream of its own. While a matrix product fills the GPU, they start only when it ends; on
-a high-priority stream, as soon as blocks become free. A kernel that waits for its peer occupies its blocks.
+Each group's kernels run on a stream of its own. While a matrix product fills the GPU, they start
+only when it ends; on a high-priority stream, as soon as blocks become free. A kernel that waits for
+its peer occupies its blocks.
 """
 
 from datetime import timedelta
@@ -33,7 +35,9 @@ TRAFFIC = {
 }
 
 
-def group_options(use: str, backend: str, timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options | None":
+def group_options(
+    use: str, backend: str, timeout: timedelta | None
+) -> "dist.ProcessGroupNCCL.Options | None":
     """Return options for one new group, not to be reused; None for backends other than NCCL.
 
     use: a key of `TRAFFIC`.

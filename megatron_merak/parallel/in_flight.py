@@ -1,4 +1,6 @@
-"""What is in flight: the handle of an asynchronous collective, torch's own or one of several steps."""
+"""What is in flight: the handle of an asynchronous collective, torch's own or one of
+several steps.
+"""
 
 from typing import Protocol
 

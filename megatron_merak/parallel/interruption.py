@@ -1,15 +1,14 @@
 """Signals that ask a job to end, in one that can save first: all ranks stop after the same step.
 
-Ctrl-C, SIGTERM, SIGQUIT and the SIGHUP of a lost terminal end a run; a second one ends it at once. SIGUSR1 and SIGUSR2
-give notice that a time limit is near (``sbatch --signal``): they end the run alike, and the signal that comes at the
-limit does not cut short the save that they began.
+Ctrl-C, SIGTERM, SIGQUIT and the SIGHUP of a lost terminal end a run; a second one ends it at once.
+SIGUSR1 and SIGUSR2 give notice that a time limit is near (``sbatch --signal``): they end the run
+alike, and the signal that comes at the limit does not cut short the save that they began.
 
-Signals may reach one rank or all, at different times, so ranks must agree on the step after which they stop. The
-collective for that is launched before a step and awaited after it, overlapped with the step.
+Signals may reach one rank or all, at different times, so ranks must agree on the step after which
+they stop. The collective for that is launched before a step and awaited after it, overlapped with
+the step.
 """
 
-import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -26,13 +25,15 @@ import torch.distributed as dist
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *NOTICES)
-GRACE = 1.0  # a second signal within so many seconds counts as the same one, sent by several processes
+# a second signal within so many seconds counts as the same one, sent by several processes
+GRACE = 1.0
 _END = bytes(1)  # no signal's number
 _USUAL = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Interrupted(SystemExit):
-    """A run was interrupted by a signal and has ended properly; a script that does not catch it ends without a word.
+    """A run was interrupted by a signal and has ended properly; a script that does not catch it
+    ends without a word.
 
     number: of the signal.
     text:   message to the user, empty on ranks that do not print it.
@@ -51,18 +52,24 @@ class Interrupted(SystemExit):
 
 
 class Interruption:
-    """A context that records the first signal of SIGNALS; a second one, more than GRACE seconds later, calls ``end``.
+    """A context that records the first signal of SIGNALS; a second one, more than GRACE seconds
+    later, calls ``end``.
 
     group:  all ranks of the job; None for a single process.
-    end:    called with the second signal's number, by a thread, so that it runs even while the main thread is blocked.
-    active: False where a run cannot save: then signals are handled as before, and nothing is exchanged.
+    end:    called with the second signal's number, by a thread, so that it runs even while the main
+            thread is blocked.
+    active: False where a run cannot save: then signals are handled as before, and nothing is
+            exchanged.
 
-    Signals are recorded only if the context is entered in the main thread. Those that this process ignores (``nohup``)
-    stay ignored, and those for which somebody has installed a handler stay with it. A signal that came too late for
-    ranks to agree on is raised again when the context is left, for the previous handler.
+    Signals are recorded only if the context is entered in the main thread. Those that this process
+    ignores (``nohup``) stay ignored, and those for which somebody has installed a handler stay with
+    it. A signal that came too late for ranks to agree on is raised again when the context is left,
+    for the previous handler.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, end: Callable[[int], object], active: bool = True):
+    def __init__(
+        self, group: dist.ProcessGroup | None, end: Callable[[int], object], active: bool = True
+    ):
         self.group = group
         self.end = end
         self.active = active
@@ -78,18 +85,27 @@ class Interruption:
             handlers = {number: signal.getsignal(number) for number in SIGNALS}
             caught = _caught()
             taken = [number for number in SIGNALS if handlers[number] in _USUAL]
-            taken = [number for number in taken if handlers[number] is not signal.SIG_DFL or number not in caught]
+            taken = [
+                number
+                for number in taken
+                if handlers[number] is not signal.SIG_DFL or number not in caught
+            ]
             self.kept = [
-                number.name for number in SIGNALS if number not in taken and handlers[number] is not signal.SIG_IGN
+                number.name
+                for number in SIGNALS
+                if number not in taken and handlers[number] is not signal.SIG_IGN
             ]
             self._terminals = [number for number in (0, 1, 2) if os.isatty(number)]
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             self._before = {number: signal.signal(number, self._note) for number in taken}
-            # A forked child would not end at SIGTERM, and would report its signals as this process's.
+            # A forked child would not end at SIGTERM, and would report its signals as this
+            # process's.
             os.register_at_fork(after_in_child=_Restored(self))
-            self._watch = threading.Thread(target=self._watch_second, name="interruption", daemon=True)
+            self._watch = threading.Thread(
+                target=self._watch_second, name="interruption", daemon=True
+            )
             self._watch.start()
         return self
 
@@ -98,7 +114,8 @@ class Interruption:
             return
         self.restore()
         signal.set_wakeup_fd(self._wakeup)
-        os.write(self._writer, _END)  # forked children may have the pipe, so closing it here does not end the thread
+        # forked children may have the pipe, so closing it here does not end the thread
+        os.write(self._writer, _END)
         self._watch.join()
         os.close(self._writer)
         os.close(self._reader)
@@ -114,10 +131,15 @@ class Interruption:
         """Launch the exchange of recorded signals. Collective."""
         if self.active and self.group is not None:
             received = torch.tensor([self.received], dtype=torch.int32)
-            self._exchange = received, dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self._exchange = (
+                received,
+                dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group, async_op=True),
+            )
 
     def after_step(self) -> int:
-        """Return the signal because of which all ranks stop after this step, 0 for none; equal on every rank."""
+        """Return the signal because of which all ranks stop after this step, 0 for none; equal on
+        every rank.
+        """
         if self._exchange is None:
             self.agreed = self.received
         else:
@@ -128,7 +150,9 @@ class Interruption:
         return self.agreed
 
     def stops(self) -> int:
-        """Return the signal because of which all ranks stop now, 0 for none; equal on every rank. Collective."""
+        """Return the signal because of which all ranks stop now, 0 for none; equal on every rank.
+        Collective.
+        """
         self.before_step()
         return self.after_step()
 
@@ -138,7 +162,9 @@ class Interruption:
             self._leave_terminal()
 
     def _leave_terminal(self) -> None:
-        """What is written to a lost terminal is an error, which would end the run before it saves: discard it."""
+        """What is written to a lost terminal is an error, which would end the run before it saves:
+        discard it.
+        """
         for number in self._terminals:
             if not os.isatty(number):
                 nowhere = os.open(os.devnull, os.O_RDWR)
@@ -146,7 +172,9 @@ class Interruption:
                 os.close(nowhere)
 
     def _watch_second(self) -> None:
-        """Read signals in a thread: Python runs handlers only between instructions of the main thread."""
+        """Read signals in a thread: Python runs handlers only between instructions of the main
+        thread.
+        """
         first = None
         while (numbers := os.read(self._reader, 1)) != _END:
             if numbers[0] not in SIGNALS or numbers[0] in NOTICES:
@@ -159,7 +187,9 @@ class Interruption:
 
 
 class _Restored:
-    """Lets a forked child handle signals as its parent did before an Interruption. It cannot be unregistered."""
+    """Lets a forked child handle signals as its parent did before an Interruption. It cannot be
+    unregistered.
+    """
 
     def __init__(self, interruption: Interruption):
         self._interruption = weakref.ref(interruption)
@@ -171,28 +201,10 @@ class _Restored:
             signal.set_wakeup_fd(-1)
 
 
-def outlast_signals(_worker: int) -> None:
-    """Let a process that loads data go on when a signal is sent to all processes of a job: its rank ends it.
-
-    Else a rank that completes its step would find its workers dead. ``end_workers`` has to be called at exit.
-    """
-    with contextlib.suppress(PermissionError):  # it leads a session already
-        os.setsid()  # out of the group to which terminals and torchrun send signals
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))  # only the first one
-
-
-def end_workers() -> None:
-    """End the processes that outlast signals; Python's own SIGTERM to them at exit is the first, and it would wait."""
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(ProcessLookupError):
-            if child.daemon and child.pid is not None and os.getsid(child.pid) == child.pid:
-                child.kill()
-
-
 def _caught() -> set[int]:
-    """Return the signals that this process handles, also by handlers that Python does not know (faulthandler's)."""
+    """Return the signals that this process handles, also by handlers that Python does not know
+    (faulthandler's).
+    """
     if sys.platform != "linux":
         return set()
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -1,4 +1,6 @@
-"""Joins and leaves the job of a launcher, and selects this rank's device. For the rank itself see `position`."""
+"""Joins and leaves the job of a launcher, and selects this rank's device. For the rank itself see
+`position`.
+"""
 
 import atexit
 import contextlib
@@ -8,8 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -24,14 +26,14 @@ from ..errors import LaunchError, MerakError
 from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
 from .listening import loopback_interface, new_secret, open_server
-from .meeting import meet
+from .meeting import ATTEMPT, job_keys, name_attempt
 from .position import LAUNCHER, SECRET, launcher, position, tell
 from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
 from .pulse import Pulse
-from .roles import ATTEMPT, Role, job_keys
-from .shared_segment import Settings
-from .watchdog import Limits, Watchdog, running
+from .shared_segment import SegmentSettings
+from .team import Team
+from .watchdog import HangLimits, Watchdog, running
 
 DEFAULT_TIMEOUT = 10  # minutes, of collectives
 _PATIENCE = 60.0  # seconds that a rank waits for the others at exit
@@ -45,7 +47,7 @@ MPI = "mpi"
 class World:
     """This process in its job; ``size`` is 1, without a process group, when no launcher started it.
 
-    rank, size:  of the job; with parameter servers, of this rank's worker, or of the servers.
+    rank, size:  of the job; of this rank's team, where the job has several.
     device:      of this rank.
     cluster:     the emulated cluster; None for real hardware.
     clock:       the modelled time on ``cluster``, or wall time.
@@ -53,10 +55,11 @@ class World:
     setup:       the settings of this process.
     ranks_here:  number of ranks on this host, 0 where unknown.
     local_rank:  index of this rank on its host, -1 where unknown.
-    role:        of this rank, with parameter servers.
-    store:       of this attempt of the job, shared by all its ranks; None for a single process, with MPI, and in a
-                 job that somebody else joined.
-    watchdog:    names hangs; None for a single process, with MPI, and with parameter servers, which watch ranks.
+    team:        the ranks that this one computes with; None: all of the job.
+    store:       of this attempt of the job, shared by all its ranks; None for a single process,
+                 with MPI, and in a job that somebody else joined.
+    watchdog:    names hangs; None for a single process, with MPI, and in a job of several teams,
+                 which goes on without one that has died.
     """
 
     rank: int
@@ -68,7 +71,7 @@ class World:
     setup: Setup = field(default_factory=Setup, compare=False)
     ranks_here: int = field(default=0, compare=False)
     local_rank: int = field(default=-1, compare=False)
-    role: Role | None = None
+    team: Team | None = None
     store: dist.Store | None = field(default=None, compare=False)
     watchdog: Watchdog | None = field(default=None, compare=False)
 
@@ -78,26 +81,28 @@ class World:
         return Pulse() if self.watchdog is None else self.watchdog.pulse
 
     def __str__(self) -> str:
-        groups = self.collectives or ("emulated" if self.cluster else dist.get_backend() if self.size > 1 else "")
+        groups = self.collectives or (
+            "emulated" if self.cluster else dist.get_backend() if self.size > 1 else ""
+        )
         sums = f", tensor- and data-parallel collectives by {groups}" if groups else ""
         return f"{self._ranks()}{sums}\n{self.setup}"
 
     def _ranks(self) -> str:
         ranks = counted(self.size, f"{self.device.type.upper()} rank")
-        if self.role is None:
-            return ranks
-        servers = counted(self.role.servers, "parameter server")
-        servers = servers if self.role.servers else "parameters served by themselves"
-        return f"{counted(self.role.workers, 'worker')} of {ranks}, {servers}"
+        return ranks if self.team is None else self.team.text.format(ranks)
 
     @property
     def ranks_per_node(self) -> int:
-        """Number of ranks of a node, of the emulated cluster or as given by the launcher; 0 where unknown."""
+        """Number of ranks of a node, of the emulated cluster or as given by the launcher; 0 where
+        unknown.
+        """
         return self.cluster.ranks_per_node if self.cluster else self.ranks_here
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last rank, which has the loss and prints the training log, as in Megatron-LM."""
+        """Whether this is the last rank, which has the loss and prints the training log, as in
+        Megatron-LM.
+        """
         return self.rank == self.size - 1
 
 
@@ -106,14 +111,24 @@ def _device(backend: str, size: int) -> torch.device:
     if on_cpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise LaunchError("--distributed-backend", backend, "there is no CUDA device", "Use --distributed-backend gloo")
+        raise LaunchError(
+            "--distributed-backend",
+            backend,
+            "there is no CUDA device",
+            "Use --distributed-backend gloo",
+        )
     local_rank = _number(launcher().local_rank, "0" if size == 1 else "")
     count = torch.cuda.device_count()
     if backend == staged.NAME:
         return torch.device("cuda", local_rank % count)
     if local_rank >= count:
-        remedy = f"Start at most {count} ranks on this host, or let them share by --distributed-backend {staged.NAME}"
-        raise LaunchError("local rank", local_rank, f"this host has {counted(count, 'CUDA device')}", remedy)
+        remedy = (
+            f"Start at most {count} ranks on this host, or let them share by "
+            f"--distributed-backend {staged.NAME}"
+        )
+        raise LaunchError(
+            "local rank", local_rank, f"this host has {counted(count, 'CUDA device')}", remedy
+        )
     return torch.device("cuda", local_rank)
 
 
@@ -123,27 +138,39 @@ def _check_rendezvous(backend: str) -> None:
     if backend == MPI:
         if not by.by_mpi:
             reason = f"MPI numbers the ranks itself, and {by.name} started them"
-            raise LaunchError("--distributed-backend", MPI, reason, "Start them with mpirun, or use gloo")
+            raise LaunchError(
+                "--distributed-backend", MPI, reason, "Start them with mpirun, or use gloo"
+            )
         return
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             reason = "ranks could not find each other"
-            remedy = "Name the first rank's host and a free port" if by.by_mpi else "Start ranks with torchrun"
+            remedy = (
+                "Name the first rank's host and a free port"
+                if by.by_mpi
+                else "Start ranks with torchrun"
+            )
             raise LaunchError(f"environment variable {name}", "(unset)", reason, remedy)
 
 
 def _environment() -> Environment:
     malloc = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
     ranks_here = _number(launcher().local_size, "0")
-    return Environment(ranks_here, not _threads_by_torchrun(), any(name in os.environ for name in malloc))
+    return Environment(
+        ranks_here, not _threads_by_torchrun(), any(name in os.environ for name in malloc)
+    )
 
 
 def _threads_by_torchrun() -> bool:
-    """Whether OMP_NUM_THREADS is torchrun's default: torchrun itself has no such variable, and set it to 1."""
+    """Whether OMP_NUM_THREADS is torchrun's default: torchrun itself has no such variable, and set
+    it to 1.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
         return False
     try:
-        return b"\0OMP_NUM_THREADS=" not in b"\0" + Path(f"/proc/{os.getppid()}/environ").read_bytes()
+        return (
+            b"\0OMP_NUM_THREADS=" not in b"\0" + Path(f"/proc/{os.getppid()}/environ").read_bytes()
+        )
     except OSError:
         return False
 
@@ -155,16 +182,17 @@ def launch(
     emulate: str | None = None,
     fp32_matmul: str = "auto",
     use_cpu: bool = False,
-    served: Callable[[int, int], Role] | None = None,
-    limits: Limits | None = None,
+    team: Team | None = None,
+    limits: HangLimits | None = None,
 ) -> World:
-    """Select the device, set up the process and join the job. Raises LaunchError before anything is sent.
+    """Select the device, set up the process and join the job. Raises LaunchError before anything is
+    sent.
 
     deterministic: use only bitwise reproducible kernels; torch raises where there is none.
     emulate:       the cluster that the backend "emu" models; for errors see ``find_cluster``.
     fp32_matmul:   see ``set_up``.
     use_cpu:       do not use GPUs.
-    served:        with parameter servers: (rank, size) -> role. A worker's rank joins only the ranks of its worker.
+    team:          the ranks to join, of a job of several teams; None: all of them.
     limits:        how long the job may stand still; None: by ``timeout_minutes``.
     """
     check_available(backend)
@@ -175,40 +203,44 @@ def launch(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher(os.environ.get(LAUNCHER))
     cluster, clock = _emulation(backend, emulate)
-    role = None
-    if served is not None:
-        role = served(rank, size)
-        rank, size = (rank - role.clients_of_all, role.servers) if role.only_serves else (role.place, role.places)
-        use_cpu = use_cpu or role.only_serves
+    if team is not None:
+        rank = team.rank
+        size = team.size
+        use_cpu = use_cpu or not team.connected
     device = torch.device("cpu") if use_cpu else _device(backend, size)
     store = None
-    if role is not None or size > 1:
+    if team is not None or size > 1:
         _check_rendezvous(backend)
         if backend != MPI:  # which connects ranks by its own means
             with _ended_by_ctrl_c():
                 store = _job_store(job_rank, job_size, timedelta(minutes=timeout_minutes))
             _listen_on_one_host_only(environment.ranks_here == job_size)
-        if role is not None and store is not None:
-            role = replace(role, secret=_secret(store))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if role is not None and role.only_serves:
-        return World(rank, size, device, setup=set_up(device, fp32_matmul, environment), role=role, store=store)
+    if team is not None and not team.connected:
+        return World(
+            rank,
+            size,
+            device,
+            setup=set_up(device, fp32_matmul, environment),
+            team=team,
+            store=store,
+        )
     watchdog = None
     if size > 1:
         job = _job_backend(backend, device)
-        # With a bound device, ranks outside of a new group split its communicator; for groups of a backend of our own
-        # they would be the only ones to do so.
+        # With a bound device, ranks outside of a new group split its communicator; for groups of a
+        # backend of our own they would be the only ones to do so.
         bound = device if job == "nccl" and backend != peer_group.NAME else None
         timeout = timedelta(minutes=timeout_minutes)
         with _ended_by_ctrl_c():
             if store is None:  # MPI numbers the ranks itself
                 dist.init_process_group(job, timeout=timeout, device_id=bound)
             else:
-                group = "all ranks" if role is None else f"worker {role.worker}"
+                group = "all ranks" if team is None else team.name
                 dist.init_process_group(
                     job,
                     timeout=timeout,
@@ -221,12 +253,13 @@ def launch(
                 reason = f"{launcher().name} says rank {rank} of {size}"
                 place = "(rank {} of {})".format(*current)
                 raise LaunchError("place in the job", place, reason, "Use torch's own MPI")
-            if role is None and store is not None:
-                limits = limits or Limits.of_timeout(60 * timeout_minutes, 60 * DEFAULT_TIMEOUT)
+            if team is None and store is not None:
+                limits = limits or HangLimits.of_timeout(60 * timeout_minutes, 60 * DEFAULT_TIMEOUT)
                 watchdog = _watch(rank, size, store, limits)
             atexit.register(_end, watchdog)
             if job != "nccl":
-                # All connect before any can fail; else some would report a lost connection, not the error.
+                # All connect before any can fail; else some would report a lost connection, not the
+                # error.
                 dist.barrier()
     setup = set_up(device, fp32_matmul, environment)
     collectives = own_collectives(backend, device, size)
@@ -240,7 +273,7 @@ def launch(
         setup=setup,
         ranks_here=environment.ranks_here,
         local_rank=_local_rank(),
-        role=role,
+        team=team,
         store=store,
         watchdog=watchdog,
     )
@@ -250,10 +283,14 @@ def launch(
 def _ended_by_ctrl_c() -> Iterator[None]:
     """Let Ctrl-C end this process at once meanwhile, as SIGTERM does.
 
-    Python's handler runs when torch returns, which waits for ranks that have ended by the same Ctrl-C.
+    Python's handler runs when torch returns, which waits for ranks that have ended by the same
+    Ctrl-C.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+    if (
+        handler is not signal.default_int_handler
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -263,7 +300,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _watch(rank: int, size: int, store: dist.Store, limits: Limits) -> Watchdog:
+def _watch(rank: int, size: int, store: dist.Store, limits: HangLimits) -> Watchdog:
     watchdog = Watchdog(rank, size, store, limits, report=tell, end=abandon)
     watchdog.start()
     return watchdog
@@ -282,7 +319,8 @@ def _local_rank() -> int:
 
 
 def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a key-value store of this attempt of the job, of its launcher or of rank 0. Raises LaunchError.
+    """Return a key-value store of this attempt of the job, of its launcher or of rank 0. Raises
+    LaunchError.
 
     Collective over all ranks, but for those of a launcher that starts single ranks again.
     """
@@ -296,11 +334,17 @@ def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         store = _open_store(host, port, creates, timeout)
     except (RuntimeError, ValueError, OSError) as error:
         reason = f"no store answers there ({str(error).splitlines()[0]})"
-        remedy = "Its launcher has ended: start the job again" if of_launcher else "Start ranks with torchrun"
+        remedy = (
+            "Its launcher has ended: start the job again"
+            if of_launcher
+            else "Start ranks with torchrun"
+        )
         raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, remedy) from error
     attempt = os.environ.get(ATTEMPT)
     if attempt is None:
-        attempt = meet(dist.PrefixStore("megatron_merak", store), rank, size, timeout, say=tell)
+        attempt = name_attempt(
+            dist.PrefixStore("megatron_merak", store), rank, size, timeout, say=tell
+        )
     return job_keys(store, attempt)
 
 
@@ -334,19 +378,24 @@ def _open_store(host: str, port: int, creates: bool, timeout: timedelta) -> dist
         is_master=creates,
         timeout=timeout,
         wait_for_workers=False,
-        multi_tenant=True,  # a script that makes a group of its own, by torch's means, gets this store too
+        # a script that makes a group of its own, by torch's means, gets this store too
+        multi_tenant=True,
     )
 
 
 def _listen_on_one_host_only(one_host: bool) -> None:
-    """Let gloo listen on the loopback interface if all ranks are on this host and the user has chosen none."""
+    """Let gloo listen on the loopback interface if all ranks are on this host and the user has
+    chosen none.
+    """
     loopback = loopback_interface() if one_host else None
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def _secret(store: dist.Store) -> bytes:
-    """Return the secret of this job: its launcher's, or, where that gave none, one that a rank puts into the store."""
+def job_secret(store: dist.Store) -> bytes:
+    """Return the secret of this job: its launcher's, or, where that gave none, one that a rank puts
+    into the store.
+    """
     given = os.environ.get(SECRET) or store.compare_set(SECRET, "", new_secret()).decode()
     return given.encode()
 
@@ -355,21 +404,27 @@ def adopt(
     backend: str = "auto",
     fp32_matmul: str = "auto",
     use_cpu: bool = False,
-    limits: Limits | None = None,
+    limits: HangLimits | None = None,
 ) -> World:
-    """Return this process's world in a job whose default process group exists already; set it up as ``launch`` does.
+    """Return this process's world in a job whose default process group exists already; set it up as
+    ``launch`` does.
 
-    backend:     a ``--distributed-backend``; raises LaunchError for one that this job does not support.
+    backend:     a ``--distributed-backend``; raises LaunchError for one that this job does not
+                 support.
     fp32_matmul: see ``set_up``.
     use_cpu:     do not use GPUs, even where the job could.
-    limits:      how long the job may stand still; None: those of the default timeout. A process has one watchdog: one
-                 that runs already keeps its limits.
+    limits:      how long the job may stand still; None: those of the default timeout. A process has
+                 one watchdog: one that runs already keeps its limits.
     """
     if backend == MPI and (job := dist.get_backend()) != MPI:
-        raise LaunchError("backend", MPI, f"the job is one of {job}", "Leave it out, or start the job with MPI")
+        raise LaunchError(
+            "backend", MPI, f"the job is one of {job}", "Leave it out, or start the job with MPI"
+        )
     # init_process_group() without a backend creates several, and get_backend() is then "undefined".
     of_devices = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    on_cpu = use_cpu or not torch.cuda.is_available() or of_devices.get("cuda", "gloo") in ("gloo", MPI)
+    on_cpu = (
+        use_cpu or not torch.cuda.is_available() or of_devices.get("cuda", "gloo") in ("gloo", MPI)
+    )
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     collectives = own_collectives(backend, device, dist.get_world_size())
     environment = _environment()
@@ -382,7 +437,12 @@ def adopt(
         store = dist.distributed_c10d._get_default_store()
         if _over_tcp(store):  # a file would grow with every sign of life
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            watchdog = _watch(rank, size, dist.PrefixStore(f"megatron_merak {attempt}", store), limits or Limits())
+            watchdog = _watch(
+                rank,
+                size,
+                dist.PrefixStore(f"megatron_merak {attempt}", store),
+                limits or HangLimits(),
+            )
             atexit.register(_say_farewell, watchdog)
     return World(
         rank,
@@ -415,17 +475,21 @@ def _job_backend(backend: str, device: torch.device) -> str:
 def own_collectives(backend: str, device: torch.device, size: int) -> str | None:
     """Return ``World.collectives`` for a ``--distributed-backend``, after registering it.
 
-    On CPUs "auto" uses shared memory where the compiled library is available; groups that span several hosts use gloo.
-    Raises LaunchError for a GPU backend on another device.
+    On CPUs "auto" uses shared memory where the compiled library is available; groups that span
+    several hosts use gloo. Raises LaunchError for a GPU backend on another device.
     """
     requested = backend == shared_memory.NAME
     if backend == "auto" and device.type == "cpu" and size > 1 and shared_memory.compiled():
         backend = shared_memory.NAME
     if backend == shared_memory.NAME:
-        shared_memory.register(Settings(ranks_here=_number(launcher().local_size, "0")), one_host=requested)
+        shared_memory.register(
+            SegmentSettings(ranks_here=_number(launcher().local_size, "0")), one_host=requested
+        )
     elif backend == peer_group.NAME:
         if device.type != "cuda":
-            raise LaunchError("backend", backend, "the job runs on CPUs", f"Use {shared_memory.NAME} or gloo")
+            raise LaunchError(
+                "backend", backend, "the job runs on CPUs", f"Use {shared_memory.NAME} or gloo"
+            )
         peer_group.register(device)
     else:
         return None
@@ -436,8 +500,10 @@ def _emulation(backend: str, emulate: str | None) -> tuple[Cluster | None, Clock
     if backend != "emu":
         return None, WallClock()
     if emulate is None:
-        raise LaunchError("--emulate", "(missing)", "--distributed-backend emu models a cluster", "Name it")
-    cluster = find_cluster(emulate)
+        raise LaunchError(
+            "--emulate", "(missing)", "--distributed-backend emu models a cluster", "Name it"
+        )
+    cluster = find_cluster(emulate).by_figures
     clock = LogicalClock(cluster)
     emulated.register(clock)
     return cluster, clock
@@ -465,28 +531,36 @@ def leave(world: World) -> None:
 
 def _destroy() -> None:
     dist.destroy_process_group()
-    # A gloo thread may still need the GIL to release the tensors of its last work. If it requests the GIL while the
-    # interpreter shuts down, it is killed and aborts the process (SIGABRT).
+    # A gloo thread may still need the GIL to release the tensors of its last work. If it requests
+    # the GIL while the interpreter shuts down, it is killed and aborts the process (SIGABRT).
     time.sleep(_LAST_WORKS)
 
 
 def _say_farewell(watchdog: Watchdog) -> None:
     error = getattr(sys, "last_value", None)
     watchdog.farewell("has ended" if error is None else "has failed")
-    # Connections of a process that ends are closed, so this rank may fail before its watchdog knows why.
-    if isinstance(error, RuntimeError) and not watchdog.obeys and (line := watchdog.gone()) is not None:
+    # Connections of a process that ends are closed, so this rank may fail before its watchdog knows
+    # why.
+    if (
+        isinstance(error, RuntimeError)
+        and not watchdog.obeys
+        and (line := watchdog.gone()) is not None
+    ):
         tell(line)
 
 
 def _end(watchdog: Watchdog | None) -> None:
-    """Exit handler of a script that did not `leave`: open connections would abort the interpreter's shutdown."""
+    """Exit handler of a script that did not `leave`: open connections would abort the interpreter's
+    shutdown.
+    """
     if dist.is_initialized() and watchdog is not None:
         _say_farewell(watchdog)
     if hasattr(sys, "last_value"):  # an uncaught exception, which has been printed
         abandon(sys.last_value.status if isinstance(sys.last_value, MerakError) else 1)
     if dist.is_initialized():
         if watchdog is not None:
-            if not watchdog.wait_for_all(_PATIENCE):  # a barrier would meet other collectives of ranks that go on
+            # a barrier would meet other collectives of ranks that go on
+            if not watchdog.wait_for_all(_PATIENCE):
                 abandon(1)
             watchdog.stop()
         try:
@@ -505,7 +579,8 @@ def end_interrupted(number: int) -> NoReturn:
 def abandon(status: int) -> NoReturn:
     """End this process at once, without waiting for the other ranks.
 
-    After an error some of them may be blocked elsewhere, and open connections would abort the interpreter's shutdown.
+    After an error some of them may be blocked elsewhere, and open connections would abort the
+    interpreter's shutdown.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # its reader has left, or its disk is full

@@ -1,6 +1,7 @@
 """Sockets that listen on the chosen interface only, and the secret that who connects has to know.
 
-torch's TCPStore listens on all interfaces of a host unless it is given a socket that is bound already.
+torch's TCPStore listens on all interfaces of a host unless it is given a socket that is bound
+already.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ def proof(secret: bytes, side: str, name: str, *nonces: bytes) -> bytes:
     name:   of the connection.
     nonces: random bytes of both sides, so that nothing that was overheard proves anything.
     """
-    text = b"\0".join([side.encode(), name.encode(), *(hashlib.sha256(nonce).digest() for nonce in nonces)])
+    text = b"\0".join(
+        [side.encode(), name.encode(), *(hashlib.sha256(nonce).digest() for nonce in nonces)]
+    )
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 
@@ -86,10 +89,11 @@ def open_server(
     say: Callable[[str], object],
     timeout: timedelta | None = None,
 ) -> dist.TCPStore:
-    """Return a key-value store that is served at an address, or, where that cannot be, on all interfaces, and say so.
+    """Return a key-value store that is served at an address, or, where that cannot be, on all
+    interfaces, and say so.
 
-    one_host: whether all who open it are on this host. Else an address that only this host reaches is none: a host's
-              name is one on Debian, while it is another on other hosts.
+    one_host: whether all who open it are on this host. Else an address that only this host reaches
+              is none: a host's name is one on Debian, while it is another on other hosts.
 
     Raises OSError if the port is taken.
     """

@@ -1,10 +1,12 @@
-"""Messages between ranks of a host by the copy engine: the sender copies them into memory of the receiver.
+"""Messages between ranks of a host by the copy engine: the sender copies them into memory of the
+receiver.
 
     sender's own stream      wait for a free slot | copy into it | raise put
     receiver, when it waits  wait for put | copy out | raise taken
 
-A message is split over as many slots as it fills. A receive enqueues nothing on any stream before the caller waits for
-it; messages that arrive earlier stay in the slots. For the counters see csrc/kernels/mailbox.cuh.
+A message is split over as many slots as it fills. A receive enqueues nothing on any stream before
+the caller waits for it; messages that arrive earlier stay in the slots. For the counters see
+csrc/kernels/mailbox.cuh.
 """
 
 import logging
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from .agree import gather_json
 from .peer_buffers import PeerBuffers
-from .peer_kernels import PATIENCE, Kernels, check
+from .peer_kernels import PATIENCE, PeerKernels, check
 from .work import FinishedByWaiting
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,9 @@ SLOT_BYTES = 4 << 20
 _LINE = 128  # bytes reserved for a counter, a full cache line
 
 Channel = tuple[int, int, Hashable]
-"""Source, destination (ranks of the group), and an identifier among the channels between the two."""
+"""Source, destination (ranks of the group), and an identifier among the channels between
+the two.
+"""
 
 
 class Shape(NamedTuple):
@@ -42,7 +46,8 @@ class Shape(NamedTuple):
 def places(channels: Sequence[Channel], rank: int, shape: Shape) -> tuple[dict[Channel, int], int]:
     """Return the offset of each channel in a rank's buffer, and the size of the buffer in bytes.
 
-    A destination has the counter of written slots and the slots, a source the counter of slots that were read.
+    A destination has the counter of written slots and the slots, a source the counter of slots that
+    were read.
     """
     offsets = {}
     end = 0
@@ -68,7 +73,7 @@ class Machine(NamedTuple):
     copy:     (to, from): copies on the current stream.
     """
 
-    kernels: Kernels
+    kernels: PeerKernels
     patience: float = PATIENCE
     api: Any = torch.cuda
     copy: Callable[[Tensor, Tensor], None] = copy
@@ -111,7 +116,9 @@ class Ends:
         return self._outboxes[channel].send(tensor)
 
     def receive(self, channel: Channel, tensor: Tensor) -> FinishedByWaiting:
-        """Post the receive of the channel's next message into a dense tensor of the same size in bytes."""
+        """Post the receive of the channel's next message into a dense tensor of the same size in
+        bytes.
+        """
         return self._inboxes[channel].receive(tensor)
 
 
@@ -122,9 +129,11 @@ def open_mailboxes(
     device: torch.device,
     timeout: timedelta | None = None,
 ) -> Ends | None:
-    """Return this rank's ends of the channels of ``group``; None where ranks share no memory, which is logged.
+    """Return this rank's ends of the channels of ``group``; None where ranks share no memory, which
+    is logged.
 
-    Collective over ``control``, a gloo group that contains several such groups: all of them have mailboxes, or none.
+    Collective over ``control``, a gloo group that contains several such groups: all of them have
+    mailboxes, or none.
     """
     nbytes = max(places(channels, rank, Shape())[1] for rank in range(group.size()))
     buffers = PeerBuffers(group, device, lambda _: nbytes)
@@ -136,10 +145,14 @@ def open_mailboxes(
     return Ends(channels, group.rank(), buffers.tensors, Machine(buffers.kernels, patience))
 
 
-class _End:
-    """The common part of both ends: the slots, the counter raised by this end, and the one raised by the other."""
+class _MailboxEnd:
+    """The common part of both ends: the slots, the counter raised by this end, and the one raised
+    by the other.
+    """
 
-    def __init__(self, inbox: Tensor, awaited: Tensor, raised: Tensor, machine: Machine, shape: Shape):
+    def __init__(
+        self, inbox: Tensor, awaited: Tensor, raised: Tensor, machine: Machine, shape: Shape
+    ):
         self.slots = inbox[_LINE : _LINE + shape.slots * shape.size].view(shape.slots, shape.size)
         self.awaited = awaited
         self.raised = raised
@@ -156,19 +169,25 @@ class _End:
 
     def wait_for(self, count: int, stream: Any) -> None:
         pointer = self.awaited.data_ptr()
-        check("await_counter", self.kernels.await_counter(pointer, count, self.patience, stream.cuda_stream))
+        check(
+            "await_counter",
+            self.kernels.await_counter(pointer, count, self.patience, stream.cuda_stream),
+        )
 
     def count_up(self, stream: Any) -> None:
         self.count += 1
-        check("raise_counter", self.kernels.raise_counter(self.raised.data_ptr(), self.count, stream.cuda_stream))
+        check(
+            "raise_counter",
+            self.kernels.raise_counter(self.raised.data_ptr(), self.count, stream.cuda_stream),
+        )
 
 
-class _Outbox(_End):
+class _Outbox(_MailboxEnd):
     def __init__(self, inbox: Tensor, taken: Tensor, machine: Machine, shape: Shape):
         super().__init__(inbox, taken, inbox, machine, shape)
         self.stream = self.api.Stream()
 
-    def send(self, tensor: Tensor) -> "Sent":
+    def send(self, tensor: Tensor) -> "MailboxSend":
         ready = self.api.Event()
         done = self.api.Event()
         ready.record(self.api.current_stream())
@@ -181,10 +200,10 @@ class _Outbox(_End):
                 self.count_up(self.stream)
             done.record(self.stream)
         tensor.record_stream(self.stream)
-        return Sent([tensor], done, self.api)
+        return MailboxSend([tensor], done, self.api)
 
 
-class _Inbox(_End):
+class _Inbox(_MailboxEnd):
     def __init__(self, inbox: Tensor, taken: Tensor, machine: Machine, shape: Shape):
         super().__init__(inbox, inbox, taken, machine, shape)
         self.announced: deque[Received] = deque()
@@ -201,7 +220,8 @@ class _Inbox(_End):
         while last.done is None:
             message = self.announced.popleft()
             stream = self.api.current_stream()
-            stream.wait_event(message.ready)  # the tensor may still be in use on the stream that posted the receive
+            # the tensor may still be in use on the stream that posted the receive
+            stream.wait_event(message.ready)
             if self.last is not None:
                 stream.wait_event(self.last)
             for piece in self.pieces(tensor := message.outputs[0]):
@@ -214,7 +234,7 @@ class _Inbox(_End):
             message.done = self.last = done
 
 
-class Sent(FinishedByWaiting):
+class MailboxSend(FinishedByWaiting):
     """The work of a send."""
 
     def __init__(self, outputs: list[Tensor], done: Any, api: Any):
@@ -235,7 +255,9 @@ class Sent(FinishedByWaiting):
 
 
 class Received(FinishedByWaiting):
-    """The work of a receive. ``done``: an event, None before the message was read from its mailbox."""
+    """The work of a receive. ``done``: an event, None before the message was read from its
+    mailbox.
+    """
 
     def __init__(self, outputs: list[Tensor], inbox: _Inbox, ready: Any):
         super().__init__(outputs)
@@ -244,7 +266,9 @@ class Received(FinishedByWaiting):
         self._inbox = inbox
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait for the message; receives posted before it are completed, too."""
+        """Make the current stream wait for the message; receives posted before it are completed,
+        too.
+        """
         self._inbox.take(self)
         self._inbox.api.current_stream().wait_event(self.done)
         return True

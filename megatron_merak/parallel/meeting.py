@@ -1,16 +1,18 @@
 """The ranks of one attempt of a job find each other in a store that outlives attempts.
 
-torchrun restarts a job whose rank died, and keeps one store over all attempts (torch 2.13; a comment of its
-``rendezvous.py`` says otherwise). What a dead rank wrote there looks like what a living one writes: gloo reads the
-addresses of dead ranks, and waits for them. Launchers have no number of the attempt that is the same on every host:
-each counts its own restarts. So ranks name the attempt themselves:
+torchrun restarts a job whose rank died, and keeps one store over all attempts (torch 2.13; a
+comment of its ``rendezvous.py`` says otherwise). What a dead rank wrote there looks like what a
+living one writes: gloo reads the addresses of dead ranks, and waits for them. Launchers have no
+number of the attempt that is the same on every host: each counts its own restarts. So ranks name
+the attempt themselves:
 
     each rank                                 the first rank
     hello/RANK := a number of its own
                                               greets every number that it reads, old ones too
     waits for greeting/NUMBER
     answer/GREETING/NUMBER := 1, where the greeting is the first rank's own number
-                                              until all that it reads have answered: reads again, greets new ones
+                                              until all that it reads have answered: reads again,
+                                              greets new ones
                                               attempt/NUMBER := the name of the attempt, for each
     waits for attempt/NUMBER
 
@@ -27,19 +29,26 @@ import torch.distributed as dist
 from ..counting import named_ranks
 from ..errors import LaunchError
 
+# The variable in which a launcher that starts single ranks again gives every rank the name of the
+# job's only attempt.
+ATTEMPT = "MERAK_ATTEMPT"
 _LOOK_AGAIN = 0.02  # seconds after which the first rank looks again for those that are missing
-_REMEDY = "Start every host with the same number of hosts and ranks, and look at what the missing ones say"
+_REMEDY = (
+    "Start every host with the same number of hosts and ranks, and look at what the "
+    "missing ones say"
+)
 _REPORT = 30.0  # seconds after which the first rank says for whom it waits
 
 
-def meet(
+def name_attempt(
     store: dist.Store,
     rank: int,
     size: int,
     timeout: timedelta,
     say: Callable[[str], object],
 ) -> str:
-    """Return the name of this attempt of the job, equal on all of its ranks and new for each attempt.
+    """Return the name of this attempt of the job, equal on all of its ranks and new for each
+    attempt.
 
     Collective over all ranks. Raises LaunchError, which names the ranks that did not come.
 
@@ -52,7 +61,7 @@ def meet(
     number = secrets.token_hex(16)
     store.set(f"hello/{rank}", number)
     if rank == 0:
-        return _gather(store, number, size, timeout, say)
+        return _gather(store, number, size, timeout, say=say)
     try:
         store.wait([f"greeting/{number}"], timeout)
         first = store.get(f"greeting/{number}").decode()
@@ -68,6 +77,13 @@ def meet(
     return name
 
 
+def job_keys(store: dist.Store, attempt: str) -> dist.Store:
+    """Return the view of a store for one attempt of a job; launchers may use one store for several
+    attempts.
+    """
+    return dist.PrefixStore(f"megatron_merak, attempt {attempt}", store)
+
+
 def _gather(
     store: dist.Store,
     own: str,
@@ -75,7 +91,7 @@ def _gather(
     timeout: timedelta,
     say: Callable[[str], object],
 ) -> str:
-    """The first rank's part of ``meet``."""
+    """The first rank's part of ``name_attempt``."""
     began = time.monotonic()
     reported = False
     numbers: dict[int, str] = {}

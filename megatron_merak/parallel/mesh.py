@@ -12,27 +12,61 @@ from .group_options import group_options
 from .peer_group import NAME as PEER_MEMORY
 from .pulse import Pulse
 
-AXES = ("tp", "dp", "pp", "tp-pp")
+# The axes of each group that every mesh has, and the traffic that it is for.
+AXES = ("tp", "dp", "pp", "tp-cp-pp")
+USES = ("tp", "dp", "pp", "tp-pp")
+
+
+@dataclass(frozen=True)
+class SampleDivision:
+    """How the samples of a step are divided, where other meshes have replicas of the same model.
+
+    replicas: of the model, over which samples are divided.
+    first:    index among them of a mesh's first one.
+    summed:   number of replicas that a step's gradient is summed over.
+    """
+
+    replicas: int
+    first: int
+    summed: int
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """Groups of a rank where sequences are divided.
+
+    cp:      context-parallel ranks, over which sequences are divided.
+    copies:  ranks with the same weights: cp x dp.
+    weights: ranks that have all weights together: tp x pp.
+    """
+
+    cp: dist.ProcessGroup | None
+    copies: dist.ProcessGroup | None
+    weights: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's coordinates and process groups. A group is None where it would contain this rank alone.
+    """One rank's coordinates and process groups. A group is None where it would contain this rank
+    alone.
 
-    tp:              tensor-parallel ranks, over which a layer is sharded.
-    dp:              data-parallel ranks, which have the same parameters.
+    tp:              tensor-parallel ranks, over which the weights of a layer are sharded.
+    dp:              data-parallel ranks, which have the same parameters and other samples.
     pp:              pipeline-parallel ranks, the stages of one replica.
-    model:           all ranks of one replica: tp x pp.
-    control:         all ranks, over a backend for CPU tensors; for agreement, never for training data.
-    timeout:         of the collectives of these groups and of groups made later; None: torch's default.
+    model:           all ranks of one replica: tp x cp x pp.
+    control:         all ranks, over a backend for CPU tensors; for agreement, never for training
+                     data.
+    timeout:         of the collectives of these groups and of groups made later; None: torch's
+                     default.
     clock:           the time of this rank.
-    instances:       number of groups of neighbouring ``dp`` ranks, each of which has a full set of shards.
+    instances:       number of groups of neighbouring ``dp`` ranks, each of which has a full set of
+                     shards.
     instance:        the ranks of this rank's instance; None with one instance.
-    replicate_group: the ranks, one per instance, that own the same shards as this one; None with one instance.
-    worker:          index of this worker of parameter servers; each worker has a grid and groups of its own.
-    workers:         number of workers.
-    steps_together:  whether a step's gradient is the sum over all workers.
+    replicate_group: the ranks, one per instance, that own the same shards as this one; None with
+                     one instance.
+    division:        of samples; None: over the replicas of this mesh, as there are no others.
     pulse:           where this rank notes what it does, for the job's watchdog.
+    contexts:        groups that context parallelism adds; None without it.
     """
 
     grid: Grid
@@ -48,29 +82,58 @@ class Mesh:
     instances: int = 1
     instance: dist.ProcessGroup | None = None
     replicate_group: dist.ProcessGroup | None = None
-    worker: int = 0
-    workers: int = 1
-    steps_together: bool = True
+    division: SampleDivision | None = None
     pulse: Pulse = field(default_factory=Pulse)
+    contexts: ContextGroups | None = None
+
+    @property
+    def cp(self) -> dist.ProcessGroup | None:
+        """Context-parallel ranks, over which sequences are divided."""
+        return None if self.contexts is None else self.contexts.cp
+
+    @property
+    def copies(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same weights, and add up their gradients."""
+        return self.dp if self.contexts is None else self.contexts.copies
+
+    @property
+    def weights(self) -> dist.ProcessGroup | None:
+        """The ranks that have all weights together, each others."""
+        return self.model if self.contexts is None else self.contexts.weights
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of the model, including those of other workers."""
-        return self.grid.dp * self.workers
+        """Number of replicas of the model that samples are divided over."""
+        return self.grid.dp if self.division is None else self.division.replicas
 
     @property
     def summed(self) -> int:
         """Number of replicas that a step's gradient is summed over."""
-        return self.replicas if self.steps_together else self.grid.dp
+        return self.grid.dp if self.division is None else self.division.summed
 
     @property
     def replica(self) -> int:
-        """Index of this rank's replica, over all workers."""
-        return self.worker * self.grid.dp + self.dp_rank
+        """Index of this rank's replica among `replicas`."""
+        return self.dp_rank if self.division is None else self.division.first + self.dp_rank
+
+    @property
+    def layer_rank(self) -> int:
+        """Index of this rank in `layer`."""
+        tp, cp, _, _ = self.grid.coordinates(self.rank)
+        return cp * self.grid.tp + tp
 
     @property
     def tp_rank(self) -> int:
         return self.grid.coordinates(self.rank)[0]
+
+    @property
+    def cp_rank(self) -> int:
+        return self.grid.coordinates(self.rank)[1]
+
+    @property
+    def copy_rank(self) -> int:
+        """Index of this rank in `copies`."""
+        return self.grid.copy_rank(self.rank)
 
     @property
     def dp_rank(self) -> int:
@@ -83,28 +146,35 @@ class Mesh:
     @property
     def shard_ranks(self) -> int:
         """Number of ranks that a sharding strategy shards over."""
-        return self.grid.dp // self.instances
+        return self.grid.copies // self.instances
 
     @property
     def shard_rank(self) -> int:
         """Index of this rank in `shard_group`."""
-        return self.dp_rank % self.shard_ranks
+        return self.copy_rank % self.shard_ranks
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The data-parallel ranks that a sharding strategy shards over, in the order of their shards."""
-        return self.dp if self.instances == 1 else self.instance
+        """The ranks that a sharding strategy shards over, in the order of their shards."""
+        return self.copies if self.instances == 1 else self.instance
 
     def peer(self, pp_rank: int) -> int:
-        """Return the global rank of a pipeline rank of this replica with the same tensor-parallel rank."""
+        """Return the global rank of a pipeline rank of this replica at the same place in its
+        layers.
+        """
         tp, cp, dp, _ = self.grid.coordinates(self.rank)
         return self.grid.rank(tp, cp, dp, pp_rank)
 
 
 def new_groups(
-    rank: int, members: list[list[int]], timeout: timedelta | None, use: str, backend: str | None = None
+    rank: int,
+    members: list[list[int]],
+    timeout: timedelta | None,
+    use: str,
+    backend: str | None = None,
 ) -> dist.ProcessGroup | None:
-    """Make one process group per list of ranks; return that of ``rank``, None where it would contain no other rank.
+    """Make one process group per list of ranks; return that of ``rank``, None where it would
+    contain no other rank.
 
     Every rank of the job must call this with the same lists, of which no two have a rank in common.
 
@@ -117,8 +187,15 @@ def new_groups(
         return None
     job = dist.get_backend()
     world = dist.group.WORLD
-    if backend in (None, job) and job == "nccl" and world is not None and world.bound_device_id is not None:
-        return dist.split_group(split_ranks=lists, timeout=timeout, pg_options=group_options(use, job, timeout))
+    if (
+        backend in (None, job)
+        and job == "nccl"
+        and world is not None
+        and world.bound_device_id is not None
+    ):
+        return dist.split_group(
+            split_ranks=lists, timeout=timeout, pg_options=group_options(use, job, timeout)
+        )
     own = None
     for ranks in lists:
         options = group_options(use, backend or job, timeout)
@@ -128,7 +205,9 @@ def new_groups(
 
 
 def control_group(world_size: int, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """Return a group of all ranks of the job, over a backend for CPU tensors; None for one rank. Collective."""
+    """Return a group of all ranks of the job, over a backend for CPU tensors; None for one rank.
+    Collective.
+    """
     if world_size == 1:
         return None
     if dist.get_backend() in ("gloo", "mpi"):
@@ -149,12 +228,12 @@ def build_mesh(
 ) -> Mesh:
     """Return the mesh of a rank, with all groups of ``grid``. Collective.
 
-    The default process group must exist unless the grid is a single rank. Where it is an emulated one, the control
-    group still uses gloo and takes no modelled time.
+    The default process group must exist unless the grid is a single rank. Where it is an emulated
+    one, the control group still uses gloo and takes no modelled time.
 
     clock:       None is a `WallClock`.
-    collectives: backend of tp and dp, where ranks of one host may share memory, and of pp if it supports point-to-point
-                 messages; None is that of the default group.
+    collectives: backend of tp, cp and dp, where ranks of one host may share memory, and of pp if it
+                 supports point-to-point messages; None is that of the default group.
     control:     None: it is created here.
     instances:   see `Mesh`.
     pulse:       see `Mesh`; None: one that nobody reads.
@@ -167,15 +246,26 @@ def build_mesh(
     transfers = collectives if collectives == PEER_MEMORY else None
     backends = (collectives, collectives, transfers, None)
     tp, dp, pp, model = (
-        new_groups(rank, grid.groups(axis), timeout, axis, backend=name)
-        for axis, name in zip(AXES, backends, strict=True)
+        new_groups(rank, grid.groups(axes), timeout, use, backend=name)
+        for axes, use, name in zip(AXES, USES, backends, strict=True)
     )
     control = control or control_group(grid.size, timeout)
+    contexts = None
+    if grid.cp > 1:
+        contexts = ContextGroups(
+            cp=new_groups(rank, grid.groups("cp"), timeout, "tp", backend=collectives),
+            copies=new_groups(rank, grid.groups("cp-dp"), timeout, "dp", backend=collectives),
+            weights=new_groups(rank, grid.groups("tp-pp"), timeout, "tp-pp"),
+        )
     instance = None
     replicas = None
     if instances > 1:
-        instance = new_groups(rank, grid.shard_groups(instances), timeout, "dp", backend=collectives)
-        replicas = new_groups(rank, grid.replicate_groups(instances), timeout, "dp", backend=collectives)
+        instance = new_groups(
+            rank, grid.shard_groups(instances), timeout, "dp", backend=collectives
+        )
+        replicas = new_groups(
+            rank, grid.replicate_groups(instances), timeout, "dp", backend=collectives
+        )
     return Mesh(
         grid,
         rank,
@@ -191,4 +281,5 @@ def build_mesh(
         instance=instance,
         replicate_group=replicas,
         pulse=pulse,
+        contexts=contexts,
     )

@@ -1,4 +1,6 @@
-"""Which ranks of a job share a host, from what launchers tell each rank, and which groups span several hosts."""
+"""Which ranks of a job share a host, from what launchers tell each rank, and which groups span
+several hosts.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +33,9 @@ class Nodes:
 
     @property
     def alike(self) -> bool:
-        """Whether all hosts have the same number of ranks, except the last, which may have fewer."""
+        """Whether all hosts have the same number of ranks, except the last, which may have
+        fewer.
+        """
         *others, last = self.sizes or (0,)
         return not others or (len(set(others)) == 1 and last <= others[0])
 
@@ -45,8 +49,8 @@ def find_nodes(world: World, control: dist.ProcessGroup | None) -> Nodes:
 
     control: group of all ranks.
     """
-    if world.role is not None:
-        return Nodes()  # a worker may have only some of a host's ranks
+    if world.team is not None:
+        return Nodes()  # it may have only some of a host's ranks
     if world.cluster is not None:
         full, rest = divmod(world.size, world.cluster.ranks_per_node)
         return Nodes((world.cluster.ranks_per_node,) * full + (rest,) * (rest > 0))
@@ -54,31 +58,47 @@ def find_nodes(world: World, control: dist.ProcessGroup | None) -> Nodes:
 
 
 def nodes_of(reports: Sequence[Sequence[int]]) -> Nodes:
-    """Return the hosts, given (ranks on its host, local rank) of each rank; (0, -1) where these are unknown."""
+    """Return the hosts, given (ranks on its host, local rank) of each rank; (0, -1) where these are
+    unknown.
+    """
     if not any(size for size, _ in reports):
         return Nodes()
     sizes: list[int] = []
     while (first := sum(sizes)) < len(reports):
         size = reports[first][0]
         here = reports[first : first + max(size, 1)]
-        odd = [rank for rank, (other, place) in enumerate(here) if other != size or place not in (-1, rank)]
+        odd = [
+            rank
+            for rank, (other, place) in enumerate(here)
+            if other != size or place not in (-1, rank)
+        ]
         if size == 0:
-            return Nodes(doubt=f"rank {first} was not told how many ranks its host has, and others were")
+            return Nodes(
+                doubt=f"rank {first} was not told how many ranks its host has, and others were"
+            )
         if odd:
             other, place = here[odd[0]]
             seen = f"as {place} of {other}" if place >= 0 else f"among {other}"
-            reason = f"rank {first + odd[0]} should be rank {odd[0]} of {size} on its host, and was started {seen}"
+            reason = (
+                f"rank {first + odd[0]} should be rank {odd[0]} of {size} on its host, and "
+                f"was started {seen}"
+            )
             return Nodes(doubt=reason)
         if len(here) < size:
             last = len(reports) - 1
-            reason = f"rank {first} was told that its host has {size} ranks, and the job ends with rank {last}"
+            reason = (
+                f"rank {first} was told that its host has {size} ranks, and the job ends "
+                f"with rank {last}"
+            )
             return Nodes(doubt=reason)
         sizes.append(size)
     return Nodes(tuple(sizes))
 
 
 def located(cluster: Cluster, nodes: Nodes) -> Cluster:
-    """Return the cluster with the job's number of ranks per host, where it has several hosts of equal size."""
+    """Return the cluster with the job's number of ranks per host, where it has several hosts of
+    equal size.
+    """
     several = len(nodes.sizes) > 1 and nodes.alike
     return replace(cluster, ranks_per_node=nodes.sizes[0]) if several else cluster
 
@@ -89,14 +109,19 @@ def notices(grid: Grid, nodes: Nodes, named: Callable[[str], str] = flag_name) -
     named: setting -> the name under which the user knows it.
     """
     if nodes.doubt:
-        return (f"Which ranks share a host is unclear: {nodes.doubt}. Groups that leave their host are not told.",)
+        return (
+            f"Which ranks share a host is unclear: {nodes.doubt}. Groups that leave their host "
+            "are not told.",
+        )
     if len(nodes.sizes) < 2:
         return ()
     messages = []
     if reaches(grid, nodes, "tp"):
         messages.append(far_apart(grid, nodes, named))
     if not nodes.alike:
-        messages.append(f"Hosts have {nodes} ranks: step times are predicted as if all had as many.")
+        messages.append(
+            f"Hosts have {nodes} ranks: step times are predicted as if all had as many."
+        )
     return tuple(messages)
 
 
@@ -108,13 +133,17 @@ def reaches(grid: Grid, nodes: Nodes, axis: str) -> bool:
 
 def far_apart(grid: Grid, nodes: Nodes, named: Callable[[str], str]) -> str:
     """Return the message about tensor-parallel groups that span several hosts, with the remedy."""
-    text = f"Tensor-parallel groups of {grid.tp} ranks reach over hosts of {nodes}: collectives of every layer go "
+    text = (
+        f"Tensor-parallel groups of {grid.tp} ranks reach over hosts of {nodes}: collectives "
+        "of every layer go "
+    )
     text += "through the network. "
     inside = "-".join(["tp", *(axis for axis in grid.order.split("-") if axis not in ("tp", "cp"))])
     if not reaches(replace(grid, order=inside), nodes, "tp"):
         return text + f"{named('rank_order')} {inside} keeps them inside."
     return (
         text
-        + f"A {named('tensor_model_parallel_size')} that divides {math.gcd(*nodes.sizes)} keeps them inside"
+        + f"A {named('tensor_model_parallel_size')} that divides {math.gcd(*nodes.sizes)} keeps "
+        "them inside"
         + ("." if grid.order.startswith("tp-") else f", with {named('rank_order')} {inside}.")
     )

@@ -26,9 +26,10 @@ class Route(NamedTuple):
 class Pipes:
     """One rank's ends of all transfers of a schedule (with communication ops).
 
-    gloo, and the backends built on it, match messages by tag inside the pipeline group. Other backends match by order
-    only, so there each channel (source, destination, direction) has its own group, and on CUDA its own stream: no
-    transfer waits for one of another channel. With the peer-memory backend each channel has a mailbox where possible.
+    gloo, and the backends built on it, match messages by tag inside the pipeline group. Other
+    backends match by order only, so there each channel (source, destination, direction) has its own
+    group, and on CUDA its own stream: no transfer waits for one of another channel. With the
+    peer-memory backend each channel has a mailbox where possible.
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule):
@@ -38,22 +39,32 @@ class Pipes:
         self._by_tag = backend is not None and backend in BACKENDS and BACKENDS[backend].by_tag
         self._mailboxes: Ends | None = None
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
-        self._routes: dict[tuple[Op, int], Route] = {}  # cached: every step needs them between kernels
+        # cached: every step needs them between kernels
+        self._routes: dict[tuple[Op, int], Route] = {}
         if backend == PEER_MEMORY and mesh.pp is not None and mesh.control is not None:
-            self._mailboxes = open_mailboxes(self._channels(), mesh.pp, mesh.control, mesh.device, timeout=mesh.timeout)
+            self._mailboxes = open_mailboxes(
+                self._channels(), mesh.pp, mesh.control, mesh.device, timeout=mesh.timeout
+            )
         if backend is not None and not self._by_tag and self._mailboxes is None:
             self._make_groups()
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def _channels(self) -> list[tuple[int, int, Kind]]:
-        transfers = [op for entry in self.schedule.entries() for op in ops_of(entry) if not op.kind.is_compute]
+        transfers = [
+            op
+            for entry in self.schedule.entries()
+            for op in ops_of(entry)
+            if not op.kind.is_compute
+        ]
         return sorted({self.schedule.channel(op) for op in transfers})
 
     def _make_groups(self) -> None:
         for source, destination, kind in self._channels():
             replicas = self.mesh.grid.groups("pp")
             members = [[ranks[source], ranks[destination]] for ranks in replicas]
-            self._groups[source, destination, kind] = new_groups(self.mesh.rank, members, self.mesh.timeout, "channel")
+            self._groups[source, destination, kind] = new_groups(
+                self.mesh.rank, members, self.mesh.timeout, "channel"
+            )
 
     def _route(self, op: Op, index: int) -> Route:
         if (op, index) not in self._routes:
@@ -70,11 +81,17 @@ class Pipes:
             return Route(group, peer, 0)
         stage = op.stage if op.kind not in RECEIVES else op.counterpart().stage
         assert index < MOST_VALUES, f"{op} carries more than {MOST_VALUES} values"
-        tag = MOST_VALUES * (2 * (op.microbatch * self.schedule.stages + stage) + (kind is Kind.SEND_B)) + index
+        tag = (
+            MOST_VALUES
+            * (2 * (op.microbatch * self.schedule.stages + stage) + (kind is Kind.SEND_B))
+            + index
+        )
         return Route(group, peer, tag)
 
     def send(self, op: Op, tensor: Tensor, index: int = 0) -> None:
-        """Start to send the ``index``-th value of an op; the tensor must not change until ``finish``."""
+        """Start to send the ``index``-th value of an op; the tensor must not change until
+        ``finish``.
+        """
         tensor = tensor.contiguous()
         work: dist.Work | None
         if self._mailboxes:
@@ -86,8 +103,12 @@ class Pipes:
         assert work is not None, "this rank is in the group"
         self._sent.append((work, tensor))
 
-    def receive(self, op: Op, shape: tuple[int, ...], dtype: torch.dtype, index: int = 0) -> tuple[Tensor, dist.Work]:
-        """Post the receive of an op's ``index``-th value; the tensor is valid after waiting for the work."""
+    def receive(
+        self, op: Op, shape: tuple[int, ...], dtype: torch.dtype, index: int = 0
+    ) -> tuple[Tensor, dist.Work]:
+        """Post the receive of an op's ``index``-th value; the tensor is valid after waiting for the
+        work.
+        """
         tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
         if self._mailboxes:
             return tensor, self._mailboxes.receive(self.schedule.channel(op), tensor)

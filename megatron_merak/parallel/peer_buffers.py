@@ -1,4 +1,6 @@
-"""Buffers on the GPU of every rank of a host, mapped by all these ranks through CUDA IPC handles."""
+"""Buffers on the GPU of every rank of a host, mapped by all these ranks through CUDA IPC
+handles.
+"""
 
 import socket
 from collections.abc import Callable
@@ -9,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agree import gather_json
-from .peer_kernels import Kernels, load_kernels
+from .peer_kernels import PeerKernels, load_kernels
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PeerBuffers:
-    """One zero-initialised buffer on the device of every rank of ``group``, all mapped into this process.
+    """One zero-initialised buffer on the device of every rank of ``group``, all mapped into this
+    process.
 
     Construction is collective and waits for all ranks.
 
@@ -29,7 +32,11 @@ class PeerBuffers:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, nbytes: Callable[[Kernels], int], problem: str = ""
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        nbytes: Callable[[PeerKernels], int],
+        problem: str = "",
     ):
         self._group = group
         self._device = device
@@ -60,8 +67,9 @@ class PeerBuffers:
     def _connect(self, nbytes: int) -> list[Tensor]:
         """Allocate this rank's buffer, exchange handles and map the others.
 
-        A handle is opened while this rank's device is current, because opening grants access to the current device,
-        whose kernels read and write the buffer. Opening it on a peer's device would also create a context there.
+        A handle is opened while this rank's device is current, because opening grants access to the
+        current device, whose kernels read and write the buffer. Opening it on a peer's device would
+        also create a context there.
         """
         own = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
@@ -75,7 +83,9 @@ class PeerBuffers:
             else:
                 parts = [_decoded(part) for part in handle[1:]]
                 storage = torch.UntypedStorage._new_shared_cuda(_index(self._device), *parts)
-                mapped.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:nbytes])
+                mapped.append(
+                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:nbytes]
+                )
         self._gather(None)  # all ranks have mapped all buffers before the first kernel writes
         return mapped
 

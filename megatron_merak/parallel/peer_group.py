@@ -1,7 +1,9 @@
-"""The process-group backend "merak_peer": small all-reduces by peer memory of the GPUs of a host, the rest by NCCL.
+"""The process-group backend "merak_peer": small all-reduces by peer memory of the GPUs of a host,
+the rest by NCCL.
 
-Such an all-reduce is one kernel of ``csrc/kernels/all_reduce.cuh``, on a side stream if asynchronous. Ranks map
-each other's memory at the first all-reduce; where they cannot, NCCL does everything, and the reason is logged.
+Such an all-reduce is one kernel of ``csrc/kernels/all_reduce.cuh``, on a side stream if
+asynchronous. Ranks map each other's memory at the first all-reduce; where they cannot, NCCL does
+everything, and the reason is logged.
 """
 
 from datetime import timedelta
@@ -44,7 +46,9 @@ class PeerWork(FinishedByWaiting):
         self._pending = pending
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait for the result. The kernel has a timeout of its own for missing peers."""
+        """Make the current stream wait for the result. The kernel has a timeout of its own for
+        missing peers.
+        """
         if self._pending is not None:
             self._pending.wait()
         return True
@@ -67,7 +71,9 @@ class PeerSums:
         self._side_stream: SideStream | None = None
 
     def start(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> Work | None:
-        """Start an all-reduce; None if peer memory does not support its operation, dtype, size or device."""
+        """Start an all-reduce; None if peer memory does not support its operation, dtype, size or
+        device.
+        """
         if len(tensors) != 1 or opts.reduceOp != dist.ReduceOp.SUM:
             return None
         if self._memory is None:
@@ -82,7 +88,9 @@ class PeerSums:
 
 
 class PeerGroup(dist.ProcessGroup):
-    """The process group on NCCL. Other methods are those of the base class, which uses NCCL for CUDA tensors."""
+    """The process group on NCCL. Other methods are those of the base class, which uses NCCL for
+    CUDA tensors.
+    """
 
     def __init__(self, nccl: Any, device: torch.device, patience: float):
         super().__init__(nccl.rank(), nccl.size())  # type: ignore[call-arg]  # the stubs leave this constructor out

@@ -1,4 +1,6 @@
-"""The C functions of csrc/cuda/launch.h that work on memory of several GPUs, called through ctypes."""
+"""The C functions of csrc/cuda/launch.h that work on memory of several GPUs, called
+through ctypes.
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -8,10 +10,11 @@ import torch
 
 from .. import _native
 
-PATIENCE = 600.0  # default timeout in seconds of a kernel that waits for a peer, as that of process groups
+# default timeout in seconds of a kernel that waits for a peer, as that of process groups
+PATIENCE = 600.0
 
 
-class Kernels(NamedTuple):
+class PeerKernels(NamedTuple):
     """All but ``bytes`` launch a kernel on a stream and return a CUDA error code, 0 for success."""
 
     all_reduce: Callable[..., int]
@@ -20,9 +23,13 @@ class Kernels(NamedTuple):
     raise_counter: Callable[[int, int, int], int]
 
 
-def load_kernels() -> Kernels | None:
+def load_kernels() -> PeerKernels | None:
     """Return the functions of the compiled library, None where it was not built or is disabled."""
-    path = _native.library("_ops_cuda") if _native.enabled() and torch.version.cuda is not None else None
+    path = (
+        _native.library("_ops_cuda")
+        if _native.enabled() and torch.version.cuda is not None
+        else None
+    )
     if path is None or _native.unfit(path):
         return None
     library = ctypes.CDLL(str(path))
@@ -31,7 +38,19 @@ def load_kernels() -> Kernels | None:
     wide = ctypes.c_int64
     seconds = ctypes.c_double
     signatures = {
-        "all_reduce": [pointer, number, number, wide, pointer, pointer, wide, number, number, seconds, pointer],
+        "all_reduce": [
+            pointer,
+            number,
+            number,
+            wide,
+            pointer,
+            pointer,
+            wide,
+            number,
+            number,
+            seconds,
+            pointer,
+        ],
         "await_counter": [pointer, wide, seconds, pointer],
         "raise_counter": [pointer, wide, pointer],
         "all_reduce_bytes": [wide],
@@ -39,9 +58,10 @@ def load_kernels() -> Kernels | None:
     functions = {}
     for name, arguments in signatures.items():
         functions[name] = getattr(library, f"merak_{name}")
-        functions[name].argtypes, functions[name].restype = arguments, wide if name == "all_reduce_bytes" else number
+        functions[name].argtypes = arguments
+        functions[name].restype = wide if name == "all_reduce_bytes" else number
     names = ("all_reduce", "all_reduce_bytes", "await_counter", "raise_counter")
-    return Kernels(*(functions[name] for name in names))
+    return PeerKernels(*(functions[name] for name in names))
 
 
 def check(name: str, status: int) -> None:

@@ -1,8 +1,9 @@
 """All-reduce of small messages through peer memory of the GPUs of one host, in a single kernel.
 
-Every rank has a buffer that its peers map, and copies its message there. For the smallest messages every rank sums all
-of them (one shot); otherwise each rank sums its shard and reads the others' sums (two shots). See
-csrc/kernels/all_reduce.cuh. Larger messages use the process group's own all-reduce.
+Every rank has a buffer that its peers map, and copies its message there. For the smallest messages
+every rank sums all of them (one shot); otherwise each rank sums its shard and reads the others'
+sums (two shots). See csrc/kernels/all_reduce.cuh. Larger messages use the process group's own
+all-reduce.
 """
 
 import ctypes
@@ -15,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .peer_buffers import PeerBuffers
-from .peer_kernels import PATIENCE, Kernels, check, load_kernels
+from .peer_kernels import PATIENCE, PeerKernels, check, load_kernels
 
 logger = logging.getLogger(__name__)
 
 WORLDS = (2, 4, 8)
-CAPACITY = 8 << 20  # bytes of the largest message; for larger ones a ring, which saturates the links, is faster
+# bytes of the largest message; for larger ones a ring, which saturates the links, is faster
+CAPACITY = 8 << 20
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Largest message in bytes of the one-shot algorithm: more traffic, one synchronisation less.
 _ONE_SHOT = {2: CAPACITY, 4: 512 << 10, 8: 256 << 10}
@@ -29,8 +31,9 @@ _ONE_SHOT = {2: CAPACITY, 4: 512 << 10, 8: 256 << 10}
 class PeerRank:
     """One rank's end of an all-reduce group.
 
-    Calls must come in the same order on all ranks, each on a stream of its rank's device. Two concurrent calls would
-    deadlock, so a call on another stream first waits, through an event, for the previous one.
+    Calls must come in the same order on all ranks, each on a stream of its rank's device. Two
+    concurrent calls would deadlock, so a call on another stream first waits, through an event, for
+    the previous one.
 
     buffers:  of all ranks, in rank order, mapped into this process.
     capacity: bytes of the largest message.
@@ -39,7 +42,7 @@ class PeerRank:
 
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: PeerKernels,
         buffers: Sequence[Tensor],
         rank: int,
         device: torch.device,
@@ -68,7 +71,9 @@ class PeerRank:
         return ""
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """All-reduce a supported tensor in place on the current stream; the result is bitwise equal on all ranks."""
+        """All-reduce a supported tensor in place on the current stream; the result is bitwise equal
+        on all ranks.
+        """
         size = tensor.numel() * tensor.element_size()
         world = len(self._bases)
         with torch.cuda.device(self._device):
@@ -98,12 +103,19 @@ class PeerRank:
 def virtual_ranks(
     world: int, device: torch.device, capacity: int = CAPACITY, patience: float = PATIENCE
 ) -> list[PeerRank]:
-    """Return all ranks of a group in this process on one device, for tests; call each rank on its own stream."""
+    """Return all ranks of a group in this process on one device, for tests; call each rank on its
+    own stream.
+    """
     kernels = load_kernels()
     assert kernels is not None, "the compiled CUDA library is missing"
-    buffers = [torch.zeros(kernels.bytes(capacity), dtype=torch.uint8, device=device) for _ in range(world)]
+    buffers = [
+        torch.zeros(kernels.bytes(capacity), dtype=torch.uint8, device=device) for _ in range(world)
+    ]
     torch.cuda.synchronize(device)
-    return [PeerRank(kernels, buffers, rank, device, capacity=capacity, patience=patience) for rank in range(world)]
+    return [
+        PeerRank(kernels, buffers, rank, device, capacity=capacity, patience=patience)
+        for rank in range(world)
+    ]
 
 
 class PeerMemory:
@@ -115,20 +127,29 @@ class PeerMemory:
     capacity: bytes of the largest message.
     patience: see ``PeerRank``.
 
-    Attribute ``reason``: why the group's own all-reduce is used for everything; empty where peer memory is available.
+    Attribute ``reason``: why the group's own all-reduce is used for everything; empty where peer
+    memory is available.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, capacity: int = CAPACITY, patience: float = PATIENCE
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        capacity: int = CAPACITY,
+        patience: float = PATIENCE,
     ):
         self.group = group
         self._logged: frozenset[str] = frozenset()
         self._rank: PeerRank | None = None
-        buffers = PeerBuffers(group, device, lambda kernels: kernels.bytes(capacity), self._own_problem())
+        buffers = PeerBuffers(
+            group, device, lambda kernels: kernels.bytes(capacity), self._own_problem()
+        )
         self.reason = buffers.reason
         if not self.reason and buffers.kernels is not None:
             rank = dist.get_rank(group)
-            self._rank = PeerRank(buffers.kernels, buffers.tensors, rank, device, capacity=capacity, patience=patience)
+            self._rank = PeerRank(
+                buffers.kernels, buffers.tensors, rank, device, capacity=capacity, patience=patience
+            )
         self._log_once(self.reason)
 
     def takes(self, tensor: Tensor) -> bool:

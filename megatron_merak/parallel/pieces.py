@@ -24,13 +24,15 @@ def in_pieces(flat: "Tensor | Pieces") -> "Pieces":
 class Pieces:
     """A flat tensor in pieces that are allocated and freed independently.
 
-    Views of a piece can be made while it is allocated, and remain valid afterwards: once it is allocated again they
-    refer to its new memory, which is uninitialised. ``pieces[start:stop]`` is a view within one piece.
+    Views of a piece can be made while it is allocated, and remain valid afterwards: once it is
+    allocated again they refer to its new memory, which is uninitialised. ``pieces[start:stop]`` is
+    a view within one piece.
 
     bounds: [start, stop) of each piece, contiguous from 0.
-    named:  name -> (start, stop, shape) of views that are created now; attribute ``named`` has them.
-    paged:  free memory with madvise, which requires a CPU and is the default there, because its allocator would keep
-            much of the freed memory; otherwise by resizing storages.
+    named:  name -> (start, stop, shape) of views that are created now; attribute ``named`` has
+            them.
+    paged:  free memory with madvise, which requires a CPU and is the default there, because its
+            allocator would keep much of the freed memory; otherwise by resizing storages.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class Pieces:
         self._starts = [start for start, _ in bounds]
         paged = torch.device(device).type == "cpu" if paged is None else paged
         lengths = [stop - start for start, stop in bounds]
-        self._memory: _Pages | _Storages = _Pages(lengths, dtype) if paged else _Storages(lengths, dtype, device)
+        self._memory: _Pages | _Storages = (
+            _Pages(lengths, dtype) if paged else _Storages(lengths, dtype, device)
+        )
         self._allocated = [True] * len(bounds)
         self.named: dict[str, Tensor] = {}
         within: dict[int, list[str]] = {}
@@ -107,19 +111,26 @@ class _Storages:
 
 
 class _Pages:
-    """One address range in which every piece starts at a page. Writing allocates pages; `release` frees them."""
+    """One address range in which every piece starts at a page. Writing allocates pages; `release`
+    frees them.
+    """
 
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype):
         spans = [-(-length * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE for length in lengths]
         starts = [sum(spans[:number]) for number in range(len(spans))]
         self._spans = [*zip(starts, spans, strict=True)]
-        self._map = mmap.mmap(-1, max(sum(spans), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = mmap.mmap(
+            -1, max(sum(spans), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # not supported by the kernel
-                self._map.madvise(mmap.MADV_HUGEPAGE)  # every visit writes all of a piece: 512 times fewer page faults
+                # every visit writes all of a piece: 512 times fewer page faults
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(self._map, dtype=dtype)
         at = [start // dtype.itemsize for start in starts]
-        self.pieces = [flat[start : start + length] for start, length in zip(at, lengths, strict=True)]
+        self.pieces = [
+            flat[start : start + length] for start, length in zip(at, lengths, strict=True)
+        ]
 
     def allocate(self, number: int) -> None:
         pass

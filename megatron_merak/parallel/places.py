@@ -1,4 +1,6 @@
-"""The place of a process: its host, its number there, and when it started, so that others can tell whether it lives."""
+"""The place of a process: its host, its number there, and when it started, so that others can tell
+whether it lives.
+"""
 
 import os
 from collections.abc import Sequence
@@ -22,7 +24,9 @@ def is_dead(place: Sequence, own: Sequence) -> bool:
 
 
 def _started(pid: int) -> int:
-    """Return when a process started, in ticks since the host did; 0 if it has ended or is unknown."""
+    """Return when a process started, in ticks since the host did; 0 if it has ended or is
+    unknown.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

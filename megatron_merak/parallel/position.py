@@ -1,4 +1,6 @@
-"""The rank of this process as given by its launcher, and messages printed once per host; imports no torch."""
+"""The rank of this process as given by its launcher, and messages printed once per host; imports no
+torch.
+"""
 
 import contextlib
 import hashlib
@@ -12,12 +14,15 @@ from typing import NamedTuple
 from ..errors import LaunchError
 
 SECRET = "MERAK_JOB_SECRET"  # environment variable of a launcher's secret for one job
-LAUNCHER = "MERAK_LAUNCHER"  # environment variable of the place of a launcher of ours, see ``places``
+# environment variable of the place of a launcher of ours, see ``places``
+LAUNCHER = "MERAK_LAUNCHER"
 _PATIENCE = 5.0  # seconds to wait for another rank to write its line
 
 
 class Launcher(NamedTuple):
-    """The environment variables in which a launcher passes a process its rank in the job and on its host."""
+    """The environment variables in which a launcher passes a process its rank in the job and on its
+    host.
+    """
 
     name: str
     rank: str
@@ -27,8 +32,11 @@ class Launcher(NamedTuple):
     by_mpi: bool = True
 
 
-_TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", by_mpi=False)
-_LAUNCHERS = (  # the first one whose variables are set; torchrun may itself be started by another one
+_TORCHRUN = Launcher(
+    "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", by_mpi=False
+)
+# the first one whose variables are set; torchrun may itself be started by another one
+_LAUNCHERS = (
     _TORCHRUN,
     Launcher(
         "mpirun",
@@ -52,17 +60,26 @@ def number(name: str, default: str) -> int:
     """Return the number in an environment variable. Raises LaunchError if it is not a number."""
     text = os.environ.get(name, default)
     if not text.isdigit():
-        raise LaunchError(f"environment variable {name}", repr(text), "it is not a number", "Start ranks with torchrun")
+        raise LaunchError(
+            f"environment variable {name}",
+            repr(text),
+            "it is not a number",
+            "Start ranks with torchrun",
+        )
     return int(text)
 
 
 def launcher() -> Launcher:
     """Return the launcher that started this process; torchrun if there is none."""
-    return next((each for each in _LAUNCHERS if {each.rank, each.size} & os.environ.keys()), _TORCHRUN)
+    return next(
+        (each for each in _LAUNCHERS if {each.rank, each.size} & os.environ.keys()), _TORCHRUN
+    )
 
 
 def position() -> tuple[int, int]:
-    """Return (rank, number of ranks) as given by the launcher, without a process group. Raises LaunchError."""
+    """Return (rank, number of ranks) as given by the launcher, without a process group. Raises
+    LaunchError.
+    """
     by = launcher()
     rank = number(by.rank, "0")
     size = number(by.size, "1")
@@ -88,11 +105,14 @@ def launched() -> bool:
 
 
 def tell(text: str, alike: str | None = None) -> None:
-    """Write a line to stderr, once for all ranks of this host that torchrun started and that report the same.
+    """Write a line to stderr, once for all ranks of this host that torchrun started and that report
+    the same.
 
-    The other ranks return when the first one has written its line, because torchrun ends all ranks once one exits.
+    The other ranks return when the first one has written its line, because torchrun ends all ranks
+    once one exits.
 
-    alike: text by which lines are compared; None: ``text``. Use it where ``text`` contains the rank.
+    alike: text by which lines are compared; None: ``text``. Use it where ``text`` contains the
+           rank.
     """
     directory = _attempt_directory()
     if directory is None:
@@ -112,14 +132,18 @@ def tell(text: str, alike: str | None = None) -> None:
 def _write(text: str) -> None:
     stream = sys.stderr
     if threading.current_thread() is not threading.main_thread() and sys.__stderr__ is not None:
-        stream = sys.__stderr__  # the main thread may have redirected the other one to silence a library meanwhile
-    with contextlib.suppress(OSError):  # its reader has left, or its disk is full: what is to follow has to
+        # the main thread may have redirected the other one to silence a library meanwhile
+        stream = sys.__stderr__
+    # its reader has left, or its disk is full: what is to follow has to
+    with contextlib.suppress(OSError):
         stream.write(text + "\n")
         stream.flush()
 
 
 def _attempt_directory() -> Path | None:
-    """Return torchrun's directory of this attempt of the job on this host, the parent of each rank's; or None."""
+    """Return torchrun's directory of this attempt of the job on this host, the parent of each
+    rank's; or None.
+    """
     directory = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return directory if directory.name.startswith("attempt_") and directory.is_dir() else None
 

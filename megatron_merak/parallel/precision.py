@@ -4,11 +4,13 @@ import torch
 
 
 def choose_fp32_matmul(device: torch.device) -> str:
-    """Set and return torch's fp32 matmul precision: 'medium' on CPUs where a probe finds it as accurate as 'highest'.
+    """Set and return torch's fp32 matmul precision: 'medium' on CPUs where a probe finds it as
+    accurate as 'highest'.
 
-    'medium' lets torch use another library. On many CPUs that still computes in fp32, twice as fast. On CPUs with bf16
-    matrix units it rounds to bf16: in some releases of torch all products, in others only large and batched ones, so
-    several shapes are probed. Other devices stay at 'highest'.
+    'medium' lets torch use another library. On many CPUs that still computes in fp32, twice as
+    fast. On CPUs with bf16 matrix units it rounds to bf16: in some releases of torch all products,
+    in others only large and batched ones, so several shapes are probed. Other devices stay at
+    'highest'.
     """
     torch.set_float32_matmul_precision("highest")
     if device.type != "cpu":

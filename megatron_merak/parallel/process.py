@@ -1,4 +1,6 @@
-"""Process-wide settings of a training process: precision of fp32 matrix products, host memory, threads."""
+"""Process-wide settings of a training process: precision of fp32 matrix products, host memory,
+threads.
+"""
 
 import ctypes
 import json
@@ -55,7 +57,8 @@ class Setup:
 
 
 def set_up(device: torch.device, fp32_matmul: str, environment: Environment) -> Setup:
-    """Choose and apply the settings of this process, except those that the user has set in torch or the environment.
+    """Choose and apply the settings of this process, except those that the user has set in torch or
+    the environment.
 
     device:      of this rank.
     fp32_matmul: "auto", or a precision of ``torch.set_float32_matmul_precision``.
@@ -76,16 +79,19 @@ def set_up(device: torch.device, fp32_matmul: str, environment: Environment) -> 
 def end_with_launcher(launcher: str | None = None) -> None:
     """Let the operating system end this process when its parent process ends for any reason.
 
-    A killed launcher cannot stop its ranks; they would continue and write checkpoints concurrently with the next job.
+    A killed launcher cannot stop its ranks; they would continue and write checkpoints concurrently
+    with the next job.
 
-    launcher: what ``launcher_place`` said in it; None: it was not ours. Raises LaunchError if it has ended before.
+    launcher: what ``launcher_place`` said in it; None: it was not ours. Raises LaunchError if it
+              has ended before.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if launcher is None:
         return
     place = json.loads(launcher)
-    if is_dead(place, place_of(os.getpid())):  # the system tells nothing of what ended before it was asked to
+    # the system tells nothing of what ended before it was asked to
+    if is_dead(place, place_of(os.getpid())):
         raise LaunchError("launcher", f"process {place[1]}", "it has ended", "Start the job again")
 
 
@@ -95,7 +101,9 @@ def launcher_place() -> str:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use; hardware threads of one core count once."""
+    """Return the number of cores that this process may use; hardware threads of one core count
+    once.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     usable = sorted(os.sched_getaffinity(0))

@@ -1,6 +1,8 @@
-"""What this rank is doing, noted by the thread that trains: attributes only, so a note takes a tenth of a microsecond.
+"""What this rank is doing, noted by the thread that trains: attributes only, so a note takes a
+tenth of a microsecond.
 
-The watchdog reads the notes from its own thread and puts them into words (``F3@1 of step 40, all-reduce 17``).
+The watchdog reads the notes from its own thread and puts them into words (``F3@1 of step 40,
+all-reduce 17``).
 """
 
 import mmap
@@ -29,16 +31,18 @@ class Pulse:
 
     beats:       grows with every note.
     op:          what runs: an op of the schedule, ops that run together, or a text.
-    collectives: number of tensor-parallel collectives launched in this step; ``collective`` is the last one's kind.
+    collectives: number of tensor-parallel collectives launched in this step; ``collective`` is the
+                 last one's kind.
     step:        the current or the last step, from 1; 0 before the first.
     steps:       number of steps that are complete.
-    longest:     seconds of the longest step, without what a script does between its backward and its update.
+    longest:     seconds of the longest step, without what a script does between its backward and
+                 its update.
     aside:       work of any length that a step may contain, such as a capture; empty for none.
     stage:       of this rank in a pipeline; None without one.
     thread:      the thread that trains.
     left:        where it was when an exception ended its last step; empty if none did.
-    flag:        one byte, 1 where `place` is in a step. The watchdog puts it into memory that other processes read:
-                 what it publishes itself is old once this process no longer runs.
+    flag:        one byte, 1 where `place` is in a step. The watchdog puts it into memory that other
+                 processes read: what it publishes itself is old once this process no longer runs.
     """
 
     def __init__(self) -> None:
@@ -67,7 +71,8 @@ class Pulse:
 
     @contextmanager
     def in_step(self, number: int, completes: bool = False) -> Iterator[None]:
-        """Note that a part of training step ``number`` runs meanwhile; it may be entered within itself.
+        """Note that a part of training step ``number`` runs meanwhile; it may be entered within
+        itself.
 
         completes: the step is complete at the end.
         """

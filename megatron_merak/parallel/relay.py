@@ -1,4 +1,6 @@
-"""Chains of two collectives, the second of which uses the result of the first, overlapped with computation."""
+"""Chains of two collectives, the second of which uses the result of the first, overlapped with
+computation.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,8 +17,9 @@ Launch = Callable[[], Work]
 class Relay:
     """Launches collectives after others that are in flight.
 
-    On a GPU, and on a modelled device, a side stream waits for the first collective, which blocks nothing else. A CPU
-    has no streams: the second collective is launched together with the next pair, when the first one is mostly done.
+    On a GPU, and on a modelled device, a side stream waits for the first collective, which blocks
+    nothing else. A CPU has no streams: the second collective is launched together with the next
+    pair, when the first one is mostly done.
 
     device: of the tensors.
     clock:  of this rank.
@@ -35,7 +38,9 @@ class Relay:
         self._launched.clear()
 
     def follow(self, work: Work, launch: Launch) -> None:
-        """Call ``launch``, which starts a collective, once ``work`` is done. Call it in the same order on all ranks."""
+        """Call ``launch``, which starts a collective, once ``work`` is done. Call it in the same
+        order on all ranks.
+        """
         self._in_flight.append((work, launch))
         self._launch_next(1 if self._blocks else 0)
 
@@ -54,4 +59,6 @@ class Relay:
                 self._launched.append(launch())
 
     def _side_stream(self) -> AbstractContextManager | None:
-        return self._clock.side_stream() if self._stream is None else torch.cuda.stream(self._stream)
+        return (
+            self._clock.side_stream() if self._stream is None else torch.cuda.stream(self._stream)
+        )

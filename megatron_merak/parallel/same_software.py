@@ -1,4 +1,6 @@
-"""Check that all ranks of a job run the same programs with the same settings of torch; report unequal hardware."""
+"""Check that all ranks of a job run the same programs with the same settings of torch; report
+unequal hardware.
+"""
 
 import hashlib
 import platform
@@ -29,7 +31,8 @@ def check_same_software(group: dist.ProcessGroup | None, device: torch.device) -
     group:  all ranks, for agreement on the CPU; collective over it.
     device: of this rank.
 
-    The first rank warns where hardware or numbers of threads differ, which changes sums in their last bits.
+    The first rank warns where hardware or numbers of threads differ, which changes sums in their
+    last bits.
     """
     if group is None:
         return
@@ -41,7 +44,9 @@ def check_same_software(group: dist.ProcessGroup | None, device: torch.device) -
     unequal = [text for name in machines[0] if (text := _difference(name, machines))]
     if unequal and dist.get_rank(group) == 0:
         what = "; ".join(unequal)
-        warnings.warn(f"Ranks differ: {what}. The last bits of their sums may differ, too.", stacklevel=3)
+        warnings.warn(
+            f"Ranks differ: {what}. The last bits of their sums may differ, too.", stacklevel=3
+        )
 
 
 def software() -> dict[str, str]:
@@ -57,7 +62,9 @@ def software() -> dict[str, str]:
 
 
 def settings(device: torch.device) -> dict[str, str]:
-    """Return the settings of torch that decide numbers on this device, and environment variables, by name."""
+    """Return the settings of torch that decide numbers on this device, and environment variables,
+    by name.
+    """
     found: dict[str, object] = {
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
@@ -98,7 +105,10 @@ def _refuse(everywhere: Sequence[dict[str, str]], remedy: str) -> None:
         if others:
             other = next(iter(others.values()))
             alike = [rank for rank, each in others.items() if each == other]
-            reason = f"{named_ranks(alike)} {'has' if len(alike) == 1 else 'have'} it, and rank 0 has {value}"
+            reason = (
+                f"{named_ranks(alike)} {'has' if len(alike) == 1 else 'have'} it, and rank "
+                f"0 has {value}"
+            )
             raise LaunchError(name, other, reason, remedy)
 
 
@@ -107,5 +117,8 @@ def _difference(name: str, everywhere: Sequence[dict[str, str]]) -> str:
     kinds = list(dict.fromkeys(values))
     if len(kinds) == 1:
         return ""
-    parts = [f"{kind} on {named_ranks([r for r, each in enumerate(values) if each == kind])}" for kind in kinds]
+    parts = [
+        f"{kind} on {named_ranks([r for r, each in enumerate(values) if each == kind])}"
+        for kind in kinds
+    ]
     return f"{name}: {', '.join(parts)}"

@@ -14,7 +14,9 @@ class Scattered:
     parts: this rank's shard of each parameter of which it owns something: flat, see `own_span`.
     """
 
-    def __init__(self, buffer: ParameterBuffer, names: Collection[str], parts: Mapping[str, torch.Tensor]):
+    def __init__(
+        self, buffer: ParameterBuffer, names: Collection[str], parts: Mapping[str, torch.Tensor]
+    ):
         self.buffer = buffer
         self.names = names
         self.parts = parts

@@ -1,15 +1,17 @@
-"""A process-group backend "merak_shm": collectives of the ranks of one host through shared memory, others by gloo.
+"""A process-group backend "merak_shm": collectives of the ranks of one host through shared memory,
+others by gloo.
 
-All-reduce and reduce-scatter (sum and max; floats of 16, 32 and 64 bits, integers of 32 and 64), all-gather and
-broadcast (any type) use a segment that all ranks map; ``csrc/comm`` says how, and why it cannot deadlock. Other types,
-operations, messages and barriers are left to a gloo group of the same ranks. Sums are computed in the order of ranks,
-in float32 for 16-bit types, so that all ranks and all runs have equal bits.
+All-reduce and reduce-scatter (sum and max; floats of 16, 32 and 64 bits, integers of 32 and 64),
+all-gather and broadcast (any type) use a segment that all ranks map; ``csrc/comm`` says how, and
+why it cannot deadlock. Other types, operations, messages and barriers are left to a gloo group of
+the same ranks. Sums are computed in the order of ranks, in float32 for 16-bit types, so that all
+ranks and all runs have equal bits.
 
-A collective is launched by the call and completed in a wait, its own or a later one's; nothing makes progress in
-between. So a wait behaves like a blocking collective.
+A collective is launched by the call and completed in a wait, its own or a later one's; nothing
+makes progress in between. So a wait behaves like a blocking collective.
 
-If the ranks are on several hosts, the compiled part is missing or the mount of shared memory is too full, the group is
-a gloo group, and its first rank reports why.
+If the ranks are on several hosts, the compiled part is missing or the mount of shared memory is too
+full, the group is a gloo group, and its first rank reports why.
 """
 
 import threading
@@ -25,13 +27,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from .. import _native
-from .shared_segment import NAME, NotHere, Settings, SeveralHosts, connect
+from .shared_segment import NAME, NotHere, SegmentSettings, SeveralHosts, connect
 from .work import FinishedByWaiting, gloo_of, ranks_of
 
 _CPU = torch.device("cpu")
 _NAMED = 8  # ranks in a warning
 
-Copies = Sequence[tuple[Tensor, Tensor]]  # results that are not contiguous, and their contiguous copies
+# results that are not contiguous, and their contiguous copies
+Copies = Sequence[tuple[Tensor, Tensor]]
 
 
 def compiled() -> bool:
@@ -39,14 +42,15 @@ def compiled() -> bool:
     return getattr(_native.host(), "shared_memory", None) is not None
 
 
-def register(settings: Settings | None = None, one_host: bool = True) -> None:
-    """Make ``dist.new_group(backend="merak_shm")`` and ``init_process_group("merak_shm")`` work for later groups.
+def register(settings: SegmentSettings | None = None, one_host: bool = True) -> None:
+    """Make ``dist.new_group(backend="merak_shm")`` and ``init_process_group("merak_shm")`` work for
+    later groups.
 
     one_host: whether to warn about a group of ranks on several hosts.
 
     All ranks register alike.
     """
-    settings = settings or Settings()
+    settings = settings or SegmentSettings()
 
     def create(options, _) -> dist.ProcessGroup | dist.ProcessGroupGloo:
         ranks = ranks_of(options)
@@ -54,7 +58,9 @@ def register(settings: Settings | None = None, one_host: bool = True) -> None:
         if len(ranks) == 1:
             return gloo
         try:
-            return SharedMemoryGroup(gloo, connect(gloo, ranks, options.group_id, settings), options.timeout)
+            return SharedMemoryGroup(
+                gloo, connect(gloo, ranks, options.group_id, settings), options.timeout
+            )
         except NotHere as reason:
             if options.group_rank == 0 and (one_host or not isinstance(reason, SeveralHosts)):
                 few = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
@@ -67,7 +73,13 @@ def register(settings: Settings | None = None, one_host: bool = True) -> None:
 class SharedMemoryWork(FinishedByWaiting):
     """A collective in flight. Waiting a second time does nothing."""
 
-    def __init__(self, group: "SharedMemoryGroup", outputs: list[Tensor], alive: Sequence[Tensor], copies: Copies):
+    def __init__(
+        self,
+        group: "SharedMemoryGroup",
+        outputs: list[Tensor],
+        alive: Sequence[Tensor],
+        copies: Copies,
+    ):
         super().__init__(outputs)
         self.number = 0
         self._group: SharedMemoryGroup | None = group
@@ -83,7 +95,9 @@ class SharedMemoryWork(FinishedByWaiting):
         self._copies = ()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Complete it, within the group's timeout or another. Raises RuntimeError that names missing ranks."""
+        """Complete it, within the group's timeout or another. Raises RuntimeError that names
+        missing ranks.
+        """
         if (group := self._group) is not None:
             group.finish(self.number, timeout.total_seconds() if timeout else None)
         return True
@@ -116,10 +130,11 @@ class Several(FinishedByWaiting):
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """The ranks of a group: a communicator for what it supports, gloo for the rest. Created by ``register``.
+    """The ranks of a group: a communicator for what it supports, gloo for the rest. Created by
+    ``register``.
 
-    Other methods are the base class's, which uses gloo as its backend of CPU tensors. The choice depends on operation
-    and type alone, so that all ranks make the same.
+    Other methods are the base class's, which uses gloo as its backend of CPU tensors. The choice
+    depends on operation and type alone, so that all ranks make the same.
     """
 
     def __init__(self, gloo: Any, core: Any, timeout: timedelta):
@@ -132,8 +147,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._lock = threading.Lock()
         self._works: deque[SharedMemoryWork] = deque()  # launched, in that order, and not settled
         part: Any = getattr(_native.host(), "shared_memory")  # noqa: B009  # which `connect` found
-        self._elements = {getattr(torch, name): element for name, element in part.Element.__members__.items()}
-        self._reductions = ((dist.ReduceOp.SUM, part.Reduction.sum), (dist.ReduceOp.MAX, part.Reduction.max))
+        self._elements = {
+            getattr(torch, name): element for name, element in part.Element.__members__.items()
+        }
+        self._reductions = (
+            (dist.ReduceOp.SUM, part.Reduction.sum),
+            (dist.ReduceOp.MAX, part.Reduction.max),
+        )
 
     def getBackendName(self) -> str:
         return NAME
@@ -144,7 +164,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self.gloo.allreduce(tensors, opts)
         dense, copies = _dense(tensors[0])
         at = dense.data_ptr()
-        return self._launch(self._core.all_reduce, (at, at, dense.nbytes, *how), tensors, [dense], copies, opts.asyncOp)
+        return self._launch(
+            self._core.all_reduce,
+            (at, at, dense.nbytes, *how),
+            tensors,
+            [dense],
+            copies,
+            opts.asyncOp,
+        )
 
     def broadcast(self, tensors, opts):
         if len(tensors) != 1 or not _plain(tensors[0]):
@@ -161,35 +188,51 @@ class SharedMemoryGroup(dist.ProcessGroup):
         alive = [source, *(dense for dense, _ in parts)]
         copies = [pair for _, pairs in parts for pair in pairs]
         arguments = source.data_ptr(), [dense.data_ptr() for dense, _ in parts], source.nbytes
-        return self._launch(self._core.all_gather, arguments, outputs[0], alive, copies, opts is None or opts.asyncOp)
+        return self._launch(
+            self._core.all_gather,
+            arguments,
+            outputs[0],
+            alive,
+            copies,
+            opts is None or opts.asyncOp,
+        )
 
     def all_gather_single(self, output, input, opts=None, **_):
         if not self._holds(output, input):
             return self.gloo._allgather_base(output, input)
-        source, (dense, copies) = input.contiguous(), _dense(output)
+        source = input.contiguous()
+        dense, copies = _dense(output)
         arguments = source.data_ptr(), self._places(dense, source.nbytes), source.nbytes
         later = opts is None or opts.asyncOp
-        return self._launch(self._core.all_gather, arguments, [output], [source, dense], copies, later)
+        return self._launch(
+            self._core.all_gather, arguments, [output], [source, dense], copies, later
+        )
 
     def reduce_scatter(self, outputs, inputs, opts=None):
         opts = opts or dist.ReduceScatterOptions()
         suits = len(outputs) == 1 and self._divides(inputs[0], outputs[0])
         if not suits or (how := self._how(outputs[0], opts.reduceOp)) is None:
             return self.gloo.reduce_scatter(outputs, inputs, opts)
-        sources, (dense, copies) = [part.contiguous() for part in inputs[0]], _dense(outputs[0])
+        sources = [part.contiguous() for part in inputs[0]]
+        dense, copies = _dense(outputs[0])
         arguments = [part.data_ptr() for part in sources], dense.data_ptr(), dense.nbytes, *how
-        return self._launch(self._core.reduce_scatter, arguments, outputs, [*sources, dense], copies, opts.asyncOp)
+        return self._launch(
+            self._core.reduce_scatter, arguments, outputs, [*sources, dense], copies, opts.asyncOp
+        )
 
     def reduce_scatter_single(self, output, input, opts=None, **_):
         opts = opts or dist.ReduceScatterOptions()
         if not self._holds(input, output) or (how := self._how(output, opts.reduceOp)) is None:
             return self.gloo._reduce_scatter_base(output, input, opts)
-        source, (dense, copies) = input.contiguous(), _dense(output)
+        source = input.contiguous()
+        dense, copies = _dense(output)
         arguments = self._places(source, dense.nbytes), dense.data_ptr(), dense.nbytes, *how
-        return self._launch(self._core.reduce_scatter, arguments, [output], [source, dense], copies, opts.asyncOp)
+        return self._launch(
+            self._core.reduce_scatter, arguments, [output], [source, dense], copies, opts.asyncOp
+        )
 
-    # By gloo, and not by the base class: that one keeps the interpreter while it waits for gloo's lock, which a thread
-    # of gloo may hold that waits for the interpreter to let go of a tensor.
+    # By gloo, and not by the base class: that one keeps the interpreter while it waits for gloo's
+    # lock, which a thread of gloo may hold that waits for the interpreter to let go of a tensor.
     def alltoall_base(self, output, input, output_splits, input_splits, opts=None, **_):
         return self.gloo.alltoall_base(output, input, output_splits, input_splits)
 
@@ -206,7 +249,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         pairs = zip(outputs, inputs, strict=True)
-        return Several([self.reduce_scatter_single(output, input, opts) for output, input in pairs], outputs)
+        return Several(
+            [self.reduce_scatter_single(output, input, opts) for output, input in pairs], outputs
+        )
 
     # The names of these before torch 2.13.
     _allgather_base = all_gather_single
@@ -275,7 +320,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _holds(self, full: Tensor, part: Tensor) -> bool:
         """Whether the tensor ``full`` consists of a part like ``part`` for every rank."""
-        return full.numel() == part.numel() * self.size() and full.dtype == part.dtype and _plain(full, part)
+        return (
+            full.numel() == part.numel() * self.size()
+            and full.dtype == part.dtype
+            and _plain(full, part)
+        )
 
     def _places(self, full: Tensor, nbytes: int) -> list[int]:
         return [full.data_ptr() + place * nbytes for place in range(self.size())]

@@ -1,4 +1,6 @@
-"""Set up memory shared by the ranks of one host. They exchange by gloo what each found, so that all decide alike."""
+"""Set up memory shared by the ranks of one host. They exchange by gloo what each found, so that all
+decide alike.
+"""
 
 import fcntl
 import json
@@ -19,13 +21,14 @@ from .. import _native
 NAME = "merak_shm"
 MOUNT = Path("/dev/shm")
 SHARE = 4  # a group takes at most this part of what the mount has left
-STALE_SECONDS = 60.0  # after which a name in the mount no longer belongs to a group that is being created
+# after which a name in the mount no longer belongs to a group that is being created
+STALE_SECONDS = 60.0
 _MESSAGE = 4096  # bytes of one rank's message
 _PROBLEM = 1000  # characters of a problem that are reported
 
 
 @dataclass(frozen=True)
-class Settings:
+class SegmentSettings:
     """How groups are created.
 
     slots:      blocks, and so operations, that a rank may have in flight.
@@ -50,8 +53,11 @@ class SeveralHosts(NotHere):
     """They are on several hosts."""
 
 
-def connect(gloo: dist.ProcessGroupGloo, ranks: Sequence[int], group: str, settings: Settings):
-    """Return this rank's communicator (``_C.shared_memory.Communicator``) in the group ``group``. Raises NotHere.
+def connect(
+    gloo: dist.ProcessGroupGloo, ranks: Sequence[int], group: str, settings: SegmentSettings
+):
+    """Return this rank's communicator (``_C.shared_memory.Communicator``) in the group ``group``.
+    Raises NotHere.
 
     Collective over ``gloo``, whose ranks are ``ranks`` of the job.
     """
@@ -102,12 +108,18 @@ def _problem(text: object) -> dict:
     return {"problem": str(text)[:_PROBLEM]}
 
 
-def _introduction(part, ranks: int, settings: Settings) -> dict:
+def _introduction(part, ranks: int, settings: SegmentSettings) -> dict:
     if part is None:
-        return _problem(_native.host_problem() or "megatron_merak/_C has no shared memory: build it again")
+        return _problem(
+            _native.host_problem() or "megatron_merak/_C has no shared memory: build it again"
+        )
     if ranks > part.MOST_RANKS:
         return _problem(f"at most {part.MOST_RANKS} ranks share memory")
-    cores = sum(1 << core for core in os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    cores = (
+        sum(1 << core for core in os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else 0
+    )
     return {"host": settings.host or _host(), "cores": f"{cores:x}"}
 
 
@@ -119,8 +131,10 @@ def _host() -> str:
         return platform.node()
 
 
-def _first(part, seat, ranks: int, settings: Settings) -> tuple:
-    """Create the segment on the first rank: (communicator, how to join it), or (None, the problem)."""
+def _first(part, seat, ranks: int, settings: SegmentSettings) -> tuple:
+    """Create the segment on the first rank: (communicator, how to join it), or (None, the
+    problem).
+    """
     sweep()
     room = _room() if settings.room is None else settings.room
     problem = {}
@@ -128,7 +142,8 @@ def _first(part, seat, ranks: int, settings: Settings) -> tuple:
         shape = part.Shape(ranks, settings.slots, size)
         if shape.bytes > room // SHARE:
             problem = _problem(
-                f"{MOUNT} has {room >> 10} KiB left, and {SHARE} x {shape.bytes >> 10} KiB are asked for"
+                f"{MOUNT} has {room >> 10} KiB left, and {SHARE} x {shape.bytes >> 10} KiB are "
+                "asked for"
             )
             continue
         name = f"/{NAME}-{os.getpid()}-{secrets.token_hex(8)}"
@@ -161,7 +176,9 @@ def _room() -> int:
 
 
 def sweep(mount: Path = MOUNT) -> None:
-    """Remove the names of segments whose first rank was killed before others joined: their locks are free."""
+    """Remove the names of segments whose first rank was killed before others joined: their locks
+    are free.
+    """
     for path in sorted(mount.glob(f"{NAME}-*")) if mount.is_dir() else ():
         try:
             if time.time() - path.stat().st_mtime < STALE_SECONDS:

@@ -24,13 +24,16 @@ class Pending(Protocol):
 
 
 Start = Callable[[Tensor], Pending]
-"""Starts an in-place all-reduce of a dense tensor, after the work enqueued so far on the current stream."""
+"""Starts an in-place all-reduce of a dense tensor, after the work enqueued so far on the current
+stream.
+"""
 
 
 class SideStream:
     """A ``Start`` that runs an all-reduce on a side stream.
 
-    all_reduce: all-reduces a tensor in place on the current stream, such as ``PeerMemory.all_reduce``.
+    all_reduce: all-reduces a tensor in place on the current stream, such as
+                ``PeerMemory.all_reduce``.
     api:        the module with Stream, Event, stream and current_stream.
     """
 

@@ -1,8 +1,9 @@
 """The stack of another thread, read without touching its frames.
 
-``sys._current_frames`` makes objects of a thread's frames. Whoever holds one keeps all its variables alive, also after
-the function has returned; torch notices when tensors die, and a capture of a model in another thread then records other
-constants. ``faulthandler`` reads the interpreter's own memory instead, in one go while it holds the GIL.
+``sys._current_frames`` makes objects of a thread's frames. Whoever holds one keeps all its
+variables alive, also after the function has returned; torch notices when tensors die, and a capture
+of a model in another thread then records other constants. ``faulthandler`` reads the interpreter's
+own memory instead, in one go while it holds the GIL.
 """
 
 import faulthandler
@@ -15,7 +16,7 @@ _LINE = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
-class Call(NamedTuple):
+class StackCall(NamedTuple):
     """One call of a stack: the file, the line (0 if unknown) and the function that runs."""
 
     file: str
@@ -27,7 +28,7 @@ class Call(NamedTuple):
         return linecache.getline(self.file, self.line).strip() if self.line else ""
 
 
-Calls = tuple[Call, ...]  # the innermost one first
+Calls = tuple[StackCall, ...]  # the innermost one first
 
 
 def calls_of(thread: int, file: int) -> Calls:
@@ -61,9 +62,9 @@ def shown(calls: Calls, most: int) -> str:
     return "\n".join(lines)
 
 
-def _call(match: re.Match[str]) -> Call:
+def _call(match: re.Match[str]) -> StackCall:
     file, line, function = match.groups()
-    return Call(_unescaped(file), int(line) if line.isdigit() else 0, _unescaped(function))
+    return StackCall(_unescaped(file), int(line) if line.isdigit() else 0, _unescaped(function))
 
 
 def _unescaped(text: str) -> str:

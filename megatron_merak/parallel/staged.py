@@ -1,8 +1,8 @@
 """The process-group backend "gloo_cuda": gloo on GPU tensors, through copies in host memory.
 
-NCCL does not support several ranks on one GPU. This backend runs any layout on a single GPU, for debugging, not for
-speed. A collective copies its inputs to the host when called, which waits for the current stream; `wait` copies its
-outputs back on the current stream.
+NCCL does not support several ranks on one GPU. This backend runs any layout on a single GPU, for
+debugging, not for speed. A collective copies its inputs to the host when called, which waits for
+the current stream; `wait` copies its outputs back on the current stream.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,9 @@ class StagedWork(FinishedByWaiting):
         self._copies = copies
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the collective and copy its outputs back. Raises RuntimeError after the timeout, or the group's."""
+        """Wait for the collective and copy its outputs back. Raises RuntimeError after the timeout,
+        or the group's.
+        """
         if (work := self._work) is not None:
             self._work = None
             work.wait(timeout or timedelta())
@@ -56,7 +58,9 @@ class StagedWork(FinishedByWaiting):
 
 
 class StagedGroup(dist.ProcessGroup):
-    """The process group. Other methods are those of the base class, which pass their tensors to gloo unchanged."""
+    """The process group. Other methods are those of the base class, which pass their tensors to
+    gloo unchanged.
+    """
 
     def __init__(self, gloo: Any):
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]  # the stubs leave this constructor out
@@ -94,17 +98,25 @@ class StagedGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs, inputs, opts=None):
         host = _empty(outputs)
-        work = self.gloo.reduce_scatter(host, [_copied(parts) for parts in inputs], opts or dist.ReduceScatterOptions())
+        work = self.gloo.reduce_scatter(
+            host, [_copied(parts) for parts in inputs], opts or dist.ReduceScatterOptions()
+        )
         return _back(work, outputs, host)
 
     def reduce_scatter_single(self, output, input, opts=None, **_):
         host = _empty([output])
-        work = self.gloo._reduce_scatter_base(*host, *_copied([input]), opts or dist.ReduceScatterOptions())
+        work = self.gloo._reduce_scatter_base(
+            *host, *_copied([input]), opts or dist.ReduceScatterOptions()
+        )
         return _back(work, [output], host)
 
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=None, **_):
         host = _empty([output])
-        return _back(self.gloo.alltoall_base(*host, *_copied([input]), output_splits, input_splits), [output], host)
+        return _back(
+            self.gloo.alltoall_base(*host, *_copied([input]), output_splits, input_splits),
+            [output],
+            host,
+        )
 
     def send(self, tensors, destination, tag):
         return _back(self.gloo.send(_copied(tensors), destination, tag), [], [])
@@ -120,7 +132,10 @@ class StagedGroup(dist.ProcessGroup):
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in tensors]
+    return [
+        tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for tensor in tensors
+    ]
 
 
 def _empty(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,18 +1,21 @@
-"""Hangs are named: a thread of every rank notices that ranks wait in vain, says for whom, and ends the job.
+"""Hangs are named: a thread of every rank notices that ranks wait in vain, says for whom, and ends
+the job.
 
-Each rank publishes in the job's store, every second, where it is. A rank that has stood still for a few seconds reads
-what the others have published. It blames, in this order:
+Each rank publishes in the job's store, every second, where it is. A rank that has stood still for a
+few seconds reads what the others have published. It blames, in this order:
 
     a rank that has ended, when all others wait                                     at once
     a rank that is silent: it is stopped, its GIL is held, or its host is gone      after the limit
     a rank that stands still without waiting for another one                        after the limit
     all ranks, where each waits for others                                          after the limit
 
-The limit is that of steps if the blamed rank is in a training step; else, as in a callback, an evaluation or a save,
-it is the timeout of collectives, after which the rank that waits would fail anyway. A rank whose stack changes does not
-stand still. The first rank that blames writes its verdict into the store, and every rank prints it and ends.
+The limit is that of steps if the blamed rank is in a training step; else, as in a callback, an
+evaluation or a save, it is the timeout of collectives, after which the rank that waits would fail
+anyway. A rank whose stack changes does not stand still. The first rank that blames writes its
+verdict into the store, and every rank prints it and ends.
 
-A thread cannot run while a C function holds the GIL, or while the process is stopped: see ``watcher``.
+A thread cannot run while a C function holds the GIL, or while the process is stopped: see
+``watcher``.
 """
 
 import contextlib
@@ -52,12 +55,13 @@ _NAMED = 8  # ranks of which a verdict says where they are
 _ANSWER = 10.0  # seconds after which the store counts as lost
 _READERS = 8.0  # seconds for all ranks to print a verdict; a host with too much to do needs some
 _TIMEOUT = "--distributed-timeout-minutes (ddp_timeout of MerakArguments)"
-_SOONER = 0.05  # of the timeout of collectives: so much sooner, since their own error would name nobody
+# of the timeout of collectives: so much sooner, since their own error would name nobody
+_SOONER = 0.05
 _SOONER_SECONDS = 10.0  # and at least so much, but half of a short timeout
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """How long a job may stand still, in seconds.
 
     first:     in the first step, which compiles and captures.
@@ -80,7 +84,7 @@ class Limits:
     beside: float = 5.0
 
     @classmethod
-    def of_timeout(cls, seconds: float, default: float) -> "Limits":
+    def of_timeout(cls, seconds: float, default: float) -> "HangLimits":
         """Return the limits of a job.
 
         seconds: the timeout of its collectives.
@@ -99,7 +103,8 @@ class Limits:
 
 
 class Watchdog(threading.Thread):
-    """The watchdog of this rank: ``start`` begins, ``farewell`` says that the rank has ended, ``stop`` ends.
+    """The watchdog of this rank: ``start`` begins, ``farewell`` says that the rank has ended,
+    ``stop`` ends.
 
     rank, size: of the job.
     store:      of the job, without keys of an earlier attempt.
@@ -114,7 +119,7 @@ class Watchdog(threading.Thread):
         rank: int,
         size: int,
         store: dist.Store,
-        limits: Limits,
+        limits: HangLimits,
         report: Callable[[str, str], object],
         end: Callable[[int], NoReturn],
         pulse: Pulse | None = None,
@@ -127,7 +132,8 @@ class Watchdog(threading.Thread):
         self._report = report
         self._end = end
         self._pid = os.getpid()
-        # A clone has a connection of its own: a blocked call of another thread must not block this one.
+        # A clone has a connection of its own: a blocked call of another thread must not block this
+        # one.
         own = store.clone()  # type: ignore[attr-defined]  # which torch's stubs leave out
         self._store = dist.PrefixStore("watchdog", own)
         self._store.set_timeout(timedelta(seconds=_ANSWER))
@@ -155,7 +161,8 @@ class Watchdog(threading.Thread):
         began = looked = time.monotonic()
         while not self._stopped.wait(self._poll):
             now = time.monotonic()
-            if now - looked > 5 * self._poll + 5:  # this process was stopped; what others did meanwhile is unknown
+            # this process was stopped; what others did meanwhile is unknown
+            if now - looked > 5 * self._poll + 5:
                 self._forget()
             looked = now
             if self._watcher is None and now - began >= self.limits.beside:
@@ -171,7 +178,9 @@ class Watchdog(threading.Thread):
                 if not self._failed:
                     self._failed = True
                     self._report(
-                        f"rank {self.rank}: the watchdog failed, and goes on\n{traceback.format_exc()}", "watchdog"
+                        f"rank {self.rank}: the watchdog failed, and goes "
+                        f"on\n{traceback.format_exc()}",
+                        "watchdog",
                     )
 
     def farewell(self, how: str = "has ended") -> None:
@@ -183,7 +192,8 @@ class Watchdog(threading.Thread):
             self._publish(self._state(0.0))
 
     def wait_for_all(self, patience: float) -> bool:
-        """Wait until every rank has said farewell; False if one ended without it, or was silent for so long.
+        """Wait until every rank has said farewell; False if one ended without it, or was silent for
+        so long.
 
         patience: seconds.
         """
@@ -276,7 +286,9 @@ class Watchdog(threading.Thread):
             if self._ended and not state["ended"]:
                 return  # the farewell was published meanwhile, and stays
             self._published += 1
-            self._ask(self._store.set, f"{self.rank}", json.dumps(state | {"number": self._published}))
+            self._ask(
+                self._store.set, f"{self.rank}", json.dumps(state | {"number": self._published})
+            )
 
     def _calls(self) -> Calls:
         """Return where the thread that trains is."""
@@ -289,7 +301,11 @@ class Watchdog(threading.Thread):
     def _read(self) -> dict[int, "_Peer"]:
         """Read what all other ranks have published last."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        known = [rank for rank in others if rank in self._peers or self._ask(self._store.check, [f"{rank}"])]
+        known = [
+            rank
+            for rank in others
+            if rank in self._peers or self._ask(self._store.check, [f"{rank}"])
+        ]
         texts = self._ask(self._store.multi_get, [f"{rank}" for rank in known]) if known else []
         now = time.monotonic()
         states = {rank: json.loads(text) for rank, text in zip(known, texts, strict=True)}
@@ -311,12 +327,15 @@ class Watchdog(threading.Thread):
         return bool(peer.ended) or is_dead(peer.state["place"], self._place)
 
     def _judge(self, own: dict[str, Any], still: float) -> dict[str, Any] | None:
-        """Return the verdict on the ranks for which this one waits in vain; None if it is too early to tell."""
+        """Return the verdict on the ranks for which this one waits in vain; None if it is too early
+        to tell.
+        """
         peers = self._read()
         gone = [rank for rank, peer in peers.items() if self._is_gone(peer)]
         alive = [peer for rank, peer in peers.items() if rank not in gone]
         if gone and own["waits"] and (own["in_step"] or _in_package(self._calls())):
-            # A rank that still computes may be what this one waits for: replicas do not end at the same moment.
+            # A rank that still computes may be what this one waits for: replicas do not end at the
+            # same moment.
             if all(peer.state["waits"] and peer.still >= self.limits.suspicion for peer in alive):
                 return self._verdict(gone, peers)
         here = _Peer(own | {"number": 0}, time.monotonic(), time.monotonic())
@@ -328,7 +347,9 @@ class Watchdog(threading.Thread):
             return None  # those that wait for it judge
         if all(self._is_in_step(everyone[rank]) for rank in blamed):
             limit = self.limits.of_step(self.pulse)
-            stand = min((everyone[rank].still for rank in blamed if rank not in gone), default=still)
+            stand = min(
+                (everyone[rank].still for rank in blamed if rank not in gone), default=still
+            )
         else:
             limit = self.limits.elsewhere
             stand = still
@@ -355,7 +376,9 @@ class Watchdog(threading.Thread):
         waited = f"rank {self.rank} has waited {still:.0f} s {at}"
         if self._is_gone(first):
             how = first.ended or "has ended without a word"
-            reason = f"it {how}, and {waits}" if len(blamed) == 1 else f"they have ended, and {waits}"
+            reason = (
+                f"it {how}, and {waits}" if len(blamed) == 1 else f"they have ended, and {waits}"
+            )
             remedy = "Look at its exit status and its log; every rank has to make the same calls"
         elif first.silent >= self.limits.silence:
             why, stack = self._examine(first.state)
@@ -369,14 +392,23 @@ class Watchdog(threading.Thread):
             remedy = "Ranks have to make the same calls in the same order; a stack follows"
         # One that has said farewell reads too, as long as its process waits for the others.
         dead = [rank for rank, peer in states.items() if is_dead(peer.state["place"], self._place)]
-        lost = [rank for rank, peer in states.items() if rank in dead or peer.silent >= self.limits.silence]
+        lost = [
+            rank
+            for rank, peer in states.items()
+            if rank in dead or peer.silent >= self.limits.silence
+        ]
         readers = self.size - len(lost)
-        return {"text": str(HangError(what, value, reason, remedy)), "stack": stack, "readers": readers}
+        return {
+            "text": str(HangError(what, value, reason, remedy)),
+            "stack": stack,
+            "readers": readers,
+        }
 
     def _is_in_step(self, peer: "_Peer") -> bool:
         """Whether a rank counts as in a step.
 
-        One that has ended does, since nobody waits long for it; a silent one as its memory says, if it is of this host.
+        One that has ended does, since nobody waits long for it; a silent one as its memory says, if
+        it is of this host.
         """
         if self._is_gone(peer):
             return True
@@ -387,7 +419,9 @@ class Watchdog(threading.Thread):
 
     @contextlib.contextmanager
     def _memory(self, state: Mapping[str, Any], index: int) -> Iterator[int]:
-        """Yield a file descriptor for an entry of a rank's ``memory``. Raises OSError where it is of another host."""
+        """Yield a file descriptor for an entry of a rank's ``memory``. Raises OSError where it is
+        of another host.
+        """
         host, pid, _ = state["place"]
         if not host or host != self._place[0]:
             raise OSError("another host")
@@ -405,9 +439,12 @@ class Watchdog(threading.Thread):
         return "it is stopped, a C function holds the GIL, or its host is lost", ""
 
     def _obey(self, own: dict[str, Any] | None = None) -> NoReturn:
-        """Print the verdict in the store, or ``own`` where it does not come, and end this process."""
+        """Print the verdict in the store, or ``own`` where it does not come, and end this
+        process.
+        """
         self.obeys = True
-        sys.excepthook = lambda *error: None  # connections of ranks that end sooner are closed: no news
+        # connections of ranks that end sooner are closed: no news
+        sys.excepthook = lambda *error: None
         verdict = own or {"text": "", "stack": "", "readers": self.size}
         end = time.monotonic() + _ANSWER
         with contextlib.suppress(RuntimeError, ValueError, OSError):
@@ -422,7 +459,10 @@ class Watchdog(threading.Thread):
         place = self.pulse.place()
         if still < self._limit(place.in_step) or not (place.in_step or _waits(self._calls())):
             return
-        reason = f"it does not answer ({str(error).splitlines()[0]}), and rank {self.rank} has stood still "
+        reason = (
+            f"it does not answer ({str(error).splitlines()[0]}), and rank {self.rank} has "
+            "stood still "
+        )
         reason += f"for {still:.0f} s in {place.text}"
         remedy = "Look at the launcher, or at the host of rank 0"
         text = str(HangError("store", "of the job", reason, remedy))
@@ -447,7 +487,8 @@ class Watchdog(threading.Thread):
 class _Memory:
     """What other processes of this host read of this one, also while it does not run.
 
-    stacks: a file into which a signal makes this process write its stacks, while the GIL is held too.
+    stacks: a file into which a signal makes this process write its stacks, while the GIL is held
+            too.
     flag:   a file with the flag of ``pulse``.
     thread: the thread that the signal is for.
     """
@@ -469,7 +510,9 @@ class _Memory:
 
 
 def _file(name: str) -> int:
-    """Return the descriptor of a file that nobody else can open by a name: in memory, where the system has that."""
+    """Return the descriptor of a file that nobody else can open by a name: in memory, where the
+    system has that.
+    """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"megatron_merak {name}")
     descriptor, path = tempfile.mkstemp()
@@ -480,12 +523,20 @@ def _file(name: str) -> int:
 class _Beside:
     """The watcher of this process, started as a script without torch."""
 
-    def __init__(self, memory: _Memory, rank: int, limits: Limits):
+    def __init__(self, memory: _Memory, rank: int, limits: HangLimits):
         self._process: subprocess.Popen[bytes] | None = None
         grace = 3 * limits.silence / 2
         script = str(Path(__file__).with_name("watcher.py"))
         arguments = [os.getpid(), *memory.where()]
-        command = [sys.executable, "-I", "-S", script, *map(str, arguments), f"rank {rank}", str(grace)]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            script,
+            *map(str, arguments),
+            f"rank {rank}",
+            str(grace),
+        ]
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 command,
@@ -560,15 +611,17 @@ def _stage(state: Mapping[str, Any]) -> str:
 
 
 def _waits(calls: Calls) -> bool:
-    """Whether a thread waits for other ranks: in a function of torch.distributed, or where we wait for a collective, or
-    for a GPU that may wait for one.
+    """Whether a thread waits for other ranks: in a function of torch.distributed, or where we wait
+    for a collective, or for a GPU that may wait for one.
     """
     if not calls:
         return False
     innermost = calls[0]
     if innermost.file.startswith(_TORCH):
         return True
-    return innermost.file.startswith(_PACKAGE) and any(call in innermost.text() for call in _WAITING)
+    return innermost.file.startswith(_PACKAGE) and any(
+        call in innermost.text() for call in _WAITING
+    )
 
 
 def _in_package(calls: Calls) -> bool:

@@ -1,19 +1,23 @@
-"""A small process beside a rank: it reports and ends the rank when no Python code of it runs any more.
+"""A small process beside a rank: it reports and ends the rank when no Python code of it runs any
+more.
 
-That is so while a C function holds the GIL, and while the process is stopped; then the watchdog, a thread of the rank,
-cannot run either. Started by the watchdog as a script of its own, without the package and without torch:
+That is so while a C function holds the GIL, and while the process is stopped; then the watchdog, a
+thread of the rank, cannot run either. Started by the watchdog as a script of its own, without the
+package and without torch:
 
     python -I -S watcher.py PID THREAD SIGNAL STACKS FLAG RANK GRACE
 
-PID, THREAD: the rank's process, and the thread of it that gets the signal (not the training thread, whose system
-             calls a signal would interrupt).
-SIGNAL:      makes the rank write all its stacks into the file descriptor STACKS, without needing the GIL; 0: none.
+PID, THREAD: the rank's process, and the thread of it that gets the signal (not the training thread,
+             whose system calls a signal would interrupt).
+SIGNAL:      makes the rank write all its stacks into the file descriptor STACKS, without needing
+             the GIL; 0: none.
 FLAG:        the file descriptor of a byte that is 1 while the rank is in a training step.
 RANK:        in words.
 GRACE:       seconds between the report and the end, in which other ranks report too.
 
-Every line that it reads from its standard input is a sign of life: how many seconds may pass until the next one in a
-step and elsewhere, and where the rank is. It ends with its input, that is with the rank.
+Every line that it reads from its standard input is a sign of life: how many seconds may pass until
+the next one in a step and elsewhere, and where the rank is. It ends with its input, that is with
+the rank.
 """
 
 import os
@@ -24,7 +28,14 @@ import time
 
 _LOOK = 0.25  # seconds between two looks
 _PAUSE = 5.0  # a look that comes so late means that this process did not run either
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 _WRITES = 2.0  # seconds for the rank to write its stacks
 
 
@@ -32,7 +43,8 @@ def main(arguments: list[str]) -> None:
     pid, thread, number, stacks, flag = map(int, arguments[:5])
     rank = arguments[5]
     grace = float(arguments[6])
-    for each in _PASSED_ON:  # to all processes of a terminal or a launcher; the rank decides when this one ends
+    # to all processes of a terminal or a launcher; the rank decides when this one ends
+    for each in _PASSED_ON:
         signal.signal(each, signal.SIG_IGN)
     parent = os.getppid()
     limits: tuple[float, float] | None = None
@@ -75,7 +87,9 @@ def _report(pid: int, thread: int, number: int, stacks: int, rank: str, silent: 
 
 
 def examine(pid: int, thread: int, number: int, stacks: int) -> tuple[str, str]:
-    """Return why a silent process of this host is so, and its stacks. See above for the arguments."""
+    """Return why a silent process of this host is so, and its stacks. See above for the
+    arguments.
+    """
     if _state(pid) in "Tt":
         return "it is stopped (SIGSTOP, or a debugger)", "no stack: it is stopped"
     stack = _stacks(pid, thread, number, stacks) or "no stack: it does not write one"
@@ -83,7 +97,9 @@ def examine(pid: int, thread: int, number: int, stacks: int) -> tuple[str, str]:
 
 
 def _state(pid: int) -> str:
-    """Return the letter by which the kernel calls what a process does; a question mark where there is none."""
+    """Return the letter by which the kernel calls what a process does; a question mark where there
+    is none.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -112,7 +128,9 @@ def _stacks(pid: int, thread: int, number: int, stacks: int) -> str:
     text = os.pread(stacks, 1 << 20, start).decode(errors="replace").rstrip()
     # The thread that wrote them is the watchdog's own.
     threads = text.split("\n\n")
-    return "\n\n".join([each for each in threads if not each.startswith("Current thread")] or threads)
+    return "\n\n".join(
+        [each for each in threads if not each.startswith("Current thread")] or threads
+    )
 
 
 if __name__ == "__main__":

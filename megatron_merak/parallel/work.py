@@ -1,4 +1,6 @@
-"""Common parts of process groups implemented in Python: the underlying gloo backend and the work handle."""
+"""Common parts of process groups implemented in Python: the underlying gloo backend and the work
+handle.
+"""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +9,9 @@ from torch._C._distributed_c10d import Work
 
 
 def ranks_of(options) -> list[int]:
-    """Return a group's global ranks, from the options that ``Backend.register_backend`` passes to its creator."""
+    """Return a group's global ranks, from the options that ``Backend.register_backend`` passes to
+    its creator.
+    """
     return list(options.global_ranks_in_group) or list(range(options.group_size))
 
 
@@ -15,7 +19,10 @@ def gloo_of(options) -> dist.ProcessGroupGloo:
     """Return a gloo backend with the ranks of a group."""
     store = dist.PrefixStore("gloo", options.store)
     gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
-    gloo.options.global_ranks_in_group, gloo.options.group_name = ranks_of(options), options.group_id
+    gloo.options.global_ranks_in_group, gloo.options.group_name = (
+        ranks_of(options),
+        options.group_id,
+    )
     return gloo
 
 

@@ -1,4 +1,6 @@
-"""The connections of one worker's rank to its servers: every call goes to all of them at once, each with its piece."""
+"""The connections of one worker's rank to its servers: every call goes to all of them at once, each
+with its piece.
+"""
 
 import contextlib
 import threading
@@ -15,11 +17,11 @@ from torch import Tensor
 
 from ..counting import counted
 from ..errors import LaunchError, ServerError
-from ..parallel.roles import Role, ended_key
-from .layout import Layout, Span
+from .layout import PieceLayout, Span
 from .piece import KINDS
+from .roles import Role, ended_key
 from .server import HEARTBEATS, connection_name, starts_key
-from .wire import CLIENT, NUMBERS, POLL, Connection, ConnectionLost, Kind, Message
+from .wire import CLIENT, NUMBERS, POLL, Connection, ConnectionLost, Message, MessageKind
 
 
 class Reply(NamedTuple):
@@ -68,7 +70,7 @@ class _End:
 
     server: int
     span: Span
-    layout: Layout
+    layout: PieceLayout
     made: Connection | None = None
     start: int = 0
     version: int = 0
@@ -90,15 +92,16 @@ class Client:
     timeout: how long a server may take to reply, or to be restarted.
     say:     called with a line when a server was restarted.
 
-    Flat tensors that are passed are of the whole buffer and on the CPU: weights in the layout's dtype, others in fp32.
-    Every method raises LaunchError if a server is gone for good, and ServerError for what it refuses.
+    Flat tensors that are passed are of the whole buffer and on the CPU: weights in the layout's
+    dtype, others in fp32. Every method raises LaunchError if a server is gone for good, and
+    ServerError for what it refuses.
     """
 
     def __init__(
         self,
         role: Role,
         store: dist.Store,
-        pieces: Sequence[tuple[Span, Layout]],
+        pieces: Sequence[tuple[Span, PieceLayout]],
         timeout: timedelta,
         say: Callable[[str], object] = print,
     ):
@@ -106,7 +109,10 @@ class Client:
         self.store = store
         self.timeout = timeout
         self.say = say
-        self.ends = [_End(server, span, layout) for server, (span, layout) in zip(role.endpoints, pieces, strict=True)]
+        self.ends = [
+            _End(server, span, layout)
+            for server, (span, layout) in zip(role.endpoints, pieces, strict=True)
+        ]
         self._pool = ThreadPoolExecutor(len(self.ends), "servers")
         self.sequence = 0
         self.restarts = 0  # of servers, that this rank saw
@@ -119,7 +125,7 @@ class Client:
         """Set one of KINDS of the servers' state to ``flat``."""
 
         def call(end: _End) -> None:
-            end.connection.send(Kind.STORE, (KINDS.index(kind),))
+            end.connection.send(MessageKind.STORE, (KINDS.index(kind),))
             end.connection.send_tensor(flat[slice(*end.span)])
             self._reply(end)
 
@@ -129,7 +135,7 @@ class Client:
         """Copy one of KINDS of the servers' state into ``flat``."""
 
         def call(end: _End) -> None:
-            end.connection.send(Kind.FETCH, (KINDS.index(kind),))
+            end.connection.send(MessageKind.FETCH, (KINDS.index(kind),))
             self._reply(end)
             end.connection.receive_tensor(flat[slice(*end.span)])
 
@@ -137,23 +143,25 @@ class Client:
 
     def ready(self, steps: int) -> None:
         """Tell the servers that their state is complete. steps: of the optimizer."""
-        self._all(lambda end: self._simple(end, Kind.READY, (steps,)))
+        self._all(lambda end: self._simple(end, MessageKind.READY, (steps,)))
 
     def pull(self, weights: Tensor) -> Reply:
         """Copy the newest weights into ``weights``; wait until there are any."""
 
         def call(end: _End) -> Message:
-            end.connection.send(Kind.PULL)
+            end.connection.send(MessageKind.PULL)
             return self._take(end, weights)
 
         return _combined(self._all(call))
 
-    def push(self, gradient: Tensor, scale: float, rates: Sequence[float], weights: Tensor) -> Reply:
+    def push(
+        self, gradient: Tensor, scale: float, rates: Sequence[float], weights: Tensor
+    ) -> Reply:
         """Apply a gradient, and copy the updated weights into ``weights``."""
         self.sequence += 1
 
         def call(end: _End) -> Message:
-            end.connection.send(Kind.PUSH, (self.sequence, end.version, scale, *rates))
+            end.connection.send(MessageKind.PUSH, (self.sequence, end.version, scale, *rates))
             end.connection.send_tensor(gradient[slice(*end.span)])
             return self._take(end, weights)
 
@@ -165,7 +173,12 @@ class Client:
         most = max((total.reported for total in totals), key=len)
         return Total(sum(total.square for total in totals), most)
 
-    def apply(self, contribution: Contribution, update: tuple[float, Sequence[float]] | None, weights: Tensor) -> Reply:
+    def apply(
+        self,
+        contribution: Contribution,
+        update: tuple[float, Sequence[float]] | None,
+        weights: Tensor,
+    ) -> Reply:
         """Apply the sum of a step, and copy the updated weights into ``weights``.
 
         contribution: the argument of `contribute`, for a server that has lost it.
@@ -176,25 +189,32 @@ class Client:
         def call(end: _End) -> Message:
             if end.contributed != contribution.step:
                 self._contribute(end, contribution)
-            end.connection.send(Kind.APPLY, (update is None, scale, *rates))
+            end.connection.send(MessageKind.APPLY, (update is None, scale, *rates))
             return self._take(end, weights)
 
         return _combined(self._all(call))
 
     def freeze(self) -> None:
         """Let `fetch_state` and `pull` read the state as it is now, until `thaw`."""
-        self._all(lambda end: self._simple(end, Kind.FREEZE))
+        self._all(lambda end: self._simple(end, MessageKind.FREEZE))
 
     def thaw(self) -> None:
-        self._all(lambda end: self._simple(end, Kind.THAW))
+        self._all(lambda end: self._simple(end, MessageKind.THAW))
 
     def done(self) -> None:
-        """Declare that this worker takes no more steps. Return when no other worker does: the state is then final."""
-        self._all(lambda end: self._simple(end, Kind.DONE))
+        """Declare that this worker takes no more steps. Return when no other worker does: the state
+        is then final.
+        """
+        self._all(lambda end: self._simple(end, MessageKind.DONE))
 
     def first(self) -> bool:
-        """Wait until the workers before this one have left or died; return whether one of them completed the job."""
-        return any(reply.numbers[0] for reply in self._all(lambda end: self._simple(end, Kind.FIRST)))
+        """Wait until the workers before this one have left or died; return whether one of them
+        completed the job.
+        """
+        return any(
+            reply.numbers[0]
+            for reply in self._all(lambda end: self._simple(end, MessageKind.FIRST))
+        )
 
     def leave(self, complete: bool = False) -> None:
         """Leave the job. complete: whether all files that the job writes at its end exist."""
@@ -205,14 +225,14 @@ class Client:
     def _leave(self, complete: bool) -> None:
         for end in self.ends:
             try:
-                end.connection.send(Kind.LEAVE, (complete,))
+                end.connection.send(MessageKind.LEAVE, (complete,))
             except ConnectionLost:
                 pass  # so it is gone already
         self._pool.shutdown()
 
     def _contribute(self, end: _End, contribution: Contribution) -> Total:
         # The reply comes when the gradient may be sent.
-        self._simple(end, Kind.CONTRIBUTE, (contribution.step, *contribution.reported))
+        self._simple(end, MessageKind.CONTRIBUTE, (contribution.step, *contribution.reported))
         end.connection.send_tensor(contribution.gradient[slice(*end.span)])
         square, count = self._reply(end).numbers[:2]
         received = torch.empty(int(count) * (NUMBERS - 1), dtype=torch.float64)
@@ -220,7 +240,7 @@ class Client:
         end.contributed = contribution.step
         return Total(square, [tuple(row) for row in received.view(-1, NUMBERS - 1).tolist()])
 
-    def _simple(self, end: _End, kind: Kind, numbers: Sequence[float] = ()) -> Message:
+    def _simple(self, end: _End, kind: MessageKind, numbers: Sequence[float] = ()) -> Message:
         end.connection.send(kind, numbers)
         return self._reply(end)
 
@@ -231,15 +251,19 @@ class Client:
         return reply
 
     def _reply(self, end: _End) -> Message:
-        while (message := end.connection.receive()).kind is Kind.WAIT:
+        while (message := end.connection.receive()).kind is MessageKind.WAIT:
             pass
-        if message.kind is Kind.ERROR:
+        if message.kind is MessageKind.ERROR:
             reason = message.text.rstrip(".")
-            raise ServerError("parameter server", f"(rank {end.server})", reason, "Correct that, and start again")
+            raise ServerError(
+                "parameter server", f"(rank {end.server})", reason, "Correct that, and start again"
+            )
         return message
 
     def _all(self, call: Callable[[_End], object]) -> list:
-        """Make a call to every server at once; repeat it for a server that was lost and has restarted."""
+        """Make a call to every server at once; repeat it for a server that was lost and has
+        restarted.
+        """
 
         def persist(end: _End) -> object:
             while True:
@@ -259,7 +283,7 @@ class Client:
             try:
                 for end in self.ends if not self._left.is_set() else ():
                     with contextlib.suppress(ConnectionLost):  # the next call will find out
-                        end.connection.send(Kind.HEARTBEAT)
+                        end.connection.send(MessageKind.HEARTBEAT)
             finally:
                 self._calling.release()
 
@@ -272,8 +296,15 @@ class Client:
             if start > end.start:
                 break
             if time.monotonic() > deadline or self.store.check([ended_key(end.server)]):
-                reason = "it did not come" if lost is None else f"it is gone, or gave this rank up ({lost})"
-                remedy = "Resume from the last checkpoint; merak-launch starts servers that are killed again"
+                reason = (
+                    "it did not come"
+                    if lost is None
+                    else f"it is gone, or gave this rank up ({lost})"
+                )
+                remedy = (
+                    "Resume from the last checkpoint; merak-launch starts servers that are "
+                    "killed again"
+                )
                 raise LaunchError("parameter server", f"(rank {end.server})", reason, remedy)
             time.sleep(POLL)
         before = end.version
@@ -282,15 +313,21 @@ class Client:
         try:
             name = connection_name(end.server, start, self.role.rank)
             end.made = Connection(self.store, name, CLIENT, self.timeout, secret=self.role.secret)
-            end.connection.send(Kind.HELLO, text=end.layout.to_json())
+            end.connection.send(MessageKind.HELLO, text=end.layout.to_json())
             end.version = int(self._reply(end).numbers[1])
         except ConnectionLost as error:
             self._connect(end, error)
             return
         if lost is not None:
             self.restarts += 1
-            behind = f", {counted(before - end.version, 'update')} behind" if before > end.version else ""
-            self.say(f"parameter server (rank {end.server}) is back at update {end.version}{behind}")
+            behind = (
+                f", {counted(before - end.version, 'update')} behind"
+                if before > end.version
+                else ""
+            )
+            self.say(
+                f"parameter server (rank {end.server}) is back at update {end.version}{behind}"
+            )
 
 
 def _combined(replies: Sequence[Message]) -> Reply:

@@ -2,22 +2,28 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checkpoint.store import StateKind, Turn
 from ..config import OptimizerConfig
-from ..optimizer.base import Optimizer, Rates, StepResult
+from ..optimizer.base import Rates, StepResult
 from ..optimizer.loss_scale import LossScaler
 from ..parallel.host_read import read
 from ..parallel.pieces import whole
 from ..runtime.parameters import RankParameters
+from ..stages.optimizer_state import Parts, RemoteOptimizer
 from .client import Client, Contribution, Reply
+from .piece import KINDS
 
 
 def wire_dtype(parameters: RankParameters) -> torch.dtype:
-    """Return the dtype of weights that servers send: the model's, or fp32 if it uses some of them in fp32."""
+    """Return the dtype of weights that servers send: the model's, or fp32 if it uses some of them
+    in fp32.
+    """
     mixed = any(slot.fp32 for slot in parameters.buffer.slots.values())
     return torch.float32 if mixed else parameters.buffer.dtype
 
@@ -26,15 +32,15 @@ class RestartedError(Exception):
     """A server restarted while state was fetched: what was fetched before is of another moment."""
 
 
-class ServedAdamW(Optimizer):
+class ServedAdamW(RemoteOptimizer):
     """The optimizer of one rank of a worker.
 
     parameters: the rank's, not sharded.
-    config:     see `Optimizer`.
+    config:     see ``Optimizer``.
     client:     its servers.
     workers:    how many there are.
-    sync:       whether they take steps together: their gradients are added in the order of workers, and the sum is
-                applied once. Else each gradient is applied when it arrives.
+    sync:       whether they take steps together: their gradients are added in the order of workers,
+                and the sum is applied once. Else each gradient is applied when it arrives.
 
     ``leader``: the first worker that is alive, as far as servers know.
     """
@@ -50,7 +56,7 @@ class ServedAdamW(Optimizer):
         sync: bool,
         scaler: LossScaler | None = None,
     ):
-        super().__init__(parameters.buffer, config, parameters.mesh.model, None, scaler)
+        super().__init__(parameters.buffer, config, parameters.mesh.model, None, scaler=scaler)
         self.parameters = parameters
         self.client = client
         self.workers = workers
@@ -64,11 +70,14 @@ class ServedAdamW(Optimizer):
         pinned = self._on_host and torch.cuda.is_available()
         self._gradient = torch.empty(self.buffer.size, pin_memory=pinned) if self._on_host else None
         self._weights = (
-            torch.empty(self.buffer.size, dtype=wire_dtype(parameters), pin_memory=pinned) if self._on_host else None
+            torch.empty(self.buffer.size, dtype=wire_dtype(parameters), pin_memory=pinned)
+            if self._on_host
+            else None
         )
 
     def begin_training(self, first: bool) -> None:
-        """Copy weights and optimizer state of the first worker to the servers, and weights from there to all workers.
+        """Copy weights and optimizer state of the first worker to the servers, and weights from
+        there to all workers.
 
         first: whether this is the first worker.
 
@@ -87,7 +96,9 @@ class ServedAdamW(Optimizer):
         return self._settled(self._take(self.client.pull, ()))
 
     def hold(self) -> None:
-        """Freeze the state and weights that are fetched until `release`. Collective over the ranks of this worker."""
+        """Freeze the state and weights that are fetched until `release`. Collective over the ranks
+        of this worker.
+        """
         self._restarts_at_hold = self.client.restarts
         if not self.sync:
             self.client.freeze()
@@ -111,19 +122,34 @@ class ServedAdamW(Optimizer):
     def fetch(self, kind: str, flat: Tensor) -> None:
         """Copy a kind of the servers' state into ``flat``, fp32 [buffer.size].
 
-        After `hold` it is collective, and raises RestartedError on all ranks of this worker if the frozen state is
-        lost.
+        After `hold` it is collective, and raises RestartedError on all ranks of this worker if the
+        frozen state is lost.
         """
         host = flat if flat.device.type == "cpu" else torch.empty(flat.shape)
         self.client.fetch_state(kind, host)
         if host is not flat:
             flat.copy_(host)
         if self._restarts_at_hold is not None:
-            lost = torch.tensor(float(self.client.restarts != self._restarts_at_hold), device=self.buffer.device)
+            lost = torch.tensor(
+                float(self.client.restarts != self._restarts_at_hold), device=self.buffer.device
+            )
             if self.group is not None:
                 dist.all_reduce(lost, group=self.group)
             if lost.item():
                 raise RestartedError
+
+    def kinds(self, parts: Parts) -> dict[str, StateKind]:
+        """Return the servers' state as a checkpoint has it; each kind is fetched into the
+        gradient's memory.
+        """
+        kinds = {}
+        for kind in KINDS if self.buffer.rounds else KINDS[1:]:
+            flat = whole(self.buffer.main_grad)
+            shards = list(parts(flat, list(self.buffer.slots)))
+            kinds[kind] = StateKind(
+                [Turn(shards, partial(self.fetch, kind, flat), partial(self.store, kind, flat))]
+            )
+        return kinds
 
     def fetch_master(self) -> None:
         """Copy the fp32 weights of a 16-bit model into ``buffer.master``, to export them."""
@@ -144,16 +170,21 @@ class ServedAdamW(Optimizer):
             reply = self.pull()
         else:
             reply = self._settled(self._take(self.client.push, (self._on_cpu(), factor, rates)))
-        return values, replace(self._result(norm, factor is None), staleness=reply.staleness, late=reply.late)
+        return values, replace(
+            self._result(norm, factor is None), staleness=reply.staleness, late=reply.late
+        )
 
-    def _together(self, sums: Tensor | None, rates: Sequence[float]) -> tuple[list[float], StepResult]:
+    def _together(
+        self, sums: Tensor | None, rates: Sequence[float]
+    ) -> tuple[list[float], StepResult]:
         values = [] if sums is None else read(sums)[0]
         contribution = Contribution(self._taken, self._on_cpu(), values)
         total = self.client.contribute(contribution)
         square = torch.tensor(total.square, dtype=torch.float64, device=self.buffer.device)
         if self.group is not None:
             dist.all_reduce(square, group=self.group)
-        # Each worker's loss was divided by the number of workers: of those that are gone there is no part.
+        # Each worker's loss was divided by the number of workers: of those that are gone there is
+        # no part.
         missing = self.workers / max(len(total.reported), 1)
         norm, factor = self._clipped(square.item() * missing**2)
         update = None if factor is None else (factor * missing, rates)
@@ -193,7 +224,9 @@ class ServedAdamW(Optimizer):
             views = [self.buffer.parameter(name) for name in names]
             joined = torch.cat([view.reshape(-1) for view in views])
             dist.broadcast(joined, group=group, group_src=0)
-            for view, part in zip(views, joined.split([view.numel() for view in views]), strict=True):
+            for view, part in zip(
+                views, joined.split([view.numel() for view in views]), strict=True
+            ):
                 view.copy_(part.view_as(view))
         return answer
 

@@ -1,4 +1,6 @@
-"""A server's piece of the parameters: fp32 weights, both moments, and how a gradient updates them."""
+"""A server's piece of the parameters: fp32 weights, both moments, and how a gradient
+updates them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .layout import Layout
+from .layout import PieceLayout
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")  # of a piece's state, in the order of their numbers on the wire
+# of a piece's state, in the order of their numbers on the wire
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Update:
     rates: Sequence[tuple[float, float]]
 
 
-class Piece:
+class ServedPiece:
     """The parameters and optimizer state of one server.
 
     state:   each of KINDS, fp32 [layout.elements].
@@ -33,12 +36,14 @@ class Piece:
     steps:   t of Adam's bias correction.
     """
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: PieceLayout):
         self.layout = layout
         self.state = {kind: torch.zeros(layout.elements) for kind in KINDS}
         self.rounds = layout.dtype != "float32"
         dtype = getattr(torch, layout.dtype)
-        self.weights = torch.zeros(layout.elements, dtype=dtype) if self.rounds else self.state["master"]
+        self.weights = (
+            torch.zeros(layout.elements, dtype=dtype) if self.rounds else self.state["master"]
+        )
         self.version = self.steps = 0
 
     def refresh(self) -> None:
@@ -71,7 +76,9 @@ class Piece:
 
     @torch.no_grad()
     def square_norm(self, gradient: Tensor) -> float:
-        """Return the squared norm of what this piece counts of a gradient; not finite if a copy is not."""
+        """Return the squared norm of what this piece counts of a gradient; not finite if a copy is
+        not.
+        """
         total = torch.zeros((), dtype=torch.float64)
         for start, stop in self.layout.counted:
             total += ops.sum_of_squares(gradient[start:stop])
@@ -79,9 +86,9 @@ class Piece:
             total += 0.0 * ops.sum_of_squares(gradient[start:stop])
         return total.item()
 
-    def copy(self) -> "Piece":
+    def copy(self) -> "ServedPiece":
         """Return a copy in memory of its own."""
-        other = Piece.__new__(Piece)
+        other = ServedPiece.__new__(ServedPiece)
         other.layout = self.layout
         other.rounds = self.rounds
         other.version = self.version

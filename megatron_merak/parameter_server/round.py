@@ -1,4 +1,6 @@
-"""Steps that all workers take together: their gradients are added in the order of workers, and applied once."""
+"""Steps that all workers take together: their gradients are added in the order of workers, and
+applied once.
+"""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .piece import Piece, Update
+from .piece import ServedPiece, Update
 
 AHEAD = 4  # gradients that a piece has memory for, beside their sum
 Wait = Callable[[Callable[[], bool]], None]
@@ -30,7 +32,8 @@ class _Round:
 
 @dataclass(frozen=True)
 class Sum:
-    """The result of a round; empty if the worker's step was lost because the server restarted and others are past it.
+    """The result of a round; empty if the worker's step was lost because the server restarted and
+    others are past it.
 
     square:   squared norm of the sum of gradients.
     reported: numbers that came with them, by worker.
@@ -43,12 +46,18 @@ class Sum:
 class Rounds:
     """The rounds of one piece. Safe to use from one thread per worker.
 
-    changed: notified by whoever changes ``live``, the workers that the next round waits for; its lock protects the
-             piece.
+    changed: notified by whoever changes ``live``, the workers that the next round waits for; its
+             lock protects the piece.
     done:    called with the lock held after each update.
     """
 
-    def __init__(self, piece: Piece, changed: threading.Condition, live: set[int], done: Callable[[], None]):
+    def __init__(
+        self,
+        piece: ServedPiece,
+        changed: threading.Condition,
+        live: set[int],
+        done: Callable[[], None],
+    ):
         self.piece = piece
         self.changed = changed
         self.live = live
@@ -58,9 +67,15 @@ class Rounds:
         self._incoming = 0  # gradients that are coming in, or wait to be added
 
     def contribute(
-        self, worker: int, step: int, reported: tuple[float, ...], receive: Callable[[], Tensor], wait: Wait
+        self,
+        worker: int,
+        step: int,
+        reported: tuple[float, ...],
+        receive: Callable[[], Tensor],
+        wait: Wait,
     ) -> tuple[_Round | None, Sum]:
-        """Add a worker's gradient after those of the workers before it; return when the round is complete.
+        """Add a worker's gradient after those of the workers before it; return when the round is
+        complete.
 
         receive: returns the gradient.
         wait:    returns when a condition holds; ``changed`` is notified of changes.
@@ -79,7 +94,9 @@ class Rounds:
                 self.changed.notify_all()
         if joined is None:
             return None, Sum()
-        wait(lambda: joined is not self.round or joined.square is not None or self._complete(joined))
+        wait(
+            lambda: joined is not self.round or joined.square is not None or self._complete(joined)
+        )
         with self.changed:
             if joined is not self.round and joined.square is None:
                 return None, Sum()
@@ -88,7 +105,9 @@ class Rounds:
             return joined, Sum(joined.square, tuple(sorted(joined.reported.items())))
 
     def apply(self, finished: _Round | None, update: Update | None) -> None:
-        """Apply the sum of a round at the first call, which all workers make alike. update: None: skip the step."""
+        """Apply the sum of a round at the first call, which all workers make alike. update: None:
+        skip the step.
+        """
         with self.changed:
             if finished is None or finished.applied:
                 return
@@ -100,7 +119,9 @@ class Rounds:
             self.changed.notify_all()
 
     def _admits(self, worker: int) -> bool:
-        """Whether another gradient may be received now: only so many at a time, but always the next in order."""
+        """Whether another gradient may be received now: only so many at a time, but always the next
+        in order.
+        """
         admits = self._incoming < AHEAD or self._is_next(worker)
         self._incoming += admits
         return admits
@@ -110,8 +131,12 @@ class Rounds:
         earlier = {other for other in self.live if other < worker}
         return worker not in self.round.reported and earlier <= self.round.reported.keys()
 
-    def _add(self, worker: int, step: int, reported: tuple[float, ...], gradient: Tensor) -> _Round | None:
-        """Return the round that a gradient was added to; None if other workers are past its step."""
+    def _add(
+        self, worker: int, step: int, reported: tuple[float, ...], gradient: Tensor
+    ) -> _Round | None:
+        """Return the round that a gradient was added to; None if other workers are past
+        its step.
+        """
         if step < self.round.step:
             return None
         if step > self.round.step and self.round.reported:

@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ..counting import counted
-from ..parallel.roles import Role, ended_key
+from .roles import Role, ended_key
 from .service import Service, Snapshots
 from .snapshot import snapshot_path
-from .wire import CLIENT, SERVER, Connection, ConnectionLost, Kind, comes
+from .wire import CLIENT, SERVER, Connection, ConnectionLost, MessageKind, comes
 
 _JOB = "word for this job"
 HEARTBEATS = 4  # signs of life within the time after which a side that is silent counts as gone
@@ -60,16 +60,21 @@ class Server:
         self.lost: list[int] = []
         self.failure: Exception | None = None
         self._pool = ThreadPoolExecutor(1, "snapshots")
-        self.services = {place: self._service(place) for place in sorted({self._place(c) for c in role.clients})}
+        self.services = {
+            place: self._service(place) for place in sorted({self._place(c) for c in role.clients})
+        }
         self._threads = [
-            threading.Thread(target=self._run, args=(client,), name=f"serves rank {client}", daemon=True)
+            threading.Thread(
+                target=self._run, args=(client,), name=f"serves rank {client}", daemon=True
+            )
             for client in role.clients
         ]
         for thread in self._threads:
             thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return whether every client has left or is gone, and the last snapshot is written. Raises what went wrong.
+        """Return whether every client has left or is gone, and the last snapshot is written. Raises
+        what went wrong.
 
         seconds: how long to wait for the clients, None: as long as it takes
         """
@@ -87,8 +92,15 @@ class Server:
 
     def summary(self) -> str:
         """What the server did, in one line."""
-        updates = max((service.piece.version for service in self.services.values() if service.piece), default=0)
-        staleness = [(age, n) for service in self.services.values() for age, n in service.record.staleness.items()]
+        updates = max(
+            (service.piece.version for service in self.services.values() if service.piece),
+            default=0,
+        )
+        staleness = [
+            (age, n)
+            for service in self.services.values()
+            for age, n in service.record.staleness.items()
+        ]
         count = sum(n for _, n in staleness)
         text = f"parameter server (rank {self.role.rank}): {counted(updates, 'update')}"
         if count:
@@ -110,7 +122,12 @@ class Server:
             path = snapshot_path(directory, self.role.rank, place)
         say = partial(print, flush=True)
         snapshots = Snapshots(path, self._job, self.settings.interval, self.start > 1, say=say)
-        return Service(self.role.workers, snapshots, self._pool, self.settings.timeout.total_seconds() / HEARTBEATS)
+        return Service(
+            self.role.workers,
+            snapshots,
+            self._pool,
+            self.settings.timeout.total_seconds() / HEARTBEATS,
+        )
 
     def _run(self, client: int) -> None:
         worker = client // self.role.places
@@ -126,10 +143,13 @@ class Server:
             service.serve(worker, connection)
         except ConnectionLost as error:
             self.lost.append(client)
-            print(f"parameter server (rank {self.role.rank}): rank {client} is gone ({error})", flush=True)
+            print(
+                f"parameter server (rank {self.role.rank}): rank {client} is gone ({error})",
+                flush=True,
+            )
         except Exception as error:  # nobody looks at what a thread raises
             self.failure = error
             if connection is not None:
-                connection.send(Kind.ERROR, text=f"{type(error).__name__}: {error}")
+                connection.send(MessageKind.ERROR, text=f"{type(error).__name__}: {error}")
         finally:
             service.gone(worker)

@@ -1,4 +1,6 @@
-"""What a server does for the workers' ranks at one place: keeps a piece of their parameters and replies to messages."""
+"""What a server does for the workers' ranks at one place: keeps a piece of their parameters and
+replies to messages.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, LaunchError, MerakError, PlanError
-from .layout import Layout
-from .piece import KINDS, Piece, Update
+from .layout import PieceLayout
+from .piece import KINDS, ServedPiece, Update
 from .round import Rounds
 from .snapshot import read_snapshot, write_snapshot
-from .wire import Connection, Kind, Message
+from .wire import Connection, Message, MessageKind
 
 
 @dataclass(frozen=True)
@@ -59,53 +61,62 @@ class Service:
     patience:  seconds after which a waiting client is told that it waits.
     """
 
-    def __init__(self, workers: int, snapshots: Snapshots, pool: ThreadPoolExecutor, patience: float = 60.0):
+    def __init__(
+        self, workers: int, snapshots: Snapshots, pool: ThreadPoolExecutor, patience: float = 60.0
+    ):
         self.changed = threading.Condition()
         self.patience = patience
         self.live = set(range(workers))
         self.snapshots = snapshots
         self.pool = pool
         self.record = Record()
-        self.piece: Piece | None = None
+        self.piece: ServedPiece | None = None
         self.rounds: Rounds | None = None
         self.sequences: dict[int, int] = {}
-        self.frozen: dict[int, Piece] = {}
+        self.frozen: dict[int, ServedPiece] = {}
         self.done: set[int] = set()
         self.ready = self.complete = False
         self._written: Future | None = None
-        self._answers: dict[Kind, Callable[[int, Connection, Message], None]] = {
-            Kind.HELLO: self._hello,
-            Kind.STORE: self._store,
-            Kind.FETCH: self._fetch,
-            Kind.READY: self._ready,
-            Kind.PULL: self._pull,
-            Kind.PUSH: self._push,
-            Kind.FREEZE: self._freeze,
-            Kind.THAW: self._thaw,
-            Kind.DONE: self._done,
-            Kind.FIRST: self._first,
+        self._answers: dict[MessageKind, Callable[[int, Connection, Message], None]] = {
+            MessageKind.HELLO: self._hello,
+            MessageKind.STORE: self._store,
+            MessageKind.FETCH: self._fetch,
+            MessageKind.READY: self._ready,
+            MessageKind.PULL: self._pull,
+            MessageKind.PUSH: self._push,
+            MessageKind.FREEZE: self._freeze,
+            MessageKind.THAW: self._thaw,
+            MessageKind.DONE: self._done,
+            MessageKind.FIRST: self._first,
         }
 
     def serve(self, worker: int, connection: Connection) -> None:
         """Reply to one worker's rank until it leaves. Raises ConnectionLost if it dies."""
         joined = None  # the round that it contributed to
         greeted = False
-        while (message := connection.receive()).kind is not Kind.LEAVE:
+        while (message := connection.receive()).kind is not MessageKind.LEAVE:
             try:
-                if message.kind is Kind.HEARTBEAT:
+                if message.kind is MessageKind.HEARTBEAT:
                     continue
-                if greeted and message.kind is Kind.CONTRIBUTE:
+                if greeted and message.kind is MessageKind.CONTRIBUTE:
                     joined = self._contribute(worker, connection, message)
-                elif greeted and message.kind is Kind.APPLY:
+                elif greeted and message.kind is MessageKind.APPLY:
                     self._apply(joined, connection, message)
-                elif message.kind not in self._answers or not (greeted or message.kind is Kind.HELLO):
+                elif message.kind not in self._answers or not (
+                    greeted or message.kind is MessageKind.HELLO
+                ):
                     reason = "a worker says HELLO first, and does not send what servers do"
-                    raise PlanError("message", message.kind.name, reason, "Start workers and servers of one version")
+                    raise PlanError(
+                        "message",
+                        message.kind.name,
+                        reason,
+                        "Start workers and servers of one version",
+                    )
                 else:
                     self._answers[message.kind](worker, connection, message)
                     greeted = True
             except MerakError as error:
-                connection.send(Kind.ERROR, text=str(error))
+                connection.send(MessageKind.ERROR, text=str(error))
         self.complete = self.complete or bool(message.numbers[0])
 
     def gone(self, worker: int) -> None:
@@ -116,7 +127,7 @@ class Service:
             self.changed.notify_all()
 
     @property
-    def _own(self) -> Piece:
+    def _own(self) -> ServedPiece:
         """The piece, which the first HELLO makes before anything else is received."""
         assert self.piece is not None
         return self.piece
@@ -126,39 +137,47 @@ class Service:
         self._settle()
 
     def _hello(self, worker: int, connection: Connection, message: Message) -> None:
-        layout = Layout.from_json(message.text)
+        layout = PieceLayout.from_json(message.text)
         with self.changed:
             if self.piece is None:
                 self._begin(layout)
             elif self.piece.layout != layout:
-                reason = "it has other parameters, or other settings, than the workers that came before"
+                reason = (
+                    "it has other parameters, or other settings, than the workers that came before"
+                )
                 raise PlanError("worker", worker, reason, "Start all workers alike")
-        connection.send(Kind.HELLO, (self.ready, self._own.version))
+        connection.send(MessageKind.HELLO, (self.ready, self._own.version))
 
-    def _begin(self, layout: Layout) -> None:
+    def _begin(self, layout: PieceLayout) -> None:
         snapshot = self.snapshots.path
         if self.snapshots.restores and snapshot is None:
-            reason = "the server was killed, and without it there is no snapshot from which it could go on"
+            reason = (
+                "the server was killed, and without it there is no snapshot from which it "
+                "could go on"
+            )
             raise CheckpointError(
-                "--save", "(unset)", reason, "Start the job again from its last checkpoint, with --save"
+                "--save",
+                "(unset)",
+                reason,
+                "Start the job again from its last checkpoint, with --save",
             )
         if self.snapshots.restores and snapshot is not None:
             self.piece, self.sequences = read_snapshot(snapshot, layout, self.snapshots.job)
             self.record.restored = self.piece.version
             self.ready = True
         else:
-            self.piece = Piece(layout)
+            self.piece = ServedPiece(layout)
         if layout.sync:
             self.rounds = Rounds(self.piece, self.changed, self.live, self._updated)
 
     def _store(self, worker: int, connection: Connection, message: Message) -> None:
         with self.changed:
             connection.receive_tensor(self._own.state[KINDS[int(message.numbers[0])]])
-        connection.send(Kind.STORE)
+        connection.send(MessageKind.STORE)
 
     def _fetch(self, worker: int, connection: Connection, message: Message) -> None:
         piece = self.frozen.get(worker, self._own)
-        connection.send(Kind.FETCH, (piece.version, piece.steps))
+        connection.send(MessageKind.FETCH, (piece.version, piece.steps))
         connection.send_tensor(piece.state[KINDS[int(message.numbers[0])]])
 
     def _ready(self, worker: int, connection: Connection, message: Message) -> None:
@@ -168,7 +187,7 @@ class Service:
             self._snapshot(wait=True)
             self.ready = True
             self.changed.notify_all()
-        connection.send(Kind.READY)
+        connection.send(MessageKind.READY)
 
     def _pull(self, worker: int, connection: Connection, message: Message) -> None:
         self._wait(connection, lambda: self.ready or 0 not in self.live)
@@ -176,7 +195,7 @@ class Service:
             if not self.ready:
                 reason = "it ended before the weights were there"
                 raise LaunchError("worker", 0, reason, "See what it said, and start again")
-        self._send_weights(Kind.PULL, connection, worker)
+        self._send_weights(MessageKind.PULL, connection, worker)
 
     def _push(self, worker: int, connection: Connection, message: Message) -> None:
         sequence, version, scale, *rates = message.numbers
@@ -186,31 +205,36 @@ class Service:
         with self.changed:
             staleness = max(0, piece.version - int(version))
             late = staleness > piece.layout.max_staleness
-            if self.sequences.get(worker, -1) < sequence:  # else it came a second time: the first answer was lost
+            # else it came a second time: the first answer was lost
+            if self.sequences.get(worker, -1) < sequence:
                 self.sequences[worker] = int(sequence)
                 self.record.staleness[staleness] = self.record.staleness.get(staleness, 0) + 1
                 self.record.dropped += late
                 if not late:
                     piece.update(gradient, Update(scale, _pairs(_softened(rates, staleness))))
                     self._updated()
-        self._send_weights(Kind.PUSH, connection, worker, (staleness, late))
+        self._send_weights(MessageKind.PUSH, connection, worker, (staleness, late))
 
     def _contribute(self, worker: int, connection: Connection, message: Message):
         step = int(message.numbers[0])
         reported = message.numbers[1:]
 
         def receive() -> Tensor:
-            connection.send(Kind.CONTRIBUTE)  # it may come
+            connection.send(MessageKind.CONTRIBUTE)  # it may come
             gradient = torch.empty(self._own.layout.elements)
             connection.receive_tensor(gradient)
             return gradient
 
         assert self.rounds is not None, "workers that step together were greeted"
-        joined, total = self.rounds.contribute(worker, step, reported, receive, partial(self._wait, connection))
-        connection.send(Kind.CONTRIBUTE, (total.square, len(total.reported)))
+        joined, total = self.rounds.contribute(
+            worker, step, reported, receive, partial(self._wait, connection)
+        )
+        connection.send(MessageKind.CONTRIBUTE, (total.square, len(total.reported)))
         if total.reported:
             connection.send_tensor(
-                torch.tensor([numbers for _, numbers in total.reported], dtype=torch.float64).flatten()
+                torch.tensor(
+                    [numbers for _, numbers in total.reported], dtype=torch.float64
+                ).flatten()
             )
         return joined
 
@@ -218,27 +242,27 @@ class Service:
         skip, scale, *rates = message.numbers
         assert self.rounds is not None, "workers that step together were greeted"
         self.rounds.apply(joined, None if skip else Update(scale, _pairs(rates)))
-        self._send_weights(Kind.APPLY, connection)
+        self._send_weights(MessageKind.APPLY, connection)
 
     def _freeze(self, worker: int, connection: Connection, message: Message) -> None:
         with self.changed:
             self.frozen[worker] = self._own.copy()
-        connection.send(Kind.FREEZE, (self._own.version, self._own.steps))
+        connection.send(MessageKind.FREEZE, (self._own.version, self._own.steps))
 
     def _thaw(self, worker: int, connection: Connection, message: Message) -> None:
         self.frozen.pop(worker, None)
-        connection.send(Kind.THAW)
+        connection.send(MessageKind.THAW)
 
     def _done(self, worker: int, connection: Connection, message: Message) -> None:
         with self.changed:
             self.done.add(worker)
             self.changed.notify_all()
         self._wait(connection, lambda: self.live <= self.done)
-        connection.send(Kind.DONE)
+        connection.send(MessageKind.DONE)
 
     def _first(self, worker: int, connection: Connection, message: Message) -> None:
         self._wait(connection, lambda: min(self.live) == worker)
-        connection.send(Kind.FIRST, (self.complete,))
+        connection.send(MessageKind.FIRST, (self.complete,))
 
     def _wait(self, connection: Connection, until: Callable[[], bool]) -> None:
         """Return when a condition holds; tell the client now and then that it waits."""
@@ -246,10 +270,14 @@ class Service:
             with self.changed:
                 if self.changed.wait_for(until, self.patience):
                     return
-            connection.send(Kind.WAIT)
+            connection.send(MessageKind.WAIT)
 
     def _send_weights(
-        self, kind: Kind, connection: Connection, worker: int = -1, numbers: Sequence[float] = ()
+        self,
+        kind: MessageKind,
+        connection: Connection,
+        worker: int = -1,
+        numbers: Sequence[float] = (),
     ) -> None:
         """Send the weights of one moment: a copy, where they may change while they are sent."""
         with self.changed:
@@ -290,10 +318,16 @@ class Service:
 
 
 def _pairs(rates: Sequence[float]) -> list[tuple[float, float]]:
-    """Return (learning rate, weight decay) of each group; the message may have more numbers after them."""
+    """Return (learning rate, weight decay) of each group; the message may have more numbers after
+    them.
+    """
     return [*zip(rates[::2], rates[1::2], strict=False)]
 
 
 def _softened(rates: Sequence[float], staleness: int) -> list[float]:
-    """Divide learning rates by 1 + staleness (https://arxiv.org/abs/1511.05950); weight decay stays."""
-    return [value / (1 + staleness) if place % 2 == 0 else value for place, value in enumerate(rates)]
+    """Divide learning rates by 1 + staleness (https://arxiv.org/abs/1511.05950); weight decay
+    stays.
+    """
+    return [
+        value / (1 + staleness) if place % 2 == 0 else value for place, value in enumerate(rates)
+    ]

@@ -1,4 +1,6 @@
-"""How workers of parameter servers agree to stop early: through the job's store, since they share no collective."""
+"""How workers of parameter servers agree to stop early: through the job's store, since they share
+no collective.
+"""
 
 import torch.distributed as dist
 
@@ -21,7 +23,8 @@ class StopRequest:
 
     def number(self) -> int:
         """Return the signal for which the job stops, 0 for none."""
-        return int(self._store.compare_set(_SIGNAL, "0", "0"))  # without a request there is nothing to compare with
+        # without a request there is nothing to compare with
+        return int(self._store.compare_set(_SIGNAL, "0", "0"))
 
     def last(self, done: int) -> int:
         """Return the step after which workers that take their steps together stop.

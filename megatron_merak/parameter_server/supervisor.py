@@ -1,7 +1,7 @@
 """Starts the ranks of a job with parameter servers on one host, and survives those that die.
 
-torchrun ends all ranks when one dies. Here the others go on when a worker dies. A server that dies is restarted in its
-place, and continues from its last snapshot.
+torchrun ends all ranks when one dies. Here the others go on when a worker dies. A server that dies
+is restarted in its place, and continues from its last snapshot.
 """
 
 import signal
@@ -17,8 +17,9 @@ from torch.distributed import TCPStore
 from ..errors import LaunchError
 from ..parallel.interruption import SIGNALS
 from ..parallel.listening import new_secret, open_server
+from ..parallel.meeting import ATTEMPT, job_keys
 from ..parallel.position import SECRET
-from ..parallel.roles import ATTEMPT, ended_key, job_keys
+from .roles import ended_key
 
 _ATTEMPT = "only"  # single ranks start again, never the job
 _POLL = 0.1  # seconds between two looks at the processes
@@ -89,10 +90,12 @@ class Supervisor:
     def run(self) -> int:
         """Start the ranks of this host and return when all have ended.
 
-        Returns 0 if a worker finished, else the first status that is not 0. SIGNALS are passed on to the ranks.
+        Returns 0 if a worker finished, else the first status that is not 0. SIGNALS are passed on
+        to the ranks.
         """
         self.store = self._store()
-        if self.hosts.nodes == 1:  # several would each make their own: give them one, in the environment
+        # several would each make their own: give them one, in the environment
+        if self.hosts.nodes == 1:
             self.environment = {SECRET: new_secret()} | dict(self.environment)
         ours = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, self._stop) for number in ours}
@@ -103,7 +106,9 @@ class Supervisor:
                 for rank, process in list(self.running.items()):
                     if (status := process.poll()) is not None:
                         self._ended(rank, status)
-                if not any(not self._serves(rank) for rank in self.hosts.ranks if rank in self.running):
+                if not any(
+                    not self._serves(rank) for rank in self.hosts.ranks if rank in self.running
+                ):
                     self._end_servers()
                 time.sleep(_POLL)
         finally:
@@ -122,10 +127,17 @@ class Supervisor:
                 one_host = self.hosts.nodes == 1
                 store = open_server(self.hosts.address, self.hosts.port, one_host, self.say)
             else:
-                store = TCPStore(self.hosts.address, self.hosts.port, is_master=False, wait_for_workers=False)
+                store = TCPStore(
+                    self.hosts.address, self.hosts.port, is_master=False, wait_for_workers=False
+                )
         except (RuntimeError, ValueError, OSError) as error:
-            reason = f"no store {'can be opened' if first else 'answers'} there ({str(error).splitlines()[0]})"
-            raise LaunchError("--master-port", self.hosts.port, reason, "Name one that is free") from error
+            reason = (
+                f"no store {'can be opened' if first else 'answers'} there "
+                f"({str(error).splitlines()[0]})"
+            )
+            raise LaunchError(
+                "--master-port", self.hosts.port, reason, "Name one that is free"
+            ) from error
         return job_keys(store, _ATTEMPT)
 
     def _serves(self, rank: int) -> bool:
@@ -134,8 +146,11 @@ class Supervisor:
     def _start(self, rank: int) -> None:
         meeting = Path(self.meeting.name) / "attempt_0" / str(rank)
         meeting.mkdir(parents=True, exist_ok=True)
-        environment = {"OMP_NUM_THREADS": "1"} | dict(self.environment) | self.hosts.environment(rank)
-        environment["TORCHELASTIC_ERROR_FILE"] = str(meeting / "error.json")  # where ranks agree on who tells a mistake
+        environment = (
+            {"OMP_NUM_THREADS": "1"} | dict(self.environment) | self.hosts.environment(rank)
+        )
+        # where ranks agree on who tells a mistake
+        environment["TORCHELASTIC_ERROR_FILE"] = str(meeting / "error.json")
         self.running[rank] = subprocess.Popen(self.command, env=environment)
 
     def _ended(self, rank: int, status: int) -> None:
@@ -143,10 +158,14 @@ class Supervisor:
         self.ended[rank] = status
         kind = "server" if self._serves(rank) else "worker's rank"
         again = self.restarted.get(rank, 0)
-        # A status above 0 is an error that the rank told itself, such as a wrong flag: it would come again.
+        # A status above 0 is an error that the rank told itself, such as a wrong flag: it would
+        # come again.
         if self._serves(rank) and status < 0 and again < self.restarts and not self._stopping:
             self.restarted[rank] = again + 1
-            self.say(f"{kind} {rank} was killed by signal {-status}: started again ({again + 1} of {self.restarts})")
+            self.say(
+                f"{kind} {rank} was killed by signal {-status}: started again ({again + 1} of "
+                f"{self.restarts})"
+            )
             self._start(rank)
             return
         self.store.set(ended_key(rank), str(status))
@@ -156,7 +175,9 @@ class Supervisor:
             self.say(f"{kind} {rank} was killed by signal {-status}{more}")
 
     def _end_servers(self) -> None:
-        """End the servers of this host once none of its workers runs, if they do not end by themselves."""
+        """End the servers of this host once none of its workers runs, if they do not end by
+        themselves.
+        """
         if self.hosts.nodes == 1 and any(not self._serves(rank) for rank in self.hosts.ranks):
             deadline = time.monotonic() + _GRACE
             while self.running and time.monotonic() < deadline:
@@ -193,6 +214,8 @@ def servers_of(arguments: Sequence[str]) -> int:
         if name == flag:
             value = value if equals else next(iter(arguments[place + 1 :]), "")
             if not value.isdigit():
-                raise LaunchError(flag, value or "(missing)", "it is not a number", "Give a number of ranks")
+                raise LaunchError(
+                    flag, value or "(missing)", "it is not a number", "Give a number of ranks"
+                )
             servers = int(value)
     return servers

@@ -1,7 +1,7 @@
 """Messages between one worker's rank and one server, over a process group of these two alone.
 
-A rank that dies breaks its own connections only; a restarted server is connected to anew. A message is a kind, some
-numbers, and possibly text or a flat tensor of a length that both sides know.
+A rank that dies breaks its own connections only; a restarted server is connected to anew. A message
+is a kind, some numbers, and possibly text or a flat tensor of a length that both sides know.
 """
 
 import secrets
@@ -25,11 +25,12 @@ SERVER = 1
 POLL = 0.2  # seconds between two looks into the store
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message says.
 
-    The server replies to each one, except LEAVE and HEARTBEAT, with a message of the same kind, or ERROR, and possibly
-    some WAIT before it. So a side that is silent for too long is gone, however long a step takes.
+    The server replies to each one, except LEAVE and HEARTBEAT, with a message of the same kind, or
+    ERROR, and possibly some WAIT before it. So a side that is silent for too long is gone, however
+    long a step takes.
     """
 
     HELLO = 1  # text: the client's layout
@@ -38,7 +39,8 @@ class Kind(IntEnum):
     READY = 4  # the state is complete: others may pull
     PULL = 5  # the newest weights
     PUSH = 6  # asynchronous: a gradient to apply at once; the reply has weights
-    CONTRIBUTE = 7  # synchronous: a gradient to add to those of the other workers; replies come before and after it
+    # synchronous: a gradient to add to those of the other workers; replies come before and after it
+    CONTRIBUTE = 7
     APPLY = 8  # synchronous: apply the sum; the reply has weights
     FREEZE = 9  # keep a copy of the state, which FETCH and PULL then read
     THAW = 10
@@ -47,13 +49,14 @@ class Kind(IntEnum):
     ERROR = 13  # text: what is wrong
     WAIT = 14  # from the server: the reply will come, it waits for others
     HEARTBEAT = 15  # from the client
-    FIRST = 16  # the reply comes once no worker before this one is left: whether the job is complete
+    # the reply comes once no worker before this one is left: whether the job is complete
+    FIRST = 16
 
 
 class Message(NamedTuple):
     """A message. numbers: NUMBERS of them, 0 if unused."""
 
-    kind: Kind
+    kind: MessageKind
     numbers: tuple[float, ...] = ()
     text: str = ""
 
@@ -66,7 +69,9 @@ class ConnectionLost(Exception):
 
 
 def comes(store: dist.Store, name: str, side: int, unless: str, timeout: timedelta) -> bool:
-    """Whether the ``side`` of a connection comes within ``timeout``, and before the key ``unless`` is in the store."""
+    """Whether the ``side`` of a connection comes within ``timeout``, and before the key ``unless``
+    is in the store.
+    """
     deadline = time.monotonic() + timeout.total_seconds()
     key = _coming(name, side)
     while not store.check([key]):
@@ -94,7 +99,8 @@ class Connection:
         self.other = 1 - side
         self.name = name
         try:
-            # A connection to the store serves one thread at a time, which may wait there for the other side.
+            # A connection to the store serves one thread at a time, which may wait there for the
+            # other side.
             own = store.clone()  # type: ignore[attr-defined]  # which torch's stubs leave out
             own.set(_coming(name, side), "")
             self.group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, own), side, 2, timeout)
@@ -106,7 +112,9 @@ class Connection:
             self._answer(secret)
 
     def _challenge(self, secret: bytes) -> None:
-        """Let the client prove that it knows the secret, then prove it too. Raises ConnectionLost."""
+        """Let the client prove that it knows the secret, then prove it too. Raises
+        ConnectionLost.
+        """
         own = secrets.token_bytes(SECRET_BYTES)
         self._send_bytes(own)
         theirs = self._receive_bytes()
@@ -134,10 +142,11 @@ class Connection:
         self._receive(data)
         return data.numpy().tobytes()
 
-    def send(self, kind: Kind, numbers: Sequence[float] = (), text: str = "") -> None:
+    def send(self, kind: MessageKind, numbers: Sequence[float] = (), text: str = "") -> None:
         data = text.encode()
         head = torch.zeros(NUMBERS + 2, dtype=torch.float64)
-        head[0], head[1] = kind, len(data)
+        head[0] = kind
+        head[1] = len(data)
         head[2 : 2 + len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         self._send(head)
         if data:
@@ -147,12 +156,14 @@ class Connection:
         head = torch.empty(NUMBERS + 2, dtype=torch.float64)
         self._receive(head)
         kind, length, *numbers = head.tolist()
-        if kind not in (*Kind,) or not 0 <= length <= LONGEST:
+        if kind not in (*MessageKind,) or not 0 <= length <= LONGEST:
             raise ConnectionLost("what it sends is no message of a parameter server")
         data = torch.empty(int(length), dtype=torch.uint8)
         if length:
             self._receive(data)
-        return Message(Kind(int(kind)), tuple(numbers), data.numpy().tobytes().decode(errors="replace"))
+        return Message(
+            MessageKind(int(kind)), tuple(numbers), data.numpy().tobytes().decode(errors="replace")
+        )
 
     def send_tensor(self, flat: Tensor) -> None:
         """Send ``flat``: contiguous, one dimension, on the CPU."""

@@ -1,7 +1,8 @@
-"""The vocabulary of pipeline schedules: an ``Op``, and a ``Schedule`` that lists the ops of every rank in order.
+"""The vocabulary of pipeline schedules: an ``Op``, and a ``Schedule`` that lists the ops of every
+rank in order.
 
-A schedule is plain data. Builders write it, passes rewrite it, and the checker, the simulator and the runtime iterate
-the same object. It reads and writes itself as text, one rank per line::
+A schedule is plain data. Builders write it, passes rewrite it, and the checker, the simulator and
+the runtime iterate the same object. It reads and writes itself as text, one rank per line::
 
     1f1b stages=2 microbatches=2
     rank 0: 0F0 0F1 0B0 0B1
@@ -20,11 +21,13 @@ from megatron_merak.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an op does. Compute: ``F`` forward, ``B`` backward, ``W`` weight gradient, ``R`` recompute.
+    """What an op does. Compute: ``F`` forward, ``B`` backward, ``W`` weight gradient, ``R``
+    recompute.
 
-    ``B`` yields the input gradient, and the weight gradient too unless a ``W`` of the same micro-batch follows. A
-    stage that keeps no activations recomputes inside ``B`` unless an ``R`` of the same micro-batch came before.
-    ``*_F`` moves an activation from stage s to s+1, ``*_B`` a gradient from stage s+1 to s.
+    ``B`` yields the input gradient, and the weight gradient too unless a ``W`` of the same
+    micro-batch follows. A stage that keeps no activations recomputes inside ``B`` unless an ``R``
+    of the same micro-batch came before. ``*_F`` moves an activation from stage s to s+1, ``*_B`` a
+    gradient from stage s+1 to s.
     """
 
     F = "F"
@@ -56,7 +59,9 @@ _COUNTERPART = {
 _NUMBER = "([0-9]{1,9})"
 _OP = re.compile(f"{_NUMBER}(SEND_F|RECV_F|SEND_B|RECV_B|F|B|W|R){_NUMBER}")
 _PLACEMENT = "([0-9]{1,9}(?:,[0-9]{1,9})*)"
-_HEADER = re.compile(rf"(\S+) stages={_NUMBER} microbatches={_NUMBER}(?: placement={_PLACEMENT})?")
+UNORDERED = "sums=unordered"  # in the first line of a text
+_SIZE = f"stages={_NUMBER} microbatches={_NUMBER}"
+_HEADER = re.compile(rf"(\S+) {_SIZE}(?: placement={_PLACEMENT})?( {UNORDERED})?")
 _RANK = re.compile(f"rank {_NUMBER}:(.*)")
 
 
@@ -81,7 +86,9 @@ class Op:
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
     def counterpart(self) -> "Op":
-        """Return the other end of a transfer: ``0SEND_F3`` <-> ``1RECV_F3``, ``1SEND_B3`` <-> ``0RECV_B3``."""
+        """Return the other end of a transfer: ``0SEND_F3`` <-> ``1RECV_F3``, ``1SEND_B3`` <->
+        ``0RECV_B3``.
+        """
         kind, step = _COUNTERPART[self.kind]
         return Op(self.stage + step, kind, self.microbatch)
 
@@ -107,9 +114,13 @@ def parse_entry(text: str) -> Entry:
 class Schedule:
     """Who computes (and sends, and receives) what, in which order.
 
-    ``ranks[r]`` is the program of pipeline rank r: a tuple of entries, each an Op or a tuple of two or more Ops that
-    run together. Stage s lives on rank ``placement[s]``; without a placement on ``s % len(ranks)``, so there may be
-    several (virtual) stages per rank.
+    ``ranks[r]`` is the program of pipeline rank r: a tuple of entries, each an Op or a tuple of two
+    or more Ops that run together. Stage s lives on rank ``placement[s]``; without a placement on
+    ``s % len(ranks)``, so there may be several (virtual) stages per rank.
+
+    With ``ordered_sums`` every stage adds gradients in the order of the micro-batches, so that all
+    such schedules give equal bits. Without, backwards and weight gradients have any order, and
+    gradients differ by rounding.
     """
 
     name: str
@@ -117,16 +128,29 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Entry, ...], ...]
     placement: tuple[int, ...] = ()
+    ordered_sums: bool = True
 
     def __post_init__(self):
         if not re.fullmatch(r"\S+", self.name):
-            raise ScheduleError("schedule name", repr(self.name), "it is empty or has blanks", "Use one word")
+            raise ScheduleError(
+                "schedule name", repr(self.name), "it is empty or has blanks", "Use one word"
+            )
         if not 1 <= len(self.ranks) <= self.stages:
             reason = f"it has {len(self.ranks)} ranks for {self.stages} stages"
             raise ScheduleError("schedule", self.name, reason, "Give every rank at least one stage")
-        if self.placement and (len(self.placement) != self.stages or {*self.placement} != {*range(len(self.ranks))}):
-            reason = f"its {self.stages} stages on {len(self.ranks)} ranks have the placement {self.placement}"
-            raise ScheduleError("schedule", self.name, reason, "Name the rank of each stage, every rank at least once")
+        if self.placement and (
+            len(self.placement) != self.stages or {*self.placement} != {*range(len(self.ranks))}
+        ):
+            reason = (
+                f"its {self.stages} stages on {len(self.ranks)} ranks have the placement "
+                f"{self.placement}"
+            )
+            raise ScheduleError(
+                "schedule",
+                self.name,
+                reason,
+                "Name the rank of each stage, every rank at least once",
+            )
         for entry in self.entries():
             if not isinstance(entry, Op) and len(entry) < 2:
                 reason = f"the group ({entry_text(entry)}) has fewer than two ops"
@@ -143,7 +167,8 @@ class Schedule:
     def channel(self, op: Op) -> tuple[int, int, Kind]:
         """Return the channel of a transfer: (source rank, destination rank, SEND_F or SEND_B).
 
-        Messages of one channel are matched by order alone, so both ends must post them in the same order.
+        Messages of one channel are matched by order alone, so both ends must post them in the same
+        order.
         """
         send = op if op.kind in SENDS else op.counterpart()
         return self.rank_of(send.stage), self.rank_of(send.counterpart().stage), send.kind
@@ -154,8 +179,14 @@ class Schedule:
 
     def __str__(self) -> str:
         placement = f" placement={','.join(map(str, self.placement))}" if self.placement else ""
-        lines = [f"{self.name} stages={self.stages} microbatches={self.microbatches}{placement}"]
-        lines += [f"rank {r}: " + " ".join(map(entry_text, program)) for r, program in enumerate(self.ranks)]
+        sums = "" if self.ordered_sums else f" {UNORDERED}"
+        lines = [
+            f"{self.name} stages={self.stages} microbatches={self.microbatches}{placement}{sums}"
+        ]
+        lines += [
+            f"rank {r}: " + " ".join(map(entry_text, program))
+            for r, program in enumerate(self.ranks)
+        ]
         return "\n".join(lines)
 
     @classmethod
@@ -166,7 +197,9 @@ class Schedule:
         if header is None:
             reason = "its first line does not name it"
             remedy = "Start with a line like '1f1b stages=4 microbatches=8'"
-            raise ScheduleError("schedule text", repr(lines[0][1][:40] if lines else ""), reason, remedy)
+            raise ScheduleError(
+                "schedule text", repr(lines[0][1][:40] if lines else ""), reason, remedy
+            )
         programs = []
         for rank, (at, line) in enumerate(lines[1:]):
             match = _RANK.fullmatch(line)
@@ -177,19 +210,29 @@ class Schedule:
             try:
                 programs.append(tuple(map(parse_entry, match[2].split())))
             except ScheduleError as error:
-                raise ScheduleError(f"{error.what} in line {at}", error.value, error.reason, error.remedy) from None
+                raise ScheduleError(
+                    f"{error.what} in line {at}", error.value, error.reason, error.remedy
+                ) from None
         placement = tuple(map(int, header[4].split(","))) if header[4] else ()
-        return cls(header[1], int(header[2]), int(header[3]), tuple(programs), placement)
+        return cls(
+            header[1],
+            int(header[2]),
+            int(header[3]),
+            tuple(programs),
+            placement=placement,
+            ordered_sums=not header[5],
+        )
 
     def to_dict(self) -> dict:
         """JSON-safe; inverse of ``from_dict``."""
-        return {
+        values = {
             "name": self.name,
             "stages": self.stages,
             "microbatches": self.microbatches,
             "ranks": [[entry_text(entry) for entry in program] for program in self.ranks],
             "placement": list(self.placement),
         }
+        return values if self.ordered_sums else values | {"ordered_sums": False}
 
     @classmethod
     def from_dict(cls, values: Mapping) -> "Schedule":
@@ -198,4 +241,14 @@ class Schedule:
                 raise TypeError(f"{name} is {values[name]!r:.40}")
         programs = tuple(tuple(map(parse_entry, program)) for program in values["ranks"])
         placement = tuple(values.get("placement", ()))
-        return cls(values["name"], values["stages"], values["microbatches"], programs, placement)
+        ordered = values.get("ordered_sums", True)
+        if type(ordered) is not bool:
+            raise TypeError(f"ordered_sums is {ordered!r:.40}")
+        return cls(
+            values["name"],
+            values["stages"],
+            values["microbatches"],
+            programs,
+            placement=placement,
+            ordered_sums=ordered,
+        )

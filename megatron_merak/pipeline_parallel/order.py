@@ -12,9 +12,9 @@ _PRODUCER = {Kind.R: Kind.F, Kind.W: Kind.B, Kind.SEND_F: Kind.F, Kind.SEND_B: K
 def needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
     """Return the ops that must be done before `op` starts.
 
-    Sends are buffered and receives only posted, so neither waits for its peer: the op that consumes a message needs its
-    receive posted and its send done. Without communication ops, or between two stages of one rank, the consumer needs
-    the producer directly.
+    Sends are buffered and receives only posted, so neither waits for its peer: the op that consumes
+    a message needs its receive posted and its send done. Without communication ops, or between two
+    stages of one rank, the consumer needs the producer directly.
     """
     stage = op.stage
     microbatch = op.microbatch
@@ -26,7 +26,11 @@ def needs(schedule: Schedule, op: Op) -> tuple[Op, ...]:
         case Kind.B if stage < schedule.stages - 1:
             forward = Op(stage, Kind.F, microbatch)
             if _exchanges(schedule, stage, stage + 1):
-                return forward, Op(stage, Kind.RECV_B, microbatch), Op(stage + 1, Kind.SEND_B, microbatch)
+                return (
+                    forward,
+                    Op(stage, Kind.RECV_B, microbatch),
+                    Op(stage + 1, Kind.SEND_B, microbatch),
+                )
             return forward, Op(stage + 1, Kind.B, microbatch)
         case Kind.B:
             return (Op(stage, Kind.F, microbatch),)
@@ -70,16 +74,20 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Entry]]:
                 done.add(op)
                 ready.extend(waiting.pop(op, ()))
     if waiting:
-        raise _deadlock(schedule, position, {rank: op for op, ranks in waiting.items() for rank in ranks})
+        raise _deadlock(
+            schedule, position, {rank: op for op, ranks in waiting.items() for rank in ranks}
+        )
 
 
 def _missing(schedule: Schedule, entry: Entry, done: set[Op]) -> Op | None:
-    return next((need for op in ops_of(entry) for need in needs(schedule, op) if need not in done), None)
+    return next(
+        (need for op in ops_of(entry) for need in needs(schedule, op) if need not in done), None
+    )
 
 
 def _deadlock(schedule: Schedule, position: list[int], blocker: dict[int, Op]) -> ScheduleError:
-    """Follow who waits for whom from the first blocked rank until a rank repeats, or waits for an op that never
-    runs.
+    """Follow who waits for whom from the first blocked rank until a rank repeats, or waits for an
+    op that never runs.
     """
     chain: list[int] = []
     rank = min(blocker)
@@ -94,7 +102,12 @@ def _deadlock(schedule: Schedule, position: list[int], blocker: dict[int, Op]) -
         entry = schedule.ranks[waiter][position[waiter]]
         at = next(op for op in ops_of(entry) if need in needs(schedule, op))
         fate = f"of rank {schedule.rank_of(need.stage)}" if rank in chain else "that never runs"
-        waits.append(f"rank {waiter} stops at {at} (entry {position[waiter]}) and waits for {need} {fate}")
+        waits.append(
+            f"rank {waiter} stops at {at} (entry {position[waiter]}) and waits for {need} {fate}"
+        )
     return ScheduleError(
-        "schedule", schedule.name, "deadlock: " + "; ".join(waits), "Move what is waited for before what waits for it"
+        "schedule",
+        schedule.name,
+        "deadlock: " + "; ".join(waits),
+        "Move what is waited for before what waits for it",
     )

@@ -9,23 +9,33 @@ from megatron_merak.pipeline_parallel.order import crosses_ranks
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the forwards of a schedule of compute ops, in order, each on its own: the schedule of an evaluation."""
-    forwards = [[op for entry in program for op in ops_of(entry) if op.kind is Kind.F] for program in schedule.ranks]
+    """Return the forwards of a schedule of compute ops, in order, each on its own: the schedule of
+    an evaluation.
+    """
+    forwards = [
+        [op for entry in program for op in ops_of(entry) if op.kind is Kind.F]
+        for program in schedule.ranks
+    ]
     return replace(schedule, ranks=tuple(map(tuple, forwards)))
 
 
 def without(schedule: Schedule, kind: Kind, stages: Collection[int] | None = None) -> Schedule:
-    """Return a schedule of compute ops without the R or W ops of these stages (default: all): each B then includes
-    them.
+    """Return a schedule of compute ops without the R or W ops of these stages (default: all): each
+    B then includes them.
 
     Used for the R ops of stages that recompute nothing.
     """
     if kind not in (Kind.R, Kind.W):
-        raise ScheduleError("schedule", schedule.name, f"it cannot do without {kind} ops", "Drop R or W ops only")
+        raise ScheduleError(
+            "schedule", schedule.name, f"it cannot do without {kind} ops", "Drop R or W ops only"
+        )
     dropped = range(schedule.stages) if stages is None else stages
     ranks = []
     for program in schedule.ranks:
-        left = [[op for op in ops_of(entry) if op.kind is not kind or op.stage not in dropped] for entry in program]
+        left = [
+            [op for op in ops_of(entry) if op.kind is not kind or op.stage not in dropped]
+            for entry in program
+        ]
         ranks.append(tuple(ops[0] if len(ops) == 1 else tuple(ops) for ops in left if ops))
     return replace(schedule, ranks=tuple(ranks))
 
@@ -52,14 +62,16 @@ def resize(schedule: Schedule, microbatches: int) -> Schedule:
 def add_communication(schedule: Schedule) -> Schedule:
     """Add the sends and receives to a schedule of compute ops.
 
-    A send follows the entry that produces its value. A receive is posted one forward or backward before its consumer,
-    so that the transfer overlaps with that and with the recomputations and weight gradients in between. It is posted
-    earlier if the messages of its channel are sent in another order than they are consumed: the ends of a channel are
-    matched by order alone. Stages on one rank exchange no messages. Raises ScheduleError if there is communication
-    already.
+    A send follows the entry that produces its value. A receive is posted one forward or backward
+    before its consumer, so that the transfer overlaps with that and with the recomputations and
+    weight gradients in between. It is posted earlier if the messages of its channel are sent in
+    another order than they are consumed: the ends of a channel are matched by order alone. Stages
+    on one rank exchange no messages. Raises ScheduleError if there is communication already.
     """
     if schedule.has_communication:
-        raise ScheduleError("schedule", schedule.name, "it has communication ops already", "Pass compute ops only")
+        raise ScheduleError(
+            "schedule", schedule.name, "it has communication ops already", "Pass compute ops only"
+        )
     sends = [[_sends(schedule, entry) for entry in program] for program in schedule.ranks]
     receives = _place_receives(schedule, sends)
     programs = []
@@ -84,10 +96,13 @@ def _sends(schedule: Schedule, entry: Entry) -> list[Op]:
 def _place_receives(schedule: Schedule, sends: list[list[list[Op]]]) -> list[list[list[Op]]]:
     """Return for every rank the receives to post before each of its entries.
 
-    The receives of a channel have the order of its sends. In reverse order, each is posted as late as its own consumer
-    allows, and no later than the one that follows it.
+    The receives of a channel have the order of its sends. In reverse order, each is posted as late
+    as its own consumer allows, and no later than the one that follows it.
     """
-    consumer = [{op: i for i, entry in enumerate(program) for op in ops_of(entry)} for program in schedule.ranks]
+    consumer = [
+        {op: i for i, entry in enumerate(program) for op in ops_of(entry)}
+        for program in schedule.ranks
+    ]
     receives: list[list[list[Op]]] = [[[] for _ in program] for program in schedule.ranks]
     latest: dict[tuple[int, int, Kind], int] = {}
     for program in sends:
@@ -111,9 +126,12 @@ def _place_receives(schedule: Schedule, sends: list[list[list[Op]]]) -> list[lis
 
 
 def _ahead(program: Sequence[Entry], consumer: int) -> int:
-    """Return the entry before which to post a receive: the forward or backward next before its consumer.
+    """Return the entry before which to post a receive: the forward or backward next before its
+    consumer.
 
     An R or W alone may be too short to hide a transfer, or empty where a stage recomputes nothing.
     """
     earlier = range(consumer - 1, -1, -1)
-    return next((i for i in earlier if any(op.kind in (Kind.F, Kind.B) for op in ops_of(program[i]))), 0)
+    return next(
+        (i for i in earlier if any(op.kind in (Kind.F, Kind.B) for op in ops_of(program[i]))), 0
+    )

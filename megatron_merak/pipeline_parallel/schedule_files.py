@@ -1,5 +1,6 @@
-"""Schedules from files, in the text form of ``Schedule`` or as torch.distributed.pipelining writes and loads them: a
-CSV with a row per rank, a cell per time slot, and empty cells where a rank waits::
+"""Schedules from files, in the text form of ``Schedule`` or as torch.distributed.pipelining writes
+and loads them: a CSV with a row per rank, a cell per time slot, and empty cells where a rank
+waits::
 
     0F0,0F1,,0I0,0W0,,0B1
     ,1F0,1I0,1F1,1W0,1B1
@@ -22,7 +23,8 @@ _GROUP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _DERIVED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 _BACKWARDS = {"I": "input gradient", "B": "full backward", "W": "weight gradient"}
 _EITHER = (
-    "Start with a line like '1f1b stages=4 microbatches=8', or write CSV with a row per rank and cells like 0F3, 0B3"
+    "Start with a line like '1f1b stages=4 microbatches=8', or write CSV with a row per "
+    "rank and cells like 0F3, 0B3"
 )
 Cell = tuple[int, int, str]  # row and column, from 1, and what is written there
 
@@ -33,7 +35,8 @@ def read_schedule(path: str | Path, what: str = "schedule file") -> Schedule:
     path: of the file.
     what: the flag or argument that named it, for messages.
 
-    Raises ScheduleError, with the position in the file, for another format, and for a schedule that ``check`` refuses.
+    Raises ScheduleError, with the position in the file, for another format, and for a schedule that
+    ``check`` refuses.
     """
     places: dict[str, str] = {}
     try:
@@ -59,26 +62,38 @@ def executable(schedule: Schedule, what: str, path: str | Path) -> Schedule:
 
     what, path: see ``read_schedule``.
 
-    Raises ScheduleError for what would not run as written: transfers in other places than the derived ones, groups that
-    are not a forward and a backward, and forwards out of order (statistics that forwards update, such as those of batch
-    norm, would depend on it).
+    Raises ScheduleError for what would not run as written: transfers in other places than the
+    derived ones, groups that are not a forward and a backward, and forwards out of order
+    (statistics that forwards update, such as those of batch norm, would depend on it).
     """
-    compute = tuple(tuple(e for e in program if ops_of(e)[0].kind.is_compute) for program in schedule.ranks)
+    compute = tuple(
+        tuple(e for e in program if ops_of(e)[0].kind.is_compute) for program in schedule.ranks
+    )
     bare = replace(schedule, ranks=compute)
     if schedule.has_communication and add_communication(bare) != schedule:
-        reason = "its transfers stand elsewhere than where this library derives them from the compute ops"
+        reason = (
+            "its transfers stand elsewhere than where this library derives them from the "
+            "compute ops"
+        )
         raise ScheduleError(what, path, reason, "Remove the SEND and RECV ops")
     latest: dict[int, Op] = {}
     for entry in bare.entries():
         ops = ops_of(entry)
         if len(ops) > 1 and sorted(op.kind for op in ops) != [Kind.B, Kind.F]:
-            reason = f"it runs {entry_text(entry)} together, and only a forward and a backward can be"
+            reason = (
+                f"it runs {entry_text(entry)} together, and only a forward and a backward can be"
+            )
             raise ScheduleError(what, path, reason, "Write the others one after another")
         for op in (op for op in ops if op.kind is Kind.F):
             before = latest.setdefault(op.stage, op)
             if before.microbatch > op.microbatch:
-                reason = f"rank {bare.rank_of(op.stage)} runs {op} after {before}: its forwards are out of order"
-                raise ScheduleError(what, path, reason, "Run them in the order of the micro-batches")
+                reason = (
+                    f"rank {bare.rank_of(op.stage)} runs {op} after {before}: its forwards "
+                    "are out of order"
+                )
+                raise ScheduleError(
+                    what, path, reason, "Run them in the order of the micro-batches"
+                )
             latest[op.stage] = op
     return bare
 
@@ -91,7 +106,9 @@ def _content(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = f"it cannot be read as text ({error})"
-        raise ScheduleError("schedule", path, reason, "Name a file with a schedule, as text or CSV") from None
+        raise ScheduleError(
+            "schedule", path, reason, "Name a file with a schedule, as text or CSV"
+        ) from None
 
 
 def _where(reason: str, places: Mapping[str, str]) -> str:
@@ -120,7 +137,9 @@ def _cells(text: str) -> Iterator[Cell]:
     rows = csv.reader(text.splitlines())
     try:
         for at, row in enumerate(rows, 1):
-            yield from ((at, column, cell.strip()) for column, cell in enumerate(row, 1) if cell.strip())
+            yield from (
+                (at, column, cell.strip()) for column, cell in enumerate(row, 1) if cell.strip()
+            )
     except csv.Error as error:
         reason = f"row {rows.line_num} is no CSV ({error})"
         raise ScheduleError("schedule", "(CSV)", reason, _EITHER) from None
@@ -135,7 +154,8 @@ def _parts(text: str) -> list[str]:
 def _from_cells(cells: list[Cell], name: str) -> Schedule:
     if not cells:
         raise ScheduleError("schedule", name, "it is empty", _EITHER)
-    steps: dict[tuple[int, int], dict[str, str]] = {}  # (stage, micro-batch) -> backward step -> its place
+    # (stage, micro-batch) -> backward step -> its place
+    steps: dict[tuple[int, int], dict[str, str]] = {}
     homes: dict[int, tuple[int, str]] = {}  # stage -> its row, and the first cell that tells
     programs: dict[int, list[Entry]] = {}
     for row, column, text in cells:
@@ -144,10 +164,17 @@ def _from_cells(cells: list[Cell], name: str) -> Schedule:
             stage, kind, microbatch = _step(part, row, column)
             home, first = homes.setdefault(stage, (row, part))
             if home != row:
-                reason = f"stage {stage} is on two ranks: {first} in row {home}, {part} in row {row}, column {column}"
-                raise ScheduleError("schedule", name, reason, "Keep all steps of a stage in one row")
+                reason = (
+                    f"stage {stage} is on two ranks: {first} in row {home}, {part} in row "
+                    f"{row}, column {column}"
+                )
+                raise ScheduleError(
+                    "schedule", name, reason, "Keep all steps of a stage in one row"
+                )
             if kind in _BACKWARDS:
-                steps.setdefault((stage, microbatch), {})[kind] = f"{part} in row {row}, column {column}"
+                steps.setdefault((stage, microbatch), {})[kind] = (
+                    f"{part} in row {row}, column {column}"
+                )
             ops.append(Op(stage, Kind.B if kind == "I" else Kind(kind), microbatch))
         programs.setdefault(row, []).append(ops[0] if len(ops) == 1 else tuple(ops))
     empty = next((row for row in range(1, max(programs)) if row not in programs), None)
@@ -156,7 +183,9 @@ def _from_cells(cells: list[Cell], name: str) -> Schedule:
         raise ScheduleError("schedule", name, reason, "Give every rank a stage, or remove the row")
     _check_backwards(steps, name)
     stages = max(homes) + 1
-    microbatches = 1 + max(op.microbatch for program in programs.values() for entry in program for op in ops_of(entry))
+    microbatches = 1 + max(
+        op.microbatch for program in programs.values() for entry in program for op in ops_of(entry)
+    )
     missing = next((stage for stage in range(stages) if stage not in homes), None)
     if missing is not None:
         reason = f"no row has a step of stage {missing}, and there is a stage {stages - 1}"
@@ -164,7 +193,9 @@ def _from_cells(cells: list[Cell], name: str) -> Schedule:
     placement = tuple(homes[stage][0] - 1 for stage in range(stages))
     usual = tuple(stage % len(programs) for stage in range(stages))
     ranks = tuple(tuple(programs[row]) for row in sorted(programs))
-    return Schedule(name, stages, microbatches, ranks, placement=() if placement == usual else placement)
+    return Schedule(
+        name, stages, microbatches, ranks, placement=() if placement == usual else placement
+    )
 
 
 def _step(text: str, row: int, column: int) -> tuple[int, str, int]:
@@ -174,10 +205,20 @@ def _step(text: str, row: int, column: int) -> tuple[int, str, int]:
     what = f"{text[:40]!r} in row {row}, column {column}"
     where = "schedule"
     if _DERIVED.fullmatch(text):
-        reason = f"{what} is a step of torch's runtime: here transfers and reductions follow from the compute steps"
-        raise ScheduleError(where, text, reason, "Dump it with format='compute_only', or remove such cells")
+        reason = (
+            f"{what} is a step of torch's runtime: here transfers and reductions follow "
+            "from the compute steps"
+        )
+        raise ScheduleError(
+            where, text, reason, "Dump it with format='compute_only', or remove such cells"
+        )
     remedy = "Write 0F3, 0B3, 0I3 and 0W3 (stage, step, micro-batch), or (0F4;0B3)OVERLAP_F_B"
-    raise ScheduleError(where, text, f"{what} is no step of a schedule", remedy if column > 1 or row > 1 else _EITHER)
+    raise ScheduleError(
+        where,
+        text,
+        f"{what} is no step of a schedule",
+        remedy if column > 1 or row > 1 else _EITHER,
+    )
 
 
 def _check_backwards(steps: Mapping[tuple[int, int], Mapping[str, str]], name: str) -> None:

@@ -1,4 +1,6 @@
-"""The simulator: how long a schedule takes, where its ranks wait, and how many micro-batches are in flight."""
+"""The simulator: how long a schedule takes, where its ranks wait, and how many micro-batches are in
+flight.
+"""
 
 from collections import deque
 from dataclasses import astuple, dataclass
@@ -13,12 +15,19 @@ from megatron_merak.pipeline_parallel.doubles import are_doubles
 from megatron_merak.pipeline_parallel.ops import SENDS, Kind, Op, Schedule, ops_of
 from megatron_merak.pipeline_parallel.order import execution_order, needs
 from megatron_merak.pipeline_parallel.passes import add_communication
-from megatron_merak.pipeline_parallel.timeline import KINDS, CompiledTimeline, Event, Timeline, Transfer
+from megatron_merak.pipeline_parallel.timeline import (
+    KINDS,
+    CompiledTimeline,
+    Event,
+    Timeline,
+    Transfer,
+)
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds of one micro-batch, one value per stage; transfers have one value per boundary (stage b to b+1).
+    """Seconds of one micro-batch, one value per stage; transfers have one value per boundary (stage
+    b to b+1).
 
     forward:   of F.
     backward:  of the full backward, B and W.
@@ -44,7 +53,9 @@ class StageCosts:
                 raise ScheduleError(f"{name} times", values, reason, "Correct the list")
         for stage, (weight, backward) in enumerate(zip(self.weight, self.backward, strict=True)):
             if weight > backward:
-                reason = f"on stage {stage} it exceeds the backward ({backward}), of which it is a part"
+                reason = (
+                    f"on stage {stage} it exceeds the backward ({backward}), of which it is a part"
+                )
                 raise ScheduleError("weight time", weight, reason, "Lower it")
 
     @classmethod
@@ -64,14 +75,15 @@ class StageCosts:
 
 
 def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Timeline:
-    """Run the schedule on a clock: a rank starts an entry when it is free and all messages that it consumes have
-    arrived.
+    """Run the schedule on a clock: a rank starts an entry when it is free and all messages that it
+    consumes have arrived.
 
-    overlap: ops that run together take the sum of their times minus ``overlap`` (0..1) times all but the longest.
+    overlap: ops that run together take the sum of their times minus ``overlap`` (0..1) times all
+             but the longest.
 
-    ``add_communication`` is applied if there is none. A transfer starts when it is sent, its receive is posted, and
-    those from the same rank to the same rank that were ready before it are done; it takes no time of its ranks. Raises
-    ScheduleError as ``check`` does.
+    ``add_communication`` is applied if there is none. A transfer starts when it is sent, its
+    receive is posted, and those from the same rank to the same rank that were ready before it are
+    done; it takes no time of its ranks. Raises ScheduleError as ``check`` does.
     """
     if len(costs.forward) != schedule.stages:
         reason = f"it has {schedule.stages} stages, the costs {len(costs.forward)}"
@@ -80,14 +92,20 @@ def simulate(schedule: Schedule, costs: StageCosts, overlap: float = 0.0) -> Tim
 
 
 def _compiled(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline | None:
-    """Simulate by ``csrc/py/simulate.cpp``; None if that is absent or has no result: `_walked` then has one or
-    raises.
+    """Simulate by ``csrc/py/simulate.cpp``; None if that is absent or has no result: `_walked` then
+    has one or raises.
     """
     host = _native.host()
-    if host is None or not 0 <= overlap <= 1 or not are_doubles(chain.from_iterable(astuple(costs))):
+    if (
+        host is None
+        or not 0 <= overlap <= 1
+        or not are_doubles(chain.from_iterable(astuple(costs)))
+    ):
         return None
     home = list(map(schedule.rank_of, range(schedule.stages)))
-    compiled = host.simulate(tuple(schedule.ranks), KINDS, schedule.microbatches, home, astuple(costs), overlap)
+    compiled = host.simulate(
+        tuple(schedule.ranks), KINDS, schedule.microbatches, home, astuple(costs), overlap
+    )
     return None if compiled is None else CompiledTimeline(compiled, schedule)
 
 
@@ -110,7 +128,11 @@ def _walked(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline:
             continue
         ops = ops_of(entry)
         awaited = [need for op in ops for need in needs(schedule, op)]
-        over.update((need, wires[schedule.channel(need)[:2]].arrival(need)) for need in awaited if need.kind in SENDS)
+        over.update(
+            (need, wires[schedule.channel(need)[:2]].arrival(need))
+            for need in awaited
+            if need.kind in SENDS
+        )
         start = max([clock[rank], *(over[need] for need in awaited)])
         times = [durations.of(op) for op in ops]
         total = reduce(add, times)
@@ -122,7 +144,12 @@ def _walked(schedule: Schedule, costs: StageCosts, overlap: float) -> Timeline:
             events.append(Event(rank, op, start, clock[rank], part=part, parts=len(ops)))
     transfers = tuple(message for wire in wires.values() for message in wire.delivered.values())
     return Timeline(
-        schedule, tuple(events), transfers, max(clock), busy=tuple(busy), peak_in_flight=peak_in_flight(schedule)
+        schedule,
+        tuple(events),
+        transfers,
+        max(clock),
+        busy=tuple(busy),
+        peak_in_flight=peak_in_flight(schedule),
     )
 
 
@@ -143,14 +170,20 @@ class _Durations:
                 return self.costs.weight[stage]
             case Kind.R:
                 return self.costs.recompute[stage]
-        weight = self.costs.weight[stage] if Op(stage, Kind.W, op.microbatch) in self.separate else 0.0
-        recompute = 0.0 if Op(stage, Kind.R, op.microbatch) in self.separate else self.costs.recompute[stage]
+        weight = (
+            self.costs.weight[stage] if Op(stage, Kind.W, op.microbatch) in self.separate else 0.0
+        )
+        recompute = (
+            0.0
+            if Op(stage, Kind.R, op.microbatch) in self.separate
+            else self.costs.recompute[stage]
+        )
         return self.costs.backward[stage] - weight + recompute
 
 
 class _Wire:
-    """The messages from one rank to another, of all stages and both kinds: one at a time, in the order in which they
-    become ready, i.e. are sent and have their receive posted.
+    """The messages from one rank to another, of all stages and both kinds: one at a time, in the
+    order in which they become ready, i.e. are sent and have their receive posted.
     """
 
     def __init__(self, source: int, destination: int, costs: StageCosts):
@@ -172,13 +205,18 @@ class _Wire:
     def arrival(self, send: Op) -> float:
         """Return when the message of a send, whose receive is posted, has arrived.
 
-        Its receiver waits in the order of posting, and knows this and all earlier sends, as in a run.
+        Its receiver waits in the order of posting, and knows this and all earlier sends, as in a
+        run.
         """
         if send not in self.delivered:
             while send not in self.read:
                 op, time = self.sent.popleft()
                 self.read[op] = time
-            ready = {op: max(time, self.posted[op]) for op, time in self.read.items() if op in self.posted}
+            ready = {
+                op: max(time, self.posted[op])
+                for op, time in self.read.items()
+                if op in self.posted
+            }
             for op in sorted(ready, key=ready.__getitem__):
                 self._deliver(op, ready[op])
                 if op == send:

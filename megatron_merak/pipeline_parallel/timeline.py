@@ -11,7 +11,9 @@ KINDS = tuple(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A compute op on a rank, in seconds. Of ops run together, this is number `part` of `parts`, with equal times."""
+    """A compute op on a rank, in seconds. Of ops run together, this is number `part` of `parts`,
+    with equal times.
+    """
 
     rank: int
     op: Op
@@ -34,7 +36,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. `busy[rank]` and `makespan` in seconds, `peak_in_flight[stage]` in micro-batches."""
+    """A simulated step. `busy[rank]` and `makespan` in seconds, `peak_in_flight[stage]` in
+    micro-batches.
+    """
 
     schedule: Schedule
     events: tuple[Event, ...]
@@ -47,7 +51,9 @@ class Timeline:
         """Compare values, also with the compiled simulator's class."""
         if not isinstance(other, Timeline):
             return NotImplemented
-        return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(Timeline))
+        return all(
+            getattr(self, field.name) == getattr(other, field.name) for field in fields(Timeline)
+        )
 
     @property
     def bubbles(self) -> tuple[float, ...]:
@@ -61,7 +67,8 @@ class Timeline:
 
 
 class CompiledTimeline(Timeline):
-    """A timeline of the compiled simulator; its ops, events and messages are created when they are first read.
+    """A timeline of the compiled simulator; its ops, events and messages are created when they are
+    first read.
 
     compiled: a ``Simulated`` of ``csrc/py/simulate.cpp``.
     schedule: the simulated one.

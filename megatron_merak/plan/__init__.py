@@ -16,7 +16,16 @@ from megatron_merak.plan.parts import (
 from megatron_merak.plan.placement import placed_groups, placement
 from megatron_merak.plan.replicas import UNSHARDED, Shards, refused_together
 from megatron_merak.plan.sharding import TensorSharding
-from megatron_merak.plan.table import batch, layout, plan_table, prediction, sharding_text, stage_rows, time_text
+from megatron_merak.plan.table import (
+    batch,
+    interval,
+    layout,
+    plan_table,
+    prediction,
+    sharding_text,
+    stage_rows,
+    time_text,
+)
 
 __all__ = [
     "AXES",
@@ -31,6 +40,7 @@ __all__ = [
     "batch",
     "bytes_text",
     "held_parameters",
+    "interval",
     "layout",
     "optimizer_state",
     "placed_groups",

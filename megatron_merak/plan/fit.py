@@ -1,4 +1,6 @@
-"""Check that a stored or edited plan fits this model, job and machine; errors name the first difference."""
+"""Check that a stored or edited plan fits this model, job and machine; errors name the first
+difference.
+"""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -10,11 +12,17 @@ from megatron_merak.plan.frozen import Plan
 def check_ranks(plan: Plan, world_size: int) -> None:
     """Raise PlanError if a plan is for another number of ranks."""
     grid = plan.grid
-    if grid.cp > 1:
-        raise PlanError("plan: grid.cp", grid.cp, "there is no context parallelism", "Make a plan with cp 1")
+    if grid.cp > 1 and not plan.graph_sharding:
+        reason = "the native GPT has no context parallelism"
+        raise PlanError("plan: grid.cp", grid.cp, reason, "Make a plan with cp 1")
     if grid.size != world_size:
-        reason = f"tp {grid.tp} x dp {grid.dp} x pp {grid.pp} are {grid.size} ranks, and the job has {world_size}"
-        raise PlanError("plan: grid", grid.size, reason, f"Start {grid.size} ranks, or change grid.dp")
+        reason = (
+            f"tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp} are {grid.size} ranks, "
+            f"and the job has {world_size}"
+        )
+        raise PlanError(
+            "plan: grid", grid.size, reason, f"Start {grid.size} ranks, or change grid.dp"
+        )
 
 
 def check_chain(plan: Plan, names: Sequence[str]) -> None:
@@ -22,7 +30,9 @@ def check_chain(plan: Plan, names: Sequence[str]) -> None:
 
     names: of the model's units, in order.
     """
-    for index, (planned, actual) in enumerate(zip_longest((unit.name for unit in plan.units), names)):
+    for index, (planned, actual) in enumerate(
+        zip_longest((unit.name for unit in plan.units), names)
+    ):
         if planned != actual:
             has = "the model has none there" if actual is None else f"the model's is {actual}"
             reason = f"{has}; the plan has {len(plan.units)} units, the model {len(names)}"

@@ -1,7 +1,8 @@
 """The Plan: every decision about how a model runs on a cluster, frozen and storable.
 
-Automatic choices end in a ``Plan``, and the runtime reads only a ``Plan``. It is plain data: hashable, equal by value,
-exact through JSON, small enough to be written by hand, and free of torch. ``plan_table`` shows it.
+Automatic choices end in a ``Plan``, and the runtime reads only a ``Plan``. It is plain data:
+hashable, equal by value, exact through JSON, small enough to be written by hand, and free of torch.
+``plan_table`` shows it.
 """
 
 import json
@@ -35,22 +36,29 @@ class Plan:
     predicted_bubble:      idle fraction of its forwards and backwards.
     predicted_bytes:       each stage's peak on one rank.
     reasons:               why tensors are sharded as they are, by pattern of their names.
-    overlap:               what runs while tensor-parallel collectives are in flight, see ``--tp-comm-overlap``; never
-                           "auto".
+    overlap:               what runs while tensor-parallel collectives are in flight, see
+                           ``--tp-comm-overlap``; never "auto".
     sequence_parallel:     whether norms and residuals are sharded along the sequence.
+    expert_parallel:       ranks that divide the experts of a layer; 1: each has all, or its shard of
+                           each.
     overlap_grad_reduce:   whether gradients are reduced during the backward.
     bucket_size:           number of elements that are reduced at a time.
-    sharding:              what data-parallel ranks shard, see ``--data-parallel-sharding-strategy``.
+    sharding:              what data-parallel ranks shard, see
+                           ``--data-parallel-sharding-strategy``.
     sharding_instances:    groups of neighbouring replicas, each of which shards among its own.
-    overlap_param_gather:  whether full weights that replicas update in shards are gathered during the next forward, not
-                           at the end of a step.
+    overlap_param_gather:  whether full weights that replicas update in shards are gathered during
+                           the next forward, not at the end of a step.
     loss_chunk:            tokens whose logits exist at a time; 0: all.
-    recompute_activations: whether the activations of feed-forward parts are recomputed, whatever else is.
-    graph_sharding:        how the graph of a captured model is cut into units; empty for the native model.
+    recompute_activations: whether the activations of feed-forward parts are recomputed, whatever
+                           else is.
+    graph_sharding:        how the graph of a captured model is cut into units; empty for the native
+                           model.
     grad_reduce_in_bf16:   whether replicas send gradients in bf16.
     fp32_residual:         whether the residual stream of a 16-bit native model is fp32.
-    state_bytes:           optimizer state of a parameter on average, beside an fp32 copy of a 16-bit one; 8 for AdamW.
-    frozen_bytes:          memory of a weight that is not trained, on average; 0: the weight in ``dtype``.
+    state_bytes:           optimizer state of a parameter on average, beside an fp32 copy of a
+                           16-bit one; 8 for AdamW.
+    frozen_bytes:          memory of a weight that is not trained, on average; 0: the weight in
+                           ``dtype``.
     schedule_note:         from what "auto" chose the schedule, in words; empty for others.
     """
 
@@ -69,6 +77,7 @@ class Plan:
     reasons: tuple[tuple[str, str], ...] = ()
     overlap: str = "weight-gradient"
     sequence_parallel: bool = False
+    expert_parallel: int = 1
     overlap_grad_reduce: bool = True
     bucket_size: int = 40_000_000
     sharding: str = "no_shard"
@@ -87,39 +96,79 @@ class Plan:
         cuts = [0] + [stage.last for stage in self.stages]
         if [stage.first for stage in self.stages] != cuts[:-1] or cuts[-1] != len(self.units):
             reason = f"they must cover the {len(self.units)} units once, in order"
-            raise PlanError("stages", [(s.first, s.last) for s in self.stages], reason, "Start each where one ends")
+            raise PlanError(
+                "stages",
+                [(s.first, s.last) for s in self.stages],
+                reason,
+                "Start each where one ends",
+            )
         if self.schedule.stages != len(self.stages) or len(self.schedule.ranks) != self.grid.pp:
-            reason = f"it has {self.schedule.stages} stages on {len(self.schedule.ranks)} ranks, but the plan has "
+            reason = (
+                f"it has {self.schedule.stages} stages on {len(self.schedule.ranks)} ranks, "
+                "but the plan has "
+            )
             reason += f"{len(self.stages)} stages on {self.grid.pp}"
-            raise PlanError("schedule", self.schedule.name, reason, "Build the schedule for the plan's stages")
+            raise PlanError(
+                "schedule", self.schedule.name, reason, "Build the schedule for the plan's stages"
+            )
         if self.schedule.microbatches < 1:
-            raise PlanError("schedule", self.schedule.name, "a step has no micro-batch", "Give it one or more")
+            raise PlanError(
+                "schedule", self.schedule.name, "a step has no micro-batch", "Give it one or more"
+            )
         if len(self.predicted_bytes) not in (0, len(self.stages)):
             reason = f"there is one for each of the {len(self.stages)} stages, or none"
             raise PlanError("predicted bytes", self.predicted_bytes, reason, "Correct the plan")
         rows = Counter(tensor.name for tensor in self.shardings)
         twice = [name for name, count in rows.items() if count > 1]
         if twice:
-            raise PlanError("sharding of", twice[0], "the plan says twice how it is sharded", "Keep one of the rows")
+            raise PlanError(
+                "sharding of",
+                twice[0],
+                "the plan says twice how it is sharded",
+                "Keep one of the rows",
+            )
         modes = [mode for mode in OVERLAPS if mode != "auto"]
         if self.overlap not in modes:
-            raise PlanError("overlap", self.overlap, "there is no such one", f"Use one of {', '.join(modes)}")
+            raise PlanError(
+                "overlap", self.overlap, "there is no such one", f"Use one of {', '.join(modes)}"
+            )
         if self.sharding not in SHARDINGS:
-            raise PlanError("sharding", self.sharding, "there is no such one", f"Use one of {', '.join(SHARDINGS)}")
-        check_instances(self.sharding_instances, self.grid.dp, self.sharding)
-        paired = self.shards_gradients and any(len(ops_of(entry)) > 1 for entry in self.schedule.entries())
-        if error := refused_together(self.sharding, self.grid.dp, self.overlap, paired):
+            raise PlanError(
+                "sharding",
+                self.sharding,
+                "there is no such one",
+                f"Use one of {', '.join(SHARDINGS)}",
+            )
+        check_instances(self.sharding_instances, self.grid.copies, self.sharding)
+        paired = self.shards_gradients and any(
+            len(ops_of(entry)) > 1 for entry in self.schedule.entries()
+        )
+        if error := refused_together(self.sharding, self.grid.copies, self.overlap, paired):
             raise error
         if self.overlap == "sub-pipeline" and self.micro_batch_size == 1:
             reason = "a micro-batch of one sample has no halves"
-            raise PlanError("overlap", self.overlap, reason, "Use pair, or a micro_batch_size of 2 or more")
+            raise PlanError(
+                "overlap", self.overlap, reason, "Use pair, or a micro_batch_size of 2 or more"
+            )
         leasts = {"bucket_size": 1, "loss_chunk": 0, "micro_batch_size": 1, "sequence_length": 0}
         leasts |= {"state_bytes": 0, "frozen_bytes": 0}
         for name, least in leasts.items():
             if getattr(self, name) < least:
-                raise PlanError(name, getattr(self, name), f"it is below {least}", f"Use {least} or more")
+                raise PlanError(
+                    name, getattr(self, name), f"it is below {least}", f"Use {least} or more"
+                )
         if self.dtype not in DTYPE_BYTES:
-            raise PlanError("dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them")
+            raise PlanError(
+                "dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them"
+            )
+        if self.expert_parallel not in (1, self.grid.tp):
+            raise PlanError(
+                "expert_parallel",
+                self.expert_parallel,
+                f"experts are divided over the tensor-parallel ranks of a layer, and grid.tp is "
+                f"{self.grid.tp}",
+                f"Use 1 or {self.grid.tp}" if self.grid.tp > 1 else "Use 1, or set grid.tp to it",
+            )
         if error := refused_of(self.dtype, self.grad_reduce_in_bf16, self.fp32_residual):
             raise error
 
@@ -138,12 +187,16 @@ class Plan:
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether a rank stores its shard of the gradients only, and a unit's full ones while its backward runs."""
+        """Whether a rank stores its shard of the gradients only, and a unit's full ones while its
+        backward runs.
+        """
         return self.shards.gradients > 1
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether a rank stores its shard of the weights only, and a unit's full ones while it computes."""
+        """Whether a rank stores its shard of the weights only, and a unit's full ones while it
+        computes.
+        """
         return self.shards.parameters > 1
 
     @property
@@ -152,8 +205,8 @@ class Plan:
 
     @property
     def shard_ranks(self) -> int:
-        """Number of replicas that shard among themselves: those of one instance."""
-        return self.grid.dp // self.sharding_instances
+        """Number of ranks that shard among themselves: those of one instance."""
+        return self.grid.copies // self.sharding_instances
 
     @property
     def gradient_bytes(self) -> int:
@@ -163,17 +216,21 @@ class Plan:
     @property
     def copied(self) -> int:
         """Number of gradients of a bucket that is copied to be sent; 0 if none is."""
-        return self.bucket_size if self.grad_reduce_in_bf16 and self.grid.dp > 1 else 0
+        return self.bucket_size if self.grad_reduce_in_bf16 and self.grid.copies > 1 else 0
 
     def stage_units(self, stage: int) -> tuple[Unit, ...]:
         return self.units[self.stages[stage].first : self.stages[stage].last]
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Return the stages of one pipeline rank, ascending."""
-        return tuple(stage for stage in range(len(self.stages)) if self.schedule.rank_of(stage) == pp_rank)
+        return tuple(
+            stage for stage in range(len(self.stages)) if self.schedule.rank_of(stage) == pp_rank
+        )
 
     def stage_parameters(self, stage: int) -> int:
-        """Return the number of values on one rank of a stage, with its own copies of tied tensors."""
+        """Return the number of values on one rank of a stage, with its own copies of tied
+        tensors.
+        """
         return held_parameters(self.stage_units(stage))
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,15 +238,20 @@ class Plan:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("units", "stages", "shardings"):
             plain[name] = [record(item) for item in plain[name]]
-        more = {"grid": record(self.grid), "schedule": self.schedule.to_dict(), "cluster": asdict(self.cluster)}
+        more = {
+            "grid": record(self.grid),
+            "schedule": self.schedule.to_dict(),
+            "cluster": asdict(self.cluster),
+        }
         return plain | more
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Plan":
-        """Parse what ``to_dict`` returns. Raises PlanError for an unknown or missing key, and for values that are no
-        plan.
+        """Parse what ``to_dict`` returns. Raises PlanError for an unknown or missing key, and for
+        values that are no plan.
 
-        In a plan written by hand, the cluster, its device and its links may be names of the tables in ``cluster``.
+        In a plan written by hand, the cluster, its device and its links may be names of the tables
+        in ``cluster``.
         """
         rows = {"units": Unit, "stages": StagePlan, "shardings": TensorSharding}
         values = _renamed(plain) | {"cluster": _cluster(plain)}
@@ -217,7 +279,9 @@ class Plan:
         try:
             plain = parse(text)
         except ValueError as error:
-            raise PlanError("plan", "JSON", f"it does not parse: {error}", "Correct the text") from error
+            raise PlanError(
+                "plan", "JSON", f"it does not parse: {error}", "Correct the text"
+            ) from error
         if not isinstance(plain, dict):
             raise PlanError("plan", "JSON", "it is not an object", "Start from a stored plan")
         return cls.from_dict(plain)
@@ -234,13 +298,25 @@ def _renamed(plain: Mapping[str, Any]) -> dict[str, Any]:
 def _cluster(plain: Mapping[str, Any]) -> Cluster:
     """Return the cluster of a stored plan. Raises PlanError."""
     if "cluster" not in plain and "device" in plain:
-        reason = "the plan was stored when plans named a device, and no longer says for which links it was priced"
+        reason = (
+            "the plan was stored when plans named a device, and no longer says for which "
+            "links it was priced"
+        )
         raise PlanError("plan: device", plain["device"], reason, "Make it again with tools/plan.py")
     if "cluster" not in plain:
         reason = "a plan is priced for one"
-        raise PlanError("plan: cluster", "(missing)", reason, f"Give its fields, or one of {', '.join(CLUSTERS)}")
+        raise PlanError(
+            "plan: cluster",
+            "(missing)",
+            reason,
+            f"Give its fields, or one of {', '.join(CLUSTERS)}",
+        )
     content = plain["cluster"]
     try:
-        return CLUSTERS[content] if content in tuple(CLUSTERS) else Cluster.from_dict(content, "cluster")
+        return (
+            CLUSTERS[content]
+            if content in tuple(CLUSTERS)
+            else Cluster.from_dict(content, "cluster")
+        )
     except ConfigError as error:
         raise PlanError(f"plan: {error.what}", error.value, error.reason, error.remedy) from error

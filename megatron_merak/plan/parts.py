@@ -17,8 +17,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Grid:
     """The rank grid: extents of tensor, context, data and pipeline parallelism.
 
-    order: in which ranks run over these axes, the first varying fastest; by default Megatron-LM's, so that rank = ((p *
-           dp + d) * cp + c) * tp + t.
+    order: in which ranks run over these axes, the first varying fastest; by default Megatron-LM's,
+           so that rank = ((p * dp + d) * cp + c) * tp + t.
     """
 
     tp: int = 1
@@ -30,7 +30,12 @@ class Grid:
     def __post_init__(self):
         for axis in AXES:
             if getattr(self, axis) < 1:
-                raise PlanError(f"grid extent {axis}", getattr(self, axis), "an extent counts ranks", "Use 1 or more")
+                raise PlanError(
+                    f"grid extent {axis}",
+                    getattr(self, axis),
+                    "an extent counts ranks",
+                    "Use 1 or more",
+                )
         if reason := mistake(self.order):
             raise PlanError("grid order", self.order, reason, REMEDY)
         if self.size > LARGEST:
@@ -43,12 +48,26 @@ class Grid:
         """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
+    @property
+    def layer_ranks(self) -> int:
+        """Number of ranks that compute each layer together."""
+        return self.tp * self.cp
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that have the same weights, and add up their gradients."""
+        return self.cp * self.dp
+
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
         """Return the (tp, cp, dp, pp) coordinates of a rank."""
         if not 0 <= rank < self.size:
-            raise PlanError("rank", rank, f"the grid has {self.size} ranks", f"Use 0 to {self.size - 1}")
+            raise PlanError(
+                "rank", rank, f"the grid has {self.size} ranks", f"Use 0 to {self.size - 1}"
+            )
         extents = (self.tp, self.cp, self.dp, self.pp)
-        tp, cp, dp, pp = (rank // stride % extent for stride, extent in zip(self._strides, extents, strict=True))
+        tp, cp, dp, pp = (
+            rank // stride % extent for stride, extent in zip(self._strides, extents, strict=True)
+        )
         return tp, cp, dp, pp
 
     def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
@@ -57,7 +76,9 @@ class Grid:
         for axis, place in zip(AXES, places, strict=True):
             extent = getattr(self, axis)
             if not 0 <= place < extent:
-                raise PlanError(f"{axis} coordinate", place, f"the extent is {extent}", f"Use 0 to {extent - 1}")
+                raise PlanError(
+                    f"{axis} coordinate", place, f"the extent is {extent}", f"Use 0 to {extent - 1}"
+                )
         return sum(map(operator.mul, places, self._strides))
 
     def stride(self, axis: str) -> int:
@@ -69,13 +90,20 @@ class Grid:
         return _strides(self.order, self.tp, self.cp, self.dp, self.pp)
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ only along ``axis``, each ascending, ordered by their first rank.
+        """Return the groups of ranks that differ only along ``axis``, each ascending, ordered by
+        their first rank.
 
-        axis: "tp", "cp", "dp" or "pp", or several joined by a dash: "tp-pp" groups the ranks of a model replica.
+        axis: "tp", "cp", "dp" or "pp", or several joined by a dash: "tp-pp" groups the ranks of a
+              model replica.
         """
         free = axis.split("-")
         if unknown := [name for name in free if name not in AXES]:
-            raise PlanError("grid axis", ", ".join(unknown), f"the axes are {', '.join(AXES)}", "Join axes by a dash")
+            raise PlanError(
+                "grid axis",
+                ", ".join(unknown),
+                f"the axes are {', '.join(AXES)}",
+                "Join axes by a dash",
+            )
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             place = zip(AXES, self.coordinates(rank), strict=True)
@@ -83,14 +111,33 @@ class Grid:
         return list(groups.values())
 
     def shard_groups(self, instances: int) -> list[list[int]]:
-        """Return the "dp" groups, each split into ``instances`` groups of neighbours, which shard among themselves."""
-        size = self.dp // instances
-        return [ranks[first : first + size] for ranks in self.groups("dp") for first in range(0, self.dp, size)]
+        """Return the groups of ranks with the same weights, each split into ``instances`` groups of
+        neighbours, which shard among themselves.
+        """
+        size = self.copies // instances
+        return [
+            ranks[first : first + size]
+            for ranks in self.groups("cp-dp")
+            for first in range(0, self.copies, size)
+        ]
 
     def replicate_groups(self, instances: int) -> list[list[int]]:
-        """Return the groups of ranks that own the same shards: those at the same index of each of `shard_groups`."""
-        size = self.dp // instances
-        return [ranks[place::size] for ranks in self.groups("dp") for place in range(size)]
+        """Return the groups of ranks that own the same shards: those at the same index of each of
+        `shard_groups`.
+        """
+        size = self.copies // instances
+        return [ranks[place::size] for ranks in self.groups("cp-dp") for place in range(size)]
+
+    def copy_rank(self, rank: int) -> int:
+        """Return the index of a rank among those that have the same weights, ascending."""
+        _, cp, dp, _ = self.coordinates(rank)
+        inside = self.stride("cp") <= self.stride("dp")
+        return dp * self.cp + cp if inside else cp * self.dp + dp
+
+    def same_weights(self, rank: int) -> list[int]:
+        """Return the ranks that have the same weights as a rank, ascending."""
+        tp, _, _, pp = self.coordinates(rank)
+        return sorted(self.rank(tp, cp, dp, pp) for cp in range(self.cp) for dp in range(self.dp))
 
 
 @functools.cache
@@ -107,28 +154,37 @@ class Unit:
 
     name:             of the unit.
     parameters:       number of values that this unit alone uses.
-    tied:             name and number of values of each tensor that other units use too; every stage with one of them
-                      has a copy.
-    flops:            of one micro-batch's forward; a multiply-add counts two, causal attention half of its scores.
+    tied:             name and number of values of each tensor that other units use too; every stage
+                      with one of them has a copy.
+    flops:            of one micro-batch's forward; a multiply-add counts two, causal attention half
+                      of its scores.
     attention_flops:  those of ``flops`` without weights.
+    attention_drops:  whether its attention has dropout.
     more_flops:       of (forward, backward), beyond ``flops`` and twice ``flops``.
     saved_bytes:      saved by its forward for its backward, beyond its input and its parameters.
     output_bytes:     sent across a stage boundary after it.
     passed_bytes:     those of ``output_bytes`` that earlier units produced.
     transient_bytes:  live only while it runs (the logits and their gradient).
-    reduces:          number of its all-reduces over the tensor-parallel ranks, of (forward, backward).
+    reduces:          number of its all-reduces over the tensor-parallel ranks, of (forward,
+                      backward).
     reduced_bytes:    their sizes together, of (forward, backward).
+    exchanged_bytes:  those of ``reduced_bytes`` that stand for exchanges, of which every rank sends
+                      another part to each other rank.
     operations:       that the host starts, of (forward, backward).
-    weight_bytes:     operands of its weight gradients (inputs and output gradients of its matrix products), stored if
-                      these are deferred; 0: ``saved_bytes``, unless some are frozen.
+    weight_bytes:     operands of its weight gradients (inputs and output gradients of its matrix
+                      products), stored if these are deferred; 0: ``saved_bytes``, unless some are
+                      frozen.
     unread_bytes:     of its input, what no backward reads.
-    products:         (m, n, k) of the matrix products in its forward, except attention's; of one part, if the others
-                      are alike; none if unknown.
+    products:         (m, n, k) of the matrix products in its forward, except attention's; of one
+                      part, if the others are alike; none if unknown.
     frozen:           number of its ``parameters`` that are not trained.
     tied_frozen:      which of its ``tied`` tensors are not trained.
-    state_bytes:      optimizer state of one of its trained ``parameters`` on average; None: as the plan says.
-    tied_state_bytes: of a value of ``tied`` tensors, by name; tensors without an entry: as the plan says.
-    unneeded_flops:   that the backward saves of twice ``flops``, since (inputs, weights) need no gradient.
+    state_bytes:      optimizer state of one of its trained ``parameters`` on average; None: as the
+                      plan says.
+    tied_state_bytes: of a value of ``tied`` tensors, by name; tensors without an entry: as the plan
+                      says.
+    unneeded_flops:   that the backward saves of twice ``flops``, since (inputs, weights) need no
+                      gradient.
     """
 
     name: str
@@ -153,6 +209,8 @@ class Unit:
     state_bytes: float | None = None
     tied_state_bytes: tuple[tuple[str, float], ...] = ()
     unneeded_flops: tuple[int, int] = (0, 0)
+    attention_drops: bool = False
+    exchanged_bytes: tuple[int, int] = (0, 0)
 
     @property
     def held_bytes(self) -> int:
@@ -176,11 +234,23 @@ class StagePlan:
 
     def __post_init__(self):
         if not 0 <= self.first < self.last:
-            raise PlanError("stage", f"[{self.first}, {self.last})", "a stage holds one unit or more", "Move the cuts")
+            raise PlanError(
+                "stage",
+                f"[{self.first}, {self.last})",
+                "a stage holds one unit or more",
+                "Move the cuts",
+            )
         if outside := [unit for unit in self.recompute if not self.first <= unit < self.last]:
-            raise PlanError("recompute", outside, f"the stage holds units [{self.first}, {self.last})", "Drop them")
+            raise PlanError(
+                "recompute",
+                outside,
+                f"the stage holds units [{self.first}, {self.last})",
+                "Drop them",
+            )
         if self.span < 1:
-            raise PlanError("span", self.span, "units are recomputed in runs of one or more", "Use 1 or more")
+            raise PlanError(
+                "span", self.span, "units are recomputed in runs of one or more", "Use 1 or more"
+            )
 
     @property
     def units(self) -> range:
@@ -216,8 +286,14 @@ def trained_parameters(units: Sequence[Unit]) -> int:
 
 
 def optimizer_state(units: Sequence[Unit], usual: float) -> float:
-    """Return the bytes of optimizer state of some units on one rank. usual: of a value whose unit does not say."""
-    tied = {name: (values, dict(unit.tied_state_bytes)) for unit in units for name, values in trained_tied(unit)}
+    """Return the bytes of optimizer state of some units on one rank. usual: of a value whose unit
+    does not say.
+    """
+    tied = {
+        name: (values, dict(unit.tied_state_bytes))
+        for unit in units
+        for name, values in trained_tied(unit)
+    }
     own = ((unit.parameters - unit.frozen, unit.state_bytes) for unit in units)
     own_bytes = sum(values * (usual if each is None else each) for values, each in own)
     return own_bytes + sum(values * each.get(name, usual) for name, (values, each) in tied.items())

@@ -13,7 +13,9 @@ TWO_PASSES = ("sub-pipeline", "pair")  # overlaps that run two passes in turns
 
 @dataclass(frozen=True)
 class Shards:
-    """Number of ranks over which each part of a parameter's state is sharded; 1: every replica has all of it."""
+    """Number of ranks over which each part of a parameter's state is sharded; 1: every replica has
+    all of it.
+    """
 
     optimizer: int = 1
     gradients: int = 1
@@ -21,8 +23,8 @@ class Shards:
 
     @classmethod
     def of(cls, sharding: str, replicas: int) -> "Shards":
-        """Return the shards of a strategy. sharding: one of ``SHARDINGS``, each of which shards one part more than the
-        one before.
+        """Return the shards of a strategy. sharding: one of ``SHARDINGS``, each of which shards one
+        part more than the one before.
         """
         parts = SHARDINGS.index(sharding)
         return cls(*(replicas if part < parts else 1 for part in range(3)))
@@ -32,22 +34,28 @@ UNSHARDED = Shards()
 
 
 def check_instances(instances: int, replicas: int, sharding: str) -> None:
-    """Raise PlanError if ``replicas`` cannot be grouped into ``instances`` that shard among their own."""
+    """Raise PlanError if ``replicas`` cannot be grouped into ``instances`` that shard among their
+    own.
+    """
     if refused := refused_instances(instances, replicas, sharding):
         raise PlanError("sharding_instances", instances, *refused)
 
 
 def instances_by_node(grid: Grid, ranks_per_node: int) -> int:
-    """Return the fewest instances that are each inside one node; ``grid.dp`` if no two neighbours are."""
-    for count in range(1, grid.dp):
-        if grid.dp % count == 0:
+    """Return the fewest instances that are each inside one node; ``grid.copies`` if no two neighbours
+    are.
+    """
+    for count in range(1, grid.copies):
+        if grid.copies % count == 0:
             groups = grid.shard_groups(count)
             if all(ranks[0] // ranks_per_node == ranks[-1] // ranks_per_node for ranks in groups):
                 return count
-    return grid.dp
+    return grid.copies
 
 
-def refused_together(sharding: str, replicas: int, overlap: str, paired: bool = False) -> PlanError | None:
+def refused_together(
+    sharding: str, replicas: int, overlap: str, paired: bool = False
+) -> PlanError | None:
     """Return the error for what the runtime does not support under a strategy; None if it does.
 
     overlap: of tensor-parallel collectives.
@@ -55,10 +63,15 @@ def refused_together(sharding: str, replicas: int, overlap: str, paired: bool = 
     """
     if Shards.of(sharding, replicas).gradients == 1:
         return None
-    reason = f"it runs two passes in turns, and {FLAG} {sharding} gathers and reduces one unit of one pass at a time"
+    reason = (
+        f"it runs two passes in turns, and {FLAG} {sharding} gathers and reduces one unit "
+        "of one pass at a time"
+    )
     if overlap in TWO_PASSES:
         remedy = f"Use weight-gradient or none, or {FLAG} optim"
         return PlanError("--tp-comm-overlap", overlap, reason, remedy)
     if paired:
-        return PlanError("schedule", "(with pairs)", reason, f"Take its pairs apart, or use {FLAG} optim")
+        return PlanError(
+            "schedule", "(with pairs)", reason, f"Take its pairs apart, or use {FLAG} optim"
+        )
     return None

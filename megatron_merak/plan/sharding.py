@@ -8,13 +8,14 @@ from megatron_merak.errors import PlanError
 
 @dataclass(frozen=True)
 class TensorSharding:
-    """How one tensor of the model, under its HuggingFace name, is sharded over the tensor-parallel ranks.
+    """How one tensor of the model, under its HuggingFace name, is sharded over the tensor-parallel
+    ranks.
 
     name:   of the tensor.
     shape:  full shape, without padding.
     dim:    the sharded dimension; None for a replicated tensor.
-    blocks: number of fused blocks along ``dim`` (3 in a fused query-key-value), each sharded evenly by itself; or their
-            extents, if they differ (fewer key-value heads).
+    blocks: number of fused blocks along ``dim`` (3 in a fused query-key-value), each sharded evenly
+            by itself; or their extents, if they differ (fewer key-value heads).
     padded: extent of ``dim`` with padding (a vocabulary), which is sharded evenly.
     """
 
@@ -28,10 +29,20 @@ class TensorSharding:
         if self.dim is None:
             return
         if not 0 <= self.dim < len(self.shape):
-            raise PlanError(f"dim of {self.name}", self.dim, f"its shape is {self.shape}", "Name one of its dimensions")
+            raise PlanError(
+                f"dim of {self.name}",
+                self.dim,
+                f"its shape is {self.shape}",
+                "Name one of its dimensions",
+            )
         if self.padded is not None and (self.blocks != 1 or self.padded < self.shape[self.dim]):
-            reason = f"padding extends one block of {self.shape[self.dim]}, and there are {self.blocks} blocks"
-            raise PlanError(f"padded extent of {self.name}", self.padded, reason, "Pad one block upwards")
+            reason = (
+                f"padding extends one block of {self.shape[self.dim]}, and there are "
+                f"{self.blocks} blocks"
+            )
+            raise PlanError(
+                f"padded extent of {self.name}", self.padded, reason, "Pad one block upwards"
+            )
         if isinstance(self.blocks, tuple) and sum(self.blocks) != self.shape[self.dim]:
             reason = f"dimension {self.dim} of {self.shape} does not consist of them"
             raise PlanError(f"blocks of {self.name}", self.blocks, reason, "Let them add up to it")
@@ -40,16 +51,23 @@ class TensorSharding:
         """Return how it is sharded, as text for a message."""
         if self.dim is None:
             return "replicated"
-        blocks = f" in {self.blocks} blocks" if isinstance(self.blocks, int) and self.blocks > 1 else ""
-        blocks = f" in blocks of {', '.join(map(str, self.blocks))}" if isinstance(self.blocks, tuple) else blocks
+        blocks = (
+            f" in {self.blocks} blocks" if isinstance(self.blocks, int) and self.blocks > 1 else ""
+        )
+        blocks = (
+            f" in blocks of {', '.join(map(str, self.blocks))}"
+            if isinstance(self.blocks, tuple)
+            else blocks
+        )
         padded = f", padded to {self.padded}" if self.padded else ""
         return f"sharded along dimension {self.dim}{blocks}{padded}"
 
     def intervals(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
-        """Return the index ranges [start, stop) along ``dim`` of a rank, ascending, in the order of its storage.
+        """Return the index ranges [start, stop) along ``dim`` of a rank, ascending, in the order of
+        its storage.
 
-        ``()`` means the full tensor (``dim`` is None). Padding is excluded; a rank with padding only gets one empty
-        range.
+        ``()`` means the full tensor (``dim`` is None). Padding is excluded; a rank with padding
+        only gets one empty range.
         """
         if self.dim is None:
             return ()
@@ -71,9 +89,18 @@ class TensorSharding:
         if isinstance(blocks, int) and extent % blocks == 0:
             blocks = (extent // blocks,) * blocks
         if isinstance(blocks, int) or any(block % tp for block in blocks):
-            parts = counted(blocks, "block") if isinstance(blocks, int) else f"blocks of {', '.join(map(str, blocks))}"
+            parts = (
+                counted(blocks, "block")
+                if isinstance(blocks, int)
+                else f"blocks of {', '.join(map(str, blocks))}"
+            )
             reason = f"{parts} cannot be divided evenly over {tp} tensor-parallel ranks"
-            raise PlanError(f"extent of {self.name}", extent, reason, "Use a tensor-parallel size that divides it")
+            raise PlanError(
+                f"extent of {self.name}",
+                extent,
+                reason,
+                "Use a tensor-parallel size that divides it",
+            )
         return blocks
 
     def local_shape(self, tp_rank: int, tp: int) -> tuple[int, ...]:

@@ -13,7 +13,9 @@ def record(item: object) -> dict[str, Any]:
 
 
 def build(make: Callable[..., Any], row: Mapping[str, Any]) -> Any:
-    """Call ``make`` with a JSON object as keywords; lists become tuples; a dataclass accepts only its fields."""
+    """Call ``make`` with a JSON object as keywords; lists become tuples; a dataclass accepts only
+    its fields.
+    """
     try:
         values = {name: _tuples(value) for name, value in row.items()}
         for name, hint in get_type_hints(make).items() if isinstance(make, type) else ():
@@ -22,7 +24,9 @@ def build(make: Callable[..., Any], row: Mapping[str, Any]) -> Any:
         return make(**values)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         what = getattr(make, "__qualname__", str(make))
-        raise PlanError("plan", what, f"the stored values do not fit ({error})", "Correct the stored plan") from error
+        raise PlanError(
+            "plan", what, f"the stored values do not fit ({error})", "Correct the stored plan"
+        ) from error
 
 
 def _fits(value: Any, hint: Any) -> bool:

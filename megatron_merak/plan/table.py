@@ -15,7 +15,15 @@ _SHARDED = {
 def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return a row per stage; the first is the header."""
     total_flops = sum(unit.flops for unit in plan.units) or 1
-    header = ("stage", "pp rank", "units", "parameters/rank", "FLOPs", "peak bytes/rank", "recomputed")
+    header = (
+        "stage",
+        "pp rank",
+        "units",
+        "parameters/rank",
+        "FLOPs",
+        "peak bytes/rank",
+        "recomputed",
+    )
     rows: list[tuple[str, ...]] = [header]
     for index, stage in enumerate(plan.stages):
         units = plan.stage_units(index)
@@ -36,7 +44,9 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
 def layout(plan: Plan) -> str:
     """Return the rank grid in one line."""
     grid = plan.grid
-    return f"{counted(grid.size, 'rank')} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
+    return (
+        f"{counted(grid.size, 'rank')} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
+    )
 
 
 def batch(plan: Plan) -> str:
@@ -44,7 +54,8 @@ def batch(plan: Plan) -> str:
     tokens = f" x {plan.sequence_length:,} tokens" if plan.sequence_length else ""
     replicas = f"each of {plan.grid.dp:,} replicas" if plan.grid.dp > 1 else "1 replica"
     return (
-        f"global batch {plan.global_batch_size:,} = {counted(plan.num_microbatches, 'micro-batch')} of "
+        f"global batch {plan.global_batch_size:,} = "
+        f"{counted(plan.num_microbatches, 'micro-batch')} of "
         f"{plan.micro_batch_size:,}{tokens} on {replicas}, {plan.dtype}{_precision(plan)}"
     )
 
@@ -61,12 +72,20 @@ def plan_table(plan: Plan, width: int = 120) -> str:
         tensors = counted(len(plan.shardings), "tensor")
         over = counted(grid.tp, "tensor-parallel rank")
         lines.append(f"{tensors}, {sharded:,} of them sharded over {over}")
-    if grid.tp > 1:
+    if grid.cp > 1:
+        lines.append(f"sequences divided over {counted(grid.cp, 'context-parallel rank')}")
+    if plan.expert_parallel > 1:
+        lines.append(f"experts divided over {counted(plan.expert_parallel, 'rank')}")
+    if grid.layer_ranks > 1:
+        kind = "tensor" if grid.tp > 1 else "context"
         along_sequence = ", sequence parallelism" if plan.sequence_parallel else ""
-        lines.append(f"overlap of tensor-parallel collectives: {plan.overlap}{along_sequence}")
+        lines.append(f"overlap of {kind}-parallel collectives: {plan.overlap}{along_sequence}")
     lines += [*filter(None, [sharding_text(plan)]), ""]
     for row in rows:
-        aligned = [x.ljust(w) if i == 2 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
+        aligned = [
+            x.ljust(w) if i == 2 else x.rjust(w)
+            for i, (x, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(aligned).rstrip())
     predicted = prediction(plan)
     lines += ["", f"schedule {plan.schedule.name}" + (f", {predicted}" if predicted else "")]
@@ -84,37 +103,64 @@ def sharding_text(plan: Plan) -> str:
     if plan.sharding == "no_shard":
         return ""
     sharded = (
-        f"sharded over {counted(plan.shard_ranks, 'replica')}"
-        if plan.grid.dp > 1
+        f"sharded over {counted(plan.shard_ranks, 'rank' if plan.grid.cp > 1 else 'replica')}"
+        if plan.grid.copies > 1
         else "not sharded, as there is one replica"
     )
-    sharded += f", in each of {plan.sharding_instances} instances" if plan.sharding_instances > 1 else ""
+    sharded += (
+        f", in each of {plan.sharding_instances} instances" if plan.sharding_instances > 1 else ""
+    )
     return f"{_SHARDED[plan.sharding]}: {sharded}"
 
 
 def _precision(plan: Plan) -> str:
     """Return what has another dtype than the rest."""
     stream = ", residual stream in fp32" if plan.fp32_residual else ""
-    return stream + (", gradients sent in bf16" if plan.grad_reduce_in_bf16 and plan.grid.dp > 1 else "")
+    return stream + (
+        ", gradients sent in bf16" if plan.grad_reduce_in_bf16 and plan.grid.copies > 1 else ""
+    )
 
 
 def prediction(plan: Plan) -> str:
     """Return what a plan predicts for a step; "" without a prediction."""
     if not plan.predicted_time:
         return ""
-    return f"predicted on {plan.cluster}: {time_text(plan.predicted_time)} per step, bubble {plan.predicted_bubble:.1%}"
+    range_text = ""
+    if found := interval(plan):
+        range_text = f" (p10 to p90: {time_text(found[0])} to {time_text(found[1])})"
+    return (
+        f"predicted on {plan.cluster}: {time_text(plan.predicted_time)} per step{range_text}, "
+        f"bubble {plan.predicted_bubble:.1%}"
+    )
+
+
+def interval(plan: Plan) -> tuple[float, float] | None:
+    """Return the seconds between which eight of ten steps are expected; None where nothing of the
+    device was compared with measurements (see ``Practice.low``).
+    """
+    practice = plan.cluster.device.practice
+    if practice is None or not practice.high or not plan.predicted_time:
+        return None
+    return practice.low * plan.predicted_time, practice.high * plan.predicted_time
 
 
 def memory_text(plan: Plan) -> str:
-    """Return the largest peak of a rank beside what plans use of the device's memory; "" where either is unknown."""
+    """Return the largest peak of a rank beside what plans use of the device's memory; "" where
+    either is unknown.
+    """
     device = plan.cluster.device
     if not plan.predicted_bytes or not device.usable:
         return ""
-    most = max(sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.grid.pp))
+    most = max(
+        sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank))
+        for rank in range(plan.grid.pp)
+    )
     compared = " of" if most <= device.usable else ", more than"
     kept = bytes_text(device.memory - device.usable)
+    left = f", {bytes_text(device.usable - most)} left" if most <= device.usable else ""
     return (
-        f"largest rank {bytes_text(most)}{compared} the {bytes_text(device.usable)} of {device.name} that plans use "
+        f"largest rank {bytes_text(most)}{compared} the {bytes_text(device.usable)} of "
+        f"{device.name} that plans use{left} "
         f"({kept} are kept for what they do not count)"
     )
 

@@ -1,26 +1,68 @@
-"""Time of a unit's matrix products and attention, from rates measured at their shapes or from the device's peak."""
+"""Time of a unit's matrix products and attention: from rates measured at their shapes, by their
+tiles on the device, or from its peak.
+"""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_merak.cluster import Device
-from megatron_merak.plan import Unit
+from megatron_merak.cluster import Device, Practice
+from megatron_merak.plan import DTYPE_BYTES, Unit
+from megatron_merak.planner.tiles import product_seconds
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Seconds per micro-batch; ``weight`` is the part of ``backward`` that computes weight gradients."""
+    """Seconds per micro-batch; ``weight`` is the part of ``backward`` that computes weight
+    gradients.
+    """
 
     forward: float
     backward: float
     weight: float
 
 
+@dataclass(frozen=True)
+class _Products:
+    """Seconds of a unit's products without attention: forward, gradients of inputs, of weights."""
+
+    forward: float
+    inputs: float
+    weights: float
+
+    @classmethod
+    def of(cls, unit: Unit, seconds: Callable[[int, str], float]) -> "_Products":
+        """Return the times of all products of a unit that lists some; gradients that are not needed
+        take none.
+
+        seconds: of a listed product, by its place and "forward", "input_gradient" or
+                 "weight_gradient".
+        """
+        work = sum(2 * m * n * k for m, n, k in unit.products)
+        products = unit.flops - unit.attention_flops
+        rest = products / work
+        of_inputs, of_weights = (1 - left / max(products, 1) for left in unit.unneeded_flops)
+
+        def together(way: str) -> float:
+            return rest * sum(seconds(place, way) for place in range(len(unit.products)))
+
+        return cls(
+            together("forward"),
+            together("input_gradient") * of_inputs,
+            together("weight_gradient") * of_weights,
+        )
+
+
 def arithmetic(unit: Unit, device: Device, dtype: str) -> Arithmetic:
     """Return the compute time of a unit, without memory traffic of saved activations.
 
-    Uses the device's peak where its shape or dtype was not measured.
+    Where its shape or dtype was not measured, products are priced by their tiles if the device has
+    ``practice``, else by its peak.
     """
-    return _measured(unit, device, dtype) or _by_peak(unit, device, dtype)
+    if measured := _measured(unit, device, dtype):
+        return measured
+    if device.practice is not None and unit.products:
+        return _by_tiles(unit, device, dtype, device.practice)
+    return _by_peak(unit, device, dtype)
 
 
 def _by_peak(unit: Unit, device: Device, dtype: str) -> Arithmetic:
@@ -34,11 +76,45 @@ def _by_peak(unit: Unit, device: Device, dtype: str) -> Arithmetic:
     return Arithmetic(seconds(unit.flops + forward_extra), seconds(backward), seconds(weight))
 
 
-def _measured(unit: Unit, device: Device, dtype: str) -> Arithmetic | None:
-    """Return the time by measured rates: each product at the rate of the nearest shape; None if not measured.
+def _by_tiles(unit: Unit, device: Device, dtype: str, practice: Practice) -> Arithmetic:
+    """Return the time of each product by its shape, and of attention by its own rate.
 
-    FLOPs in no listed product take the mean rate of the products. The rate of attention includes its extra FLOPs; where
-    a unit has no attention, its extra FLOPs take the rate of the forward products.
+    FLOPs in no listed product take the mean rate of the products; where a unit has no attention,
+    its extra FLOPs take the rate of the forward products.
+    """
+    size = DTYPE_BYTES[dtype]
+
+    def seconds(place: int, way: str) -> float:
+        m, n, k = unit.products[place]
+        shapes = {
+            "forward": (m, n, k),
+            "input_gradient": (m, k, n),
+            "weight_gradient": (n, k, m),
+        }
+        return product_seconds(shapes[way], dtype, size, device)
+
+    products = _Products.of(unit, seconds)
+    share = practice.attention_drops if unit.attention_drops else practice.attention
+    rate = device.flops(dtype) * share
+    more = tuple(
+        extra / rate if unit.attention_flops else products.forward * extra / unit.flops
+        for extra in unit.more_flops
+    )
+    scores = unit.attention_flops / rate
+    return Arithmetic(
+        products.forward + scores + more[0],
+        products.inputs + products.weights + 2 * scores + more[1],
+        products.weights,
+    )
+
+
+def _measured(unit: Unit, device: Device, dtype: str) -> Arithmetic | None:
+    """Return the time by measured rates: each product at the rate of the nearest shape; None if not
+    measured.
+
+    FLOPs in no listed product take the mean rate of the products. The rate of attention includes
+    its extra FLOPs; where a unit has no attention, its extra FLOPs take the rate of the forward
+    products.
     """
     if device.rates is None or not unit.products:
         return None
@@ -46,18 +122,22 @@ def _measured(unit: Unit, device: Device, dtype: str) -> Arithmetic | None:
     attention = device.rates.attend(unit.attention_flops, dtype) if unit.attention_flops else None
     if None in rows or (unit.attention_flops and attention is None):
         return None
-    work = [2 * m * n * k for m, n, k in unit.products]
-    rest = (unit.flops - unit.attention_flops) / sum(work)
-    forward, inputs, weights = (
-        rest * sum(flops / getattr(row, way) for flops, row in zip(work, rows, strict=True))
-        for way in ("forward", "input_gradient", "weight_gradient")
-    )
-    products = max(unit.flops - unit.attention_flops, 1)
-    of_inputs, of_weights = (1 - left / products for left in unit.unneeded_flops)
-    inputs = inputs * of_inputs
-    weights = weights * of_weights
+
+    def seconds(place: int, way: str) -> float:
+        m, n, k = unit.products[place]
+        return 2 * m * n * k / getattr(rows[place], way)
+
+    products = _Products.of(unit, seconds)
     if attention is not None:
-        scores = unit.attention_flops / attention.forward, 2 * unit.attention_flops / attention.backward
+        scores = (
+            unit.attention_flops / attention.forward,
+            2 * unit.attention_flops / attention.backward,
+        )
     else:
-        scores = tuple(forward * more / unit.flops for more in unit.more_flops)
-    return Arithmetic(forward + scores[0], inputs + weights + scores[1], weights)
+        ahead, behind = (products.forward * more / unit.flops for more in unit.more_flops)
+        scores = (ahead, behind)
+    return Arithmetic(
+        products.forward + scores[0],
+        products.inputs + products.weights + scores[1],
+        products.weights,
+    )

@@ -1,6 +1,8 @@
-"""``--pipeline-schedule auto``: the fastest plan over the built-in schedules and those found by a search.
+"""``--pipeline-schedule auto``: the fastest plan over the built-in schedules and those found by a
+search.
 
-Stages are placed one per rank, several per rank in turn (interleaved), or down the ranks and back (V-shaped).
+Stages are placed one per rank, several per rank in turn (interleaved), or down the ranks and back
+(V-shaped).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +12,8 @@ from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
 from megatron_merak.pipeline_parallel.passes import without
-from megatron_merak.pipeline_parallel.search.placement import Placement
-from megatron_merak.pipeline_parallel.search.problem import Limits
+from megatron_merak.pipeline_parallel.search.placement import StageHomes
+from megatron_merak.pipeline_parallel.search.problem import MemoryLimits
 from megatron_merak.pipeline_parallel.search.search import default_evaluations, search
 from megatron_merak.plan import Plan, bytes_text, time_text
 from megatron_merak.planner.memory import rank_memory
@@ -21,7 +23,8 @@ from megatron_merak.planner.tables import align
 
 REFERENCE = "1f1b"  # its memory is the cap where the memory of a rank is not known
 AUTO = "auto"
-_WORK = 8 * 2000 * 256  # budget of all searches of a plan: evaluated schedules x stages x micro-batches
+# budget of all searches of a plan: evaluated schedules x stages x micro-batches
+_WORK = 8 * 2000 * 256
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,20 @@ class Task:
 
     @property
     def like(self) -> Schedule:
-        """The schedule of ``base`` without R ops, and with a W after each backward if ``split``, otherwise without."""
+        """The schedule of ``base`` without R ops, and with a W after each backward if ``split``,
+        otherwise without.
+        """
         plain = without(without(self.base.schedule, Kind.R), Kind.W)
         if not self.split:
             return plain
-        return replace(plain, ranks=tuple(_with_weight_gradients(program) for program in plain.ranks))
+        return replace(
+            plain, ranks=tuple(_with_weight_gradients(program) for program in plain.ranks)
+        )
 
 
-def starts(placements: Sequence[Placement], microbatches: int, group: int | None) -> tuple[Schedule, ...]:
+def starts(
+    placements: Sequence[StageHomes], microbatches: int, group: int | None
+) -> tuple[Schedule, ...]:
     """Return the built-in schedules that auto chooses from, that of ``REFERENCE`` first.
 
     placements: allowed placements of stages on ranks.
@@ -60,7 +69,8 @@ def starts(placements: Sequence[Placement], microbatches: int, group: int | None
                 continue
             try:
                 built = build_schedule(name, ranks, microbatches, chunks)
-            except ScheduleError:  # not defined for these numbers of ranks, micro-batches and chunks
+            # not defined for these numbers of ranks, micro-batches and chunks
+            except ScheduleError:
                 continue
             if _home(built) in homes and (chunks > 1 or not row.chunked):
                 schedules.append(built)
@@ -80,7 +90,7 @@ class Automatic:
         self,
         plans: Sequence[Plan],
         limit: float,
-        placements: Sequence[Placement],
+        placements: Sequence[StageHomes],
         report_progress: Callable[[float], object],
     ):
         self.placements = placements
@@ -95,7 +105,9 @@ class Automatic:
         self.unsearched: set[tuple[int, ...]] = set()
 
     def choose(self) -> Plan | None:
-        """Return the fastest plan within the cap, with the comparison as ``schedule_note``; None without any plan."""
+        """Return the fastest plan within the cap, with the comparison as ``schedule_note``; None
+        without any plan.
+        """
         if not self.built:
             return None
         fitting = [plan for plan in self.built if largest(plan) <= self.cap]
@@ -125,9 +137,13 @@ class Automatic:
         self.unsearched = {_home(task.base.schedule) for task in tasks} - searched
 
     def _tasks(self) -> list[Task]:
-        """Return the searches to run, the most promising first: for each placement and overlap, from its best plan."""
+        """Return the searches to run, the most promising first: for each placement and overlap,
+        from its best plan.
+        """
         bases: dict[tuple[object, str], Plan] = {}
-        ordered = sorted(self.built, key=lambda plan: (largest(plan) > self.cap, plan.predicted_time))
+        ordered = sorted(
+            self.built, key=lambda plan: (largest(plan) > self.cap, plan.predicted_time)
+        )
         for plan in ordered:
             if plan.overlap != "pair":
                 bases.setdefault((_home(plan.schedule), plan.overlap), plan)
@@ -138,9 +154,13 @@ class Automatic:
             for early in (True, False)
             if not early or any(stage.recompute for stage in base.stages)
         ]
-        return sorted(tasks, key=lambda task: priced(replace(task.base, schedule=task.like)).predicted_time)
+        return sorted(
+            tasks, key=lambda task: priced(replace(task.base, schedule=task.like)).predicted_time
+        )
 
-    def _run(self, task: Task, evaluations: int, report_progress: Callable[[float], object]) -> Plan | None:
+    def _run(
+        self, task: Task, evaluations: int, report_progress: Callable[[float], object]
+    ) -> Plan | None:
         """Return the plan with the schedule that a search finds; None where none fits."""
         base = task.base
         home = _home(task.base.schedule)
@@ -162,33 +182,50 @@ class Automatic:
         plan = priced(replace(base, schedule=result.schedule))
         return plan if largest(plan) <= self.cap else None
 
-    def _limits(self, base: Plan, may_recompute: Sequence[bool]) -> Limits:
-        """Return the memory left for activations on each rank, and what micro-batches keep on each stage.
+    def _limits(self, base: Plan, may_recompute: Sequence[bool]) -> MemoryLimits:
+        """Return the memory left for activations on each rank, and what micro-batches keep on each
+        stage.
 
-        may_recompute: per stage, whether it may have R ops. A backward then counts as keeping all tapes at once.
+        may_recompute: per stage, whether it may have R ops. A backward then counts as keeping all
+                       tapes at once.
         """
         footprints = _footprints(base)
-        available = tuple(self.cap - memory.total + memory.activations for memory in rank_memory(base))
+        available = tuple(
+            self.cap - memory.total + memory.activations for memory in rank_memory(base)
+        )
         kept = tuple(each.kept for each in footprints)
         taped = tuple(
             (each.taped if recomputes else each.backward) - each.kept
             for each, recomputes in zip(footprints, may_recompute, strict=True)
         )
-        return Limits(available, kept, taped, tuple(each.held for each in footprints))
+        return MemoryLimits(available, kept, taped, tuple(each.held for each in footprints))
 
     def _note(self, best: Plan) -> str:
         """Return a table of the best plans of each placement, which marks the chosen one."""
         rows = []
         for placement in self.placements:
             candidates = [
-                [plan for plan in plans if _home(plan.schedule) == placement.home and largest(plan) <= self.cap]
+                [
+                    plan
+                    for plan in plans
+                    if _home(plan.schedule) == placement.home and largest(plan) <= self.cap
+                ]
                 for plans in (self.built, self.searched)
             ]
-            built, searched = (min(plans, key=lambda plan: plan.predicted_time, default=None) for plans in candidates)
-            of_builder = (
-                "no builder fits" if built is None else f"{built.schedule.name} {time_text(built.predicted_time)}"
+            built, searched = (
+                min(plans, key=lambda plan: plan.predicted_time, default=None)
+                for plans in candidates
             )
-            of_search = "searched: none fits" if searched is None else f"searched {time_text(searched.predicted_time)}"
+            of_builder = (
+                "no builder fits"
+                if built is None
+                else f"{built.schedule.name} {time_text(built.predicted_time)}"
+            )
+            of_search = (
+                "searched: none fits"
+                if searched is None
+                else f"searched {time_text(searched.predicted_time)}"
+            )
             if searched is None and placement.home in self.unsearched:
                 of_search = "not searched: too large"
             chosen = "chosen" if _home(best.schedule) == placement.home else ""
@@ -198,7 +235,10 @@ class Automatic:
 
 def largest(plan: Plan) -> int:
     """Return the peak memory in bytes of the rank that needs most, of a priced plan."""
-    return max(sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.grid.pp))
+    return max(
+        sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank))
+        for rank in range(plan.grid.pp)
+    )
 
 
 def _cap(plans: Sequence[Plan], built: Sequence[Plan], limit: float) -> tuple[float, str]:
@@ -211,7 +251,9 @@ def _cap(plans: Sequence[Plan], built: Sequence[Plan], limit: float) -> tuple[fl
     return cap, f"{bytes_text(cap)} per rank, the memory that {REFERENCE} needs{unfit}"
 
 
-def _with_weight_gradients(program: Sequence[Op | tuple[Op, ...]]) -> tuple[Op | tuple[Op, ...], ...]:
+def _with_weight_gradients(
+    program: Sequence[Op | tuple[Op, ...]],
+) -> tuple[Op | tuple[Op, ...], ...]:
     """Return a rank's ops with a W behind each backward."""
     ops: list[Op | tuple[Op, ...]] = []
     for op in program:

@@ -1,28 +1,38 @@
-"""Parameters, FLOPs and saved activations of each unit of a native model, and the time of any unit on a device."""
+"""Parameters, FLOPs and saved activations of each unit of a native model, and the time of any unit
+on a device.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from megatron_merak.cluster import Cluster, Link, all_reduce
+from megatron_merak.cluster import Cluster, Device, Link, all_reduce
 from megatron_merak.config import ModelConfig
 from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters, trained_parameters
 from megatron_merak.planner.arithmetic import arithmetic
 from megatron_merak.planner.attention import SHORT, causal_more
-from megatron_merak.planner.links import link_along
+from megatron_merak.planner.links import reached_along
 
-# All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens, hidden] activation.
+# All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens,
+# hidden] activation.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
-# The same with sequence parallelism, where an all-gather and a reduce-scatter cost as much as an all-reduce. Both ends
-# of the chain have one of the two. The backward of a layer all-gathers the inputs of two matrix products again.
+# The same with sequence parallelism, where an all-gather and a reduce-scatter cost as much as an
+# all-reduce. Both ends of the chain have one of the two. The backward of a layer all-gathers the
+# inputs of two matrix products again.
 SEQUENCE_ALL_REDUCES = {"embedding": (0.5, 0.5), "layer": (2, 3), "head": (0.5, 0.5)}
 # Kernels that the host launches in a unit's (forward, backward).
 OPERATIONS = {"embedding": (3, 6), "layer": (65, 150), "head": (25, 40)}
+# Seconds between two kernels that depend on each other, on a device with ``practice``.
+GAP = 1e-6
 # The name of the tied embedding table in `Unit.tied`.
 TIED_TABLE = "embedding.weight"
 # Bytes that are kept of a dropout mask outside of attention: its seed.
 SEED_BYTES = 8
+
+
+# The number of ranks and their link: of all-reduces in a layer, of exchanges.
+Groups = tuple[tuple[int, Link], tuple[int, Link]]
 
 
 @dataclass(frozen=True)
@@ -60,13 +70,15 @@ def gpt_units(
 ) -> tuple[Unit, ...]:
     """Return the chain of a native model: "embedding", "layer.0" ... "layer.L-1", "head".
 
-    All numbers are of one tensor-parallel rank: sharded weights count 1/tp, replicated ones in full, and the vocabulary
-    with its padding. The head is final norm, output layer and loss. FLOPs are those of the matrix products, including
-    the causal half of the attention scores. Of a dropout mask only its seed is kept.
+    All numbers are of one tensor-parallel rank: sharded weights count 1/tp, replicated ones in
+    full, and the vocabulary with its padding. The head is final norm, output layer and loss. FLOPs
+    are those of the matrix products, including the causal half of the attention scores. Of a
+    dropout mask only its seed is kept.
 
     bytes_per_value:       of an activation; a value of an fp32 residual stream has 4.
     fused_dropout:         on GPUs: attention keeps no scores; otherwise see `_layer_saved_bytes`.
-    sequence_parallel:     hidden states and inputs of parallel layers are sharded, except the input of the head.
+    sequence_parallel:     hidden states and inputs of parallel layers are sharded, except the input
+                           of the head.
     recompute_activations: the second matrix of the feed-forward network does not keep its input.
     """
     tokens = micro_batch_size * model.seq_length
@@ -76,13 +88,19 @@ def gpt_units(
     activation = tokens * hidden * bytes_per_value
     hidden_state = tokens // parts * hidden * _stream(model, bytes_per_value)
     dropout_mask = SEED_BYTES if model.hidden_dropout else 0
-    positions = model.max_positions * hidden if model.position_embedding_type == "learned_absolute" else 0
+    positions = (
+        model.max_positions * hidden if model.position_embedding_type == "learned_absolute" else 0
+    )
     output = vocabulary * hidden
     untied = model.untie_embeddings_and_output_weights
     tied = () if untied else ((TIED_TABLE, output),)
     work = {kind: _launched(kind, activation, tp, parts) for kind in OPERATIONS}
-    kept = 2 * dropout_mask - (tokens * model.ffn_size // tp * bytes_per_value if recompute_activations else 0)
-    kept += _layer_saved_bytes(model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts)
+    kept = 2 * dropout_mask - (
+        tokens * model.ffn_size // tp * bytes_per_value if recompute_activations else 0
+    )
+    kept += _layer_saved_bytes(
+        model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts
+    )
     layer = (_layer_parameters(model, tp), _layer_flops(model, tokens, tp), kept, hidden_state)
     statistics = 4 * tokens // parts * _norm_vectors(model)
     rows = _kept_of_loss(model, vocabulary * bytes_per_value, tp)
@@ -103,12 +121,19 @@ def gpt_units(
         **work["head"],
     )
     own = positions + (output if untied else 0)
-    looked_up = 9 * tokens if tp > 1 else 0  # row indices in this rank's shard of the table, and which tokens are in it
-    learned = activation // parts if positions and tp > 1 else 0  # masking the tokens' gradients makes a copy
+    # row indices in this rank's shard of the table, and which tokens are in it
+    looked_up = 9 * tokens if tp > 1 else 0
+    # masking the tokens' gradients makes a copy
+    learned = activation // parts if positions and tp > 1 else 0
     table: dict[str, Any] = {"weight_bytes": activation + learned} | work["embedding"]
-    inner = _layer_work(model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts) | work["layer"]
+    inner = (
+        _layer_work(model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts)
+        | work["layer"]
+    )
     return (
-        Unit("embedding", "embedding", own, 0, dropout_mask + looked_up, hidden_state, tied, **table),
+        Unit(
+            "embedding", "embedding", own, 0, dropout_mask + looked_up, hidden_state, tied, **table
+        ),
         *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),
         head,
     )
@@ -122,8 +147,9 @@ def _stream(model: ModelConfig, bytes_per_value: int) -> int:
 def _kept_of_loss(model: ModelConfig, logits: int, tp: int) -> int:
     """Return the bytes per token that the loss keeps.
 
-    Unsharded rows of logits are replaced by exponentials in place, and their sum is kept. Sharded or recomputed rows
-    keep three statistics, and their gradient those of all ranks; sharded rows are kept unchanged.
+    Unsharded rows of logits are replaced by exponentials in place, and their sum is kept. Sharded
+    or recomputed rows keep three statistics, and their gradient those of all ranks; sharded rows
+    are kept unchanged.
     """
     if tp == 1 and not model.cross_entropy_chunk_size:
         return logits + 4
@@ -132,7 +158,9 @@ def _kept_of_loss(model: ModelConfig, logits: int, tp: int) -> int:
 
 def _launched(kind: str, activation: int, tp: int, parts: int) -> dict[str, Any]:
     """Return the fields of a `Unit` on kernel launches and tensor-parallel all-reduces."""
-    forward, backward = (SEQUENCE_ALL_REDUCES if parts > 1 else TENSOR_ALL_REDUCES)[kind] if tp > 1 else (0, 0)
+    forward, backward = (
+        (SEQUENCE_ALL_REDUCES if parts > 1 else TENSOR_ALL_REDUCES)[kind] if tp > 1 else (0, 0)
+    )
     return {
         "reduces": (ceil(forward), ceil(backward)),
         "reduced_bytes": (int(forward * activation), int(backward * activation)),
@@ -141,12 +169,16 @@ def _launched(kind: str, activation: int, tp: int, parts: int) -> dict[str, Any]
 
 
 def _norm_vectors(model: ModelConfig) -> int:
-    """Return the number of vectors of a norm (weight and bias, or weight); also of the statistics kept per row."""
+    """Return the number of vectors of a norm (weight and bias, or weight); also of the statistics
+    kept per row.
+    """
     return 1 if model.normalization == "RMSNorm" else 2
 
 
 def _widths(model: ModelConfig, tp: int) -> tuple[int, int, int, int]:
-    """Return a rank's widths of queries, keys (= values), the MLP's first output and the MLP's second input."""
+    """Return a rank's widths of queries, keys (= values), the MLP's first output and the MLP's
+    second input.
+    """
     ffn = model.ffn_size // tp
     queries = model.num_attention_heads * model.head_dim // tp
     keys = model.query_groups * model.head_dim // tp
@@ -160,7 +192,9 @@ def _layer_parameters(model: ModelConfig, tp: int) -> int:
     weights = hidden * (queries + 2 * keys) + queries * hidden + hidden * first + second * hidden
     norms = 2 * norm * hidden + (2 * norm * model.head_dim if model.qk_layernorm else 0)
     qkv_bias = queries + 2 * keys if model.add_qkv_bias or not model.disable_bias_linear else 0
-    return weights + norms + qkv_bias + (0 if model.disable_bias_linear else hidden + first + hidden)
+    return (
+        weights + norms + qkv_bias + (0 if model.disable_bias_linear else hidden + first + hidden)
+    )
 
 
 def _layer_flops(model: ModelConfig, tokens: int, tp: int) -> int:
@@ -180,11 +214,12 @@ def _layer_saved_bytes(
 ) -> int:
     """Return the bytes that a layer keeps for its backward.
 
-    These are both norms' outputs, queries, keys, values, attention output, first residual sum and the MLP's two inner
-    tensors. Rotary embeddings are applied in place to the fused qkv projection; with qk norms that is kept as well, for
-    their backward. Of the residual sum, the norms' outputs and statistics a rank has 1 / ``parts`` of the sequence.
-    Without ``fused_dropout``, as on CPUs, attention with dropout keeps its scores and a copy of every head, and without
-    dropout no softmax statistics of short sequences.
+    These are both norms' outputs, queries, keys, values, attention output, first residual sum and
+    the MLP's two inner tensors. Rotary embeddings are applied in place to the fused qkv projection;
+    with qk norms that is kept as well, for their backward. Of the residual sum, the norms' outputs
+    and statistics a rank has 1 / ``parts`` of the sequence. Without ``fused_dropout``, as on CPUs,
+    attention with dropout keeps its scores and a copy of every head, and without dropout no softmax
+    statistics of short sequences.
     """
     hidden = model.hidden_size
     heads = model.num_attention_heads // tp
@@ -194,12 +229,15 @@ def _layer_saved_bytes(
     values = first + second + (4 * queries if scored else 2 * queries + 2 * keys)
     if model.qk_layernorm:
         values += queries + (2 * keys if scored else keys)
-    sharded = hidden * (2 * bytes_per_value + _stream(model, bytes_per_value)) + 2 * 4 * _norm_vectors(model)
+    sharded = hidden * (
+        2 * bytes_per_value + _stream(model, bytes_per_value)
+    ) + 2 * 4 * _norm_vectors(model)
     row = values * bytes_per_value
     if model.qk_layernorm:
         row += 4 * _norm_vectors(model) * (queries + keys) // model.head_dim
     if scored:
-        row += heads * model.seq_length * 3 * bytes_per_value  # probabilities before and after dropout, and the mask
+        # probabilities before and after dropout, and the mask
+        row += heads * model.seq_length * 3 * bytes_per_value
     elif fused_dropout or model.seq_length > SHORT:
         row += 4 * heads  # log-sum-exp
     return tokens * row + tokens // parts * sharded
@@ -210,88 +248,121 @@ def _layer_work(
 ) -> dict[str, Any]:
     """Return the fields of a layer's `Unit` on its matrix products.
 
-    weight_bytes is the size of inputs and output gradients of the four products; transient_bytes that of the gradient
-    of the widest value and of the input that is all-gathered for a product under sequence parallelism.
+    weight_bytes is the size of inputs and output gradients of the four products; transient_bytes
+    that of the gradient of the widest value and of the input that is all-gathered for a product
+    under sequence parallelism.
     """
     hidden, (queries, keys, first, second) = model.hidden_size, _widths(model, tp)
     scores = _attention_flops(model, tokens, tp)
     gathered = hidden * bytes_per_value if parts > 1 else 0
-    widest = max(max(queries + 2 * keys, first) * bytes_per_value, hidden * _stream(model, bytes_per_value))
+    widest = max(
+        max(queries + 2 * keys, first) * bytes_per_value, hidden * _stream(model, bytes_per_value)
+    )
     sides = ((queries + 2 * keys, hidden), (hidden, queries), (first, hidden), (hidden, second))
     return {
         "products": tuple((tokens, leaving, entering) for leaving, entering in sides),
-        "weight_bytes": tokens * (4 * hidden + 2 * queries + 2 * keys + first + second) * bytes_per_value,
+        "weight_bytes": tokens
+        * (4 * hidden + 2 * queries + 2 * keys + first + second)
+        * bytes_per_value,
         "transient_bytes": tokens * (widest + gathered),
         "attention_flops": scores,
-        "more_flops": causal_more(scores, model.seq_length, fused_dropout, model.attention_dropout > 0),
+        "attention_drops": model.attention_dropout > 0,
+        "more_flops": causal_more(
+            scores, model.seq_length, fused_dropout, model.attention_dropout > 0
+        ),
     }
 
 
 def model_flops(model: ModelConfig, batch_samples: int) -> int:
     """Return the FLOPs of forward and backward of ``batch_samples`` sequences, for MFU.
 
-    Counts the matrix products and the causal half of attention, with the vocabulary padded as for one rank. The
-    backward counts twice the forward; recomputation does not count.
+    Counts the matrix products and the causal half of attention, with the vocabulary padded as for
+    one rank. The backward counts twice the forward; recomputation does not count.
     """
     return 3 * sum(unit.flops for unit in gpt_units(model, batch_samples, bytes_per_value=4, tp=1))
 
 
-def unit_costs(units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid) -> tuple[UnitCost, ...]:
+def unit_costs(
+    units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid
+) -> tuple[UnitCost, ...]:
     """Return the times of each unit on one rank.
 
-    Matrix products take the device's compute rates, element-wise work its memory bandwidth.
+    Matrix products take the device's compute rates, element-wise work its memory bandwidth, both as
+    far as training reaches them.
 
-    Every saved or transient value is written once and read once in the forward, twice that in the backward, where a
-    unit with matrix products also reads and writes its fp32 gradient. The backward does twice the forward's FLOPs, half
-    of them for weight gradients where there are weights; attention and the loss may compute more (``more_flops``). The
-    host's time to launch the kernels is added. In halves, weights are read and their gradients written once more, and
-    every kernel and collective is launched twice.
+    Every saved or transient value is written once and read once in the forward, twice that in the
+    backward, where a unit with matrix products also reads and writes its fp32 gradient. The
+    backward does twice the forward's FLOPs, half of them for weight gradients where there are
+    weights; attention and the loss may compute more (``more_flops``). The host's time to launch the
+    kernels is added. In halves, weights are read and their gradients written once more, and every
+    kernel and collective is launched twice.
+
+    Where ranks share both the weights and the sequences of a layer, the former are taken to reduce
+    and the latter to exchange.
     """
-    device = cluster.device
-    link = link_along(cluster, grid, "tp")
-    update = device.compute_time(0, optimizer_bytes(dtype), dtype)
+    summing = "tp" if grid.tp > 1 else "cp"
+    exchanging = "cp" if grid.cp > 1 else "tp"
+    groups = (
+        (getattr(grid, summing), reached_along(cluster, grid, summing)),
+        (getattr(grid, exchanging), reached_along(cluster, grid, exchanging, exchanges=True)),
+    )
+    known: dict[Unit, UnitCost] = {}  # most units differ by their names alone
     costs = []
     for unit in units:
-        moved = 2 * (unit.saved_bytes + unit.transient_bytes) + unit.output_bytes
-        weights = held_parameters([unit])
-        trained = trained_parameters([unit])
-        gradient = 8 * trained if unit.flops else 0
-        reread = weights * DTYPE_BYTES[dtype] if unit.flops else 0
-        halves = _reduce_times(unit, grid.tp, link, 2)
-        host = tuple(device.dispatch * count for count in unit.operations)
-        work = arithmetic(unit, device, dtype)
-        costs.append(
-            UnitCost(
-                forward=work.forward + device.compute_time(0, moved, dtype) + host[0],
-                backward=work.backward + device.compute_time(0, 2 * moved + gradient, dtype) + host[1],
-                step=trained * update,
-                weight=work.weight + device.compute_time(0, gradient, dtype),
-                reduces=_reduce_times(unit, grid.tp, link, 1),
-                half_reduces=halves,
-                last_reduces=(halves[0] / (2 * max(unit.reduces[0], 1)), halves[1] / (2 * max(unit.reduces[1], 1))),
-                halving=(
-                    device.compute_time(0, reread, dtype) + host[0],
-                    device.compute_time(0, reread + gradient, dtype) + host[1],
-                ),
-            )
-        )
+        nameless = replace(unit, name="")
+        if nameless not in known:
+            known[nameless] = _unit_cost(nameless, cluster.device, dtype, groups)
+        costs.append(known[nameless])
     return tuple(costs)
 
 
-def _reduce_times(unit: Unit, tp: int, link: Link, parts: int) -> tuple[float, float]:
-    """Return the seconds of the (forward, backward) all-reduces of a unit, each split into ``parts``."""
-    forward, backward = (
-        parts * count * all_reduce(tp, message / max(parts * count, 1), link)
-        for count, message in zip(unit.reduces, unit.reduced_bytes, strict=True)
+def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCost:
+    moved = 2 * (unit.saved_bytes + unit.transient_bytes) + unit.output_bytes
+    trained = trained_parameters([unit])
+    gradient = 8 * trained if unit.flops else 0
+    reread = held_parameters([unit]) * DTYPE_BYTES[dtype] if unit.flops else 0
+    halves = _reduce_times(unit, groups, 2)
+    each = device.dispatch + (0.0 if device.practice is None else GAP)
+    host = tuple(each * count for count in unit.operations)
+    work = arithmetic(unit, device, dtype)
+    return UnitCost(
+        forward=work.forward + device.passes_time(moved) + host[0],
+        backward=work.backward + device.passes_time(2 * moved + gradient) + host[1],
+        step=trained * device.passes_time(optimizer_bytes(dtype)),
+        weight=work.weight + device.passes_time(gradient),
+        reduces=_reduce_times(unit, groups, 1),
+        half_reduces=halves,
+        last_reduces=(
+            halves[0] / (2 * max(unit.reduces[0], 1)),
+            halves[1] / (2 * max(unit.reduces[1], 1)),
+        ),
+        halving=(
+            device.passes_time(reread) + host[0],
+            device.passes_time(reread + gradient) + host[1],
+        ),
     )
-    return forward, backward
+
+
+def _reduce_times(unit: Unit, groups: Groups, parts: int) -> tuple[float, float]:
+    """Return the seconds of the (forward, backward) all-reduces of a unit, each split into
+    ``parts``.
+    """
+    (ranks, link), (others, direct) = groups
+    seconds = []
+    for count, message, exchanged in zip(
+        unit.reduces, unit.reduced_bytes, unit.exchanged_bytes, strict=True
+    ):
+        each = (message - exchanged) / max(parts * count, 1)
+        sent = 2 * (others - 1) / others * exchanged / direct.bandwidth
+        seconds.append(parts * count * all_reduce(ranks, each, link) + sent)
+    return seconds[0], seconds[1]
 
 
 def optimizer_bytes(dtype: str, state_bytes: float = 8.0) -> float:
     """Return the bytes that one optimizer step moves per parameter.
 
-    The gradient is read for the norm and for the update, state and fp32 weight are read and written, and a 16-bit
-    weight is written.
+    The gradient is read for the norm and for the update, state and fp32 weight are read and
+    written, and a 16-bit weight is written.
 
     state_bytes: of the optimizer's state per parameter.
     """

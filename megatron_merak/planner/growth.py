@@ -1,4 +1,6 @@
-"""The table of a plan's growing batch sizes: the same stages, and its schedule with fewer micro-batches."""
+"""The table of a plan's growing batch sizes: the same stages, and its schedule with fewer
+micro-batches.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +15,8 @@ _SHOWN = 6  # at most that many sizes are shown
 
 
 def growth_table(plan: Plan, phases: Sequence[tuple[int, int]]) -> str:
-    """Return a table of the batch sizes of a run, their steps and predicted step times; empty for a single size.
+    """Return a table of the batch sizes of a run, their steps and predicted step times; empty for a
+    single size.
 
     phases: (samples per step, steps), see ``Batches.phases``.
     """
@@ -23,11 +26,15 @@ def growth_table(plan: Plan, phases: Sequence[tuple[int, int]]) -> str:
     for size, steps in _shown(phases):
         micro_batches = size // (plan.micro_batch_size * plan.grid.dp)
         resized = priced(replace(plan, schedule=resize(plan.schedule, micro_batches)))
-        rows.append((f"{size:,}", f"{steps:,}", f"{micro_batches:,}", time_text(resized.predicted_time)))
+        rows.append(
+            (f"{size:,}", f"{steps:,}", f"{micro_batches:,}", time_text(resized.predicted_time))
+        )
     lines = align(rows, ())
     if len(phases) > _SHOWN:
         lines.insert(-1, f"... and {counted(len(phases) - _SHOWN, 'size')} more")
-    return "\n".join(["The batch grows:", *lines, f"{counted(sum(steps for _, steps in phases), 'step')} in all"])
+    return "\n".join(
+        ["The batch grows:", *lines, f"{counted(sum(steps for _, steps in phases), 'step')} in all"]
+    )
 
 
 def _shown(phases: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

@@ -1,29 +1,41 @@
 """The time of reducing gradients across the instances of hybrid sharding (HSDP).
 
-A rank's shards are reduce-scattered inside its instance, then all-reduced over the ranks of the other instances that
-own the same ones.
+A rank's shards are reduce-scattered inside its instance, then all-reduced over the ranks of the
+other instances that own the same ones.
 """
 
 from megatron_merak.cluster import Link, all_reduce
 from megatron_merak.plan import Plan
-from megatron_merak.planner.links import link_along, worst
+from megatron_merak.planner.links import reached_along, worst
 
 
 def link_inside(plan: Plan) -> Link:
-    """Return the slowest link between the replicas of an instance; of all replicas where there is one instance."""
+    """Return the slowest link between the replicas of an instance; of all replicas where there is
+    one instance.
+    """
     ranks = plan.shard_ranks
-    instances = [tuple(range(first, first + ranks)) for first in range(0, plan.grid.dp, ranks)]
-    return worst(link_along(plan.cluster, plan.grid, "dp", replicas) for replicas in instances)
+    instances = [tuple(range(first, first + ranks)) for first in range(0, plan.grid.copies, ranks)]
+    summed = plan.sharding == "no_shard"
+    return worst(
+        reached_along(plan.cluster, plan.grid, "cp-dp", replicas, summed=summed)
+        for replicas in instances
+    )
 
 
 def link_across(plan: Plan) -> Link:
     """Return the slowest link between ranks that own the same shards."""
-    owners = [tuple(range(first, plan.grid.dp, plan.shard_ranks)) for first in range(plan.shard_ranks)]
-    return worst(link_along(plan.cluster, plan.grid, "dp", replicas) for replicas in owners)
+    owners = [
+        tuple(range(first, plan.grid.copies, plan.shard_ranks)) for first in range(plan.shard_ranks)
+    ]
+    return worst(
+        reached_along(plan.cluster, plan.grid, "cp-dp", replicas, summed=True)
+        for replicas in owners
+    )
 
 
 class CrossInstanceReduction:
-    """Models the all-reduces of a rank's shards across instances, one at a time; no time with a single instance.
+    """Models the all-reduces of a rank's shards across instances, one at a time; no time with a
+    single instance.
 
     Where they use the same links as the communication inside an instance, they take turns with it.
 

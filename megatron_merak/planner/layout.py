@@ -1,67 +1,65 @@
-"""Chooses where a chain of units is cut into stages and what each stage recomputes; each choice affects the other."""
+"""Chooses where a chain of units is cut into stages and what each stage recomputes; each choice
+affects the other.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from math import inf, isinf
-from typing import Any
 
-from megatron_merak.cluster import Cluster
 from megatron_merak.errors import PlanError
-from megatron_merak.plan import Plan, Shards, StagePlan, bytes_text, trained_tied
+from megatron_merak.plan import Plan, StagePlan, Unit, bytes_text, trained_tied
 from megatron_merak.planner.cost import optimizer_bytes, unit_costs
 from megatron_merak.planner.memory import Ledger
-from megatron_merak.planner.overlap import times
+from megatron_merak.planner.overlap import Times, times
 from megatron_merak.planner.partition import ExtraCost, partition
 from megatron_merak.planner.recompute import Chooser, Recompute
 
-GIB = 2**30
+
+def cut_costs(
+    units: Sequence[Unit], exposed: Sequence[Times], microbatches: int, update: float
+) -> tuple[list[float], list[tuple[float, list[int]]]]:
+    """Return what a step costs by which a chain is cut: of each unit, and of tensors that several
+    units have with the indices of these units.
+
+    exposed: times of each unit.
+    update:  seconds of the optimizer for one parameter.
+    """
+    users: dict[tuple[str, int], list[int]] = {}
+    for index, unit in enumerate(units):
+        for tensor in trained_tied(unit):
+            users.setdefault(tensor, []).append(index)
+    costs = [
+        microbatches * (each.forward + each.backward) + (unit.parameters - unit.frozen) * update
+        for unit, each in zip(units, exposed, strict=True)
+    ]
+    # a stage updates its copy of a tied tensor once, however many of its units use it
+    return costs, [(values * update, indices) for (_, values), indices in users.items()]
 
 
-class Layout:
+class StageLayouts:
     """Chooses the stages of a plan.
 
-    draft: the fields of a `Plan` except its stages.
+    draft: the plan, with any stages.
     limit: bytes that a rank may use, 0 where that is not known.
     """
 
-    def __init__(self, draft: Mapping[str, Any], recompute: Recompute, limit: float):
-        cluster: Cluster = draft["cluster"]
+    def __init__(self, draft: Plan, recompute: Recompute, limit: float):
         self.draft = draft
         self.recompute = recompute
         self.limit = limit
-        self.units = draft["units"]
-        self.schedule = draft["schedule"]
-        costs = unit_costs(self.units, cluster, draft["dtype"], draft["grid"])
-        exposed = [times([cost], draft["overlap"]) for cost in costs]
-        shards = Shards.of(draft["sharding"], draft["grid"].dp // draft["sharding_instances"])
-        state = draft.get("state_bytes", 8.0)
-        moved = optimizer_bytes(draft["dtype"], state)
-        update = cluster.device.compute_time(0, moved, draft["dtype"]) / shards.optimizer
-        copied = draft["bucket_size"] if draft.get("grad_reduce_in_bf16") and draft["grid"].dp > 1 else 0
-        self.ledger = Ledger(
-            self.units,
-            self.schedule,
-            draft["dtype"],
-            shards=shards,
-            copied=copied,
-            state_bytes=state,
-            frozen_bytes=draft.get("frozen_bytes", 0.0),
-            bucket_size=draft["bucket_size"],
-        )
+        self.units = draft.units
+        self.schedule = draft.schedule
+        costs = unit_costs(self.units, draft.cluster, draft.dtype, draft.grid)
+        exposed = [times([cost], draft.overlap) for cost in costs]
+        moved = optimizer_bytes(draft.dtype, draft.state_bytes)
+        update = draft.cluster.device.passes_time(moved) / draft.optimizer_shards
+        self.ledger = Ledger.of(draft)
         seconds = [each.forward for each in exposed]
         self.chooser = Chooser(recompute, self.units, seconds, self.ledger, memory=limit)
         maximum = Recompute("full") if recompute.method == "capacity" else recompute
         self.unlimited_chooser = Chooser(maximum, self.units, seconds, self.ledger, memory=0)
         count = self.schedule.microbatches
-        users: dict[tuple[str, int], list[int]] = {}
-        for index, unit in enumerate(self.units):
-            for tensor in trained_tied(unit):
-                users.setdefault(tensor, []).append(index)
-        # A stage updates its copy of a tied tensor once, however many of its units use it.
-        self.shared = [(values * update, unit_indices) for (_, values), unit_indices in users.items()]
-        self.costs = [
-            count * (each.forward + each.backward) + (unit.parameters - unit.frozen) * update
-            for unit, each in zip(self.units, exposed, strict=True)
-        ]
+        self.costs, self.shared = cut_costs(self.units, exposed, count, update)
 
     def plans(self, memory_gb: float | None) -> list[Plan]:
         """Return the plans to choose from, in which every rank fits into its memory.
@@ -75,10 +73,12 @@ class Layout:
             if memory_gb is not None and not fitting:
                 raise self._too_little(memory_gb, cuts[-1])
             cuts = fitting or cuts
-        return [Plan(**self.draft, stages=stages) for stages in dict.fromkeys(cuts)]
+        return [replace(self.draft, stages=stages) for stages in dict.fromkeys(cuts)]
 
     def _cuts(self, chooser: Chooser) -> list[tuple[StagePlan, ...]]:
-        """Cut by cost including recomputation; where that depends on the stage, also by cost without it."""
+        """Cut by cost including recomputation; where that depends on the stage, also by cost
+        without it.
+        """
         count = self.schedule.microbatches
 
         def recompute_cost(stage: int, first: int, last: int) -> float:
@@ -107,7 +107,13 @@ class Layout:
         stage = needs.index(max(needs))
         first = self.units[stages[stage].first].name
         last = self.units[stages[stage].last - 1].name
-        reason = f"no cut into {len(needs)} stages fits; cut by cost, stage {stage} ({first} .. {last}) needs "
+        reason = (
+            f"no cut into {len(needs)} stages fits; cut by cost, stage {stage} ({first} .. "
+            f"{last}) needs "
+        )
         reason += bytes_text(needs[stage])
-        remedy = "Use more tensor- or pipeline-parallel ranks, a smaller micro-batch or full recomputation"
+        remedy = (
+            "Use more tensor- or pipeline-parallel ranks, a smaller micro-batch or full "
+            "recomputation"
+        )
         return PlanError("--device-memory-gb", memory_gb, reason, remedy)

@@ -24,7 +24,8 @@ class Values:
     """Parameters and optimizer state of all replicas together.
 
     trained: number of trained parameters.
-    state:   bytes of the optimizer's state; where it is sharded, the number of shards times the largest one.
+    state:   bytes of the optimizer's state; where it is sharded, the number of shards times the
+             largest one.
     frozen:  bytes of frozen weights, which are never sharded over replicas.
     """
 
@@ -33,14 +34,17 @@ class Values:
     frozen: float = 0.0
 
     def __sub__(self, other: "Values") -> "Values":
-        return Values(self.trained - other.trained, self.state - other.state, self.frozen - other.frozen)
+        return Values(
+            self.trained - other.trained, self.state - other.state, self.frozen - other.frozen
+        )
 
 
 @dataclass(frozen=True)
 class StageMemory:
     """Memory of a stage at the peak of its rank, in bytes.
 
-    Of what is sharded over replicas only this rank's shard counts; what is temporarily unsharded is in ``working``.
+    Of what is sharded over replicas only this rank's shard counts; what is temporarily unsharded is
+    in ``working``.
 
     weights:     in the compute dtype.
     gradients:   fp32, of trained weights.
@@ -63,7 +67,13 @@ class StageMemory:
 
     @classmethod
     def of(
-        cls, values: "Values", dtype: str, activations: int, working: int, transfers: int, shards: Shards = UNSHARDED
+        cls,
+        values: "Values",
+        dtype: str,
+        activations: int,
+        working: int,
+        transfers: int,
+        shards: Shards = UNSHARDED,
     ) -> "StageMemory":
         weights = -(-values.trained * DTYPE_BYTES[dtype] // shards.parameters) + ceil(values.frozen)
         gradients = -(-values.trained * 4 // shards.gradients)
@@ -76,7 +86,8 @@ class StageMemory:
 
 
 def transfer_bytes(units: Sequence[Unit], stage: StagePlan) -> int:
-    """Return the bytes of transfer buffers: an activation and a gradient in flight at each end of a stage.
+    """Return the bytes of transfer buffers: an activation and a gradient in flight at each end of a
+    stage.
 
     Receives are pre-posted, and a sent tensor is kept until it has arrived.
     """
@@ -85,7 +96,9 @@ def transfer_bytes(units: Sequence[Unit], stage: StagePlan) -> int:
 
 
 class UnshardedUnits:
-    """Unsharded weights and gradients, which exist only while units compute, where they are sharded over replicas."""
+    """Unsharded weights and gradients, which exist only while units compute, where they are sharded
+    over replicas.
+    """
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: Shards):
         self.weight = DTYPE_BYTES[dtype] if shards.parameters > 1 else 0
@@ -97,9 +110,9 @@ class UnshardedUnits:
     def bytes(self, index: int, stage: StagePlan, unit: int) -> int:
         """Return the peak in bytes while a unit of stage ``index`` runs.
 
-        A forward has the weights of the unit and of the next one. A backward has those of the unit and of the one
-        before, and the gradients of the unit and of the next one, which is being reduced. Where W ops compute
-        gradients, weights and gradients do not exist at the same time.
+        A forward has the weights of the unit and of the next one. A backward has those of the unit
+        and of the one before, and the gradients of the unit and of the next one, which is being
+        reduced. Where W ops compute gradients, weights and gradients do not exist at the same time.
         """
         if not self.gradient:
             return 0
@@ -145,7 +158,24 @@ class Ledger:
         ]
         self._unsharded = UnshardedUnits(units, schedule, dtype, shards)
         self.moments = [moments(schedule, rank) for rank in range(len(schedule.ranks))]
-        self._own = [of_stage(self.moments[schedule.rank_of(stage)], stage) for stage in range(schedule.stages)]
+        self._own = [
+            of_stage(self.moments[schedule.rank_of(stage)], stage)
+            for stage in range(schedule.stages)
+        ]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Ledger":
+        """Return the memory of a plan's chain and schedule, whatever its stages."""
+        return cls(
+            plan.units,
+            plan.schedule,
+            plan.dtype,
+            shards=plan.shards,
+            copied=plan.copied,
+            state_bytes=plan.state_bytes,
+            frozen_bytes=plan.frozen_bytes,
+            bucket_size=plan.bucket_size,
+        )
 
     def alone(self, index: int, stage: StagePlan) -> StageMemory:
         """Return the memory of a stage as if it were the only one of its rank."""
@@ -154,32 +184,56 @@ class Ledger:
         values = self._values([stage])[0]
         return self._memory(stage, activations, values, self._working(index, stage))
 
+    def in_flight(self, index: int) -> int:
+        """Return the most micro-batches of a stage that keep at least what its recomputation
+        needs.
+        """
+        most = 0
+        for moment in self._own[index]:
+            keeping = (count for (_, state), count in moment if state != "held")
+            most = max(most, sum(keeping))
+        return most
+
     def alike(self, index: int) -> object:
         """Return a key that is equal for stages which need the same memory for the same units."""
-        return tuple(tuple((state, count) for (_, state), count in moment) for moment in self._own[index])
+        return tuple(
+            tuple((state, count) for (_, state), count in moment) for moment in self._own[index]
+        )
 
     def together(self, stages: Sequence[StagePlan]) -> list[StageMemory]:
         """Return the memory of every stage at the peak of its rank.
 
-        What stages of a rank need one at a time (``working``) or have in common (tied tensors) counts for one of them.
+        What stages of a rank need one at a time (``working``) or have in common (tied tensors)
+        counts for one of them.
         """
         memories: list[StageMemory | None] = [None] * len(stages)
         for rank, own in enumerate(self.stages_of):
-            footprints: dict[int, Footprint] = {index: footprint(self.units, stages[index]) for index in own}
+            footprints: dict[int, Footprint] = {
+                index: footprint(self.units, stages[index]) for index in own
+            }
             shares = peak(self.moments[rank], footprints)
             busiest = max(own, key=lambda index: self._working(index, stages[index]))
-            for index, values in zip(own, self._values([stages[index] for index in own]), strict=True):
+            for index, values in zip(
+                own, self._values([stages[index] for index in own]), strict=True
+            ):
                 working = self._working(index, stages[index]) if index == busiest else 0
                 memories[index] = self._memory(stages[index], shares[index], values, working)
         return [memory for memory in memories if memory is not None]
 
     def _working(self, index: int, stage: StagePlan) -> int:
-        """Return what the most demanding unit needs only while it runs, with the copies of gradients in flight."""
-        most = max(self.units[unit].transient_bytes + self._unsharded.bytes(index, stage, unit) for unit in stage.units)
+        """Return what the most demanding unit needs only while it runs, with the copies of
+        gradients in flight.
+        """
+        most = max(
+            self.units[unit].transient_bytes + self._unsharded.bytes(index, stage, unit)
+            for unit in stage.units
+        )
         return most + (self._copies(stage) if self.copied else 0)
 
     def _copies(self, stage: StagePlan) -> int:
-        """Return the bytes of bf16 copies: sent, received, and of the bucket before where gradients are unsharded."""
+        """Return the bytes of bf16 copies: sent, received, and of the bucket before where gradients
+        are unsharded.
+        """
         units = [self.units[unit] for unit in stage.units]
         values = trained_parameters(units)
         largest = max(trained_parameters([unit]) for unit in units)
@@ -187,7 +241,9 @@ class Ledger:
         before = min(bucket, values - bucket) if self.shards.optimizer == 1 else 0
         return 4 * bucket + 2 * before
 
-    def _memory(self, stage: StagePlan, activations: int, values: Values, working: int) -> StageMemory:
+    def _memory(
+        self, stage: StagePlan, activations: int, values: Values, working: int
+    ) -> StageMemory:
         transfers = transfer_bytes(self.units, stage)
         return StageMemory.of(values, self.dtype, activations, working, transfers, self.shards)
 
@@ -200,7 +256,9 @@ class Ledger:
             trained = trained_parameters(units)
             ranks = self.shards.optimizer
             state = shared_state(units, self.state_bytes, ranks, self._bucket_size)
-            together = Values(trained, state, self.frozen_bytes * (held_parameters(units) - trained))
+            together = Values(
+                trained, state, self.frozen_bytes * (held_parameters(units) - trained)
+            )
             added.append(together - earlier)
             earlier = together
         return added
@@ -208,17 +266,7 @@ class Ledger:
 
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Return the memory of each stage of the plan, at the peak of its rank."""
-    ledger = Ledger(
-        plan.units,
-        plan.schedule,
-        plan.dtype,
-        shards=plan.shards,
-        copied=plan.copied,
-        state_bytes=plan.state_bytes,
-        frozen_bytes=plan.frozen_bytes,
-        bucket_size=plan.bucket_size,
-    )
-    return tuple(ledger.together(plan.stages))
+    return tuple(Ledger.of(plan).together(plan.stages))
 
 
 def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:
@@ -235,16 +283,25 @@ def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:
 
 
 def overflowing_ranks(plan: Plan, limit: float) -> tuple[int, ...]:
-    """Return the pipeline ranks whose predicted peak exceeds ``limit`` bytes; none if that is 0, unknown."""
-    peaks = [sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.grid.pp)]
-    return tuple(rank for rank, peak in enumerate(peaks) if plan.predicted_bytes and 0 < limit < peak)
+    """Return the pipeline ranks whose predicted peak exceeds ``limit`` bytes; none if that is 0,
+    unknown.
+    """
+    peaks = [
+        sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank))
+        for rank in range(plan.grid.pp)
+    ]
+    return tuple(
+        rank for rank, peak in enumerate(peaks) if plan.predicted_bytes and 0 < limit < peak
+    )
 
 
 Fits = Callable[[int, StagePlan], bool]
 
 
 def fits(ledger: Ledger, memory: float) -> Fits:
-    """Whether a stage keeps within ``memory`` bytes of its rank; of several stages of a rank, each within its part."""
+    """Whether a stage keeps within ``memory`` bytes of its rank; of several stages of a rank, each
+    within its part.
+    """
 
     def within(index: int, stage: StagePlan) -> bool:
         share = len(ledger.stages_of[ledger.schedule.rank_of(index)])

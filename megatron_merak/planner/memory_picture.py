@@ -13,7 +13,8 @@ _COLORS = ("#2F7FC1", "#56B4E9", "#12936F", "#E69F00", "#D55E00", "#B5659A")
 
 
 def draw_memory(plan: Plan, path: str | Path, limit: float = 0) -> None:
-    """Write a PNG: a stacked bar per pipeline rank, in GiB, and a line at ``limit`` bytes where it is not 0.
+    """Write a PNG: a stacked bar per pipeline rank, in GiB, and a line at ``limit`` bytes where it
+    is not 0.
 
     Needs matplotlib, but no display.
     """
@@ -28,14 +29,19 @@ def draw_memory(plan: Plan, path: str | Path, limit: float = 0) -> None:
     if limit:
         axes.axhline(limit / GIB, color="#14181D", linestyle="--", linewidth=1)
         axes.annotate(
-            f"{limit / GIB:.0f} GiB", (1, limit / GIB), xycoords=("axes fraction", "data"), ha="right", va="bottom"
+            f"{limit / GIB:.0f} GiB",
+            (1, limit / GIB),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
         )
     axes.set_xticks(range(len(ranks)))
     axes.set_xlabel("pipeline rank")
     axes.set_ylabel("GiB (modelled peak of one rank)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
-        f"{plan.schedule.name}, {plan.num_microbatches} micro-batches of {plan.micro_batch_size}", loc="left"
+        f"{plan.schedule.name}, {plan.num_microbatches} micro-batches of {plan.micro_batch_size}",
+        loc="left",
     )
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
@@ -48,6 +54,13 @@ def _stack(axes, ranks: Sequence[StageMemory]) -> None:
     for field, color, column in zip(fields(StageMemory), _COLORS, columns, strict=True):
         heights = [size / GIB for size in column]
         axes.bar(
-            range(len(ranks)), heights, 0.72, below, color=color, edgecolor="white", linewidth=0.6, label=field.name
+            range(len(ranks)),
+            heights,
+            0.72,
+            below,
+            color=color,
+            edgecolor="white",
+            linewidth=0.6,
+            label=field.name,
         )
         below = [a + b for a, b in zip(below, heights, strict=True)]

@@ -27,8 +27,10 @@ def times(costs: Sequence[UnitCost], overlap: str, splits: bool = False) -> Time
     splits:  whether weight gradients are separate ops, which overlap with no collective.
 
     - none: no collective is overlapped.
-    - weight-gradient: collectives of the backward overlap with the weight gradients of the same units.
-    - sub-pipeline: collectives of one half of the micro-batch overlap with computation of the other, except the last.
+    - weight-gradient: collectives of the backward overlap with the weight gradients of the same
+      units.
+    - sub-pipeline: collectives of one half of the micro-batch overlap with computation of the
+      other, except the last.
     - pair: as weight-gradient; the rest overlaps with the other micro-batch where two run together.
     """
     forward = sum(cost.forward for cost in costs)
@@ -54,5 +56,7 @@ def _in_halves(costs: Sequence[UnitCost], splits: bool) -> Times:
     tails = [max((cost.last_reduces[side] for cost in costs), default=0.0) for side in (0, 1)]
     if not splits:
         tails[1] = max(0.0, tails[1] - weight / max(len(costs), 1))
-    forward, backward = (max(work, reduce) + tail for work, reduce, tail in zip(compute, reduces, tails, strict=True))
+    forward, backward = (
+        max(work, reduce) + tail for work, reduce, tail in zip(compute, reduces, tails, strict=True)
+    )
     return Times(forward, backward, weight)

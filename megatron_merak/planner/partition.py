@@ -1,4 +1,6 @@
-"""Cuts a chain of units into contiguous stages such that the costliest stage is as cheap as possible."""
+"""Cuts a chain of units into contiguous stages such that the costliest stage is as cheap as
+possible.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,8 +11,10 @@ from megatron_merak import _native
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.doubles import are_doubles
 
-ExtraCost = Callable[[int, int, int], float]  # (stage, start, end) -> cost of the stage beside its units
-Score = Callable[[float, float], float]  # (score of the stages before, cost of the next stage) -> their score
+# (stage, start, end) -> cost of the stage beside its units
+ExtraCost = Callable[[int, int, int], float]
+# (score of the stages before, cost of the next stage) -> their score
+Score = Callable[[float, float], float]
 
 _LARGEST_TOTAL = 2**26  # of integers, so that sums of their squares are exact in doubles
 
@@ -21,28 +25,36 @@ def partition(
     more: ExtraCost | None = None,
     shared: Sequence[tuple[float, Sequence[int]]] = (),
 ) -> tuple[int, ...]:
-    """Return bounds (0, ..., len(costs)) of non-empty stages; stage k has the units [bounds[k], bounds[k + 1]).
+    """Return bounds (0, ..., len(costs)) of non-empty stages; stage k has the units [bounds[k],
+    bounds[k + 1]).
 
-    Exact: the largest stage cost is minimal and, among the cuts that reach it, so is the sum of squared stage costs,
-    which balances the other stages. Dynamic programming in O(stages * n * w), where w is the longest stage considered
-    (about n / stages), in ``csrc/py/partition.cpp`` where that is built.
+    Exact: the largest stage cost is minimal and, among the cuts that reach it, so is the sum of
+    squared stage costs,
+    which balances the other stages. Dynamic programming in O(stages * n * w), where w is the
+    longest stage considered (about n / stages), in ``csrc/py/partition.cpp`` where that is built.
 
     more:   extra cost of a stage; infinite for a forbidden stage, and then also for more units.
-    shared: (cost, units that cause it): a stage with one or more of these units bears the cost once.
+    shared: (cost, units that cause it): a stage with one or more of these units bears the cost
+            once.
 
-    Raises PlanError for an impossible number of stages, for negative costs, and where ``more`` allows no cut.
+    Raises PlanError for an impossible number of stages, for negative costs, and where ``more``
+    allows no cut.
     """
     if stages < 1 or stages > len(costs):
         reason = f"every stage needs a unit, and the model is a chain of {len(costs)}"
         raise PlanError("stages", stages, reason, f"Use 1 to {len(costs)} pipeline stages")
     if min(costs) < 0:
-        raise PlanError("costs", f"of {len(costs)} units", "there must be none below 0", "Correct the costs")
+        raise PlanError(
+            "costs", f"of {len(costs)} units", "there must be none below 0", "Correct the costs"
+        )
     chain = _Chain(costs, shared, None if more is None else cache(more))
     even = [len(costs) * stage // stages for stage in range(stages + 1)]
     limit = max(chain.cost(k, even[k], even[k + 1]) for k in range(stages))
     least, bounds = chain.best_cuts(stages, limit, square=False)
     if bounds is None:
-        raise PlanError("stages", stages, "no cut of the chain keeps each within its bounds", "Use more stages")
+        raise PlanError(
+            "stages", stages, "no cut of the chain keeps each within its bounds", "Use more stages"
+        )
     _, bounds = chain.best_cuts(stages, least, square=True)
     assert bounds is not None  # the limit is the cost of a cut that exists
     return bounds
@@ -55,7 +67,12 @@ class _Chain:
     shared: (cost, number of the units that cause it before each unit).
     """
 
-    def __init__(self, costs: Sequence[float], shared: Sequence[tuple[float, Sequence[int]]], more: ExtraCost | None):
+    def __init__(
+        self,
+        costs: Sequence[float],
+        shared: Sequence[tuple[float, Sequence[int]]],
+        more: ExtraCost | None,
+    ):
         self.units = len(costs)
         self.more = more
         self.prefix = [0, *accumulate(costs)]
@@ -65,8 +82,11 @@ class _Chain:
         numbers = [*costs, *(cost for cost, _ in shared)]
         integers = more is None and all(isinstance(value, int) for value in numbers)
         integers = integers and sum(map(abs, numbers)) <= _LARGEST_TOTAL
-        # The compiled version uses doubles; sums of Python's integers, or of integers and floats, may be longer.
-        self.compiled = integers or (all(isinstance(value, float) for value in numbers) and are_doubles(numbers))
+        # The compiled version uses doubles; sums of Python's integers, or of integers and floats,
+        # may be longer.
+        self.compiled = integers or (
+            all(isinstance(value, float) for value in numbers) and are_doubles(numbers)
+        )
 
     def weigh(self, start: int, end: int) -> float:
         """Return the cost of a run's units, which never decreases with more units."""
@@ -79,10 +99,14 @@ class _Chain:
     def cost(self, stage: int, start: int, end: int) -> float:
         return self.weigh(start, end) + (self.more(stage, start, end) if self.more else 0.0)
 
-    def best_cuts(self, stages: int, limit: float, square: bool) -> tuple[float, tuple[int, ...] | None]:
-        """Return the least score and its bounds, over all cuts whose stages cost at most ``limit``; None if none does.
+    def best_cuts(
+        self, stages: int, limit: float, square: bool
+    ) -> tuple[float, tuple[int, ...] | None]:
+        """Return the least score and its bounds, over all cuts whose stages cost at most ``limit``;
+        None if none does.
 
-        square: whether the score is the sum of squared stage costs; otherwise it is the largest stage cost.
+        square: whether the score is the sum of squared stage costs; otherwise it is the largest
+                stage cost.
         """
         host = _native.host()
         if host is None or not self.compiled:
@@ -90,7 +114,9 @@ class _Chain:
         least, bounds = host.best_cuts(self.prefix, self.shared, stages, limit, square, self.more)
         return least, tuple(bounds) if bounds else None
 
-    def _best_cuts(self, stages: int, limit: float, score: Score) -> tuple[float, tuple[int, ...] | None]:
+    def _best_cuts(
+        self, stages: int, limit: float, score: Score
+    ) -> tuple[float, tuple[int, ...] | None]:
         # best[j]: the least score of units [0, j) in the stages so far.
         best: list[float | None] = [0] + [None] * self.units
         choices: list[list[int]] = []

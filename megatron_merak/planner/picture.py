@@ -16,45 +16,64 @@ def view(plan: Plan, title: str = "") -> View:
     grid = plan.grid
     step = timeline(plan)
     detail = (
-        f"{counted(grid.size, 'rank')} of {plan.cluster} = tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}, "
+        f"{counted(grid.size, 'rank')} of {plan.cluster} = tp {grid.tp} x cp {grid.cp} x dp "
+        f"{grid.dp} x pp {grid.pp}, "
     )
     samples = counted(plan.micro_batch_size, "sample")
     detail += f"{counted(len(plan.units), 'unit')}, {samples} per micro-batch; {_step_text(plan)}"
     curves = memory_curves(plan, step)
     seconds = step_time(plan, step)
-    return View(step, title, "modelled", detail, memory=curves, capacity=plan.cluster.device.usable, step=seconds)
+    return View(
+        step,
+        title,
+        "modelled",
+        detail,
+        memory=curves,
+        capacity=plan.cluster.device.usable,
+        step=seconds,
+    )
 
 
 def _step_text(plan: Plan) -> str:
-    """Return the predicted time of a step, and of its end, which a timeline of forwards and backwards omits."""
+    """Return the predicted time of a step, and of its end, which a timeline of forwards and
+    backwards omits.
+    """
     end = ending(plan)
     text = f"{prediction(plan)}; {time_text(end.total)} of it behind the pipeline"
     return text + f" (gradients {time_text(end.reductions)}, optimizer {time_text(end.optimizer)})"
 
 
 def memory_curves(plan: Plan, step: Timeline) -> tuple[Curve, ...]:
-    """Return the memory of each pipeline rank over a step; the peak is the one that the plan predicts.
+    """Return the memory of each pipeline rank over a step; the peak is the one that the plan
+    predicts.
 
-    Weights, gradients, optimizer state, transfer buffers and working memory of the largest unit count throughout the
-    step. What micro-batches keep changes at the start and end of ops.
+    Weights, gradients, optimizer state, transfer buffers and working memory of the largest unit
+    count throughout the step. What micro-batches keep changes at the start and end of ops.
     """
     when = {event.op: (event.start, event.end) for event in step.events}
     curves = []
     for rank, total in enumerate(rank_memory(plan)):
-        footprints = {stage: footprint(plan.units, plan.stages[stage]) for stage in plan.stages_of(rank)}
+        footprints = {
+            stage: footprint(plan.units, plan.stages[stage]) for stage in plan.stages_of(rank)
+        }
         curves.append(_curve(plan, rank, footprints, when, base=total.total - total.activations))
     return tuple(curves)
 
 
 def _curve(
-    plan: Plan, rank: int, footprints: dict[int, Footprint], when: dict[Op, tuple[float, float]], base: int
+    plan: Plan,
+    rank: int,
+    footprints: dict[int, Footprint],
+    when: dict[Op, tuple[float, float]],
+    base: int,
 ) -> Curve:
     points: list[tuple[float, int]] = [(0.0, base)]
     for ops, running, after in rank_moments(plan.schedule, rank):
         start, end = when[ops[0]]
         for time, moment in ((start, running), (end, after)):
             if points[-1][0] == time:
-                points.pop()  # the next op starts at once: the state between the ops has no duration
+                # the next op starts at once: the state between the ops has no duration
+                points.pop()
             points.append((time, base + _saved(moment, footprints)))
     return tuple(points)
 

@@ -1,5 +1,6 @@
 """Predicts the time of one step of a plan on its cluster."""
 
+import math
 from dataclasses import dataclass, replace
 
 from megatron_merak.cluster import all_reduce
@@ -7,7 +8,7 @@ from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
 from megatron_merak.plan import Plan, trained_parameters, trained_tied
 from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
-from megatron_merak.planner.links import link_along
+from megatron_merak.planner.links import reached_along
 from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.overlap import Times, times
 from megatron_merak.planner.reduction import exposed_gather, exposed_reduction
@@ -44,27 +45,41 @@ def priced(plan: Plan) -> Plan:
 def stage_costs(plan: Plan) -> StageCosts:
     """Return the times of one micro-batch on each stage, and of its transfers between neighbours.
 
-    They include the exposed time of tensor-parallel collectives, given ``plan.overlap``, also in recomputation, and of
-    collectives over replicas where gradients or weights are sharded.
+    They include the exposed time of tensor-parallel collectives, given ``plan.overlap``, also in
+    recomputation, and of collectives over replicas where gradients or weights are sharded.
     """
     costs = _unit_costs(plan)
     transfer = []
     latency = []
     for border, stage in enumerate(plan.stages[:-1]):
         ends = tuple(plan.schedule.rank_of(border + side) for side in (0, 1))
-        link = link_along(plan.cluster, plan.grid, "pp", ends)
+        link = reached_along(plan.cluster, plan.grid, "pp", ends)
         transfer.append(plan.units[stage.last - 1].output_bytes / link.bandwidth)
         latency.append(link.latency)
-    recompute = [times([costs[unit] for unit in stage.recompute], plan.overlap).forward for stage in plan.stages]
+    recompute = [
+        times([costs[unit] for unit in stage.recompute], plan.overlap).forward
+        for stage in plan.stages
+    ]
     both = list(zip(_stage_times(plan, costs), stage_waits(plan, costs), strict=True))
+    handover = _handover(plan)
     return StageCosts(
-        forward=tuple(stage.forward + wait.forward for stage, wait in both),
-        backward=tuple(stage.backward + wait.backward + wait.weight for stage, wait in both),
+        forward=tuple(handover + stage.forward + wait.forward for stage, wait in both),
+        backward=tuple(
+            handover + stage.backward + wait.backward + wait.weight for stage, wait in both
+        ),
         weight=tuple(min(stage.weight, stage.backward) + wait.weight for stage, wait in both),
-        recompute=tuple(seconds + wait.recompute for seconds, (_, wait) in zip(recompute, both, strict=True)),
+        recompute=tuple(
+            seconds + wait.recompute for seconds, (_, wait) in zip(recompute, both, strict=True)
+        ),
         transfer=tuple(transfer),
         latency=tuple(latency),
     )
+
+
+def _handover(plan: Plan) -> float:
+    """Return the seconds that a pass spends on handing over to a neighbour."""
+    practice = plan.cluster.device.practice
+    return 0.0 if practice is None or plan.grid.pp == 1 else practice.handover
 
 
 def _unit_costs(plan: Plan) -> tuple[UnitCost, ...]:
@@ -72,7 +87,9 @@ def _unit_costs(plan: Plan) -> tuple[UnitCost, ...]:
 
 
 def _stage_times(plan: Plan, costs: tuple[UnitCost, ...]) -> list[Times]:
-    split = {op.stage for entry in plan.schedule.entries() for op in ops_of(entry) if op.kind is Kind.W}
+    split = {
+        op.stage for entry in plan.schedule.entries() for op in ops_of(entry) if op.kind is Kind.W
+    }
     return [
         times([costs[unit] for unit in stage.units], plan.overlap, index in split)
         for index, stage in enumerate(plan.stages)
@@ -80,9 +97,13 @@ def _stage_times(plan: Plan, costs: tuple[UnitCost, ...]) -> list[Times]:
 
 
 def hidden_share(plan: Plan) -> float:
-    """Return the hidden share, 0 to 1, of the shorter one of a forward and a backward that run together."""
+    """Return the hidden share, 0 to 1, of the shorter one of a forward and a backward that run
+    together.
+    """
     stages = _stage_times(plan, _unit_costs(plan))
-    return min((s.hidden / max(min(s.forward, s.backward), s.hidden) if s.hidden else 0.0) for s in stages)
+    return min(
+        (s.hidden / max(min(s.forward, s.backward), s.hidden) if s.hidden else 0.0) for s in stages
+    )
 
 
 def timeline(plan: Plan) -> Timeline:
@@ -91,20 +112,28 @@ def timeline(plan: Plan) -> Timeline:
 
 
 def step_time(plan: Plan, pipeline: Timeline) -> float:
-    """Return the seconds of the pipeline and of what follows it."""
-    return pipeline.makespan + ending(plan).total
+    """Return the seconds of the pipeline and of what follows it, with those that ranks wait for the
+    slowest.
+    """
+    seconds = pipeline.makespan + ending(plan).total
+    practice = plan.cluster.device.practice
+    if practice is None:
+        return seconds
+    nodes = max(plan.grid.size / plan.cluster.ranks_per_node, 1.0)
+    skew = practice.skew * math.log2(nodes)
+    return seconds * (1 + skew) + practice.step * math.log2(plan.grid.copies)
 
 
 def ending(plan: Plan) -> Ending:
     """Return the time that follows the pipeline on the slowest rank.
 
-    It consists of the exposed data-parallel reductions of gradients, the exposed all-gathers of sharded parameters, the
-    all-reduces of tied tensors' gradients, and the optimizer step.
+    It consists of the exposed data-parallel reductions of gradients, the exposed all-gathers of
+    sharded parameters, the all-reduces of tied tensors' gradients, and the optimizer step.
     """
     units = _unit_costs(plan)
     waits = stage_waits(plan, units)
     moved = optimizer_bytes(plan.dtype, plan.state_bytes)
-    update = plan.cluster.device.compute_time(0, moved, plan.dtype) / plan.optimizer_shards
+    update = plan.cluster.device.passes_time(moved) / plan.optimizer_shards
     ties = _tie_times(plan)
     endings = []
     for rank in range(plan.grid.pp):
@@ -115,8 +144,11 @@ def ending(plan: Plan) -> Ending:
     return max(endings, key=lambda ending: ending.total)
 
 
-def _reductions(plan: Plan, rank: int, own: list[int], units: tuple[UnitCost, ...], waits: list[Waits]) -> float:
-    """Return the seconds that a rank waits for its replicas after its last backward and before its first forward.
+def _reductions(
+    plan: Plan, rank: int, own: list[int], units: tuple[UnitCost, ...], waits: list[Waits]
+) -> float:
+    """Return the seconds that a rank waits for its replicas after its last backward and before its
+    first forward.
 
     own: indices of the rank's units.
     """
@@ -137,7 +169,7 @@ def _tie_times(plan: Plan) -> list[float]:
             holders.setdefault(tensor, []).append(rank)
     seconds = [0.0] * plan.grid.pp
     for (_, values), ranks in holders.items():
-        link = link_along(plan.cluster, plan.grid, "pp", tuple(ranks))
+        link = reached_along(plan.cluster, plan.grid, "pp", tuple(ranks), summed=True)
         for rank in ranks if len(ranks) > 1 else ():
             seconds[rank] += all_reduce(len(ranks), 4 * values / plan.shards.gradients, link)
     return seconds

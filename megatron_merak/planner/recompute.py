@@ -27,7 +27,9 @@ class Recompute:
 
     @classmethod
     def of(cls, granularity: str | None, method: str | None, layers: int | None) -> "Recompute":
-        """Make it from the flags ``--recompute-granularity``, ``--recompute-method`` and ``--recompute-num-layers``."""
+        """Make it from the flags ``--recompute-granularity``, ``--recompute-method`` and
+        ``--recompute-num-layers``.
+        """
         return cls(method or "full", layers or 1) if granularity == "full" else cls()
 
     @property
@@ -37,12 +39,15 @@ class Recompute:
 
 
 def recomputed_units(units: Sequence[Unit]) -> tuple[int, ...]:
-    """Return the units of full recomputation: those that keep more than their output, except the last one.
+    """Return the units of full recomputation: those that keep more than their output, except the
+    last one.
 
-    An embedding keeps at most a dropout mask. The last unit has the costliest product of the model, the output layer,
-    and its backward follows its forward immediately.
+    An embedding keeps at most a dropout mask. The last unit has the costliest product of the model,
+    the output layer, and its backward follows its forward immediately.
     """
-    return tuple(index for index, unit in enumerate(units[:-1]) if unit.saved_bytes > unit.output_bytes)
+    return tuple(
+        index for index, unit in enumerate(units[:-1]) if unit.saved_bytes > unit.output_bytes
+    )
 
 
 class Chooser:
@@ -53,7 +58,12 @@ class Chooser:
     """
 
     def __init__(
-        self, recompute: Recompute, units: Sequence[Unit], seconds: Sequence[float], ledger: Ledger, memory: float
+        self,
+        recompute: Recompute,
+        units: Sequence[Unit],
+        seconds: Sequence[float],
+        ledger: Ledger,
+        memory: float,
     ):
         self.recompute = recompute
         self.units = units
@@ -63,7 +73,8 @@ class Chooser:
         self.candidates = recomputed_units(units)
         early = {op.stage for op in _ops(ledger.schedule) if op.kind is Kind.R}
         last = ledger.schedule.stages - 1
-        # Where other stages have R ops, the last one has no idle time for recomputation: it keeps its tapes.
+        # Where other stages have R ops, the last one has no idle time for recomputation: it keeps
+        # its tapes.
         self._keeping = last if early and last not in early else None
         kinds: dict[tuple, int] = {}
         self._kinds = [
@@ -74,10 +85,13 @@ class Chooser:
         ]  # fmt: skip
         self._fewest_cache: dict[object, tuple[int, ...] | None] = {}
         self._fits_cache: dict[object, bool] = {}
-        stages_per_rank = [len(ledger.stages_of[ledger.schedule.rank_of(index)]) for index in range(last + 1)]
+        stages_per_rank = [
+            len(ledger.stages_of[ledger.schedule.rank_of(index)]) for index in range(last + 1)
+        ]
         states: dict[object, int] = {}
         self._states = [
-            states.setdefault((ledger.alike(index), share), len(states)) for index, share in enumerate(stages_per_rank)
+            states.setdefault((ledger.alike(index), share), len(states))
+            for index, share in enumerate(stages_per_rank)
         ]
         self._stages_per_rank = stages_per_rank
 
@@ -85,37 +99,56 @@ class Chooser:
         """Return the stages between these bounds, with what each recomputes."""
         if self.recompute.method == "stage-aware":
             return self._by_ratio(bounds)
-        return tuple(self.stage(index, bounds[index], bounds[index + 1]) for index in range(len(bounds) - 1))
+        return tuple(
+            self.stage(index, bounds[index], bounds[index + 1]) for index in range(len(bounds) - 1)
+        )
 
     def stage(self, index: int, first: int, last: int) -> StagePlan:
-        """Return one stage, chosen independently of the others. If it cannot fit, it recomputes as much as possible."""
-        candidates = self.candidates[bisect_left(self.candidates, first) : bisect_left(self.candidates, last)]
+        """Return one stage, chosen independently of the others. If it cannot fit, it recomputes as
+        much as possible.
+        """
+        candidates = self.candidates[
+            bisect_left(self.candidates, first) : bisect_left(self.candidates, last)
+        ]
         match self.recompute.method:
             case "none":
                 return StagePlan(first, last)
             case "uniform":
                 return StagePlan(first, last, tuple(candidates), self._span(candidates))
             case "block":
-                layers = list(dict.fromkeys(self._layer(unit) for unit in candidates))[: self.recompute.layers]
-                return StagePlan(first, last, tuple(unit for unit in candidates if self._layer(unit) in layers))
+                layers = list(dict.fromkeys(self._layer(unit) for unit in candidates))[
+                    : self.recompute.layers
+                ]
+                return StagePlan(
+                    first, last, tuple(unit for unit in candidates if self._layer(unit) in layers)
+                )
             case "capacity":
                 fewest = self._fewest(index, first, last)
-                return StagePlan(first, last, tuple(range(first, last)) if fewest is None else fewest)
+                return StagePlan(
+                    first, last, tuple(range(first, last)) if fewest is None else fewest
+                )
         without = StagePlan(first, last)
         if index == self._keeping and (not self.memory or self._fits(index, without)):
             return without
         return StagePlan(first, last, tuple(candidates))
 
     def extra(self, index: int, first: int, last: int) -> float:
-        """Return the seconds of recomputation of a stage per micro-batch; infinity where the stage does not fit."""
+        """Return the seconds of recomputation of a stage per micro-batch; infinity where the stage
+        does not fit.
+        """
         if self.recompute.method == "capacity":
             fewest = self._fewest(index, first, last)
             return math.inf if fewest is None else sum(self.seconds[unit] for unit in fewest)
-        # The stage-aware rule applies to stages that were cut without regard to the cost of recomputation.
+        # The stage-aware rule applies to stages that were cut without regard to the cost of
+        # recomputation.
         chosen = self.stage(index, first, last)
         if self.memory and not self._fits(index, chosen):
             return math.inf
-        return 0.0 if self.recompute.method == "stage-aware" else sum(self.seconds[unit] for unit in chosen.recompute)
+        return (
+            0.0
+            if self.recompute.method == "stage-aware"
+            else sum(self.seconds[unit] for unit in chosen.recompute)
+        )
 
     def _layer(self, unit: int) -> str:
         """Return the layer that a unit belongs to: its name up to the first number."""
@@ -130,28 +163,38 @@ class Chooser:
         return self.recompute.layers * max(sizes.values(), default=1)
 
     def _fits(self, index: int, stage: StagePlan) -> bool:
-        """Return whether a stage fits, where each of n stages of a rank may use 1/n of the memory. Cached."""
+        """Return whether a stage fits, where each of n stages of a rank may use 1/n of the memory.
+        Cached.
+        """
         recompute = tuple(unit - stage.first for unit in stage.recompute)
         key = *self._key(index, stage.first, stage.last), recompute, stage.span
         if key not in self._fits_cache:
-            self._fits_cache[key] = self.ledger.alone(index, stage).total * self._stages_per_rank[index] <= self.memory
+            self._fits_cache[key] = (
+                self.ledger.alone(index, stage).total * self._stages_per_rank[index] <= self.memory
+            )
         return self._fits_cache[key]
 
     def _key(self, index: int, first: int, last: int) -> tuple[object, ...]:
-        """Return a key that is equal for stages which need the same memory and take the same time."""
+        """Return a key that is equal for stages which need the same memory and take the
+        same time.
+        """
         before = self.units[first - 1].output_bytes if first else 0
         return self._states[index], before, last == len(self.units), tuple(self._kinds[first:last])
 
     def _fewest(self, index: int, first: int, last: int) -> tuple[int, ...] | None:
-        """Return the units that the "capacity" method recomputes; None if the stage cannot fit. Cached.
+        """Return the units that the "capacity" method recomputes; None if the stage cannot fit.
+        Cached.
 
-        Units are added by ascending seconds per saved byte until the stage fits, earlier units first, because a
-        backward frees the tapes of later ones first. Then those that are not needed are removed, the costliest first.
+        Units are added by ascending seconds per saved byte until the stage fits, earlier units
+        first, because a backward frees the tapes of later ones first. Then those that are not
+        needed are removed, the costliest first.
         """
         key = self._key(index, first, last)
         if key not in self._fewest_cache:
             fewest = self._search(index, first, last)
-            self._fewest_cache[key] = None if fewest is None else tuple(unit - first for unit in fewest)
+            self._fewest_cache[key] = (
+                None if fewest is None else tuple(unit - first for unit in fewest)
+            )
         offsets = self._fewest_cache[key]
         return None if offsets is None else tuple(unit + first for unit in offsets)
 
@@ -162,7 +205,9 @@ class Chooser:
         if fits(()):
             return ()
         useful = [unit for unit in range(first, last) if self.units[unit].saved_bytes]
-        order = sorted(useful, key=lambda unit: (self.seconds[unit] / self.units[unit].saved_bytes, unit))
+        order = sorted(
+            useful, key=lambda unit: (self.seconds[unit] / self.units[unit].saved_bytes, unit)
+        )
         chosen = order[: _least(len(order), lambda count: fits(order[:count]))]
         if not fits(chosen):
             return None
@@ -179,18 +224,23 @@ class Chooser:
     def _by_ratio(self, bounds: Sequence[int]) -> tuple[StagePlan, ...]:
         """Return the stages by Merak's rule, which keeps more activations on later stages.
 
-        The last of s stages keeps all tapes; stage i (from 1) those of a_i = min(L_i, a_1 (s - 1) / (s - i)) of its L_i
-        layers, with the largest a_1 for which every stage fits.
+        The last of s stages keeps all tapes; stage i (from 1) those of a_i = min(L_i, a_1 (s - 1) /
+        (s - i)) of its L_i layers, with the largest a_1 for which every stage fits.
         """
         count = len(bounds) - 1
-        layers = [[unit for unit in self.candidates if bounds[k] <= unit < bounds[k + 1]] for k in range(count)]
+        layers = [
+            [unit for unit in self.candidates if bounds[k] <= unit < bounds[k + 1]]
+            for k in range(count)
+        ]
 
         def stages(first: int) -> tuple[StagePlan, ...]:
             plans = []
             for index, own in enumerate(layers):
                 rest = count - 1 - index
                 keep = min(len(own), first * (count - 1) // rest) if rest else len(own)
-                plans.append(StagePlan(bounds[index], bounds[index + 1], tuple(own[: len(own) - keep])))
+                plans.append(
+                    StagePlan(bounds[index], bounds[index + 1], tuple(own[: len(own) - keep]))
+                )
             return tuple(plans)
 
         best = stages(0)

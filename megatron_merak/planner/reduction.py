@@ -1,6 +1,7 @@
 """The exposed time of data-parallel communication.
 
-The reduction of gradients overlaps with the last backward, the all-gather of sharded parameters with the next forward.
+The reduction of gradients overlaps with the last backward, the all-gather of sharded parameters
+with the next forward.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,20 +13,24 @@ from megatron_merak.planner.instances import CrossInstanceReduction, link_inside
 
 
 def exposed_reduction(plan: Plan, own: list[int], costs: tuple[UnitCost, ...]) -> float:
-    """Return the seconds from the end of a rank's last backward until its gradients are reduced over the replicas.
+    """Return the seconds from the end of a rank's last backward until its gradients are reduced
+    over the replicas.
 
-    With overlap a bucket is reduced once the last backward has filled it, one bucket at a time; without, all buckets
-    after the backward. A unit's gradients are assumed to come evenly during its backward. A bucket is reduced inside an
-    instance first, then across instances.
+    With overlap a bucket is reduced once the last backward has filled it, one bucket at a time;
+    without, all buckets after the backward. A unit's gradients are assumed to come evenly during
+    its backward. A bucket is reduced inside an instance first, then across instances.
 
     own: indices of the rank's units, ascending.
     """
-    if plan.grid.dp == 1:
+    if plan.grid.copies == 1:
         return 0.0
     reduction_time = _reduction(plan)
     across = CrossInstanceReduction(plan)
     recomputed = {unit for stage in plan.stages for unit in stage.recompute}
-    seconds = {unit: costs[unit].backward + (costs[unit].forward if unit in recomputed else 0.0) for unit in own}
+    seconds = {
+        unit: costs[unit].backward + (costs[unit].forward if unit in recomputed else 0.0)
+        for unit in own
+    }
     now = free = -sum(seconds.values()) if plan.overlap_grad_reduce else 0.0
     for unit, share, bucket in _fill_buckets(plan, own):
         now += seconds[unit] * share if plan.overlap_grad_reduce else 0.0
@@ -38,8 +43,8 @@ def exposed_reduction(plan: Plan, own: list[int], costs: tuple[UnitCost, ...]) -
 def exposed_gather(plan: Plan, own: list[int], costs: tuple[UnitCost, ...]) -> float:
     """Return the seconds that a rank's forward waits for the all-gather of updated parameters.
 
-    Buckets are gathered one at a time, those of the first units first. With overlap a unit starts when its buckets have
-    arrived; without, when all have.
+    Buckets are gathered one at a time, those of the first units first. With overlap a unit starts
+    when its buckets have arrived; without, when all have.
 
     own: indices of the rank's units, ascending.
     """
@@ -60,8 +65,8 @@ def exposed_gather(plan: Plan, own: list[int], costs: tuple[UnitCost, ...]) -> f
 def _fill_buckets(plan: Plan, own: list[int]) -> Iterator[tuple[int, float, float]]:
     """Yield how buckets fill from the last parameter of a rank to the first.
 
-    Each item is (unit, share of its parameters that are added, size of the bucket that is full then, or 0). Where
-    gradients are sharded a unit is a bucket.
+    Each item is (unit, share of its parameters that are added, size of the bucket that is full
+    then, or 0). Where gradients are sharded a unit is a bucket.
     """
     filled = 0.0
     unit = own[0]
@@ -94,11 +99,15 @@ def _link(plan: Plan) -> Link:
 
 
 def own_values(units: tuple[Unit, ...], own: Iterable[int]) -> list[tuple[int, int]]:
-    """Return (unit, number of trained parameters); a tied tensor counts for the first unit that has it."""
+    """Return (unit, number of trained parameters); a tied tensor counts for the first unit that has
+    it.
+    """
     seen: set[tuple[str, int]] = set()
     counts = []
     for unit in own:
         tied = [pair for pair in trained_tied(units[unit]) if pair not in seen]
         seen.update(tied)
-        counts.append((unit, units[unit].parameters - units[unit].frozen + sum(values for _, values in tied)))
+        counts.append(
+            (unit, units[unit].parameters - units[unit].frozen + sum(values for _, values in tied))
+        )
     return counts

@@ -13,7 +13,8 @@ from megatron_merak.planner.memory import overflowing_ranks, rank_memory
 from megatron_merak.planner.written import is_paired
 
 FULL = MappingProxyType({"recompute_granularity": "full"})
-ALONE = MappingProxyType({"optim": "--use-distributed-optimizer"})  # strategies with a flag of their own
+# strategies with a flag of their own
+ALONE = MappingProxyType({"optim": "--use-distributed-optimizer"})
 FIELD = "data_parallel_sharding_strategy"
 _TIMES = (2, 4, 8)  # factors tried for the ranks of a replica and of the job
 Changes = Mapping[str, str | int]  # settings of parallelism, and their new values
@@ -21,13 +22,14 @@ Remake = Callable[[Changes], Plan | None]
 
 
 def misfits(plan: Plan, limit: float, remake: Remake | None = None) -> list[str]:
-    """Return a line for each pipeline rank whose predicted peak exceeds its limit, then one per remedy.
+    """Return a line for each pipeline rank whose predicted peak exceeds its limit, then one per
+    remedy.
 
     The list is empty where the plan fits.
 
     limit:  bytes that a rank may use, see ``limit_of``; 0: unknown.
-    remake: makes the plan with changed settings; returns None where these are invalid. Without it, as for a stored
-            plan, stages and degrees stay unchanged.
+    remake: makes the plan with changed settings; returns None where these are invalid. Without it,
+            as for a stored plan, stages and degrees stay unchanged.
     """
     ranks = overflowing_ranks(plan, limit)
     if not ranks:
@@ -41,14 +43,17 @@ def misfits(plan: Plan, limit: float, remake: Remake | None = None) -> list[str]
         largest = _largest(other)
         fitting |= largest <= limit
         fits = "fits" if largest <= limit else "does not fit either"
-        lines.append(f"  with {flags(changes)} the largest rank needs {largest / GIB:.1f} GiB: it {fits}")
+        lines.append(
+            f"  with {flags(changes)} the largest rank needs {largest / GIB:.1f} GiB: it {fits}"
+        )
     if not fitting and remake is not None:
         lines += _degrees(plan, limit, remake, may_recompute)
     return lines
 
 
 def limit_of(device: Device, memory_gb: float | None) -> float:
-    """Return the bytes that a rank may use: what was stated, as far as the device has it, else what is usable of it.
+    """Return the bytes that a rank may use: what was stated, as far as the device has it, else what
+    is usable of it.
 
     memory_gb: of ``--device-memory-gb``.
     """
@@ -75,11 +80,13 @@ def flags(changes: Changes) -> str:
     )
 
 
-def _cheapest_first(plan: Plan, limit: float, remake: Remake, may_recompute: bool) -> Iterator[tuple[Changes, Plan]]:
+def _cheapest_first(
+    plan: Plan, limit: float, remake: Remake, may_recompute: bool
+) -> Iterator[tuple[Changes, Plan]]:
     """Yield (settings, plan) that need less memory, those that cost least time first.
 
-    These are the sharding strategies up to the first that fits, with the plan's recomputation, then with full
-    recomputation.
+    These are the sharding strategies up to the first that fits, with the plan's recomputation, then
+    with full recomputation.
 
     may_recompute: whether the plan recomputes less than everything.
     """
@@ -89,14 +96,16 @@ def _cheapest_first(plan: Plan, limit: float, remake: Remake, may_recompute: boo
         yield from _sharded(plan, FULL, limit, remake)
 
 
-def _sharded(plan: Plan, more: Changes, limit: float, remake: Remake) -> Iterator[tuple[Changes, Plan]]:
+def _sharded(
+    plan: Plan, more: Changes, limit: float, remake: Remake
+) -> Iterator[tuple[Changes, Plan]]:
     """Yield plans with strategies that shard more than the plan's own, up to the first that fits.
 
     more: other settings to change.
     """
-    stronger = SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :] if plan.grid.dp > 1 else ()
+    stronger = SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :] if plan.grid.copies > 1 else ()
     for sharding in stronger:
-        if refused_together(sharding, plan.grid.dp, plan.overlap, is_paired(plan.schedule)):
+        if refused_together(sharding, plan.grid.copies, plan.overlap, is_paired(plan.schedule)):
             return
         changes = {FIELD: sharding, **more}
         if (other := remake(changes)) is None:
@@ -118,8 +127,14 @@ def _degrees(plan: Plan, limit: float, remake: Remake, may_recompute: bool) -> l
                 changes, other = min(fitting, key=lambda pair: pair[1].predicted_time)
                 needs = f"{_largest(other) / GIB:.1f} GiB"
                 takes = time_text(other.predicted_time)
-                return [f"  with {flags(changes)} the largest rank needs {needs}, and a step takes {takes}: it fits"]
-    return [f"  up to {ranks} ranks with larger degrees do not suffice either: use a smaller micro-batch or model"]
+                return [
+                    f"  with {flags(changes)} the largest rank needs {needs}, and a step takes "
+                    f"{takes}: it fits"
+                ]
+    return [
+        f"  up to {ranks} ranks with larger degrees do not suffice either: use a smaller "
+        "micro-batch or model"
+    ]
 
 
 def _fitting(
@@ -131,7 +146,9 @@ def _fitting(
     times: by which factor a replica has more ranks than in ``plan``.
     """
     strategies: list[Changes] = [{}, {FIELD: "optim"}, {FIELD: SHARDINGS[-1]}]
-    variants: list[Changes] = strategies[:2] + [{**strategy, **FULL} for strategy in strategies[:2] if may_recompute]
+    variants: list[Changes] = strategies[:2] + [
+        {**strategy, **FULL} for strategy in strategies[:2] if may_recompute
+    ]
     variants.append({**strategies[2], **(FULL if may_recompute else {})})
     more: Changes = {} if ranks == plan.grid.size else {"world_size": ranks}
     for degrees in _factors(plan, times, ranks):
@@ -144,7 +161,9 @@ def _fitting(
 
 
 def _factors(plan: Plan, times: int, ranks: int) -> Iterator[Changes]:
-    """Yield degrees whose product is ``times`` that of the plan; tensor parallelism stays inside a node."""
+    """Yield degrees whose product is ``times`` that of the plan; tensor parallelism stays inside a
+    node.
+    """
     grid = plan.grid
     if times == 1:
         yield {}

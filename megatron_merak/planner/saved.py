@@ -1,4 +1,6 @@
-"""Activation memory: what a micro-batch keeps on a stage for its backward, and how many are in flight in a schedule."""
+"""Activation memory: what a micro-batch keeps on a stage for its backward, and how many are in
+flight in a schedule.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,17 +10,19 @@ from megatron_merak import _native
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, ops_of
 from megatron_merak.plan import StagePlan, Unit
 
-# The micro-batches in flight on a rank at some time, as ((stage, state), count) pairs. The states are the fields of a
-# Footprint.
+# The micro-batches in flight on a rank at some time, as ((stage, state), count) pairs. The states
+# are the fields of a Footprint.
 Moment = tuple[tuple[tuple[int, str], int], ...]
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one micro-batch keeps on one stage, by its state. ``csrc/py/moments.cpp`` uses the same names.
+    """Bytes that one micro-batch keeps on one stage, by its state. ``csrc/py/moments.cpp`` uses the
+    same names.
 
     Between ops:
-    kept:          after F: the inputs of recomputed blocks, and the tapes of units that are not recomputed.
+    kept:          after F: the inputs of recomputed blocks, and the tapes of units that are not
+                   recomputed.
     taped:         after R: all tapes.
     held:          after B, where a W follows: the operands of weight gradients.
 
@@ -43,11 +47,15 @@ class Footprint:
 def footprint(units: Sequence[Unit], stage: StagePlan) -> Footprint:
     """Return the footprint of one stage of the chain ``units``.
 
-    A forward through recomputed units has the tape of one unit at a time. A backward runs blocks (units that are
-    recomputed together, or single units) in reverse: it has the tape of one recomputed block at a time and frees it
-    afterwards, except what a W needs. The token ids, the input of the first unit, are not counted.
+    A forward through recomputed units has the tape of one unit at a time. A backward runs blocks
+    (units that are recomputed together, or single units) in reverse: it has the tape of one
+    recomputed block at a time and frees it afterwards, except what a W needs. The token ids, the
+    input of the first unit, are not counted.
     """
-    inputs = [units[unit - 1].output_bytes - units[unit - 1].passed_bytes if unit else 0 for unit in stage.units]
+    inputs = [
+        units[unit - 1].output_bytes - units[unit - 1].passed_bytes if unit else 0
+        for unit in stage.units
+    ]
     inputs[0] = units[stage.first - 1].output_bytes if stage.first else 0
     # per block: (kept, tape beyond that, held)
     kept = 0
@@ -64,7 +72,10 @@ def footprint(units: Sequence[Unit], stage: StagePlan) -> Footprint:
         else:
             blocks.append((entering + sum(saved) - unread, 0, held))
         kept += blocks[-1][0]
-        forward = max(forward, kept + (max(map(sum, zip(saved, (0, *inner), strict=True))) if recomputed else 0))
+        forward = max(
+            forward,
+            kept + (max(map(sum, zip(saved, (0, *inner), strict=True))) if recomputed else 0),
+        )
     taped = kept + sum(tape for _, tape, _ in blocks)
     return Footprint(
         kept=kept,
@@ -101,7 +112,9 @@ def _backward(blocks: Sequence[tuple[int, int, int]], early: bool, defer: bool) 
 
 
 def rank_moments(schedule: Schedule, rank: int) -> Iterator[tuple[tuple[Op, ...], Moment, Moment]]:
-    """Yield (compute ops, moment while they run, moment after them) for each entry of a rank's schedule."""
+    """Yield (compute ops, moment while they run, moment after them) for each entry of a rank's
+    schedule.
+    """
     ops = [op for entry in schedule.ranks[rank] for op in ops_of(entry) if op.kind.is_compute]
     early = {(op.stage, op.microbatch) for op in ops if op.kind is Kind.R}
     split = {(op.stage, op.microbatch) for op in ops if op.kind is Kind.W}
@@ -124,7 +137,9 @@ def rank_moments(schedule: Schedule, rank: int) -> Iterator[tuple[tuple[Op, ...]
 
 
 def moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
-    """Return the distinct moments while entries of a rank run, without those at which another one has more of all."""
+    """Return the distinct moments while entries of a rank run, without those at which another one
+    has more of all.
+    """
     host = _native.host()
     compiled = None if host is None else host.moments(schedule.ranks[rank], tuple(Kind))
     if compiled is not None:
@@ -138,8 +153,12 @@ def of_stage(rank: Sequence[Moment], stage: int) -> tuple[Moment, ...]:
     return _largest(dict.fromkeys(own))
 
 
-def _change(op: Op, early: set[tuple[int, int]], split: set[tuple[int, int]]) -> tuple[int, str, str, str]:
-    """Return (stage, state before, during and after an op) of its micro-batch; '' where it is not in flight."""
+def _change(
+    op: Op, early: set[tuple[int, int]], split: set[tuple[int, int]]
+) -> tuple[int, str, str, str]:
+    """Return (stage, state before, during and after an op) of its micro-batch; '' where it is not
+    in flight.
+    """
     recomputed = (op.stage, op.microbatch) in early
     deferred = (op.stage, op.microbatch) in split
     if op.kind is Kind.F:
@@ -153,7 +172,9 @@ def _change(op: Op, early: set[tuple[int, int]], split: set[tuple[int, int]]) ->
 
 
 def _largest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    """Drop the moments at which every count is at most that of another moment with the same states."""
+    """Drop the moments at which every count is at most that of another moment with the
+    same states.
+    """
     by_states: dict[tuple[tuple[int, str], ...], list[Moment]] = {}
     for moment in moments:
         by_states.setdefault(tuple(state for state, _ in moment), []).append(moment)
@@ -161,7 +182,10 @@ def _largest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     for group in by_states.values():
         counts = [tuple(count for _, count in moment) for moment in group]
         for moment, own in zip(group, counts, strict=True):
-            if not any(own != other and all(a <= b for a, b in zip(own, other, strict=True)) for other in counts):
+            if not any(
+                own != other and all(a <= b for a, b in zip(own, other, strict=True))
+                for other in counts
+            ):
                 kept.append(moment)
     return tuple(kept)
 
@@ -172,7 +196,9 @@ def peak(moments: Sequence[Moment], footprints: Mapping[int, Footprint]) -> dict
     shares = dict.fromkeys(footprints, 0)
     for moment in moments:
         sizes = [
-            (stage, count * getattr(footprints[stage], state)) for (stage, state), count in moment if stage in shares
+            (stage, count * getattr(footprints[stage], state))
+            for (stage, state), count in moment
+            if stage in shares
         ]
         total = sum(size for _, size in sizes)
         if total > most:

@@ -1,4 +1,6 @@
-"""Readable tables of a plan: memory per stage, shardings of tensors with reasons, and differences of two plans."""
+"""Readable tables of a plan: memory per stage, shardings of tensors with reasons, and differences
+of two plans.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +15,9 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 
 
 def family(name: str) -> str:
-    """Return a tensor's name with layer numbers replaced by "*": "model.layers.*.mlp.up_proj.weight"."""
+    """Return a tensor's name with layer numbers replaced by "*":
+    "model.layers.*.mlp.up_proj.weight".
+    """
     return _NUMBER.sub("*", name)
 
 
@@ -30,17 +34,23 @@ def by_family(reasons: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]
 
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Return lines with aligned columns: those in ``left`` are left-aligned, the others right-aligned."""
+    """Return lines with aligned columns: those in ``left`` are left-aligned, the others
+    right-aligned.
+    """
     columns = list(zip(*rows, strict=True))
     padded = []
     for index, column in enumerate(columns):
         width = max(map(len, column))
-        padded.append([cell.ljust(width) if index in left else cell.rjust(width) for cell in column])
+        padded.append(
+            [cell.ljust(width) if index in left else cell.rjust(width) for cell in column]
+        )
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
 def memory_table(plan: Plan) -> str:
-    """Return the table of each stage's memory at the peak of its rank, and of ranks where these have several stages."""
+    """Return the table of each stage's memory at the peak of its rank, and of ranks where these
+    have several stages.
+    """
     parts = [field.name for field in fields(StageMemory)]
     rows = [["stage", *parts, "peak"]]
     for index, memory in enumerate(stage_memory(plan)):
@@ -56,7 +66,9 @@ def memory_table(plan: Plan) -> str:
 
 
 def tensor_table(plan: Plan) -> str:
-    """Return the table of how each family of tensors is sharded over the tensor-parallel ranks, and why."""
+    """Return the table of how each family of tensors is sharded over the tensor-parallel ranks, and
+    why.
+    """
     reasons = dict(plan.reasons)
     grouped: dict[tuple[Any, ...], list[TensorSharding]] = {}
     for tensor in plan.shardings:
@@ -68,11 +80,15 @@ def tensor_table(plan: Plan) -> str:
         part = tensors[0].local_shape(0, plan.grid.tp)
         rows.append([pattern, str(len(tensors)), _shape(shape), _shape(part), reason or "-"])
     share = rank_share(plan)
-    return "\n".join([*align(rows, (0, 4)), f"a tensor-parallel rank holds {share:.1%} of the parameters"])
+    return "\n".join(
+        [*align(rows, (0, 4)), f"a tensor-parallel rank holds {share:.1%} of the parameters"]
+    )
 
 
 def rank_share(plan: Plan) -> float:
-    """Return the share of all parameters, without padding, on tensor-parallel rank 0 of all stages together."""
+    """Return the share of all parameters, without padding, on tensor-parallel rank 0 of all stages
+    together.
+    """
     local = sum(prod(tensor.local_shape(0, plan.grid.tp)) for tensor in plan.shardings)
     return local / (sum(prod(tensor.shape) for tensor in plan.shardings) or 1)
 
@@ -86,7 +102,9 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def difference(first: Plan, second: Plan) -> str:
-    """Return a line for each difference of the second plan from the first; empty when they are equal."""
+    """Return a line for each difference of the second plan from the first; empty when they are
+    equal.
+    """
     lines = []
     for field in fields(Plan):
         before = getattr(first, field.name)
@@ -108,7 +126,9 @@ def _units(name: str, first: Plan, second: Plan) -> list[str]:
         before = count(first.units)
         after = count(second.units)
         if before != after:
-            lines.append(f"{label} of a tensor rank: {before:,} -> {after:,} ({after / before - 1:+.1%})")
+            lines.append(
+                f"{label} of a tensor rank: {before:,} -> {after:,} ({after / before - 1:+.1%})"
+            )
     renamed = sum(a.name != b.name for a, b in zip(first.units, second.units, strict=False))
     lines += [f"units of another name: {renamed}"] if renamed else []
     return lines or [_first_unit(first.units, second.units)]
@@ -117,8 +137,15 @@ def _units(name: str, first: Plan, second: Plan) -> list[str]:
 def _first_unit(first: Sequence[Unit], second: Sequence[Unit]) -> str:
     """Name the first unit that differs, and what of it does."""
     before, after = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
-    names = [field.name for field in fields(Unit) if getattr(before, field.name) != getattr(after, field.name)]
-    changes = [f"{name.replace('_', ' ')} {getattr(before, name)} -> {getattr(after, name)}" for name in names]
+    names = [
+        field.name
+        for field in fields(Unit)
+        if getattr(before, field.name) != getattr(after, field.name)
+    ]
+    changes = [
+        f"{name.replace('_', ' ')} {getattr(before, name)} -> {getattr(after, name)}"
+        for name in names
+    ]
     return f"unit {before.name}: {', '.join(changes)}"
 
 
@@ -164,7 +191,10 @@ def _shardings(name: str, first: Plan, second: Plan) -> list[str]:
         if texts[0] != texts[1]:
             change = (family(key), *texts)
             changes[change] = changes.get(change, 0) + 1
-    return [f"tensor {pattern} ({count}): {was} -> {now}" for (pattern, was, now), count in changes.items()]
+    return [
+        f"tensor {pattern} ({count}): {was} -> {now}"
+        for (pattern, was, now), count in changes.items()
+    ]
 
 
 def _sharding(tensor: TensorSharding | None) -> str:
@@ -179,9 +209,15 @@ def _sharding(tensor: TensorSharding | None) -> str:
 
 
 def _schedule(name: str, first: Plan, second: Plan) -> list[str]:
-    before, after = (f"{plan.schedule.name} of {plan.num_microbatches} micro-batches" for plan in (first, second))
+    before, after = (
+        f"{plan.schedule.name} of {plan.num_microbatches} micro-batches" for plan in (first, second)
+    )
     same = first.schedule == second.schedule
-    return [f"schedule: {before} -> {after}{', in another order' * (before == after)}"] if not same else []
+    return (
+        [f"schedule: {before} -> {after}{', in another order' * (before == after)}"]
+        if not same
+        else []
+    )
 
 
 def _time(name: str, first: Plan, second: Plan) -> list[str]:
@@ -196,14 +232,20 @@ def _bubble(name: str, first: Plan, second: Plan) -> list[str]:
 
 def _cluster(name: str, first: Plan, second: Plan) -> list[str]:
     before, after = (_flatten(asdict(plan.cluster)) for plan in (first, second))
-    return [f"cluster: {key} {before[key]} -> {after[key]}" for key in before if before[key] != after[key]]
+    return [
+        f"cluster: {key} {before[key]} -> {after[key]}"
+        for key in before
+        if before[key] != after[key]
+    ]
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested values, each under its path: "inside.bandwidth"."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= (
+            _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return flat
 
 

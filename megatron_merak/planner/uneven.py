@@ -1,4 +1,5 @@
-"""Sharded optimizer state on the replica with the largest shard, where the state per parameter varies.
+"""Sharded optimizer state on the replica with the largest shard, where the state per parameter
+varies.
 
 For example, with a bucket over three replicas:
 
@@ -18,8 +19,8 @@ def shared_state(units: Sequence[Unit], default: float, shards: int, bucket_size
 
     default:     state bytes of a parameter whose unit does not specify them.
     shards:      number of replicas that the state is sharded over.
-    bucket_size: parameters of a bucket, which is split into equal shards, with the parameters of one group of the
-                 optimizer adjacent; 0: all shards have the same size.
+    bucket_size: parameters of a bucket, which is split into equal shards, with the parameters of
+                 one group of the optimizer adjacent; 0: all shards have the same size.
     """
     if shards == 1 or not bucket_size or all(unit.state_bytes is None for unit in units):
         return optimizer_state(units, default)
@@ -37,11 +38,16 @@ def shared_state(units: Sequence[Unit], default: float, shards: int, bucket_size
 
 
 def _buckets(units: Sequence[Unit], default: float, bucket_size: int) -> list[list[Part]]:
-    """Return the buckets, filled from the last unit to the first; a tied tensor has a bucket of its own."""
+    """Return the buckets, filled from the last unit to the first; a tied tensor has a bucket of its
+    own.
+    """
     buckets: list[list[Part]] = [[]]
     tied: dict[str, Part] = {}
     for unit in reversed(units):
-        tied |= {name: (values, dict(unit.tied_state_bytes).get(name, default)) for name, values in trained_tied(unit)}
+        tied |= {
+            name: (values, dict(unit.tied_state_bytes).get(name, default))
+            for name, values in trained_tied(unit)
+        }
         if sum(values for values, _ in buckets[-1]) >= bucket_size:
             buckets.append([])
         if own := unit.parameters - unit.frozen:

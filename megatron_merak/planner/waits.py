@@ -1,7 +1,8 @@
-"""The time that passes wait for communication where gradients, or weights too, are sharded over replicas.
+"""The time that passes wait for communication where gradients, or weights too, are sharded over
+replicas.
 
-In every micro-batch a unit's weights are all-gathered before it computes, and its gradient is reduce-scattered after
-its backward.
+In every micro-batch a unit's weights are all-gathered before it computes, and its gradient is
+reduce-scattered after its backward.
 """
 
 from collections import Counter
@@ -19,7 +20,9 @@ from megatron_merak.planner.reduction import own_values
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """A unit in a pass, in seconds: all-gathering its weights, computing, reducing its gradient; 0 where not done."""
+    """A unit in a pass, in seconds: all-gathering its weights, computing, reducing its gradient; 0
+    where not done.
+    """
 
     unit: int
     gather: float
@@ -48,13 +51,14 @@ def durations(
 ) -> tuple[list[float], float]:
     """Return the seconds of consecutive passes, and how long reductions outlast the last of them.
 
-    Messages are sent one at a time. A unit's weights are gathered while the previous one computes; consecutive visits
-    of the same unit gather once. Gradients of at most two units exist at a time: a third unit waits until the first
-    one's are reduced.
+    Messages are sent one at a time. A unit's weights are gathered while the previous one computes;
+    consecutive visits of the same unit gather once. Gradients of at most two units exist at a time:
+    a third unit waits until the first one's are reduced.
 
-    across: models the all-reduces across instances of what the last pass reduced, each launched when the next unit has
-            computed; None: no such reductions.
-    values: number of trained parameters of each unit, with those of a tied tensor once; required with ``across``.
+    across: models the all-reduces across instances of what the last pass reduced, each launched
+            when the next unit has computed; None: no such reductions.
+    values: number of trained parameters of each unit, with those of a tied tensor once; required
+            with ``across``.
     """
     visits = [visit for each in passes for visit in each]
     last = len(visits) - len(passes[-1]) if across is not None else len(visits)
@@ -95,14 +99,22 @@ def _differences(passes: Sequence[Sequence[UnitTimes]], ends: Sequence[float]) -
 
 
 def unit_transfers(plan: Plan) -> list[tuple[float, float]]:
-    """Return the seconds of gathering each unit's weights (0 if unsharded) and of reducing its gradient."""
+    """Return the seconds of gathering each unit's weights (0 if unsharded) and of reducing its
+    gradient.
+    """
     link = link_inside(plan)
     ranks = plan.shard_ranks
     transfers = []
     for unit in plan.units:
         shard = trained_parameters([unit]) / ranks
-        gather = all_gather(ranks, DTYPE_BYTES[plan.dtype] * shard, link) if shard and plan.shards_parameters else 0.0
-        transfers.append((gather, reduce_scatter(ranks, plan.gradient_bytes * shard, link) if shard else 0.0))
+        gather = (
+            all_gather(ranks, DTYPE_BYTES[plan.dtype] * shard, link)
+            if shard and plan.shards_parameters
+            else 0.0
+        )
+        transfers.append(
+            (gather, reduce_scatter(ranks, plan.gradient_bytes * shard, link) if shard else 0.0)
+        )
     return transfers
 
 
@@ -127,11 +139,15 @@ def stage_waits(plan: Plan, costs: Sequence[UnitCost]) -> list[Waits]:
         recompute = _wait(passes[Kind.R], passes[Kind.R]) if early and passes[Kind.R] else 0.0
         waits.append(
             Waits(
-                forward=forward_reuse * _wait(forward, backward) + (1 - forward_reuse) * _wait(forward, forward),
-                backward=backward_reuse * _wait(backward, forward) + (1 - backward_reuse) * _wait(backward, backward),
+                forward=forward_reuse * _wait(forward, backward)
+                + (1 - forward_reuse) * _wait(forward, forward),
+                backward=backward_reuse * _wait(backward, forward)
+                + (1 - backward_reuse) * _wait(backward, backward),
                 weight=_wait(weight, backward) if splits else 0.0,
                 recompute=recompute,
-                end=durations([weight if splits else backward] * 2, CrossInstanceReduction(plan), values)[1],
+                end=durations(
+                    [weight if splits else backward] * 2, CrossInstanceReduction(plan), values
+                )[1],
             )
         )
     return waits
@@ -165,13 +181,16 @@ def _passes(
 
 
 def _wait(own: Sequence[UnitTimes], before: Sequence[UnitTimes]) -> float:
-    """Return the seconds by which a pass exceeds its compute time when it alternates with another pass."""
+    """Return the seconds by which a pass exceeds its compute time when it alternates with another
+    pass.
+    """
     seconds, _ = durations([before, own, before, own])
     return max(0.0, seconds[-1] - sum(visit.compute for visit in own))
 
 
 def _reuse(plan: Plan) -> dict[tuple[int, Kind], float]:
-    """Return the share of a stage's ops, by kind, that start with the unit which their rank used last.
+    """Return the share of a stage's ops, by kind, that start with the unit which their rank used
+    last.
 
     The first op of a step counts as one: its wait is in `predict.ending`.
     """
@@ -179,7 +198,9 @@ def _reuse(plan: Plan) -> dict[tuple[int, Kind], float]:
     reused: Counter[tuple[int, Kind]] = Counter()
     for rank in plan.schedule.ranks:
         last: int | None = None
-        for op in (op for entry in rank for op in ops_of(entry) if op.kind in (Kind.F, Kind.B, Kind.R)):
+        for op in (
+            op for entry in rank for op in ops_of(entry) if op.kind in (Kind.F, Kind.B, Kind.R)
+        ):
             stage = plan.stages[op.stage]
             units = stage.recompute if op.kind is Kind.R else stage.units
             if not units:

@@ -68,7 +68,9 @@ def whole_ticks(low: int, high: int, most: int = 6) -> list[int]:
 
 
 def short(value: float, step: float = 0.0) -> str:
-    """Return a value as an axis shows it: "0.25", "12k", "3.4M", "4e-4". step: to the next label."""
+    """Return a value as an axis shows it: "0.25", "12k", "3.4M", "4e-4". step: to the next
+    label.
+    """
     size = abs(value)
     if size < 1e-12 or (step and size < step * 1e-6):
         return "0"

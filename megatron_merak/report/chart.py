@@ -15,13 +15,14 @@ Points = Sequence[tuple[int, float | None]]
 SIDE = 1000  # of the square that every SVG is drawn in, before it is stretched
 MOST = 5000  # points of a drawn line; of a longer one every pixel's lowest and highest
 SMOOTH = 200  # points from which on a running mean is drawn
-_LOG = 60.0  # how many times the median the highest value is where only a logarithmic scale shows both
+# how many times the median the highest value is where only a logarithmic scale shows both
+_LOG = 60.0
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: its name, its points by iteration (None: a gap), its colour 1 to 4, and whether its points
-    stand alone, as dots."""
+    """One line of a chart: its name, its points by iteration (None: a gap), its colour 1 to 4, and
+    whether its points stand alone, as dots."""
 
     name: str
     points: Points
@@ -78,35 +79,48 @@ def data(chart: Chart) -> dict[str, Any]:
 
 
 def drawn(chart: Chart, first: int, last: int, restarts: Sequence[int] = ()) -> str:
-    """Return a chart over the iterations ``first`` to ``last``. restarts: iterations after which the run was
-    restarted.
+    """Return a chart over the iterations ``first`` to ``last``. restarts: iterations after which
+    the run was restarted.
     """
     axis = chart.axis()
     across = _Across(first, last)
-    ticks = [(1 - axis.place(value), text) for value, text in axis.ticks() if 0 <= axis.place(value) <= 1]
+    ticks = [
+        (1 - axis.place(value), text) for value, text in axis.ticks() if 0 <= axis.place(value) <= 1
+    ]
     grid = "".join(f"M0 {SIDE * place:.1f}H{SIDE}" for place, _ in ticks)
-    paths = [f'<path class="grid" d="{grid}"/>', *(path for line in chart.lines for path in _paths(line, axis, across))]
+    paths = [
+        f'<path class="grid" d="{grid}"/>',
+        *(path for line in chart.lines for path in _paths(line, axis, across)),
+    ]
     if chart.marks:
         marks = "".join(f"M{SIDE * across.place(mark):.2f} {SIDE}v-40" for mark in chart.marks)
         paths.append(f'<path class="skipped" d="{marks}"/>')
-    labels = [f'<span class="y" style="top:{100 * place:.2f}%">{escape(text)}</span>' for place, text in ticks]
+    labels = [
+        f'<span class="y" style="top:{100 * place:.2f}%">{escape(text)}</span>'
+        for place, text in ticks
+    ]
     labels += [
         f'<span class="x" style="left:{100 * across.place(tick):.2f}%">{tick:,}</span>'
         for tick in whole_ticks(first, last)
     ]
     labels += [
-        f'<i class="restart" style="left:{100 * across.place(at):.2f}%" title="restart behind iteration {at:,}"></i>'
+        f'<i class="restart" style="left:{100 * across.place(at):.2f}%" title="restart behind '
+        f'iteration {at:,}"></i>'
         for at in restarts
         if first <= at < last
     ]
-    names = "".join(f'<span class="c{line.colour}">{escape(line.name)}</span>' for line in chart.lines)
+    names = "".join(
+        f'<span class="c{line.colour}">{escape(line.name)}</span>' for line in chart.lines
+    )
     legend = f'<span class="legend">{names}</span>' if len(chart.lines) > 1 else ""
     scale = ", logarithmic" if axis.log else ""
     return (
         f'<figure class="card chart{" wide" if chart.wide else ""}" data-chart="{chart.key}">'
-        f"<figcaption><b>{escape(chart.title)}</b> <small>{escape(chart.unit)}{scale}</small>{legend}</figcaption>"
+        f"<figcaption><b>{escape(chart.title)}</b> "
+        f"<small>{escape(chart.unit)}{scale}</small>{legend}</figcaption>"
         f'<div class="plot" tabindex="0" role="img" aria-label="{escape(spoken(chart))}">'
-        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">{"".join(paths)}</svg>'
+        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" '
+        f'aria-hidden="true">{"".join(paths)}</svg>'
         f"{''.join(labels)}</div></figure>"
     )
 
@@ -118,7 +132,10 @@ def spoken(chart: Chart) -> str:
         points = [(iteration, value) for iteration, value in line.points if value is not None]
         if points:
             (first, start), (last, end) = points[0], points[-1]
-            parts.append(f"{line.name} from {short(start)} at iteration {first} to {short(end)} at iteration {last}")
+            parts.append(
+                f"{line.name} from {short(start)} at iteration {first} to {short(end)} at "
+                f"iteration {last}"
+            )
     return f"{chart.title}: {'; '.join(parts) or 'no values'}"
 
 
@@ -130,7 +147,9 @@ class _Across:
     last: int
 
     def place(self, iteration: int) -> float:
-        return (iteration - self.first) / (self.last - self.first) if self.last > self.first else 0.5
+        return (
+            (iteration - self.first) / (self.last - self.first) if self.last > self.first else 0.5
+        )
 
 
 def _paths(line: Line, axis: Axis, across: _Across) -> Iterator[str]:
@@ -138,7 +157,9 @@ def _paths(line: Line, axis: Axis, across: _Across) -> Iterator[str]:
     smooth = not line.dots and count >= SMOOTH
     if line.dots:
         places = [
-            (SIDE * across.place(at), SIDE * (1 - axis.place(value))) for at, value in line.points if value is not None
+            (SIDE * across.place(at), SIDE * (1 - axis.place(value)))
+            for at, value in line.points
+            if value is not None
         ]
         between = "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in places) if len(places) > 1 else ""
         dots = "".join(f"M{x:.2f} {y:.2f}h.01" for x, y in places)
@@ -147,10 +168,16 @@ def _paths(line: Line, axis: Axis, across: _Across) -> Iterator[str]:
         return
     shown = line.points if count <= MOST else _envelope(line.points)
     kind = "raw" if smooth else "line"
-    yield f'<path class="{kind} c{line.colour}" data-points="{count}" d="{_line(shown, axis, across)}"/>'
+    yield (
+        f'<path class="{kind} c{line.colour}" data-points="{count}" '
+        f'd="{_line(shown, axis, across)}"/>'
+    )
     if smooth:
         mean = running_mean(line.points, max(5, count // 50))
-        yield f'<path class="line c{line.colour}" d="{_line(mean[:: -(-count // MOST)], axis, across)}"/>'
+        yield (
+            f'<path class="line c{line.colour}" '
+            f'd="{_line(mean[:: -(-count // MOST)], axis, across)}"/>'
+        )
 
 
 def _line(points: Points, axis: Axis, across: _Across) -> str:
@@ -171,8 +198,8 @@ def _line(points: Points, axis: Axis, across: _Across) -> str:
 
 
 def _envelope(points: Points) -> Points:
-    """Return the lowest and the highest point of each of so many parts, in order: a line through them looks the
-    same.
+    """Return the lowest and the highest point of each of so many parts, in order: a line through
+    them looks the same.
     """
     size = -(-2 * len(points) // MOST)
     envelope: list[tuple[int, float | None]] = []

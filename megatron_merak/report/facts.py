@@ -10,12 +10,20 @@ from megatron_merak.errors import MerakError, ReportError
 from megatron_merak.pipeline_parallel.pictures.trace import from_trace
 from megatron_merak.pipeline_parallel.pictures.view import View
 from megatron_merak.plan import Plan
-from megatron_merak.report.hf_state import arguments_beside, history_of_state, newest_state, plan_beside
+from megatron_merak.report.hf_state import (
+    arguments_beside,
+    history_of_state,
+    newest_state,
+    plan_beside,
+)
 from megatron_merak.report.history import History
 from megatron_merak.report.run_files import METRICS, PLAN, RUN, TIMELINE, parse_run
 from megatron_merak.strict_json import parse
 
-REMEDY = "Name a directory that --run-dir of a training command wrote, or the output_dir of a HuggingFace trainer"
+REMEDY = (
+    "Name a directory that --run-dir of a training command wrote, or the output_dir of a "
+    "HuggingFace trainer"
+)
 _SHOWN = 60  # characters of a damaged line
 
 
@@ -46,7 +54,9 @@ class Facts:
 
     @property
     def work(self) -> Mapping[str, Any]:
-        """The work of a sample, as the last start recorded it: tokens, flops, ranks, peak, clock."""
+        """The work of a sample, as the last start recorded it: tokens, flops, ranks, peak,
+        clock.
+        """
         work = self.start.get("work")
         return work if isinstance(work, Mapping) else {}
 
@@ -76,11 +86,23 @@ def _run(directory: Path, name: str) -> Facts:
     history, cut_off = _history(directory / METRICS)
     starts = _read(directory / RUN, parse_run, "the page has no settings and versions then") or []
     plan = _read(directory / PLAN, Plan.from_json, "the page has no plan then")
-    timeline = _read(directory / TIMELINE, lambda text: from_trace(parse(text)), "the page has no timeline then")
+    timeline = _read(
+        directory / TIMELINE, lambda text: from_trace(parse(text)), "the page has no timeline then"
+    )
     notes = []
     if cut_off:
-        notes.append(f"The last line of {METRICS} is cut off, as the run was killed while it wrote it; it is left out.")
-    return Facts(name, history, tuple(starts), plan, measured=timeline[0] if timeline else None, notes=tuple(notes))
+        notes.append(
+            f"The last line of {METRICS} is cut off, as the run was killed while it wrote it; it "
+            "is left out."
+        )
+    return Facts(
+        name,
+        history,
+        tuple(starts),
+        plan,
+        measured=timeline[0] if timeline else None,
+        notes=tuple(notes),
+    )
 
 
 def _trainer(path: Path, name: str) -> Facts:
@@ -88,9 +110,16 @@ def _trainer(path: Path, name: str) -> Facts:
     logged = state.get("logging_steps")
     notes = []
     if type(logged) in (int, float) and logged > 1:
-        notes.append(f"Losses are means over {counted(round(logged), 'step')}, as logging_steps asks for.")
+        notes.append(
+            f"Losses are means over {counted(round(logged), 'step')}, as logging_steps asks for."
+        )
     return Facts(
-        name, history, plan=plan_beside(path), state=state, arguments=arguments_beside(path), notes=tuple(notes)
+        name,
+        history,
+        plan=plan_beside(path),
+        state=state,
+        arguments=arguments_beside(path),
+        notes=tuple(notes),
     )
 
 
@@ -100,20 +129,32 @@ def _read(path: Path, read, otherwise: str):
         return None
     try:
         return read(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, IndexError, KeyError, TypeError, AttributeError, MerakError) as error:
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        MerakError,
+    ) as error:
         reason = f"it is damaged ({error.reason if isinstance(error, MerakError) else error})"
         raise ReportError("file", path, reason, f"Restore it, or remove it: {otherwise}") from error
 
 
 def _history(path: Path) -> tuple[History, bool]:
-    """Return the history in a file of metrics, and whether its last line is truncated. Raises ReportError."""
+    """Return the history in a file of metrics, and whether its last line is truncated. Raises
+    ReportError.
+    """
     history = History()
     if not path.is_file():
         return history, False
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ReportError("file", path, f"it cannot be read ({error.strerror})", "Check its permissions") from error
+        raise ReportError(
+            "file", path, f"it cannot be read ({error.strerror})", "Check its permissions"
+        ) from error
     *lines, rest = text.split("\n")
     for number, line in enumerate([*lines, rest], 1):
         if not line.strip():
@@ -128,5 +169,7 @@ def _history(path: Path) -> tuple[History, bool]:
                 return history, True
             shown = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
             reason = f"line {number} is damaged ({error}): {shown}"
-            raise ReportError("file", path, reason, "Remove that line, or restore the file") from error
+            raise ReportError(
+                "file", path, reason, "Remove that line, or restore the file"
+            ) from error
     return history, False

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_merak.counting import counted
 from megatron_merak.report.chart import Chart, Line
 from megatron_merak.report.facts import Facts
-from megatron_merak.report.history import History, Step
+from megatron_merak.report.history import History, LoggedStep
 
 _KINDS = {"valid": ("validation", 2), "test": ("test", 3)}
 
@@ -34,14 +34,20 @@ def charts(facts: Facts) -> list[Chart]:
     shown.append(_throughput(facts, steps))
     if any(one.loss_scale not in (None, 1.0) for one in steps):
         line = Line("loss scale", [(one.iteration, one.loss_scale) for one in steps])
-        shown.append(Chart("loss_scale", "Loss scale", "of the next iteration", (line,), zero=True, logs=True))
+        shown.append(
+            Chart(
+                "loss_scale", "Loss scale", "of the next iteration", (line,), zero=True, logs=True
+            )
+        )
     for name, points in history.metrics.items():
         line = Line(name, sorted(points.items()), colour=2, dots=True)
-        shown.append(Chart(f"eval_{name}", name.replace("_", " ").capitalize(), "in evaluations", (line,)))
+        shown.append(
+            Chart(f"eval_{name}", name.replace("_", " ").capitalize(), "in evaluations", (line,))
+        )
     return [chart for chart in shown if any(line.values() for line in chart.lines)]
 
 
-def _loss(history: History, steps: list[Step]) -> Chart:
+def _loss(history: History, steps: list[LoggedStep]) -> Chart:
     lines = [Line("training", [(one.iteration, one.loss) for one in steps])]
     lines += [
         Line(name, sorted(history.evaluations[kind].items()), colour, dots=True)
@@ -50,15 +56,19 @@ def _loss(history: History, steps: list[Step]) -> Chart:
     ]
     skipped = tuple(one.iteration for one in steps if one.skipped)
     filled = tuple(line for line in lines if line.points)
-    return Chart("loss", "Loss", "nats per token", filled or tuple(lines[:1]), marks=skipped, wide=True)
+    return Chart(
+        "loss", "Loss", "nats per token", filled or tuple(lines[:1]), marks=skipped, wide=True
+    )
 
 
-def _throughput(facts: Facts, steps: list[Step]) -> Chart:
+def _throughput(facts: Facts, steps: list[LoggedStep]) -> Chart:
     tokens = facts.work.get("tokens")
     clock = str(facts.work.get("clock") or "")
     unit = "tokens per second" if tokens else "samples per second"
     unit += f", {clock or 'modelled'}" if facts.history.modelled else ""
-    points = [(one.iteration, None if one.rate is None else one.rate * (tokens or 1)) for one in steps]
+    points = [
+        (one.iteration, None if one.rate is None else one.rate * (tokens or 1)) for one in steps
+    ]
     line = Line("tokens/s" if tokens else "samples/s", points, colour=4)
     return Chart("throughput", "Throughput", unit, (line,), zero=True, digits=0 if tokens else 4)
 
@@ -69,14 +79,20 @@ def tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
     last = facts.history.last
     of = f"of {facts.iterations:,}" if facts.iterations else ""
     yield "iterations", f"{last:,}", of
-    losses = [(at, step.loss) for at, step in sorted(history.steps.items()) if step.loss is not None]
+    losses = [
+        (at, step.loss) for at, step in sorted(history.steps.items()) if step.loss is not None
+    ]
     if losses:
         yield "training loss", f"{losses[-1][1]:.4f}", f"at iteration {losses[-1][0]:,}"
     for kind, (name, _) in _KINDS.items():
         points = history.evaluations.get(kind)
         if points:
             at = max(points)
-            yield f"{name} loss", f"{points[at]:.4f}", f"perplexity {math.exp(min(points[at], 700)):,.1f}"
+            yield (
+                f"{name} loss",
+                f"{points[at]:.4f}",
+                f"perplexity {math.exp(min(points[at], 700)):,.1f}",
+            )
     yield from _speed(facts)
 
 
@@ -91,11 +107,19 @@ def _speed(facts: Facts) -> Iterator[tuple[str, str, str]]:
     if seconds:
         samples = sum(step.samples for step in steps if step.samples)
         tokens = f"{samples * work['tokens']:,} tokens" if work.get("tokens") and samples else ""
-        yield "modelled time" if facts.history.modelled else "time in iterations", time(seconds), tokens
+        yield (
+            "modelled time" if facts.history.modelled else "time in iterations",
+            time(seconds),
+            tokens,
+        )
     for entry in facts.state.get("log_history", ()):
         if "train_runtime" in entry:
             speed = entry.get("train_samples_per_second")
-            yield "training time", time(entry["train_runtime"]), f"{speed:,.1f} samples/s" if speed else ""
+            yield (
+                "training time",
+                time(entry["train_runtime"]),
+                f"{speed:,.1f} samples/s" if speed else "",
+            )
 
 
 def _utilization(facts: Facts, rate: float) -> str:
@@ -131,13 +155,22 @@ def notes(facts: Facts) -> list[str]:
     if planned and last < planned and history.steps:
         lines.append(f"The run has done {last:,} of {counted(planned, 'iteration')}.")
     for start in history.starts[1:]:
-        repeated = f"; {counted(start.repeated, 'iteration')} done before were repeated, and the later values are shown"
-        lines.append(f"The run was restarted after iteration {start.iteration:,}{repeated * bool(start.repeated)}.")
+        repeated = (
+            f"; {counted(start.repeated, 'iteration')} done before were repeated, and the "
+            "later values are shown"
+        )
+        lines.append(
+            "The run was restarted after iteration "
+            f"{start.iteration:,}{repeated * bool(start.repeated)}."
+        )
     skipped = [step.iteration for step in history.steps.values() if step.skipped]
     if skipped:
-        named = ", ".join(f"{at:,}" for at in sorted(skipped)[:8]) + (", ..." if len(skipped) > 8 else "")
+        named = ", ".join(f"{at:,}" for at in sorted(skipped)[:8]) + (
+            ", ..." if len(skipped) > 8 else ""
+        )
         lines.append(
-            f"{counted(len(skipped), 'iteration')} skipped, as the gradient was not finite ({named}): "
+            f"{counted(len(skipped), 'iteration')} skipped, as the gradient was not finite "
+            f"({named}): "
             "marked below the loss."
         )
     if history.modelled:

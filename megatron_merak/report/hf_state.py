@@ -1,10 +1,10 @@
-"""Runs of HuggingFace trainers: their history is the log of trainer_state.json, in the run's directory or a
-checkpoint.
+"""Runs of HuggingFace trainers: their history is the log of trainer_state.json, in the run's
+directory or a checkpoint.
 
     output_dir/trainer_state.json                                    written by save_state()
                checkpoint-500/trainer_state.json                     one per checkpoint
                               training_args.json
-                              training_state/iter_*/manifest.json    of MerakTrainer: it has the plan
+                              training_state/iter_*/manifest.json    of MerakTrainer, with the plan
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_merak.errors import MerakError
 from megatron_merak.plan import Plan
-from megatron_merak.report.history import History, Step
+from megatron_merak.report.history import History, LoggedStep
 from megatron_merak.strict_json import parse
 
 STATE = "trainer_state.json"
@@ -24,8 +24,14 @@ _SPEED = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_prepar
 
 
 def newest_state(directory: Path) -> Path | None:
-    """Return the most advanced trainer_state.json of a run's directory or a checkpoint; None without any."""
-    paths = [path for path in (directory / STATE, *directory.glob(f"checkpoint-*/{STATE}")) if path.is_file()]
+    """Return the most advanced trainer_state.json of a run's directory or a checkpoint; None
+    without any.
+    """
+    paths = [
+        path
+        for path in (directory / STATE, *directory.glob(f"checkpoint-*/{STATE}"))
+        if path.is_file()
+    ]
     return max(paths, key=lambda path: (_steps_of(path), path.parent == directory), default=None)
 
 
@@ -41,7 +47,9 @@ def _steps_of(path: Path) -> int:
 
 
 def history_of_state(text: str) -> tuple[History, dict[str, Any]]:
-    """Return the history in a trainer_state.json, and its content. Raises ValueError for any other text."""
+    """Return the history in a trainer_state.json, and its content. Raises ValueError for any other
+    text.
+    """
     state = parse(text, finite=False)
     if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
         raise ValueError("it has no log_history")
@@ -51,7 +59,7 @@ def history_of_state(text: str) -> tuple[History, dict[str, Any]]:
         if type(step) is not int:
             raise ValueError("an entry of its log_history has no step")
         if "loss" in entry:
-            history.steps[step] = Step(
+            history.steps[step] = LoggedStep(
                 iteration=step,
                 loss=_number(entry["loss"]),
                 learning_rate=_number(entry.get("learning_rate")),
@@ -73,20 +81,26 @@ def _note(history: History, name: str, step: int, value: float | None) -> None:
 
 
 def plan_beside(path: Path) -> Plan | None:
-    """Return the plan in the newest training state near a trainer_state.json; None without one of this version."""
+    """Return the plan in the newest training state near a trainer_state.json; None without one of
+    this version.
+    """
     state = "training_state/iter_*/manifest.json"
     manifests = [*path.parent.glob(state), *path.parent.glob(f"checkpoint-*/{state}")]
     if not manifests:
         return None
     newest = max(manifests, key=lambda manifest: manifest.parent.name)
     try:
-        return Plan.from_dict(parse(newest.read_text(encoding="utf-8"), finite=False)["meta"]["plan"])
+        return Plan.from_dict(
+            parse(newest.read_text(encoding="utf-8"), finite=False)["meta"]["plan"]
+        )
     except (OSError, ValueError, KeyError, TypeError, MerakError):
         return None
 
 
 def arguments_beside(path: Path) -> dict[str, Any]:
-    """Return the arguments of the run that are not empty; none without a training_args.json beside ``path``."""
+    """Return the arguments of the run that are not empty; none without a training_args.json beside
+    ``path``.
+    """
     try:
         arguments = parse((path.parent / ARGUMENTS).read_text(encoding="utf-8"), finite=False)
     except (OSError, ValueError):

@@ -1,7 +1,8 @@
 """The history of a run, iteration by iteration, read from lines of metrics.
 
-A run that was killed and resumed did some iterations twice. A line of kind "start" says where training began; what
-earlier lines say of later iterations was lost with the process, and the page shows the repeated ones.
+A run that was killed and resumed did some iterations twice. A line of kind "start" says where
+training began; what earlier lines say of later iterations was lost with the process, and the page
+shows the repeated ones.
 """
 
 import math
@@ -11,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Step:
+class LoggedStep:
     """One iteration; None for unknown and not finite values.
 
     seconds: its duration.
@@ -58,7 +59,7 @@ class History:
     consumed:    samples so far.
     """
 
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[int, LoggedStep] = field(default_factory=dict)
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
@@ -110,15 +111,15 @@ class History:
         if not self.starts and iteration > 1 and not self.steps:
             samples = None
         self.modelled = self.modelled or "modelled_seconds" in row
-        self.steps[iteration] = Step(
+        self.steps[iteration] = LoggedStep(
             iteration,
-            _number(row, "loss"),
-            _number(row, "learning_rate"),
-            _number(row, "grad_norm"),
-            _number(row, "modelled_seconds" if "modelled_seconds" in row else "seconds"),
-            samples,
-            _number(row, "loss_scale"),
-            row.get("skipped") is True,
+            loss=_number(row, "loss"),
+            learning_rate=_number(row, "learning_rate"),
+            grad_norm=_number(row, "grad_norm"),
+            seconds=_number(row, "modelled_seconds" if "modelled_seconds" in row else "seconds"),
+            samples=samples,
+            loss_scale=_number(row, "loss_scale"),
+            skipped=row.get("skipped") is True,
         )
 
 

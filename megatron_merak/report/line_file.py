@@ -1,4 +1,6 @@
-"""A file of lines that a run appends to, and that must never end the run: a full disk, or a removed directory."""
+"""A file of lines that a run appends to, and that must never end the run: a full disk, or a removed
+directory.
+"""
 
 import os
 import sys
@@ -13,9 +15,11 @@ def _say(text: str) -> None:
 
 
 class LineFile:
-    """A file, opened to append lines; its directory is created if it does not exist. Raises OSError at the start only.
+    """A file, opened to append lines; its directory is created if it does not exist. Raises OSError
+    at the start only.
 
-    say: called with a line for the user: once if lines cannot be written, once when they are, and if the file is gone.
+    say: called with a line for the user: once if lines cannot be written, once when they are, and
+         if the file is gone.
 
     Lines that cannot be written are kept in memory, and written before the next one.
     """
@@ -38,7 +42,10 @@ class LineFile:
             self._flush()
         except OSError as error:
             if not self._fails:
-                self.say(f"{self.path} cannot be written ({error.strerror}): its lines are kept, and written later")
+                self.say(
+                    f"{self.path} cannot be written ({error.strerror}): its lines are kept, and "
+                    "written later"
+                )
             self._fails = True
             return
         if self._fails:
@@ -49,7 +56,9 @@ class LineFile:
         if os.fstat(self._file.fileno()).st_nlink == 0:
             self._file.close()
             self._open()
-            self.say(f"{self.path} was removed under the run, with the lines in it: it is made anew")
+            self.say(
+                f"{self.path} was removed under the run, with the lines in it: it is made anew"
+            )
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
@@ -59,5 +68,8 @@ class LineFile:
             self._flush()
         except OSError as error:
             lost = self._waiting.count(b"\n")
-            self.say(f"{self.path} cannot be written ({error.strerror}): its last lines are lost, {lost} of them")
+            self.say(
+                f"{self.path} cannot be written ({error.strerror}): its last lines are lost, "
+                f"{lost} of them"
+            )
         self._file.close()

@@ -51,7 +51,11 @@ def about(facts: Facts) -> str:
     parts = [layout(plan) if plan is not None else "", str(start.get("device_name") or "")]
     if plan is not None:
         parts.append(batch(plan))
-    parts.append(f"started {str(facts.starts[0].get('time', ''))[:16].replace('T', ' ')} UTC" if facts.starts else "")
+    parts.append(
+        f"started {str(facts.starts[0].get('time', ''))[:16].replace('T', ' ')} UTC"
+        if facts.starts
+        else ""
+    )
     return " · ".join(part for part in parts if part)
 
 
@@ -84,18 +88,29 @@ def _tables(facts: Facts) -> str:
         parts.append(f"<h2>Plan</h2>{_table(rows, left=(2,))}<p>{escape(note)}</p>")
     settings = facts.start.get("settings")
     if isinstance(settings, Mapping) and settings:
-        changed = [(name, *map(str, pair)) for name, pair in settings.items() if isinstance(pair, list)]
+        changed = [
+            (name, *map(str, pair)) for name, pair in settings.items() if isinstance(pair, list)
+        ]
         rows = [("setting", "value", "default"), *changed]
         parts.append(f"<h2>Settings that differ from defaults</h2>{_table(rows, left=(1, 2))}")
     if facts.arguments:
-        rows = [("argument", "value"), *((name, str(value)) for name, value in sorted(facts.arguments.items()))]
+        rows = [
+            ("argument", "value"),
+            *((name, str(value)) for name, value in sorted(facts.arguments.items())),
+        ]
         parts.append(_folded("Arguments of the trainer", _table(rows, left=(1,))))
     if len(facts.starts) > 1:
-        rows = [("start", "time", "iteration", "ranks", "layout", "repeated iterations"), *_starts(facts)]
+        rows = [
+            ("start", "time", "iteration", "ranks", "layout", "repeated iterations"),
+            *_starts(facts),
+        ]
         parts.append(f"<h2>Starts</h2>{_table(rows, left=(1, 4))}")
     versions = facts.start.get("versions")
     if isinstance(versions, Mapping) and versions:
-        rows = [("library", "version"), *((name, str(version)) for name, version in versions.items())]
+        rows = [
+            ("library", "version"),
+            *((name, str(version)) for name, version in versions.items()),
+        ]
         parts.append(f"<h2>Libraries</h2>{_table(rows, left=(1,))}")
     if facts.start.get("command"):
         parts.append(f"<h2>Command</h2><pre>{escape(str(facts.start['command']))}</pre>")
@@ -107,10 +122,19 @@ def _starts(facts: Facts) -> Iterable[tuple[str, ...]]:
     for number, start in enumerate(facts.starts):
         trained_from = trained.get(number)
         iteration, repeated = (
-            ("-", "-") if trained_from is None else (f"{trained_from.iteration:,}", f"{trained_from.repeated:,}")
+            ("-", "-")
+            if trained_from is None
+            else (f"{trained_from.iteration:,}", f"{trained_from.repeated:,}")
         )
         time = str(start.get("time", ""))[:19].replace("T", " ")
-        yield str(number + 1), time, iteration, str(start.get("ranks", "-")), str(start.get("layout", "-")), repeated
+        yield (
+            str(number + 1),
+            time,
+            iteration,
+            str(start.get("ranks", "-")),
+            str(start.get("layout", "-")),
+            repeated,
+        )
 
 
 def _folded(title: str, content: str) -> str:
@@ -118,12 +142,19 @@ def _folded(title: str, content: str) -> str:
 
 
 def _table(rows: Rows, left: Sequence[int] = ()) -> str:
-    """Return a table; the first row is the header, the first column names the row; columns ``left`` are text."""
+    """Return a table; the first row is the header, the first column names the row; columns ``left``
+    are text.
+    """
     kinds = [' class="text"' if column in left else "" for column in range(len(rows[0]))]
-    head = "".join(f'<th scope="col"{kind}>{escape(cell)}</th>' for cell, kind in zip(rows[0], kinds, strict=True))
+    head = "".join(
+        f'<th scope="col"{kind}>{escape(cell)}</th>'
+        for cell, kind in zip(rows[0], kinds, strict=True)
+    )
     body = "\n".join(
         f'<tr><th scope="row">{escape(row[0])}</th>'
-        + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True))
+        + "".join(
+            f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True)
+        )
         + "</tr>"
         for row in rows[1:]
     )

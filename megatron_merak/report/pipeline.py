@@ -1,4 +1,6 @@
-"""The pipeline of a run as HTML: one step as predicted and measured, and the memory of every rank."""
+"""The pipeline of a run as HTML: one step as predicted and measured, and the memory of
+every rank.
+"""
 
 from collections.abc import Sequence
 from dataclasses import astuple, fields
@@ -28,8 +30,8 @@ def styles() -> str:
 
 
 def step(view: View, word: str) -> str:
-    """Return a timeline: a row per pipeline rank, a box per op; empty space is idle time. word: the origin of its
-    times.
+    """Return a timeline: a row per pipeline rank, a box per op; empty space is idle time. word: the
+    origin of its times.
     """
     timeline = view.timeline
     axis = Axis(0.0, timeline.makespan or 1.0)
@@ -39,7 +41,8 @@ def step(view: View, word: str) -> str:
         for rank in range(view.ranks)
     )
     ticks = "".join(
-        f'<span class="x" style="left:{100 * axis.place(value):.2f}%">{time_text(value) if value else "0"}</span>'
+        '<span class="x" '
+        f'style="left:{100 * axis.place(value):.2f}%">{time_text(value) if value else "0"}</span>'
         for value, _ in axis.ticks(6)
     )
     kinds = [kind for kind in FACES if any(event.op.kind is kind for event in timeline.events)]
@@ -48,7 +51,8 @@ def step(view: View, word: str) -> str:
     return (
         f'<figure class="card step"><figcaption><b>One step, {escape(head)}</b> '
         f"<small>{escape(timeline.schedule.name)}, {escape(view.size)}</small>"
-        f'<span class="legend boxes">{names}<span><i class="idle"></i>idle</span></span></figcaption>'
+        f'<span class="legend boxes">{names}<span><i '
+        'class="idle"></i>idle</span></span></figcaption>'
         f'<div class="lanes"><div class="who"></div><div></div><div class="share">idle</div>{lanes}'
         f'<div class="who"></div><div class="times">{ticks}</div><div></div></div></figure>'
     )
@@ -64,7 +68,11 @@ def _boxes(view: View, rank: int) -> str:
     for event in events:
         low = 100 * event.start / total
         wide = 100 * (event.end - event.start) / total
-        part = f"top:{100 * event.part / event.parts:.0f}%;height:{100 / event.parts:.0f}%;" if event.parts > 1 else ""
+        part = (
+            f"top:{100 * event.part / event.parts:.0f}%;height:{100 / event.parts:.0f}%;"
+            if event.parts > 1
+            else ""
+        )
         boxes.append(
             f'<b class="op-{event.op.kind.value}{shades[event.op.stage]}" title="{_text(event)}" '
             f'style="{part}left:{low:.3f}%;width:{wide:.3f}%"><span>{event.op.microbatch}</span></b>'
@@ -78,19 +86,29 @@ def _shapes(events: Sequence[Event], shades: dict[int, int], total: float) -> st
     for event in events:
         low = 1000 * event.start / total
         wide = 1000 * (event.end - event.start) / total
-        box = f"M{low:.3f} {100 * event.part / event.parts:.0f}h{wide:.3f}v{100 / event.parts:.0f}h-{wide:.3f}z"
+        box = (
+            f"M{low:.3f} "
+            f"{100 * event.part / event.parts:.0f}h{wide:.3f}v{100 / event.parts:.0f}h-{wide:.3f}z"
+        )
         paths.setdefault(f"op-{event.op.kind.value}{shades[event.op.stage]}", []).append(box)
     drawn = "".join(f'<path class="{name}" d="{"".join(boxes)}"/>' for name, boxes in paths.items())
-    return f'<svg viewBox="0 0 1000 100" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
+    return (
+        f'<svg viewBox="0 0 1000 100" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
+    )
 
 
 def _text(event: Event) -> str:
     op = event.op
-    return f"{NAMES[op.kind]} of micro-batch {op.microbatch}, stage {op.stage}: {time_text(event.end - event.start)}"
+    return (
+        f"{NAMES[op.kind]} of micro-batch {op.microbatch}, stage {op.stage}: "
+        f"{time_text(event.end - event.start)}"
+    )
 
 
 def rank_rows(predicted: View | None, measured: View | None) -> list[tuple[str, ...]]:
-    """Return a row per pipeline rank, after the header: what was predicted and measured of a step."""
+    """Return a row per pipeline rank, after the header: what was predicted and measured of
+    a step.
+    """
     shown = [view for view in (predicted, measured) if view is not None]
     peaks = predicted.peak_bytes() if predicted is not None and predicted.memory else None
     head = ["pipeline rank", "stages"]
@@ -105,7 +123,11 @@ def rank_rows(predicted: View | None, measured: View | None) -> list[tuple[str, 
         for view in shown:
             busy = view.timeline.busy[rank]
             makespan = view.timeline.makespan
-            cells += [time_text(busy), time_text(makespan - busy), f"{view.timeline.bubbles[rank]:.1%}"]
+            cells += [
+                time_text(busy),
+                time_text(makespan - busy),
+                f"{view.timeline.bubbles[rank]:.1%}",
+            ]
         if peaks is not None:
             cells.append(bytes_text(peaks[rank]))
         rows.append(tuple(cells))
@@ -122,7 +144,8 @@ def memory(plan: Plan) -> str:
     rows = []
     for rank, one in enumerate(ranks):
         parts = "".join(
-            f'<b class="part-{index}" style="width:{100 * size / full:.3f}%" title="{names[index]}: '
+            f'<b class="part-{index}" style="width:{100 * size / full:.3f}%" '
+            f'title="{names[index]}: '
             f'{bytes_text(size)}"></b>'
             for index, size in enumerate(astuple(one))
             if size
@@ -141,5 +164,6 @@ def memory(plan: Plan) -> str:
     )
     return (
         f'<figure class="card step"><figcaption><b>Memory, predicted</b> <small>{of}</small>'
-        f'<span class="legend boxes">{legend}</span></figcaption><div class="lanes">{"".join(rows)}</div></figure>'
+        f'<span class="legend boxes">{legend}</span></figcaption><div '
+        f'class="lanes">{"".join(rows)}</div></figure>'
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_merak.durable import make_directory, replaced
 from megatron_merak.errors import ConfigError
 from megatron_merak.pipeline_parallel.pictures.trace import to_trace
 from megatron_merak.pipeline_parallel.pictures.view import View
@@ -44,7 +45,9 @@ def starts_before(directory: str | Path) -> list[dict[str, Any]]:
         return parse_run(path.read_text(encoding="utf-8")) if path.exists() else []
     except (OSError, ValueError) as error:
         reason = f"{RUN} in it cannot be read ({error})"
-        raise ConfigError("--run-dir", directory, reason, "Name another directory, or remove that file") from error
+        raise ConfigError(
+            "--run-dir", directory, reason, "Name another directory, or remove that file"
+        ) from error
 
 
 class RunFiles:
@@ -57,21 +60,26 @@ class RunFiles:
 
     def __init__(self, directory: str | Path, start: Mapping[str, Any], plan: Plan):
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         starts = [*starts_before(self.directory), dict(start)]
         self._number = len(starts) - 1
         _replace(self.directory / PLAN, plan.to_json())
-        _replace(self.directory / RUN, json.dumps({"format": FORMAT, "starts": starts}, indent=1) + "\n")
+        _replace(
+            self.directory / RUN, json.dumps({"format": FORMAT, "starts": starts}, indent=1) + "\n"
+        )
         _drop_cut_off_line(self.directory / METRICS)
         self._metrics = LineFile(self.directory / METRICS)
         self._began = False
 
     def tell(self, say: Callable[[str], object]) -> None:
-        """Call ``say`` with a line for the user where metrics cannot be written; training goes on."""
+        """Call ``say`` with a line for the user where metrics cannot be written; training
+        goes on.
+        """
         self._metrics.say = say
 
     def began(self, iteration: int, consumed_samples: int) -> None:
-        """Record that training continues from ``iteration``; what a file says of later ones was lost.
+        """Record that training continues from ``iteration``; what a file says of later ones was
+        lost.
 
         Only the first call counts.
         """
@@ -95,9 +103,8 @@ class RunFiles:
 
 def _replace(path: Path, text: str) -> None:
     """Replace a file atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with replaced(path, path.with_name(f".{path.name}.{os.getpid()}.tmp")) as file:
+        file.write(text.encode())
 
 
 def _drop_cut_off_line(path: Path) -> None:

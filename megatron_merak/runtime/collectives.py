@@ -1,6 +1,7 @@
 """Asynchronous collectives over tensor-parallel ranks, which run between segments."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ class Done:
 
 
 class Unstack:
-    """An all-gather whose `wait` also reorders the shards [n, b, s / n, ...] into ``out`` [b, s, ...]."""
+    """An all-gather whose `wait` also reorders the shards [n, b, s / n, ...] into ``out`` [b, s,
+    ...].
+    """
 
     def __init__(self, work: Work, shards: Tensor, out: Tensor):
         self._work = work
@@ -41,7 +44,9 @@ def _reduce(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> t
 
 def _stack(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
     shards = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
-    return shards, gather_single(shards.flatten(0, 1), tensor.contiguous(), group=group, async_op=True)
+    return shards, gather_single(
+        shards.flatten(0, 1), tensor.contiguous(), group=group, async_op=True
+    )
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
@@ -58,19 +63,59 @@ def _scatter(tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool) -> 
     return out, reduce_scatter_single(out, shards.flatten(0, 1), group=group, async_op=True)
 
 
+def _exchange(
+    tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool
+) -> tuple[Tensor, Work]:
+    got = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return got, dist.all_to_all_single(got, tensor.contiguous(), group=group, async_op=True)
+
+
 _LAUNCHERS: dict[Collective, Callable[..., tuple[Tensor, Work]]] = {
     Collective.ALL_REDUCE: _reduce,
     Collective.REDUCE_SCATTER: _scatter,
     Collective.ALL_GATHER: _gather,
     Collective.STACK: _stack,
+    Collective.EXCHANGE: _exchange,
 }
 
 
-def launch(tensor: Tensor, kind: Collective, group: dist.ProcessGroup | None, inplace: bool) -> tuple[Tensor, Work]:
-    """Start a collective over ``group``. Return its result, valid after waiting for the work, and that work.
+@dataclass(frozen=True)
+class RowCounts:
+    """How many rows are sent to each rank, and got of each."""
 
-    kind:    ALL_REDUCE keeps the shape of ``tensor``; STACK returns [n, *tensor.shape]; ALL_GATHER turns
-             [b, s / n, ...] into [b, s, ...]; REDUCE_SCATTER turns [b, s, ...] into [b, s / n, ...].
+    sent: list[int]
+    got: list[int]
+
+    @classmethod
+    def of(cls, counts: Tensor) -> "RowCounts":
+        """Return those of int64 [2, n]. The host waits for them."""
+        sent, got = counts.tolist()
+        return cls(sent, got)
+
+    def reversed(self) -> "RowCounts":
+        return RowCounts(self.got, self.sent)
+
+
+def exchange_rows(
+    tensor: Tensor, counts: RowCounts, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Work]:
+    """Start the exchange of rows; see ``launch``."""
+    rows = tensor.new_empty(sum(counts.got), *tensor.shape[1:])
+    work = dist.all_to_all_single(
+        rows, tensor.contiguous(), counts.got, counts.sent, group=group, async_op=True
+    )
+    return rows, work
+
+
+def launch(
+    tensor: Tensor, kind: Collective, group: dist.ProcessGroup | None, inplace: bool
+) -> tuple[Tensor, Work]:
+    """Start a collective over ``group``. Return its result, valid after waiting for the work, and
+    that work.
+
+    kind:    ALL_REDUCE keeps the shape of ``tensor``; STACK returns [n, *tensor.shape]; ALL_GATHER
+             turns [b, s / n, ...] into [b, s, ...]; REDUCE_SCATTER turns [b, s, ...] into [b, s /
+             n, ...]; EXCHANGE keeps the shape, [n, ...].
     inplace: an all-reduce may overwrite ``tensor``; the other collectives never do.
     """
     return _LAUNCHERS[kind](tensor, group, inplace)
@@ -79,6 +124,7 @@ def launch(tensor: Tensor, kind: Collective, group: dist.ProcessGroup | None, in
 def own_gradient(grad: Tensor, kind: Collective, group: dist.ProcessGroup | None) -> Tensor:
     """Return the gradient of a collective's input on this rank, given that of its output.
 
-    grad: gradient of the output, equal on all ranks of ``group``; for STACK [n, ...], one entry per rank.
+    grad: gradient of the output, equal on all ranks of ``group``; for STACK [n, ...], one entry per
+          rank.
     """
     return grad[dist.get_rank(group)] if kind is Collective.STACK else grad

@@ -1,8 +1,9 @@
-"""Runs forward, recomputation and backward of segments: autograd inside a segment, the engine between segments.
+"""Runs forward, recomputation and backward of segments: autograd inside a segment, the engine
+between segments.
 
-In forward and backward a tensor-parallel collective is launched as soon as its input exists and awaited where its
-output is first read. Other work overlaps with it: the weight gradients of the segment that launched it, the other half
-of the micro-batch, or another micro-batch.
+In forward and backward a tensor-parallel collective is launched as soon as its input exists and
+awaited where its output is first read. Other work overlaps with it: the weight gradients of the
+segment that launched it, the other half of the micro-batch, or another micro-batch.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,11 +19,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..parallel.in_flight import Work
 from ..parallel.pulse import Pulse
 from ..pipeline_parallel.ops import Kind
-from ..segment import Collective, Common, In, Segment
-from .collectives import Done, launch, own_gradient
+from ..segment import Collective, Common, In, LayerAxis, Segment
+from .collectives import Done, RowCounts, exchange_rows, launch, own_gradient
 from .regather import Regather
 from .units import ShardedPass
-from .weights import Product, WeightGradients
+from .weights import DeferredProduct, WeightGradients
 
 Step = tuple[Kind, Segment]  # F (forward), R (recomputation) or B (backward) of one segment
 Run = tuple[Step, ...]  # steps, none of which waits for a collective launched by another of them
@@ -57,12 +58,15 @@ class Tape(NamedTuple):
 class State:
     """All live values and gradients of one micro-batch, or of a half of it, on one stage.
 
-    values:  by name; one whose transfer is in flight has an entry in ``works``, awaited at first use.
-    shards:  this rank's shards of values that the backward all-gathers again, until their reader's forward has run.
+    values:  by name; one whose transfer is in flight has an entry in ``works``, awaited at first
+             use.
+    shards:  this rank's shards of values that the backward all-gathers again, until their reader's
+             forward has run.
     grads:   gradients of values, summed over the readers that have run.
     pending: gradients whose transfer is in flight, awaited at first use.
     tape:    autograd graphs of the segments whose backward has not run.
     queue:   per segment, the products of weight gradients that were deferred to a W.
+    rows:    of values whose rows were exchanged, how many.
     """
 
     def __init__(self, common: Common, training: bool):
@@ -74,8 +78,9 @@ class State:
         self.grads: dict[str, Tensor] = {}
         self.pending: dict[str, list[tuple[Work, Tensor]]] = {}
         self.tape: dict[Segment, Tape] = {}
-        self.queue: list[tuple[Segment, list[Product]]] = []
+        self.queue: list[tuple[Segment, list[DeferredProduct]]] = []
         self.recomputed = False
+        self.rows: dict[str, RowCounts] = {}
 
     def arriving(self, name: str, value: Tensor, work: Work) -> None:
         self.values[name], self.works[name] = value, work
@@ -85,7 +90,9 @@ class State:
         return self.values[name]
 
     def wait(self, name: str) -> None:
-        """Block until the value ``name`` has arrived. Waits once per work: gloo hangs when waited for twice."""
+        """Block until the value ``name`` has arrived. Waits once per work: gloo hangs when waited
+        for twice.
+        """
         if name in self.works:
             self.works.pop(name).wait()
 
@@ -109,7 +116,9 @@ class State:
             self.add_grad(name, grad)
 
     def leftovers(self) -> list[str]:
-        """Name what a finished micro-batch should have consumed and did not; empty if all is well."""
+        """Name what a finished micro-batch should have consumed and did not; empty if all
+        is well.
+        """
         tapes = (f"tape of unit {s.unit}" for s in self.tape)
         queued = (f"weight gradients of unit {s.unit}" for s, _ in self.queue)
         return [*self.works, *self.shards, *self.grads, *self.pending, *tapes, *queued]
@@ -117,7 +126,9 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Segments of one unit, or of consecutive units that are recomputed together from the inputs of the first."""
+    """Segments of one unit, or of consecutive units that are recomputed together from the inputs of
+    the first.
+    """
 
     segments: tuple[Segment, ...]
     recompute: bool
@@ -132,21 +143,26 @@ class Block:
         return {name: None for name in self.reads if name not in outputs}
 
 
-class Engine:
+class Interpreter:
     """Runs the segments of one stage.
 
     segments:            in forward order.
-    recompute:           groups of consecutive units that keep only the inputs of each group and are recomputed.
+    recompute:           groups of consecutive units that keep only the inputs of each group and are
+                         recomputed.
     outputs:             names of the values that leave the stage.
     group:               tensor-parallel ranks; None for a single rank.
+    contexts:            context-parallel ranks; None for a single rank.
     weights:             accumulates the weight gradients.
-    overlap:             whether collectives overlap with other work; otherwise each is waited for at once.
-    wait_for_parameters: called before a segment's forward; returns when its parameters are gathered.
+    overlap:             whether collectives overlap with other work; otherwise each is waited for
+                         at once.
+    wait_for_parameters: called before a segment's forward; returns when its parameters are
+                         gathered.
     pulse:               where the launch of collectives is noted; None: nowhere.
 
     Attributes:
     kept:     names of the values that a forward keeps for recomputation.
-    observer: called after each forward and backward of a segment, see `watching`; None: nobody watches.
+    observer: called after each forward and backward of a segment, see `watching`; None: nobody
+              watches.
     """
 
     def __init__(
@@ -160,29 +176,44 @@ class Engine:
         overlap: bool = True,
         wait_for_parameters: SegmentCallback = lambda segment: None,
         pulse: Pulse | None = None,
+        contexts: dist.ProcessGroup | None = None,
     ):
+        self._groups = {LayerAxis.TP: group, LayerAxis.CP: contexts}
         self._pulse = Pulse() if pulse is None else pulse
         self._wait_for_parameters = wait_for_parameters
         self.observer: Callable[..., None] | None = None
         self.segments = tuple(segments)
-        self.group = group
         self.weights = weights
         self.overlap = overlap
         self._token = torch.zeros((), requires_grad=True, device=device)
         self._trained = {s: [p for p in s.parameters if p.requires_grad] for s in self.segments}
-        self._edges = {s: [get_gradient_edge(p) for p in trained] for s, trained in self._trained.items()}
+        self._edges = {
+            s: [get_gradient_edge(p) for p in trained] for s, trained in self._trained.items()
+        }
         self.blocks = _blocks(self.segments, recompute)
         self._analyse(outputs)
-        recompute_steps = [(Kind.R, s) for block in reversed(self.blocks) if block.recompute for s in block.segments]
+        recompute_steps = [
+            (Kind.R, s)
+            for block in reversed(self.blocks)
+            if block.recompute
+            for s in block.segments
+        ]
         self.forward_runs = _runs((Kind.F, s) for s in self.segments)
         self.recompute_runs = _runs(recompute_steps)
         self._backward_runs = {early: _runs(self._backward_steps(early)) for early in (False, True)}
 
     def _analyse(self, outputs: Collection[str]) -> None:
-        """Find the last reader of each value, in the forward and in the recomputation of its block."""
+        """Find the last reader of each value, in the forward and in the recomputation of
+        its block.
+        """
         self._block_of = {s: block for block in self.blocks for s in block.segments}
         self._regathered = frozenset(i.value for s in self.segments for i in s.ins if i.regather)
-        self.kept = frozenset(name for block in self.blocks if block.recompute for name in block.enters)
+        read = {i.value for s in self.segments for i in s.ins} | set(outputs)
+        counts = {o.counts for s in self.segments for o in s.outs if o.counts}
+        self._only_counts = frozenset(counts - read)
+        self.kept = frozenset(
+            name for block in self.blocks if block.recompute for name in block.enters
+        )
         self._last_read_forward: dict[Segment, list[str]] = {s: [] for s in self.segments}
         self._last_read_recompute: dict[Segment, list[str]] = {s: [] for s in self.segments}
         for name, segment in {i.value: s for s in self.segments for i in s.ins}.items():
@@ -192,7 +223,8 @@ class Engine:
         for block in (block for block in self.blocks if block.recompute):
             readers = {i.value: s for s in block.segments for i in s.ins}
             for name, segment in readers.items():
-                # Blocks are recomputed last to first: a kept input is freed by the first block that reads it.
+                # Blocks are recomputed last to first: a kept input is freed by the first block that
+                # reads it.
                 if name not in self.kept or first_reader[name] is block:
                     self._last_read_recompute[segment].append(name)
 
@@ -207,11 +239,14 @@ class Engine:
         return self._backward_runs[state.recomputed]
 
     def forward(self, state: State) -> None:
-        """Run every segment. Only segments that are not recomputed keep a tape, and none does in evaluation."""
+        """Run every segment. Only segments that are not recomputed keep a tape, and none does in
+        evaluation.
+        """
         execute([Pass(self, state, self.forward_runs)])
 
     def backward(self, state: State, on_complete: SegmentCallback | None = None) -> None:
-        """Run the segments in reverse, recomputing those without a tape. ``state`` has the outputs' gradients already.
+        """Run the segments in reverse, recomputing those without a tape. ``state`` has the outputs'
+        gradients already.
 
         on_complete: called after each segment, when its weight gradients are in ``main_grad``.
         """
@@ -231,14 +266,19 @@ class Engine:
                 state.values.pop(name, None)
 
     def take(self, state: State, name: str) -> Tensor:
-        """Return a value of ``outputs`` and free it in ``state``, unless a recomputation will read it."""
+        """Return a value of ``outputs`` and free it in ``state``, unless a recomputation will read
+        it.
+        """
         if state.training and name in self.kept:
             return state.value(name)
         state.wait(name)
         return state.values.pop(name)
 
     def finish_weights(
-        self, state: State, on_complete: SegmentCallback | None = None, sharded_pass: ShardedPass | None = None
+        self,
+        state: State,
+        on_complete: SegmentCallback | None = None,
+        sharded_pass: ShardedPass | None = None,
     ) -> None:
         """Compute the weight gradients that a backward deferred, in its order."""
         for segment, products in state.queue:
@@ -257,10 +297,16 @@ class Engine:
             state.common.seed(segment)
         values = [state.value(i.value) for i in segment.ins]
         if state.training:
-            # Also where the tape is dropped, use grad mode and not no_grad: kernels are selected by requires_grad, and
-            # the recomputation must run the same ones as the forward.
-            values = [Enter.apply(v, self._token) if i.grad else v for i, v in zip(segment.ins, values, strict=True)]
-            entries = [get_gradient_edge(v) if i.grad else None for i, v in zip(segment.ins, values, strict=True)]
+            # Also where the tape is dropped, use grad mode and not no_grad: kernels are selected by
+            # requires_grad, and the recomputation must run the same ones as the forward.
+            values = [
+                Enter.apply(v, self._token) if i.grad else v
+                for i, v in zip(segment.ins, values, strict=True)
+            ]
+            entries = [
+                get_gradient_edge(v) if i.grad else None
+                for i, v in zip(segment.ins, values, strict=True)
+            ]
             regathers = self._regathers(state, segment, values) if tape else {}
             self.weights.getters = regathers
             outs = segment.fn(state.common, *values)
@@ -276,17 +322,28 @@ class Engine:
         for out, tensor in zip(segment.outs, outs, strict=True):
             if recompute and out.value not in self._block_of[segment].reads:
                 continue
+            if out.value in self._only_counts:
+                continue
             tensor = tensor.detach()
             if tape and out.value in self._regathered:
                 state.shards[out.value] = tensor
-            if out.collective:
-                state.arriving(out.value, *self._launch(tensor, out.collective, out.inplace))
+            if out.counts:
+                counts = RowCounts.of(_named(out.counts, segment, values, outs))
+                state.rows[out.value] = counts
+                state.arriving(out.value, *self._exchange(tensor, counts, out.axis))
+            elif out.collective:
+                arriving = self._launch(tensor, out.collective, out.axis, out.inplace)
+                state.arriving(out.value, *arriving)
             else:
                 state.values[out.value] = tensor
 
-    def _regathers(self, state: State, segment: Segment, values: Sequence[Tensor]) -> dict[Tensor, Regather]:
+    def _regathers(
+        self, state: State, segment: Segment, values: Sequence[Tensor]
+    ) -> dict[Tensor, Regather]:
         pairs = zip(segment.ins, values, strict=True)
-        return {value: Regather(state.shards.pop(i.value)) for i, value in pairs if i.regather}
+        return {
+            value: Regather(state.shards.pop(i.value), i.axis) for i, value in pairs if i.regather
+        }
 
     def _backward(self, state: State, segment: Segment, defer: bool) -> None:
         entries, exits, regathers = state.tape.pop(segment)
@@ -296,16 +353,19 @@ class Engine:
             grad = state.take_grad(out.value)
             if edge is not None and grad is not None:
                 roots.append(edge)
-                grads.append(own_gradient(grad, out.collective, self.group))
-        products: list[Product] = []
+                grads.append(own_gradient(grad, out.collective, self._groups[out.axis]))
+        products: list[DeferredProduct] = []
         if roots:
             input_edges = [edge for edge in entries if edge is not None]
             queued = defer or (self.overlap and any(i.collective for i in segment.ins))
             self.weights.queue = products if queued else None
             for regather in regathers:
                 regather.start(self._launch)
-            # Request parameters whose gradient `weights` accumulates, too: autograd runs only what leads to a request.
-            results = torch.autograd.grad(roots, input_edges + self._edges[segment], grads, allow_unused=True)
+            # Request parameters whose gradient `weights` accumulates, too: autograd runs only what
+            # leads to a request.
+            results = torch.autograd.grad(
+                roots, input_edges + self._edges[segment], grads, allow_unused=True
+            )
             if self.observer is not None:
                 self.observer(Kind.B, segment, state.common, grads, results)
             self.weights.queue = products if defer else None
@@ -313,7 +373,9 @@ class Engine:
             inputs = [i for i, edge in zip(segment.ins, entries, strict=True) if edge is not None]
             queued_tensors = [tensor for product in products for tensor in product.tensors]
             self._route(state, inputs, results[: len(input_edges)], (*grads, *queued_tensors))
-            for parameter, grad in zip(self._trained[segment], results[len(input_edges) :], strict=True):
+            for parameter, grad in zip(
+                self._trained[segment], results[len(input_edges) :], strict=True
+            ):
                 if grad is not None:
                     self.weights.add(parameter, grad)
             self.weights.queue = None
@@ -323,23 +385,40 @@ class Engine:
             self.weights.drain(products)
 
     def _route(
-        self, state: State, inputs: Sequence[In], grads: Sequence[Tensor | None], others: Sequence[Tensor]
+        self,
+        state: State,
+        inputs: Sequence[In],
+        grads: Sequence[Tensor | None],
+        others: Sequence[Tensor],
     ) -> None:
-        # A gradient is all-reduced in place unless it shares memory with another gradient, with one of the caller or
-        # with an operand of a queued weight gradient.
+        # A gradient is all-reduced in place unless it shares memory with another gradient, with one
+        # of the caller or with an operand of a queued weight gradient.
         storages = [g.untyped_storage().data_ptr() for g in (*grads, *others) if g is not None]
         for source, grad in zip(inputs, grads, strict=True):
             if grad is None:
                 continue
-            if source.collective:
+            if source.collective is Collective.ROWS:
+                counts = state.rows[source.value].reversed()
+                arriving = self._exchange(grad, counts, source.axis)
+                state.arriving_grad(source.value, *arriving)
+            elif source.collective:
                 exclusive = storages.count(grad.untyped_storage().data_ptr()) == 1
-                state.arriving_grad(source.value, *self._launch(grad, source.collective, exclusive))
+                arriving = self._launch(grad, source.collective, source.axis, exclusive)
+                state.arriving_grad(source.value, *arriving)
             else:
                 state.add_grad(source.value, grad)
 
-    def _launch(self, tensor: Tensor, kind: Collective, inplace: bool) -> tuple[Tensor, Work]:
+    def _launch(
+        self, tensor: Tensor, kind: Collective, axis: LayerAxis, inplace: bool
+    ) -> tuple[Tensor, Work]:
         self._pulse.launched(kind)
-        tensor, work = launch(tensor, kind, self.group, inplace)
+        return self._launched(*launch(tensor, kind, self._groups[axis], inplace))
+
+    def _exchange(self, rows: Tensor, counts: RowCounts, axis: LayerAxis) -> tuple[Tensor, Work]:
+        self._pulse.launched(Collective.ROWS)
+        return self._launched(*exchange_rows(rows, counts, self._groups[axis]))
+
+    def _launched(self, tensor: Tensor, work: Work) -> tuple[Tensor, Work]:
         if not self.overlap:
             work.wait()
             work = Done()
@@ -352,10 +431,11 @@ class Pass:
 
     defer:        a backward leaves its weight gradients to a W.
     on_complete:  called after each segment's backward.
-    sharded_pass: gathers sharded parameters and reduces sharded gradients; None where nothing is sharded.
+    sharded_pass: gathers sharded parameters and reduces sharded gradients; None where nothing is
+                  sharded.
     """
 
-    engine: Engine
+    engine: Interpreter
     state: State
     runs: tuple[Run, ...]
     defer: bool = False
@@ -374,11 +454,19 @@ class Pass:
 
 
 def execute(passes: Sequence[Pass]) -> None:
-    """Interleave the passes run by run, so that the collectives of one overlap with the computation of the others."""
+    """Interleave the passes run by run, so that the collectives of one overlap with the computation
+    of the others.
+    """
     for turn in zip_longest(*(p.runs for p in passes)):
         for current, run in zip(passes, turn, strict=True):
             if run is not None:
                 current.perform(run)
+
+
+def _named(name: str, segment: Segment, values: Sequence[Tensor], outs: Sequence[Tensor]) -> Tensor:
+    """Return what a segment has read, or computed, under a name."""
+    names = [read.value for read in segment.ins] + [computed.value for computed in segment.outs]
+    return (*values, *outs)[names.index(name)]
 
 
 def _blocks(segments: Sequence[Segment], recompute: Collection[Sequence[int]]) -> tuple[Block, ...]:
@@ -386,17 +474,25 @@ def _blocks(segments: Sequence[Segment], recompute: Collection[Sequence[int]]) -
     segments_of: dict[tuple[int, ...], list[Segment]] = {}
     for segment in segments:
         segments_of.setdefault(run_of.get(segment.unit, (segment.unit,)), []).append(segment)
-    return tuple(Block(tuple(members), units[0] in run_of) for units, members in segments_of.items())
+    return tuple(
+        Block(tuple(members), units[0] in run_of) for units, members in segments_of.items()
+    )
 
 
 def _runs(steps: Iterator[Step] | Sequence[Step]) -> tuple[Run, ...]:
-    """Split steps into runs: a new run begins at a step that waits for a collective launched by the current run."""
+    """Split steps into runs: a new run begins at a step that waits for a collective launched by the
+    current run.
+    """
     runs: list[list[Step]] = [[]]
     values: dict[str, None] = {}
     grads: dict[str, None] = {}
     for kind, segment in steps:
         backward = kind is Kind.B
-        waits = any(o.value in grads for o in segment.outs) if backward else any(i.value in values for i in segment.ins)
+        waits = (
+            any(o.value in grads for o in segment.outs)
+            if backward
+            else any(i.value in values for i in segment.ins)
+        )
         if waits:
             runs.append([])
             values.clear()

@@ -1,7 +1,7 @@
 """Executes any pipeline schedule, op by op, with one handler per kind of op."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..pipeline_parallel.ops import Entry, Kind, Op, Schedule, ops_of
 from ..segment import Crossing
 from .engine import Pass, execute
 from .program import LOSS
-from .stage import Batch, Part, Stage
+from .stage import Batch, MicroBatchPart, Stage
 from .stopwatch import GpuStopwatch, Stopwatch
 
 
@@ -25,7 +25,8 @@ class StepLoss:
 
     total:  sum of the micro-batches' losses.
     tokens: number of unmasked tokens; number of micro-batches where losses are complete.
-    mean:   sum over micro-batches of their mean loss per token; of their losses where these are complete.
+    mean:   sum over micro-batches of their mean loss per token; of their losses where these are
+            complete.
     """
 
     total: Tensor
@@ -33,12 +34,47 @@ class StepLoss:
     mean: Tensor
 
 
+@dataclass
+class StepRun:
+    """One run of a schedule.
+
+    batches, ...: see `Executor.run`.
+    losses:       per micro-batch, what `StepLoss` sums; empty before the last stage.
+    results:      per micro-batch of the last stage, the model's outputs beside its loss.
+    stopwatch:    times compute ops; None where nobody asked for a trace.
+    marks:        (op, start, end) of each compute op, as the stopwatch marks them.
+    """
+
+    batches: Sequence[Batch] = ()
+    step: int = 0
+    training: bool = True
+    weights: Sequence[float] | None = None
+    loss_scale: float = 1.0
+    sum_losses: bool = False
+    task: Any = None
+    stopwatch: Stopwatch | GpuStopwatch | None = None
+    losses: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    results: list[dict[str, Tensor]] = field(default_factory=list)
+    marks: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+    def trace(self) -> list[tuple[str, float, float]]:
+        """Return (op, start, end) of each compute op, in seconds."""
+        if self.stopwatch is None:
+            return []
+        read = self.stopwatch.seconds
+        return [(op, read(began), read(ended)) for op, began, ended in self.marks]
+
+
 class Executor:
     """Runs one rank's ops of a step.
 
     stages:   this rank's stages, by global index.
     schedule: with communication ops.
-    pipes:    the pipes of another executor over the same stages, whose schedule uses every channel that this one uses.
+    pipes:    the pipes of another executor over the same stages, whose schedule uses every channel
+              that this one uses.
+
+    Attributes:
+    last: the run that is under way, or was the last; kept until the next begins.
     """
 
     def __init__(
@@ -54,16 +90,18 @@ class Executor:
         self.program = schedule.ranks[mesh.pp_rank]
         ops = [op for entry in self.program for op in ops_of(entry)]
         self.deferred = frozenset((op.stage, op.microbatch) for op in ops if op.kind is Kind.W)
-        # The op that makes a stage's gradients final, and the last op of a stage that uses a micro-batch.
+        # The op that makes a stage's gradients final, and the last op of a stage that uses a
+        # micro-batch.
         self.finals = {op.stage: op for op in ops if op.kind in (Kind.B, Kind.W)}
         self.ends = {(op.stage, op.microbatch): op for op in ops}
         self.pipes = pipes or Pipes(mesh, schedule)
         self._next_unit = self._next_units(ops)
-        # If set to a list, a run appends (op, start, end) of each compute op, in seconds, at its end. The time spent
-        # waiting for transfers is not included.
+        # If set to a list, a run appends (op, start, end) of each compute op, in seconds, at its
+        # end. The time spent waiting for transfers is not included.
         self.trace: list[tuple[str, float, float]] | None = None
-        self.on_send: Callable[[Tensor], None] | None = None  # called with each value that leaves a stage
-        self.losses: list[tuple[Tensor, Tensor, Tensor]] = []  # per micro-batch, what `StepLoss` sums
+        # called with each value that leaves a stage
+        self.on_send: Callable[[Tensor], None] | None = None
+        self.last = StepRun()
         self._handlers = {
             Kind.W: self._finish_weights,
             Kind.SEND_F: self._send_activation,
@@ -73,7 +111,9 @@ class Executor:
         }
 
     def _next_units(self, ops: Sequence[Op]) -> dict[Op, int]:
-        """Return, per compute op, the first unit whose parameters a later one needs; no entry if none does."""
+        """Return, per compute op, the first unit whose parameters a later one needs; no entry if
+        none does.
+        """
         next_units: dict[Op, int] = {}
         recomputed_early = {(op.stage, op.microbatch) for op in ops if op.kind is Kind.R}
         next_unit: int | None = None
@@ -98,31 +138,33 @@ class Executor:
     ) -> StepLoss | None:
         """Run every op in order. Return the losses on the last stage, None elsewhere.
 
-        Afterwards ``results`` has, on the last stage, one dict per micro-batch of the model's outputs beside its loss.
-        A forward-only schedule may have more micro-batches than ``batches``. For these nothing is computed, but sharded
-        parameters are gathered, because other replicas take part in the collective.
+        Afterwards ``last.results`` has, on the last stage, the model's outputs beside its loss.
+        A forward-only schedule may have more micro-batches than ``batches``. For these nothing is
+        computed, but sharded parameters are gathered, because other replicas take part in the
+        collective.
 
         batches:    one per micro-batch, on every rank.
         training:   whether dropout is on and gradients are added to ``main_grad``.
         weights:    factors of the micro-batches' losses; 1 by default.
         loss_scale: factor of all gradients, not of losses.
-        sum_losses: whether gradients are those of the sum of the micro-batches' losses (a caller divides sums over
-                    tokens by the step's tokens); else those of the mean over micro-batches and replicas of their means.
+        sum_losses: whether gradients are those of the sum of the micro-batches' losses (a caller
+                    divides sums over tokens by the step's tokens); else those of the mean over
+                    micro-batches and replicas of their means.
         task:       what the stages' programs compute, see `Stage`; None: the model's loss.
         """
-        self.batches = batches
-        self.step = step
-        self.training = training
-        self.task = task
-        self.losses = []
-        self.weights = weights
-        self.loss_scale = loss_scale
-        self.sum_losses = sum_losses
-        self.results: list[dict[str, Tensor]] = []
+        stopwatch = None if self.trace is None else self._new_stopwatch()
+        self.last = StepRun(
+            batches,
+            step,
+            training,
+            weights,
+            loss_scale=loss_scale,
+            sum_losses=sum_losses,
+            task=task,
+            stopwatch=stopwatch,
+        )
         for stage in self.stages.values():
             stage.start_run(training)
-        self._stopwatch = None if self.trace is None else self._new_stopwatch()
-        self._marks: list[tuple[str, Any, Any]] = []
         pulse = self.mesh.pulse
         for entry in self.program:
             pulse.at(entry)
@@ -136,12 +178,13 @@ class Executor:
         pulse.at("the sends of its stage")
         self.pipes.finish()
         pulse.at("")
-        if self.trace is not None and self._stopwatch is not None:
-            read = self._stopwatch.seconds
-            self.trace += [(op, read(began), read(ended)) for op, began, ended in self._marks]
-        if not self.losses:
+        if self.trace is not None:
+            self.trace += self.last.trace()
+        if not self.last.losses:
             return None
-        return StepLoss(*(torch.stack(values).sum() for values in zip(*self.losses, strict=True)))
+        return StepLoss(
+            *(torch.stack(values).sum() for values in zip(*self.last.losses, strict=True))
+        )
 
     def _new_stopwatch(self) -> Stopwatch | GpuStopwatch:
         device = self.mesh.device
@@ -150,7 +193,7 @@ class Executor:
 
     def _run(self, entry: Entry) -> None:
         ops = ops_of(entry)
-        stopwatch = self._stopwatch if ops[0].kind.is_compute else None
+        stopwatch = self.last.stopwatch if ops[0].kind.is_compute else None
         if stopwatch is not None:
             self._await(ops)
             began = stopwatch.mark()
@@ -163,14 +206,16 @@ class Executor:
                 self._hand_over(self.stages[op.stage], op)
         if stopwatch is not None:
             ended = stopwatch.mark()
-            self._marks += [(str(op), began, ended) for op in ops]
+            self.last.marks += [(str(op), began, ended) for op in ops]
 
     def _idle(self, entry: Entry) -> None:
         for op in ops_of(entry):
             stage = self.stages[op.stage]
             if not op.kind.is_compute:
                 continue
-            sharded_pass = stage.parameters.sharded_pass(stage.visits(op.kind), self._next_unit.get(op))
+            sharded_pass = stage.parameters.sharded_pass(
+                stage.visits(op.kind), self._next_unit.get(op)
+            )
             if sharded_pass is not None:
                 sharded_pass.end()
 
@@ -185,14 +230,19 @@ class Executor:
                     for value in part.program.targets:
                         part.state.wait_grad(value.name)
 
-    def _parts(self, op: Op) -> list[Part]:
+    def _parts(self, op: Op) -> list[MicroBatchPart]:
         stage = self.stages[op.stage]
         if op.microbatch in stage.parts:
             return stage.parts[op.microbatch]
-        return stage.begin(op.microbatch, self.batches[op.microbatch], self.step, self.training, self.task)
+        run = self.last
+        return stage.begin(
+            op.microbatch, run.batches[op.microbatch], run.step, run.training, run.task
+        )
 
     def _passes(self, op: Op) -> list[Pass]:
-        """Return the passes of a forward, recomputation or backward op, one per part of its micro-batch."""
+        """Return the passes of a forward, recomputation or backward op, one per part of its
+        micro-batch.
+        """
         stage = self.stages[op.stage]
         self._parts(op)
         if op.kind is Kind.F:
@@ -201,23 +251,30 @@ class Executor:
             return stage.recomputation(op.microbatch, self._next_unit.get(op))
         defer = (op.stage, op.microbatch) in self.deferred
         last = op == self.finals[op.stage]
-        return stage.backward(op.microbatch, self._scale(stage, op), defer, last, self._next_unit.get(op))
+        return stage.backward(
+            op.microbatch, self._scale(stage, op), defer, last, self._next_unit.get(op)
+        )
 
     def _scale(self, stage: Stage, op: Op) -> Tensor | None:
-        """Return the gradient of the step's scaled loss with respect to a micro-batch's; None before the last stage."""
+        """Return the gradient of the step's scaled loss with respect to a micro-batch's; None
+        before the last stage.
+        """
         if not self._is_last(stage):
             return None
+        run = self.last
         count = stage.count(op.microbatch).clamp(min=1)
-        replicas = len(self.batches) * self.mesh.summed
-        scale = torch.ones_like(count) if self.sum_losses else 1 / (count * replicas)
-        scale = scale if self.loss_scale == 1.0 else scale * self.loss_scale
-        return scale if self.weights is None else scale * self.weights[op.microbatch]
+        replicas = len(run.batches) * self.mesh.summed
+        scale = torch.ones_like(count) if run.sum_losses else 1 / (count * replicas)
+        scale = scale if run.loss_scale == 1.0 else scale * run.loss_scale
+        return scale if run.weights is None else scale * run.weights[op.microbatch]
 
     def _is_last(self, stage: Stage) -> bool:
         return stage.index == self.schedule.stages - 1
 
     def _hand_over(self, stage: Stage, op: Op) -> None:
-        """Deliver an op's outputs that stay on this rank: the loss, or values and gradients for neighbouring stages."""
+        """Deliver an op's outputs that stay on this rank: the loss, or values and gradients for
+        neighbouring stages.
+        """
         if op.kind is Kind.F and self._is_last(stage):
             self._note_results(stage, op)
         elif op.kind is Kind.F and op.stage + 1 in self.stages:
@@ -233,28 +290,36 @@ class Executor:
                     if (grad := part.state.take_grad(value.name)) is not None:
                         other.state.add_grad(value.name, grad)
 
-    def _beside(self, op: Op, stage: int) -> Iterator[tuple[Part, Part]]:
-        """Yield the parts of an op's micro-batch in pairs: on the op's stage and on another stage of this rank."""
+    def _beside(self, op: Op, stage: int) -> Iterator[tuple[MicroBatchPart, MicroBatchPart]]:
+        """Yield the parts of an op's micro-batch in pairs: on the op's stage and on another stage
+        of this rank.
+        """
         return zip(self._parts(op), self._parts(Op(stage, op.kind, op.microbatch)), strict=True)
 
     def _note_results(self, stage: Stage, op: Op) -> None:
         parts = stage.parts[op.microbatch]
         count = stage.count(op.microbatch)
         results = [{name: part.take(name) for name in part.program.results} for part in parts]
-        total = sum((values.pop(LOSS) for values in results if LOSS in values), torch.zeros_like(count))
-        if self.weights is not None:
-            total = total * self.weights[op.microbatch]
-        self.losses.append((total, count, total / count.clamp(min=1)))
-        self.results.append(results[0])
+        total = sum(
+            (values.pop(LOSS) for values in results if LOSS in values), torch.zeros_like(count)
+        )
+        run = self.last
+        if run.weights is not None:
+            total = total * run.weights[op.microbatch]
+        run.losses.append((total, count, total / count.clamp(min=1)))
+        run.results.append(results[0])
 
     def _finish_weights(self, stage: Stage, op: Op) -> None:
         stage.finish_weights(op.microbatch, op == self.finals[op.stage])
 
-    def _crossings(self, op: Op) -> Iterator[tuple[int, Part, Crossing]]:
-        """Yield (index in the transfer, part of the micro-batch, value) of each value that a send or receive moves."""
+    def _crossings(self, op: Op) -> Iterator[tuple[int, MicroBatchPart, Crossing]]:
+        """Yield (index in the transfer, part of the micro-batch, value) of each value that a send
+        or receive moves.
+        """
         entering = op.kind in (Kind.RECV_F, Kind.SEND_B)
         index = 0
-        for part in self._parts(op):  # a gradient may be received for a micro-batch whose forward has not begun
+        # a gradient may be received for a micro-batch whose forward has not begun
+        for part in self._parts(op):
             for value in part.program.sources if entering else part.program.targets:
                 if value.grad or op.kind in (Kind.SEND_F, Kind.RECV_F):
                     yield index, part, value
@@ -262,11 +327,15 @@ class Executor:
 
     def _receive_activation(self, stage: Stage, op: Op) -> None:
         for index, part, value in self._crossings(op):
-            part.state.arriving(value.name, *self.pipes.receive(op, value.shape, value.dtype, index))
+            part.state.arriving(
+                value.name, *self.pipes.receive(op, value.shape, value.dtype, index)
+            )
 
     def _receive_gradient(self, stage: Stage, op: Op) -> None:
         for index, part, value in self._crossings(op):
-            part.state.arriving_grad(value.name, *self.pipes.receive(op, value.shape, value.dtype, index))
+            part.state.arriving_grad(
+                value.name, *self.pipes.receive(op, value.shape, value.dtype, index)
+            )
 
     def _send_activation(self, stage: Stage, op: Op) -> None:
         for index, part, value in self._crossings(op):

@@ -10,7 +10,8 @@ from .stage import Stage
 
 
 class Executors:
-    """Creates an executor at the first step with a given number of micro-batches; all of them share their pipes.
+    """Creates an executor at the first step with a given number of micro-batches; all of them share
+    their pipes.
 
     stages, mesh: see `Executor`.
     schedule:     compute ops, for the plan's number of micro-batches.
@@ -24,7 +25,9 @@ class Executors:
         self.of(schedule.microbatches)  # all others use the pipes of this one
 
     def of(self, micro_batches: int, training: bool = True) -> Executor:
-        """Return the executor of steps with that many micro-batches; of forwards only where not ``training``."""
+        """Return the executor of steps with that many micro-batches; of forwards only where not
+        ``training``.
+        """
         key = (micro_batches, training)
         if key not in self._executors:
             schedule = self._schedule if training else forward_only(self._schedule)

@@ -1,4 +1,6 @@
-"""Reduction of gradients over data-parallel ranks, bucket by bucket, overlapped with the backward."""
+"""Reduction of gradients over data-parallel ranks, bucket by bucket, overlapped with the
+backward.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,22 +15,28 @@ from megatron_merak.runtime.wire import Wire
 
 
 class GradientReducer:
-    """Sums `buffer.main_grad` over `group`, without averaging: one asynchronous all-reduce per bucket.
+    """Sums `buffer.main_grad` over `group`, without averaging: one asynchronous all-reduce per
+    bucket.
 
-    A sharded bucket is reduce-scattered instead, and its shard then all-reduced over the ranks that own the same one.
+    A sharded bucket is reduce-scattered instead, and its shard then all-reduced over the ranks that
+    own the same one.
 
-    Per step: `start()`, then `ready(name)` once per parameter when its gradient is final on this rank, then `finish()`.
-    Ranks may report parameters in different orders: bucket k+1 is never launched before bucket k, so that all ranks
-    launch the same collectives in the same order.
+    Per step: `start()`, then `ready(name)` once per parameter when its gradient is final on this
+    rank, then `finish()`. Ranks may report parameters in different orders: bucket k+1 is never
+    launched before bucket k, so that all ranks launch the same collectives in the same order.
 
-    group:           data-parallel ranks, with buffers of the same layout; None or one rank: nothing is sent.
+    group:           data-parallel ranks, with buffers of the same layout; None or one rank: nothing
+                     is sent.
     overlap:         launch a bucket as soon as it is ready; otherwise all of them in `finish()`.
-    shard_group:     the ranks of ``group`` over which a bucket is sharded, in the order of their shards; None: all.
+    shard_group:     the ranks of ``group`` over which a bucket is sharded, in the order of their
+                     shards; None: all.
     replicate_group: the ranks of ``group`` that own the same shards; None: only this one.
-    relay:           launches the all-reduce that follows a reduce-scatter; required with ``replicate_group``.
+    relay:           launches the all-reduce that follows a reduce-scatter; required with
+                     ``replicate_group``.
     in_bf16:         see `Wire`.
 
-    Attribute ``before_reduction``: called with each bucket's gradient on this rank; None: nobody looks at it.
+    Attribute ``before_reduction``: called with each bucket's gradient on this rank; None: nobody
+    looks at it.
     """
 
     def __init__(
@@ -46,9 +54,14 @@ class GradientReducer:
         self.before_reduction: Callable[[Tensor], None] | None = None
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.overlap = overlap
-        self._all, self._over_shards = Wire(self.group, in_bf16), Wire(shard_group or self.group, in_bf16)
+        self._all, self._over_shards = (
+            Wire(self.group, in_bf16),
+            Wire(shard_group or self.group, in_bf16),
+        )
         self._across_replicas = Wire(replicate_group, in_bf16)
-        self._bucket_of = {name: number for number, bucket in enumerate(buffer.buckets) for name in bucket.names}
+        self._bucket_of = {
+            name: number for number, bucket in enumerate(buffer.buckets) for name in bucket.names
+        }
         self.start()
 
     def start(self) -> None:
@@ -65,7 +78,9 @@ class GradientReducer:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names of the parameters that are not ready yet, from the last one of the model to the first."""
+        """Names of the parameters that are not ready yet, from the last one of the model to the
+        first.
+        """
         return tuple(self._missing)
 
     @property
@@ -74,7 +89,9 @@ class GradientReducer:
         return self._launched
 
     def ready(self, name: str) -> None:
-        """The gradient of `name` is final: nothing on this rank adds to it before `finish()` returns."""
+        """The gradient of `name` is final: nothing on this rank adds to it before `finish()`
+        returns.
+        """
         assert name in self._bucket_of, f"no parameter {name} in the buffer"
         assert not self._finished, f"{name} is ready after finish() and before start()"
         assert name in self._missing, f"{name} is ready twice in one step"
@@ -85,10 +102,11 @@ class GradientReducer:
                 self._launch()
 
     def finish(self) -> None:
-        """Launch the remaining buckets and wait for all. `main_grad` then has the sum of what this rank owns.
+        """Launch the remaining buckets and wait for all. `main_grad` then has the sum of what this
+        rank owns.
 
-        On CUDA it is valid for work on the current stream. Parameters that never became ready (no gradient in this
-        step) are summed as they are; `missing` names them.
+        On CUDA it is valid for work on the current stream. Parameters that never became ready (no
+        gradient in this step) are summed as they are; `missing` names them.
         """
         assert not self._finished, "finish() twice in one step"
         while self._launched < len(self.buffer.buckets):

@@ -1,4 +1,6 @@
-"""The parameters of one rank in a training step: accumulating their gradients, and making these final."""
+"""The parameters of one rank in a training step: accumulating their gradients, and making these
+final.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import PlanError
-from ..parallel.buffers import ParameterBuffer, Sharding
+from ..parallel.buffers import ParameterBuffer, ShardedState
 from ..parallel.mesh import Mesh
 from ..parallel.relay import Relay
 from ..plan import TensorSharding
@@ -20,20 +22,23 @@ from .weights import Gradient, WeightGradients
 class RankParameters:
     """Trainable parameters of all stages of a rank, as views of ``buffer``.
 
-    Where the buffer is sharded over replicas, a step makes final only the gradients that this rank owns, and `gatherer`
-    all-gathers the parameters that the other ranks have updated.
+    Where the buffer is sharded over replicas, a step makes final only the gradients that this rank
+    owns, and `gatherer` all-gathers the parameters that the other ranks have updated.
 
     names:           parameter -> its name in the buffer.
     replicated:      parameters that every tensor-parallel rank has in full.
-    ties:            parameters that other pipeline ranks have as well, with the group of the ranks that have them.
+    ties:            parameters that other pipeline ranks have as well, with the group of the ranks
+                     that have them.
     overlap:         whether the reduction over replicas overlaps with the backward.
     overlap_gathers: whether the all-gather of updated shards overlaps with the next forward.
-    partial:         parameters whose gradients are always partial sums on each tensor-parallel rank, in addition to the
-                     replicated ones that sharded segments read.
+    partial:         parameters whose gradients are always partial sums on each tensor-parallel
+                     rank, in addition to the replicated ones that sharded segments read.
     shared:          how many stages of this rank use a parameter, where that is more than one.
     reads:           the trainable parameters that each unit reads.
-    in_bf16:         whether replicas exchange gradients in bf16, see `Wire`; ``partial`` and ``ties`` use fp32.
-    tensors:         how tensor parallelism shards those parameters that are complete tensors of the model.
+    in_bf16:         whether replicas exchange gradients in bf16, see `Wire`; ``partial`` and
+                     ``ties`` use fp32.
+    tensors:         how tensor parallelism shards those parameters that are complete tensors of the
+                     model.
     """
 
     def __init__(
@@ -56,8 +61,10 @@ class RankParameters:
         self.names = names
         self.mesh = mesh
         self._grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
-        by_unit = buffer.sharding >= Sharding.GRADIENTS
-        self.weights = WeightGradients({parameter: self._grads[name] for parameter, name in names.items()}, by_unit)
+        by_unit = buffer.sharding >= ShardedState.GRADIENTS
+        self.weights = WeightGradients(
+            {parameter: self._grads[name] for parameter, name in names.items()}, by_unit
+        )
         shard_group = mesh.shard_group
         replicate_group = mesh.replicate_group
         self.units = None
@@ -69,13 +76,13 @@ class RankParameters:
                 reads or {},
                 overlap=overlap,
                 replicate_group=replicate_group,
-                group=mesh.dp,
+                group=mesh.copies,
                 in_bf16=in_bf16,
             )
         relay = None if replicate_group is None or by_unit else Relay(mesh.device, mesh.clock)
         self.reducer = GradientReducer(
             buffer,
-            mesh.dp,
+            mesh.copies,
             overlap=overlap,
             shard_group=shard_group,
             replicate_group=replicate_group,
@@ -90,23 +97,37 @@ class RankParameters:
 
     @property
     def copies(self) -> list[tuple[list[str], dist.ProcessGroup]]:
-        """Parameters that other ranks of this replica have as well, with the groups of these ranks: ties first."""
-        copies: list[tuple[list[str], dist.ProcessGroup]] = [([name], group) for name, group in self._ties]
+        """Parameters that other ranks of this replica have as well, with the groups of these ranks:
+        ties first.
+        """
+        copies: list[tuple[list[str], dist.ProcessGroup]] = [
+            ([name], group) for name, group in self._ties
+        ]
         if self.mesh.tp is not None:
-            copies.append(([name for name in self.buffer.slots if name in self._replicated], self.mesh.tp))
+            copies.append(
+                ([name for name in self.buffer.slots if name in self._replicated], self.mesh.tp)
+            )
         return [(names, group) for names, group in copies if names]
 
     def used_by(self, segments: Sequence[Segment]) -> dict[Segment, list[str]]:
         """Return the parameters whose last use in a program's backward is in each segment.
 
-        Raises PlanError where parameters are sharded and a segment reads one that is not gathered for its unit.
+        Raises PlanError where parameters are sharded and a segment reads one that is not gathered
+        for its unit.
         """
         units = self.units
         for segment in segments if units is not None else ():
-            for name in (self.names[parameter] for parameter in segment.parameters if parameter in self.names):
+            for name in (
+                self.names[parameter] for parameter in segment.parameters if parameter in self.names
+            ):
                 if units is not None and not units.gathers(segment.unit, name):
-                    reason = f"unit {segment.unit} uses it for this batch, and did not for the first one"
-                    remedy = "Start with a batch like this one, or use --data-parallel-sharding-strategy optim"
+                    reason = (
+                        f"unit {segment.unit} uses it for this batch, and did not for the first one"
+                    )
+                    remedy = (
+                        "Start with a batch like this one, or use "
+                        "--data-parallel-sharding-strategy optim"
+                    )
                     raise PlanError("parameter", name, reason, remedy)
         first_use = {p: s for s in reversed(segments) for p in s.parameters if p in self.names}
         last: dict[Segment, list[str]] = {}
@@ -120,18 +141,27 @@ class RankParameters:
         Replicated parameters that sharded segments read get partial sums as gradients on each rank.
         """
         if self.mesh.tp is not None:
-            used = (self.names[p] for s in segments if s.sharded for p in s.parameters if p in self.names)
+            used = (
+                self.names[p]
+                for s in segments
+                if s.sharded
+                for p in s.parameters
+                if p in self.names
+            )
             self._partial |= {name: None for name in used if name in self._replicated}
 
     def wait_for(self, segment: Segment) -> None:
         """Block until the parameters that a segment reads are gathered."""
         if self.gatherer.pending:
-            self.gatherer.wait(self.names[parameter] for parameter in segment.parameters if parameter in self.names)
+            self.gatherer.wait(
+                self.names[parameter] for parameter in segment.parameters if parameter in self.names
+            )
 
     def sharded_pass(
         self, visits: Sequence[Visit], next_unit: int | None = None, last: bool = False
     ) -> ShardedPass | None:
-        """Return what gathers parameters and reduces gradients during a pass; None where neither is sharded.
+        """Return what gathers parameters and reduces gradients during a pass; None where neither is
+        sharded.
 
         next_unit, last: see `ShardedPass`.
         """
@@ -155,7 +185,9 @@ class RankParameters:
             self.reducer.ready(name)
 
     def finish_step(self) -> None:
-        """Make the gradients final: all-reduce them over replicas, and partial sums over the ranks of a parameter."""
+        """Make the gradients final: all-reduce them over replicas, and partial sums over the ranks
+        of a parameter.
+        """
         if self.units is not None:
             self.units.finish()
         else:

@@ -19,7 +19,8 @@ class Program:
     sources:  values that enter the stage, in the order of their transfers.
     targets:  values that leave the stage, in the order of their transfers.
     results:  values that the last stage returns, ``loss`` first.
-    count:    returns the number of tokens that a micro-batch's loss is summed over; None where the loss is complete.
+    count:    returns the number of tokens that a micro-batch's loss is summed over; None where the
+              loss is complete.
     named:    the name under which the caller sees each result.
     """
 

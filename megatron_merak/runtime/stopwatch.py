@@ -1,4 +1,6 @@
-"""Times the ops of a step: with a clock on a CPU, with events on a GPU, which runs asynchronously to the host."""
+"""Times the ops of a step: with a clock on a CPU, with events on a GPU, which runs asynchronously
+to the host.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +9,9 @@ import torch
 
 
 class Stopwatch:
-    """``mark()`` records the current time, ``seconds(mark)`` returns it later, in seconds of the clock ``now``."""
+    """``mark()`` records the current time, ``seconds(mark)`` returns it later, in seconds of the
+    clock ``now``.
+    """
 
     def __init__(self, now: Callable[[], float]):
         self.mark = now
@@ -17,7 +21,8 @@ class Stopwatch:
 
 
 class GpuStopwatch:
-    """Marks are events on the current stream of ``device``; the first call of ``seconds`` waits for all of them.
+    """Marks are events on the current stream of ``device``; the first call of ``seconds`` waits for
+    all of them.
 
     now: the clock that the events are aligned with, read at construction, when the device is idle.
     api: the module with Event, current_stream and synchronize.

@@ -1,10 +1,11 @@
 """Gradients and parameters sharded over data-parallel ranks: reduced and gathered unit by unit.
 
-A pass visits units in an order fixed by the plan, so that all ranks of a data-parallel group launch the same
-collectives in the same order, even if the graphs of their micro-batches differ. At a visit the unit's parameters are
-gathered and those of the next visit are being gathered; all others are freed. After the backward of a unit its gradient
-is reduce-scattered while the next unit computes, and added to this rank's shard. Where other ranks own the same shard,
-it is all-reduced over them once per step, overlapped with the last backward of the preceding units.
+A pass visits units in an order fixed by the plan, so that all ranks of a data-parallel group launch
+the same collectives in the same order, even if the graphs of their micro-batches differ. At a visit
+the unit's parameters are gathered and those of the next visit are being gathered; all others are
+freed. After the backward of a unit its gradient is reduce-scattered while the next unit computes,
+and added to this rank's shard. Where other ranks own the same shard, it is all-reduced over them
+once per step, overlapped with the last backward of the preceding units.
 
 As in ZeRO (https://arxiv.org/abs/1910.02054), stages 2 and 3.
 """
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.buffers import Bucket, ParameterBuffer, Sharding
+from ..parallel.buffers import Bucket, ParameterBuffer, ShardedState
 from ..parallel.in_flight import Work
 from ..parallel.pieces import in_pieces
 from ..pipeline_parallel.ops import Kind
@@ -29,7 +30,8 @@ class Visit(NamedTuple):
     """One unit in a pass.
 
     computes: whether the pass needs the unit's parameters.
-    reduces:  whether the unit's weight gradients are complete, for this micro-batch, after the visit.
+    reduces:  whether the unit's weight gradients are complete, for this micro-batch, after the
+              visit.
     """
 
     unit: int
@@ -57,7 +59,11 @@ def visits_of(
             visits += [Visit(unit, True, False) for unit in block]
         if kind is not Kind.R:
             visits += [Visit(unit, kind is Kind.B, not defer) for unit in reversed(block)]
-    return [each for at, each in enumerate(visits) if at + 1 == len(visits) or each.unit != visits[at + 1].unit]
+    return [
+        each
+        for at, each in enumerate(visits)
+        if at + 1 == len(visits) or each.unit != visits[at + 1].unit
+    ]
 
 
 class UnitShards:
@@ -72,7 +78,8 @@ class UnitShards:
     group:           all data-parallel ranks; None: those of ``shard_group``.
     in_bf16:         whether gradients are exchanged in bf16, see `Wire`.
 
-    Attribute ``before_reduction``: called with each gradient of this rank before its reduction; None: nobody looks.
+    Attribute ``before_reduction``: called with each gradient of this rank before its reduction;
+    None: nobody looks.
     """
 
     def __init__(
@@ -96,17 +103,27 @@ class UnitShards:
         self._all = Wire(group or shard_group, in_bf16)
         self._over_shards = Wire(shard_group, in_bf16)
         self._over_replicas = Wire(replicate_group, in_bf16)
-        # Below, a bucket is identified by its number, which is also the index of its piece and of this rank's shard.
+        # Below, a bucket is identified by its number, which is also the index of its piece and of
+        # this rank's shard.
         self._buckets = buffer.buckets[::-1]
         self._sharded = [bucket.sharded for bucket in self._buckets]
         self._padding = [[*_padding(buffer, bucket)] for bucket in self._buckets]
-        number_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
-        self._read = {unit: sorted({number_of[name] for name in names}, reverse=True) for unit, names in reads.items()}
+        number_of = {
+            name: number for number, bucket in enumerate(self._buckets) for name in bucket.names
+        }
+        self._read = {
+            unit: sorted({number_of[name] for name in names}, reverse=True)
+            for unit, names in reads.items()
+        }
         self._gathers: dict[int, dist.Work] = {}
         self._reduces: dict[int, tuple[Work, Tensor]] = {}
-        self._begun: set[int] = set()  # buckets whose ``own_grads`` already have gradients of this step
-        self._readers = {n: {unit for unit, read in self._read.items() if n in read} for n in number_of.values()}
-        self._unfinished: dict[int, set[int]] = {}  # readers that still add to a bucket's gradient in this step
+        # buckets whose ``own_grads`` already have gradients of this step
+        self._begun: set[int] = set()
+        self._readers = {
+            n: {unit for unit, read in self._read.items() if n in read} for n in number_of.values()
+        }
+        # readers that still add to a bucket's gradient in this step
+        self._unfinished: dict[int, set[int]] = {}
         self._sums: dict[int, Work] = {}  # all-reduces over ``replicate_group``
 
     def gathers(self, unit: int, name: str) -> bool:
@@ -126,12 +143,15 @@ class UnitShards:
     def need(self, *units: int) -> None:
         """Block until the parameters of the first unit are gathered.
 
-        Start to gather those of the other ``units``, and free the parameters of all units not mentioned.
+        Start to gather those of the other ``units``, and free the parameters of all units not
+        mentioned.
         """
-        if self.buffer.sharding < Sharding.PARAMETERS or not units:
+        if self.buffer.sharding < ShardedState.PARAMETERS or not units:
             return
         data = in_pieces(self.buffer.data)
-        needed = dict.fromkeys(n for unit in units for n in self._read.get(unit, ()) if self._sharded[n])
+        needed = dict.fromkeys(
+            n for unit in units for n in self._read.get(unit, ()) if self._sharded[n]
+        )
         for number in range(len(data)):
             if data.allocated(number) and number not in needed:
                 self._wait_gather(number)
@@ -170,8 +190,11 @@ class UnitShards:
 
     @torch.no_grad()
     def reduce(self, unit: int, last: bool = False) -> None:
-        """Reduce what a pass added to the gradients of a unit. last: whether no later pass of this step adds more."""
-        for number in [*self._reduces]:  # at most two units have gradients allocated: one in flight, one being filled
+        """Reduce what a pass added to the gradients of a unit. last: whether no later pass of this
+        step adds more.
+        """
+        # at most two units have gradients allocated: one in flight, one being filled
+        for number in [*self._reduces]:
             self._settle(number)
         for number in self._read.get(unit, ()):
             if last:
@@ -194,7 +217,9 @@ class UnitShards:
 
     @torch.no_grad()
     def _settle(self, number: int) -> None:
-        """Wait for a bucket's reduction, if one is in flight, and add the result to this rank's shard."""
+        """Wait for a bucket's reduction, if one is in flight, and add the result to this rank's
+        shard.
+        """
         if number not in self._reduces:
             return
         work, reduced = self._reduces.pop(number)
@@ -210,7 +235,9 @@ class UnitShards:
             self._sum_over_replicas(number)
 
     def _sum_over_replicas(self, number: int) -> None:
-        """Start to all-reduce a complete shard over the ranks that own the same one, once per step."""
+        """Start to all-reduce a complete shard over the ranks that own the same one, once
+        per step.
+        """
         if self.replicate_group is not None and self._sharded[number] and number not in self._sums:
             self._sums[number] = self._over_replicas.all_reduce(self.buffer.own_grads[number])
             if not self.overlap:
@@ -232,20 +259,31 @@ class UnitShards:
 def _padding(buffer: ParameterBuffer, bucket: Bucket) -> Iterator[slice]:
     """Yield the slices of a bucket that belong to no parameter."""
     slots = [buffer.slots[name] for name in reversed(bucket.names)]
-    bounds = [bucket.start, *(bound for slot in slots for bound in (slot.start, slot.stop)), bucket.stop]
+    bounds = [
+        bucket.start,
+        *(bound for slot in slots for bound in (slot.start, slot.stop)),
+        bucket.stop,
+    ]
     for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
         if start < stop:
             yield slice(start, stop)
 
 
 class ShardedPass:
-    """Gathers parameters and reduces gradients during a pass. Call `reach(unit)` before each step, `end()` at the end.
+    """Gathers parameters and reduces gradients during a pass. Call `reach(unit)` before each step,
+    `end()` at the end.
 
     next_unit: the first unit whose parameters the rank's next pass needs.
     last:      whether no later pass of this step adds to the stage's gradients.
     """
 
-    def __init__(self, shards: UnitShards, visits: Sequence[Visit], next_unit: int | None = None, last: bool = False):
+    def __init__(
+        self,
+        shards: UnitShards,
+        visits: Sequence[Visit],
+        next_unit: int | None = None,
+        last: bool = False,
+    ):
         self._shards = shards
         self._visits = visits
         self._index = -1
@@ -256,19 +294,27 @@ class ShardedPass:
     def reach(self, unit: int) -> None:
         if self._index >= 0 and self._visits[self._index].unit == unit:
             return
-        self._advance(next(k for k in range(self._index + 1, len(self._visits)) if self._visits[k].unit == unit))
+        self._advance(
+            next(
+                k for k in range(self._index + 1, len(self._visits)) if self._visits[k].unit == unit
+            )
+        )
 
     def end(self) -> None:
         self._advance(len(self._visits) - 1)
         self._leave()
 
     def _advance(self, index: int) -> None:
-        """Visit units up to ``index``, also those that this micro-batch's graph skips: other ranks may run them."""
+        """Visit units up to ``index``, also those that this micro-batch's graph skips: other ranks
+        may run them.
+        """
         while self._index < index:
             self._leave()
             self._index += 1
             visit = self._visits[self._index]
-            self._shards.need(*(unit for unit in self._needed[self._index : self._index + 2] if unit is not None))
+            self._shards.need(
+                *(unit for unit in self._needed[self._index : self._index + 2] if unit is not None)
+            )
             if visit.reduces:
                 self._shards.allocate_gradients(visit.unit)
 

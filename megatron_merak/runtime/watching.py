@@ -1,4 +1,6 @@
-"""What a step can be watched by: the values of every segment, and digests of what leaves this rank."""
+"""What a step can be watched by: the values of every segment, and digests of what leaves
+this rank.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +21,18 @@ class Observer(Protocol):
     """Is called after each forward (F) and backward (B) of a segment."""
 
     def __call__(
-        self, kind: Kind, segment: Segment, common: Common, read: Sequence[Tensor], made: Sequence[Tensor | None]
+        self,
+        kind: Kind,
+        segment: Segment,
+        common: Common,
+        read: Sequence[Tensor],
+        made: Sequence[Tensor | None],
     ) -> None:
         """Look at one run of a segment.
 
         read: what it read: values in F, gradients of its outputs in B.
-        made: what it computed: values in F, before their collectives; gradients of inputs and parameters in B, None
-              for those that are accumulated elsewhere.
+        made: what it computed: values in F, before their collectives; gradients of inputs and
+              parameters in B, None for those that are accumulated elsewhere.
         """
 
 
@@ -82,6 +89,8 @@ def sealed(executor: Executor, parameters: RankParameters) -> Iterator[Seals]:
 
 @torch.no_grad()
 def bits(value: Tensor) -> Tensor:
-    """Return the sum of a tensor's bit patterns modulo 2**64, int64 on its device: the same in any order."""
+    """Return the sum of a tensor's bit patterns modulo 2**64, int64 on its device: the same in any
+    order.
+    """
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
     return value.detach().contiguous().view(whole).sum(dtype=torch.int64)

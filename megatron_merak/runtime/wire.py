@@ -1,9 +1,9 @@
 """Reduction of gradients over data-parallel ranks, communicated in fp32 or in bf16.
 
-A ring all-reduce in bf16 rounds every partial sum, so its error grows with the number of ranks. Here, a bucket is split
-into one shard per rank. Every rank rounds its fp32 gradient to bf16 once and sends each shard to its rank (all-to-all),
-which sums the shards in fp32. Where every rank needs the full sum, the sums are rounded once more and all-gathered in
-bf16:
+A ring all-reduce in bf16 rounds every partial sum, so its error grows with the number of ranks.
+Here, a bucket is split into one shard per rank. Every rank rounds its fp32 gradient to bf16 once
+and sends each shard to its rank (all-to-all), which sums the shards in fp32. Where every rank needs
+the full sum, the sums are rounded once more and all-gathered in bf16:
 
     sharded gradients         sum over ranks r of bf16(g[r])
     replicated gradients      bf16(sum over ranks r of bf16(g[r]))
@@ -24,11 +24,13 @@ _SENT_DTYPE = torch.bfloat16
 
 
 class Wire:
-    """Sums fp32 gradients over the ranks of ``group``, which must launch the same sums in the same order.
+    """Sums fp32 gradients over the ranks of ``group``, which must launch the same sums in the same
+    order.
 
-    in_bf16: whether gradients are rounded to bf16 to be sent. An all-reduce is two collectives then. The second is
-             launched by the next sum or by `wait`, so that at most two buckets have bf16 copies at a time. On CUDA this
-             work runs on a stream of its own and does not delay computation.
+    in_bf16: whether gradients are rounded to bf16 to be sent. An all-reduce is two collectives
+             then. The second is launched by the next sum or by `wait`, so that at most two buckets
+             have bf16 copies at a time. On CUDA this work runs on a stream of its own and does not
+             delay computation.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, in_bf16: bool = False):
@@ -44,7 +46,9 @@ class Wire:
         return self._launch(values, lambda: _all_reduce_steps(values, self.group))
 
     def reduce_scatter(self, own: Tensor, values: Tensor) -> Work:
-        """Start to sum ``values`` fp32 [n]; this rank's shard goes to ``own`` [n / ranks], which may be its view."""
+        """Start to sum ``values`` fp32 [n]; this rank's shard goes to ``own`` [n / ranks], which
+        may be its view.
+        """
         if not self.in_bf16:
             return reduce_scatter_single(own, values, group=self.group, async_op=True)
         return self._launch(values, lambda: _reduce_scatter_steps(own, values, self.group))
@@ -98,7 +102,9 @@ class _Steps:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-def _reduce_scatter_steps(own: Tensor, values: Tensor, group: dist.ProcessGroup | None) -> Iterator[Work]:
+def _reduce_scatter_steps(
+    own: Tensor, values: Tensor, group: dist.ProcessGroup | None
+) -> Iterator[Work]:
     sent = values.to(_SENT_DTYPE)
     received = torch.empty_like(sent)
     yield dist.all_to_all_single(received, sent, group=group, async_op=True)
@@ -121,5 +127,7 @@ def _all_reduce_steps(values: Tensor, group: dist.ProcessGroup | None) -> Iterat
 
 
 def _sum_shards(received: Tensor, into: Tensor) -> Tensor:
-    """Sum the ranks' shards, concatenated in ``received`` bf16 [ranks n], into ``into`` fp32 [n]; return it."""
+    """Sum the ranks' shards, concatenated in ``received`` bf16 [ranks n], into ``into`` fp32 [n];
+    return it.
+    """
     return torch.sum(received.view(-1, len(into)), 0, dtype=into.dtype, out=into)

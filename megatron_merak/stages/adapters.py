@@ -1,4 +1,5 @@
-"""Models with adapters (peft): adapters are saved in peft's format; the base model is read from its directory.
+"""Models with adapters (peft): adapters are saved in peft's format; the base model is read from its
+directory.
 
 peft is never imported here: if a model has adapters, peft is in ``sys.modules``.
 """
@@ -45,9 +46,11 @@ def save_adapters(
     group: dist.ProcessGroup | None,
     processing_class: Any = None,
 ) -> None:
-    """Write what peft's ``model.save_pretrained`` writes: the trained weights and their config, without the base model.
+    """Write what peft's ``model.save_pretrained`` writes: the trained weights and their config,
+    without the base model.
 
-    model:   a ``PeftModel``. The first rank's is given the values that it lacks and that peft saves.
+    model:   a ``PeftModel``. The first rank's is given the values that it lacks and that peft
+             saves.
     shards:  of all its parameters, on every rank; empty if the model has its values.
     trained: the names of the trained parameters; empty if the model has its values.
 
@@ -55,7 +58,9 @@ def save_adapters(
     """
     gather = Gather(shards, {}, group, "cpu")
     with together(group, "cpu"):
-        missing = [*dict.fromkeys([*trained, *_withheld(model, gather.shapes)])] if gather.first else []
+        missing = (
+            [*dict.fromkeys([*trained, *_withheld(model, gather.shapes)])] if gather.first else []
+        )
     for name in broadcast_json(missing, group, "cpu"):
         values = gather(name, tuple((0, extent) for extent in gather.shapes[name]))
         if gather.first:
@@ -73,7 +78,8 @@ def save_adapters(
 
 
 def _withheld(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """The withheld parameters that peft would write, such as the base model's embeddings of a larger vocabulary.
+    """The withheld parameters that peft would write, such as the base model's embeddings of a
+    larger vocabulary.
 
     names: returned where peft computes with withheld values.
     """

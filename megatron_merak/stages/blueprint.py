@@ -1,4 +1,6 @@
-"""How a captured model is cut into units, sharded and planned, and the programs that one rank runs of it."""
+"""How a captured model is cut into units, sharded and planned, and the programs that one rank runs
+of it.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,8 +12,14 @@ import torch
 from torch import nn
 
 from ..cluster import CLUSTERS, Cluster
-from ..config import ParallelConfig
-from ..config.checks import check_recompute, check_schedule, check_sharding
+from ..config.checks import (
+    check_context_parallel,
+    check_experts,
+    check_needs,
+    check_recompute,
+    check_schedule,
+    check_sharding,
+)
 from ..errors import PlanError, TraceError
 from ..graph.capture.captured import Captured
 from ..graph.capture.fast_trace import gc_paused
@@ -28,13 +36,13 @@ from ..graph.measure import measure
 from ..graph.partition.cut import Chain, align, cut
 from ..graph.sharding.shard import Sharding, TensorRules, shard
 from ..parallel.mesh import Mesh
-from ..plan import Grid, Plan
+from ..plan import Plan, Unit
 from ..plan.fit import check_chain
-from ..planner.make import ProgressCallback, choices, plan_chain
+from ..planner.make import ProgressCallback, plan_chain
 from ..planner.predict import priced
+from ..planner.request import Request
 from ..planner.tables import by_family
 from ..runtime.program import Program
-from ..tensor_parallel import group_rank
 from .lengths import KnownLengths
 from .precision import HALVES
 from .traced import Batch, OwnLoss, Traced, shapes_of
@@ -45,80 +53,88 @@ MOST_CASES = 16  # programs for batches of one shape that branch differently on 
 
 def make_blueprint(
     traced: Traced,
-    grid: Grid,
-    *,
-    microbatches: int = 1,
+    request: Request,
     cluster: Cluster = CLUSTERS["cpu"],
-    parallel: ParallelConfig | None = None,
-    graph_sharding: str = "cut",
-    rules: str = "",
-    vocabulary_multiple: int = 1,
-    loss_chunk: int = 0,
-    sequence_length: int | None = None,
-    state_bytes: float = 8.0,
+    *,
     state_of: StateOf | None = None,
     progress: ProgressCallback = lambda share: None,
 ) -> "Blueprint":
     """Plan a captured model.
 
-    microbatches:        per step and replica.
-    cluster:             what it is planned for.
-    parallel:            schedule, recomputation, overlap; its degrees are not read, but those of ``grid``.
-    graph_sharding:      how the graph is cut into units.
-    rules:               see ``TensorRules.parse``.
-    vocabulary_multiple: a vocabulary is padded to a multiple of this x tp.
-    loss_chunk:          rows whose logits are in memory at a time, 0 for all.
-    sequence_length:     tokens of a sample; None: as many as a row of the first micro-batch has.
-    state_bytes:         see ``Plan``.
-    state_of:            the same, of each parameter.
-    progress:            see ``report_progress`` of ``plan_chain``.
+    request:  its micro-batch size and dtype are not read, but those of the capture; so is an unset
+              sequence length.
+    cluster:  what it is planned for.
+    state_of: ``state_bytes`` of each parameter, where they differ.
+    progress: see ``report_progress`` of ``plan_chain``.
 
     Raises PlanError.
     """
-    parallel = parallel or ParallelConfig()
+    parallel = request.parallel
+    check_needs(parallel)
+    check_context_parallel(parallel)
+    check_experts(parallel)
     check_recompute(parallel)
     check_schedule(parallel)
     check_sharding(parallel)
-    captured = traced.captured
-    chain = cut(captured, graph_sharding)
-    sharding = shard(captured, grid.tp, TensorRules.parse(rules), vocabulary_multiple=vocabulary_multiple)
     samples, length = traced.size
-    recompute = parallel.recomputes_activations
-    attention = cluster.device.fused_attention
+    if request.sequence_length is None:
+        request = replace(request, sequence_length=length)
+    request = replace(request, micro_batch_size=samples, dtype=traced.dtype)
+    chain, sharding, units = measured(traced, request, cluster, state_of)
     plan = plan_chain(
-        measure(
-            captured,
-            chain,
-            sharding,
-            grid.tp,
-            fused_attention=attention,
-            loss_chunk=loss_chunk,
-            recompute_activations=recompute,
-            positions=traced.positions,
-            state_of=state_of,
-        ),
-        grid,
-        microbatches=microbatches,
-        micro_batch_size=samples,
-        sequence_length=length if sequence_length is None else sequence_length,
-        dtype=traced.dtype,
-        cluster=cluster,
+        units,
+        request,
+        cluster,
         shardings=tuple(sharding.tensors.values()),
         reasons=tuple(sharding.reasons.items()),
-        loss_chunk=loss_chunk,
-        graph_sharding=graph_sharding,
-        state_bytes=state_bytes,
         frozen_bytes=frozen_bytes(traced),
         report_progress=progress,
-        **choices(parallel, microbatches),
     )
     return Blueprint(traced, chain, sharding, plan)
+
+
+def measured(
+    traced: Traced, request: Request, cluster: Cluster, state_of: StateOf | None = None
+) -> tuple[Chain, Sharding, tuple[Unit, ...]]:
+    """Return how a captured model is cut and sharded as requested, and its units.
+
+    state_of: see ``make_blueprint``.
+
+    Raises PlanError.
+    """
+    captured = traced.captured
+    parallel = request.parallel
+    tp = request.grid.tp
+    chain = cut(captured, request.graph_sharding)
+    rules = TensorRules.parse(request.rules)
+    sharding = shard(
+        captured,
+        tp,
+        rules,
+        vocabulary_multiple=request.vocabulary_multiple,
+        experts=parallel.expert_model_parallel_size > 1,
+    )
+    units = measure(
+        captured,
+        chain,
+        sharding,
+        tp,
+        fused_attention=cluster.device.fused_attention,
+        loss_chunk=request.loss_chunk,
+        recompute_activations=parallel.recomputes_activations,
+        positions=traced.positions,
+        state_of=state_of,
+        sequence_parallel=parallel.sequence_parallel and tp > 1,
+        cp=request.grid.cp,
+    )
+    return chain, sharding, units
 
 
 def frozen_bytes(traced: Traced) -> float:
     """Bytes per element of the frozen weights, on average; 0 where there are none.
 
-    A weight that is rounded for computing is in memory twice: rounded, and in the dtype of the user's model.
+    A weight that is rounded for computing is in memory twice: rounded, and in the dtype of the
+    user's model.
     """
     captured = traced.captured
     sizes: dict[str, tuple[int, int]] = {}
@@ -126,7 +142,10 @@ def frozen_bytes(traced: Traced) -> float:
         own = traced.model.get_parameter(name).dtype
         computed = captured.dtypes[name]
         rounds = own == torch.float32 and computed in HALVES
-        sizes[name] = computed.itemsize + (own.itemsize if rounds else 0), prod(captured.shapes[name])
+        sizes[name] = (
+            computed.itemsize + (own.itemsize if rounds else 0),
+            prod(captured.shapes[name]),
+        )
     count = sum(values for _, values in sizes.values())
     return sum(itemsize * values for itemsize, values in sizes.values()) / count if count else 0.0
 
@@ -136,20 +155,26 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
 
     state_of: see ``make_blueprint``.
 
-    Raises PlanError, naming the first difference, if the plan is one of another model or cannot be followed.
+    Raises PlanError, naming the first difference, if the plan is one of another model or cannot be
+    followed.
     """
     captured = traced.captured
     tp = plan.grid.tp
-    if plan.sequence_parallel:
-        raise PlanError("plan: sequence_parallel", True, "only the native model supports it", "Set it to false")
     if plan.fp32_residual:
         remedy = "Set it to false: the model's own code decides the dtype of its residuals"
         raise PlanError("plan: fp32_residual", True, "only the native model supports it", remedy)
     if not plan.graph_sharding:
-        raise PlanError("plan: graph_sharding", "''", "it is a plan of the native model", "Make a plan of this model")
+        raise PlanError(
+            "plan: graph_sharding",
+            "''",
+            "it is a plan of the native model",
+            "Make a plan of this model",
+        )
     chain = cut(captured, plan.graph_sharding)
     check_chain(plan, chain.names)
-    sharding = shard(captured, tp, pins={tensor.name: tensor for tensor in plan.shardings}, complete=True)
+    pins = {tensor.name: tensor for tensor in plan.shardings}
+    divided = plan.expert_parallel > 1
+    sharding = shard(captured, tp, pins=pins, complete=True, experts=divided)
     units = measure(
         captured,
         chain,
@@ -160,12 +185,14 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
         recompute_activations=plan.recompute_activations,
         positions=traced.positions,
         state_of=state_of,
+        sequence_parallel=plan.sequence_parallel and tp > 1,
+        cp=plan.grid.cp,
     )
     return Blueprint(traced, chain, sharding, priced(replace(plan, units=units)))
 
 
 @dataclass(frozen=True)
-class Role:
+class ProgramRole:
     """What a program of a stage computes.
 
     outputs: the names of what it returns.
@@ -180,10 +207,11 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Task:
+class ModelTask:
     """What a training step or an evaluation computes.
 
-    loss:    computes losses and outputs; None: the model does, with the loss that it was traced with.
+    loss:    computes losses and outputs; None: the model does, with the loss that it was traced
+             with.
     outputs: names of the outputs of an evaluation.
     dropout: whether training applies dropout.
     """
@@ -194,11 +222,14 @@ class Task:
 
 
 class Blueprint:
-    """A plan with the captured model that it is for, its cut into units and its sharding; the same on every rank.
+    """A plan with the captured model that it is for, its cut into units and its sharding; the same
+    on every rank.
 
-    chain, sharding: of the first capture; captures of other shapes, and for evaluation, are cut and sharded alike.
+    chain, sharding: of the first capture; captures of other shapes, and for evaluation, are cut and
+                     sharded alike.
     fused:           per fused operation, the largest number of them in one program.
-    partial:         replicated parameters of whose gradient each tensor-parallel rank computes a partial sum.
+    partial:         replicated parameters of whose gradient each tensor-parallel rank computes a
+                     partial sum.
     """
 
     def __init__(self, traced: Traced, chain: Chain, sharding: Sharding, plan: Plan):
@@ -209,9 +240,15 @@ class Blueprint:
         self.fused: Counter[str] = Counter()
         self.partial: tuple[str, ...] = ()
         self.unused = Unused()
-        self.lengths = KnownLengths()
-        if traced.captured.guards and plan.grid.tp > 1:  # all programs must agree, whatever they branch to
-            self.partial = tuple(name for name, tensor in sharding.tensors.items() if tensor.dim is None)
+        # whether ranks divide sequences, of which every program is then another part
+        parts = plan.grid.cp * (plan.grid.tp if plan.sequence_parallel else 1)
+        self.divided = parts > 1
+        self.lengths = KnownLengths(parts)
+        # All programs must agree, whatever they branch to, and of whatever length they are.
+        if plan.grid.tp > 1 and (traced.captured.guards or plan.sequence_parallel):
+            self.partial = tuple(
+                name for name, tensor in sharding.tensors.items() if tensor.dim is None
+            )
 
     def replicated_weights(self) -> tuple[str, ...]:
         """A sentence per family of matrices that are replicated over the tensor-parallel ranks."""
@@ -219,8 +256,13 @@ class Blueprint:
             return ()
         tensors = self.sharding.tensors
         reasons = self.sharding.reasons
-        matrices = [name for name, tensor in tensors.items() if len(tensor.shape) > 1 and tensor.dim is None]
-        return tuple(f"{name} is {reason}." for name, reason in by_family((name, reasons[name]) for name in matrices))
+        matrices = [
+            name for name, tensor in tensors.items() if len(tensor.shape) > 1 and tensor.dim is None
+        ]
+        return tuple(
+            f"{name} is {reason}."
+            for name, reason in by_family((name, reasons[name]) for name in matrices)
+        )
 
     def stages_of(self) -> dict[str, tuple[int, ...]]:
         """The stages whose units use each parameter, ascending."""
@@ -233,8 +275,12 @@ class Blueprint:
                         stages.append(stage)
         return {name: tuple(stages) for name, stages in stages_of.items()}
 
-    def parts(self, batch: Batch, role: Role, stage: int, mesh: Mesh) -> tuple[Parts, Guards | None]:
-        """The part of the graph that ``stage`` runs for batches of this shape, and guards that they must meet, too."""
+    def parts(
+        self, batch: Batch, role: ProgramRole, stage: int, mesh: Mesh
+    ) -> tuple[Parts, Guards | None]:
+        """The part of the graph that ``stage`` runs for batches of this shape, and guards that they
+        must meet, too.
+        """
         shapes = shapes_of(batch)
         traced = self.traced
         explore = partial(traced.lengths, batch, role.training, role.outputs, role.compute)
@@ -246,7 +292,9 @@ class Blueprint:
         self.lengths.add((role, stage), shapes, captured, parts)
         return parts, captured.guards
 
-    def _captured(self, batch: Batch, role: Role, stage: int, mesh: Mesh) -> tuple[Captured, Parts]:
+    def _captured(
+        self, batch: Batch, role: ProgramRole, stage: int, mesh: Mesh
+    ) -> tuple[Captured, Parts]:
         traced = self.traced
         arguments = (role, stage, mesh)
         first = traced.captured
@@ -256,37 +304,80 @@ class Blueprint:
         captured = traced.capture(batch, role.training, role.outputs, role.compute)
         unknown = [name for name in captured.trainable if name not in first.shapes]
         if unknown:
-            reason = "this batch uses it, but the first batch, which determined its placement, did not"
-            raise PlanError("parameter", min(unknown), reason, "Start with a batch that uses every parameter")
+            reason = (
+                "this batch uses it, but the first batch, which determined its placement, did not"
+            )
+            raise PlanError(
+                "parameter", min(unknown), reason, "Start with a batch that uses every parameter"
+            )
         touched = first.untouched & captured.trainable - captured.untouched
         if role.training and role.compute is None and touched:
-            reason = "this batch gives it a gradient, but the first batch did not, and it was left out of updates"
+            reason = (
+                "this batch gives it a gradient, but the first batch did not, and it was "
+                "left out of updates"
+            )
             raise PlanError(
-                "parameter", min(touched), reason, "Start with a batch that gives every parameter a gradient"
+                "parameter",
+                min(touched),
+                reason,
+                "Start with a batch that gives every parameter a gradient",
             )
         if role.training:
             self.unused.warn(first.trainable, captured.trainable, mesh)
             if captured.trainable <= captured.untouched:
                 # autograd raises here, too, and a graph without parameters cannot be cut
                 reason = "it gives none of the trainable parameters a gradient"
-                remedy = "Compute it from the model's outputs, without detach() and outside of torch.no_grad()"
+                remedy = (
+                    "Compute it from the model's outputs, without detach() and outside of "
+                    "torch.no_grad()"
+                )
                 raise TraceError("loss", "(of this batch)", reason, remedy)
         chain = align(cut(captured, self.plan.graph_sharding), self.chain)
-        sharding = shard(captured, self.plan.grid.tp, pins=self.sharding.tensors)
+        sharding = self._sharded(captured)
         return captured, self._parts(captured, chain, sharding, *arguments)
 
-    def _parts(self, captured: Captured, chain: Chain, sharding: Sharding, role: Role, stage: int, mesh: Mesh) -> Parts:
-        rewritten = rewrite(captured, chain, sharding, group_rank(mesh.tp), tp=self.plan.grid.tp, partial=self.partial)
+    def _sharded(self, captured: Captured) -> Sharding:
+        """Shard another capture like the first one."""
+        tp = self.plan.grid.tp
+        divided = self.plan.expert_parallel > 1
+        return shard(captured, tp, pins=self.sharding.tensors, experts=divided)
+
+    def _parts(
+        self,
+        captured: Captured,
+        chain: Chain,
+        sharding: Sharding,
+        role: ProgramRole,
+        stage: int,
+        mesh: Mesh,
+    ) -> Parts:
+        rewritten = rewrite(
+            captured,
+            chain,
+            sharding,
+            mesh.tp_rank,
+            tp=self.plan.grid.tp,
+            partial=self.partial,
+            sequence_parallel=self.plan.sequence_parallel,
+            cp_rank=mesh.cp_rank,
+            cp=self.plan.grid.cp,
+        )
         if not role.drops:
             undropped(rewritten.graph)
         first = self.traced.captured
+        summed = rewritten.partial
         if captured is first:
-            self.partial = rewritten.partial
-        extra = [name for name in rewritten.partial if name not in self.partial and name in first.shapes]
+            self.partial = summed
+        extra = [name for name in summed if name not in self.partial and name in first.shapes]
         if role.training and extra:
-            reason = "its gradient is a partial sum for this batch, but was complete for the first batch"
+            reason = (
+                "its gradient is a partial sum for this batch, but was complete for the first batch"
+            )
             raise PlanError(
-                "sharding of", extra[0], reason, "Start with a batch like this one, or replicate the weight"
+                "sharding of",
+                extra[0],
+                reason,
+                "Start with a batch like this one, or replicate the weight",
             )
         self.fused |= fuse(rewritten.graph, self.plan.loss_chunk, self.plan.recompute_activations)
         parts = split(rewritten, self.plan.stages[stage].units, mesh.device, lookups_of(captured))
@@ -301,7 +392,14 @@ class Programs:
     Raises TraceError where a model branches on values that differ in every batch.
     """
 
-    def __init__(self, blueprint: Blueprint, stage: int, mesh: Mesh, parameters: Mapping[str, nn.Parameter], sink):
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        stage: int,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        sink,
+    ):
         self.blueprint = blueprint
         self.stage = stage
         self.mesh = mesh
@@ -312,9 +410,9 @@ class Programs:
         self._lookups: dict[Program, Lookups] = {}
         self._touched: dict[Program, frozenset[str]] = {}
 
-    def __call__(self, batch: Batch, training: bool, task: Task | None = None) -> Program:
-        task = task or Task()
-        role = Role(
+    def __call__(self, batch: Batch, training: bool, task: ModelTask | None = None) -> Program:
+        task = task or ModelTask()
+        role = ProgramRole(
             training,
             (task.loss or self.blueprint.traced).trained if training else task.outputs,
             task.dropout or not (training and self._random),
@@ -327,28 +425,38 @@ class Programs:
             if not line:
                 return program
         if len(cases) == MOST_CASES:
-            reason = f"it branches on values of the batch, and {len(cases)} batches of one shape all differed"
+            reason = (
+                f"it branches on values of the batch, and {len(cases)} batches of one shape "
+                "all differed"
+            )
             remedy = (
-                "Collate batches so that this value is the same for most, or rewrite that line with tensor operations"
+                "Collate batches so that this value is the same for most, or rewrite that "
+                "line with tensor operations"
             )
             raise TraceError("line", line, reason, remedy)
         with self.mesh.pulse.doing("capturing the model for a new kind of batch"):
             cases.append(self._make(batch, role))
         return cases[-1][1]
 
-    def outside(self, batch: Batch, training: bool, task: Task | None = None) -> Outside | None:
-        """Return the first number of a batch that has no row in what its program looks up in; None if all have."""
+    def outside(
+        self, batch: Batch, training: bool, task: ModelTask | None = None
+    ) -> Outside | None:
+        """Return the first number of a batch that has no row in what its program looks up in; None
+        if all have.
+        """
         return self._lookups[self(batch, training, task)].outside(batch)
 
-    def touched(self, batch: Batch, task: Task | None = None) -> frozenset[str]:
-        """Return the names of the parameters, of all stages, to which training with a batch gives a gradient."""
+    def touched(self, batch: Batch, task: ModelTask | None = None) -> frozenset[str]:
+        """Return the names of the parameters, of all stages, to which training with a batch gives a
+        gradient.
+        """
         return self._touched[self(batch, True, task)]
 
     def all(self) -> list[Program]:
         """Every program so far."""
         return [program for cases in self._programs.values() for _, program in cases]
 
-    def _make(self, batch: Batch, role: Role) -> tuple[Guards | None, Program]:
+    def _make(self, batch: Batch, role: ProgramRole) -> tuple[Guards | None, Program]:
         parts, guards = self.blueprint.parts(batch, role, self.stage, self.mesh)
         program = Program(
             tuple(parts.segments(self.parameters, self.sink)),

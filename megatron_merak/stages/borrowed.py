@@ -14,7 +14,8 @@ from ..parallel.mesh import Mesh
 def batches_of_next(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> list[dict[str, Any]]:
     """Return the micro-batches of the next replica, on the CPU. Collective over all ranks.
 
-    batches: of this replica, the same on all its ranks; values are tensors, or what JSON can represent.
+    batches: of this replica, the same on all its ranks; values are tensors, or what JSON can
+             represent.
     """
     grid = mesh.grid
     wanted = (mesh.dp_rank + 1) % mesh.grid.dp
@@ -26,10 +27,14 @@ def batches_of_next(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> list[di
     return found
 
 
-def _from_rank(source: int, batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> list[dict[str, Any]]:
+def _from_rank(
+    source: int, batches: Sequence[Mapping[str, Any]], mesh: Mesh
+) -> list[dict[str, Any]]:
     group = mesh.control
     sends = mesh.rank == source
-    forms = broadcast_json([_form(batch) for batch in batches] if sends else None, group, "cpu", source)
+    forms = broadcast_json(
+        [_form(batch) for batch in batches] if sends else None, group, "cpu", source
+    )
     received: list[dict[str, Any]] = []
     for index, form in enumerate(forms):
         batch: dict[str, Any] = {}

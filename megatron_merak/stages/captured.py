@@ -17,15 +17,15 @@ from ..checkpoint.hf import save_hf
 from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
 from ..errors import CheckpointError, MerakError, PlanError
-from ..optimizer.base import LocalOptimizer, Rates, StepResult
+from ..optimizer.base import Rates, StepResult
 from ..optimizer.loss_scale import LossScaler, is_state
 from ..parallel.agree import gather_json, together
-from ..parallel.buffers import Bucket, Flat, Sharding
+from ..parallel.buffers import Bucket, Flat, ShardedState
 from ..parallel.mesh import Mesh
 from ..runtime.halves import halve
 from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
-from .blueprint import Blueprint, Programs, Task
+from .blueprint import Blueprint, ModelTask, Programs
 from .documents import without
 from .guard import unguarded
 from .kernels import check_kernels
@@ -34,17 +34,18 @@ from .optimizer_state import OptimizerOf, adamw_of, optimizer_kinds, weights_kin
 from .outside import refusal
 from .parameter_groups import GroupOf, matrices_and_others
 from .parameter_shards import ParameterShards
-from .proofs import difference, snapshot
 from .running import RunningStatistics
 from .same_plan import check_same_plan
 from .saved_run import check_same_optimizer, is_count
 from .traced import Batch, OwnLoss
 from .trained_model import TrainedModel
+from .trials import difference, snapshot
 from .user_model import UserModel, left_out
 
 
 class CapturedModel(TrainedModel):
-    """A captured model. Building one is collective over all ranks. For the other arguments see `TrainedModel`.
+    """A captured model. Building one is collective over all ranks. For the other arguments see
+    `TrainedModel`.
 
     blueprint: the traced model and its plan.
     optimizer: betas, epsilon and clipping; learning rate and weight decay come with each step.
@@ -74,8 +75,13 @@ class CapturedModel(TrainedModel):
         example = blueprint.traced.batch
         check_same_plan(plan, mesh.control)
         if plan.overlap == "sub-pipeline" and not self.accepts_num_items:
-            reason = "the losses of two halves do not add up: the model's forward takes no num_items_in_batch"
-            raise PlanError("--tp-comm-overlap", "sub-pipeline", reason, "Use pair, or weight-gradient")
+            reason = (
+                "the losses of two halves do not add up: the model's forward takes no "
+                "num_items_in_batch"
+            )
+            raise PlanError(
+                "--tp-comm-overlap", "sub-pipeline", reason, "Use pair, or weight-gradient"
+            )
         # Whether micro-batches run in halves; None: the first step tries it.
         loss_only = len(blueprint.traced.trained) == 1  # other outputs would come in halves, too
         requested = loss_only and plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
@@ -85,7 +91,9 @@ class CapturedModel(TrainedModel):
         self.parameter_shards.fill(seed)
         parameters = self.parameter_shards.rank_parameters()
         self.programs = {
-            stage: Programs(blueprint, stage, mesh, self.parameter_shards.parameters, sink=parameters.weights)
+            stage: Programs(
+                blueprint, stage, mesh, self.parameter_shards.parameters, sink=parameters.weights
+            )
             for stage in self.parameter_shards.stages
         }
         stages = {}
@@ -117,7 +125,9 @@ class CapturedModel(TrainedModel):
         self.user_model: UserModel | None = None
 
     def share_weights(self) -> UserModel:
-        """Give the user's model the trained weights where this rank has all of them; else make reading one raise."""
+        """Give the user's model the trained weights where this rank has all of them; else make
+        reading one raise.
+        """
         shards = self.parameter_shards
         self.user_model = UserModel(
             self.model, self.exported, self.mesh, shards.follow_edits, sharded=shards.shares_weights
@@ -132,7 +142,10 @@ class CapturedModel(TrainedModel):
         counts = ", ".join(f"{count} {name}" for name, count in sorted(fused.items()))
         notes = (f"Captured {captured.how}.", *captured.notes, f"Fused: {counts or 'nothing'}.")
         if self.plan.overlap == "sub-pipeline" and self.halves is False:
-            notes += ("Micro-batches run whole: halves need two samples, and losses that are shares of the step's.",)
+            notes += (
+                "Micro-batches run whole: halves need two samples, and losses that are shares of "
+                "the step's.",
+            )
         return notes + self.blueprint.replicated_weights()
 
     def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[store.Shard]:
@@ -140,11 +153,15 @@ class CapturedModel(TrainedModel):
         return self.parameter_shards.shards(flat, names)
 
     def _split(self, batch: Batch) -> Sequence[Batch]:
-        """The parts in which a prepared micro-batch runs: its halves if the plan says so and their losses add up."""
+        """The parts in which a prepared micro-batch runs: its halves if the plan says so and their
+        losses add up.
+        """
         return halve(batch) if self.halves and "num_items_in_batch" in batch else [batch]
 
-    def _try_halves(self, batches: Sequence[Batch], task: Task | None) -> None:
-        """Decide whether micro-batches run in halves: if the loss and gradient of one are the sums of its halves'."""
+    def _try_halves(self, batches: Sequence[Batch], task: ModelTask | None) -> None:
+        """Decide whether micro-batches run in halves: if the loss and gradient of one are the sums
+        of its halves'.
+        """
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         batch = max(prepared, key=lambda batch: len(halve(batch)))
         if 1 in gather_json(len(halve(batch)), self.mesh.control, "cpu"):
@@ -161,7 +178,10 @@ class CapturedModel(TrainedModel):
         return without(batch, self.blueprint.traced.unread)
 
     def backward(
-        self, batches: Sequence[Batch], weights: Sequence[float] | None = None, task: Task | None = None
+        self,
+        batches: Sequence[Batch],
+        weights: Sequence[float] | None = None,
+        task: ModelTask | None = None,
     ) -> Tensor:
         """Compute one step's gradient, and return its loss without waiting for the device.
 
@@ -169,9 +189,10 @@ class CapturedModel(TrainedModel):
         weights: factors of their losses.
         task:    what is computed; None: the loss that the model was traced with.
 
-        Returns what `Replicas.reduce` does, for ``update`` to read beside the gradient norm. The loss of the step is
-        the weighted sum of those of its micro-batches if ``weights`` are given; their sum if they are shares of it (see
-        `Traced.adds_up`); else their mean. In fp16 the gradient stays multiplied by the loss scale.
+        Returns what `Replicas.reduce` does, for ``update`` to read beside the gradient norm. The
+        loss of the step is the weighted sum of those of its micro-batches if ``weights`` are given;
+        their sum if they are shares of it (see `Traced.adds_up`); else their mean. In fp16 the
+        gradient stays multiplied by the loss scale.
         """
         with self.mesh.pulse.in_step(self.iteration + 1):
             return self._backward(batches, weights, task)
@@ -180,7 +201,7 @@ class CapturedModel(TrainedModel):
         self,
         batches: Sequence[Batch],
         weights: Sequence[float] | None,
-        task: Task | None,
+        task: ModelTask | None,
     ) -> Tensor:
         if self.halves is None:
             self._try_halves(batches, task)
@@ -189,7 +210,9 @@ class CapturedModel(TrainedModel):
         sums = weights is not None or self.blueprint.traced.adds_up(batches[0])
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         scale = self.optimizer.begin()
-        loss = executor.run(prepared, self.iteration, weights=weights, loss_scale=scale, sum_losses=sums, task=task)
+        loss = executor.run(
+            prepared, self.iteration, weights=weights, loss_scale=scale, sum_losses=sums, task=task
+        )
         self.mesh.pulse.at("gradient reduction")
         self.parameters.finish_step()
         self.running.count(len(batches))
@@ -214,8 +237,10 @@ class CapturedModel(TrainedModel):
         """See `TrainedModel`. Raises PlanError if the weights of replicas differ."""
         return self.replicas.loss(values)
 
-    def touched(self, batches: Sequence[Batch], task: Task | None = None) -> set[str]:
-        """Return the names of the parameters, of all stages, to which one of these batches gives a gradient."""
+    def touched(self, batches: Sequence[Batch], task: ModelTask | None = None) -> set[str]:
+        """Return the names of the parameters, of all stages, to which one of these batches gives a
+        gradient.
+        """
         programs = next(iter(self.programs.values()))
         prepared = map(self.blueprint.traced.prepared, batches)
         parts = [part for batch in prepared for part in self._split(batch)]
@@ -225,11 +250,14 @@ class CapturedModel(TrainedModel):
         """Let parameters take no part in updates until the next call, and all others again.
 
         names: of trained parameters, as `named_parameters` of the user's model has them.
-        idle:  those that get no gradient in the step; None: those to which the first batch gives none.
+        idle:  those that get no gradient in the step; None: those to which the first batch gives
+               none.
 
-        Gradients of frozen ones are computed and not used: what was captured with them serves when they train again.
+        Gradients of frozen ones are computed and not used: what was captured with them serves when
+        they train again.
 
-        What gets no gradient takes no part either: torch's optimizers skip it, so that it does not decay.
+        What gets no gradient takes no part either: torch's optimizers skip it, so that it does not
+        decay.
         """
         captured = self.blueprint.traced.captured
         idle = captured.untouched if idle is None else idle
@@ -237,12 +265,18 @@ class CapturedModel(TrainedModel):
 
     @property
     def thawable(self) -> list[str]:
-        """All names of the parameters that may be frozen and thawed, since their gradients are computed."""
+        """All names of the parameters that may be frozen and thawed, since their gradients are
+        computed.
+        """
         captured = self.blueprint.traced.captured
         own = sorted(captured.trainable)
-        return own + [alias for alias, name in captured.aliases.items() if name in captured.trainable]
+        return own + [
+            alias for alias, name in captured.aliases.items() if name in captured.trainable
+        ]
 
-    def update(self, rates: Rates, reduced: Tensor | None = None, zeros: Tensor | None = None) -> StepResult:
+    def update(
+        self, rates: Rates, reduced: Tensor | None = None, zeros: Tensor | None = None
+    ) -> StepResult:
         if self.user_model is not None:
             self.user_model.mark_stale()
         result = super().update(rates, reduced, zeros)
@@ -251,26 +285,33 @@ class CapturedModel(TrainedModel):
         return result
 
     def evaluate(
-        self, batches: Sequence[Batch], outputs: Sequence[str] = ("loss",), loss: OwnLoss | None = None
+        self,
+        batches: Sequence[Batch],
+        outputs: Sequence[str] = ("loss",),
+        loss: OwnLoss | None = None,
     ) -> list[dict[str, Tensor]] | None:
-        """Run forward without dropout; return the outputs by name per micro-batch, None but on ranks of the last stage.
+        """Run forward without dropout; return the outputs by name per micro-batch, None but on
+        ranks of the last stage.
 
-        outputs: names. "*" means all but the loss, "!name" excludes one. A tensor inside a tuple or dictionary has its
-                 index or key appended: "hidden_states.0".
+        outputs: names. "*" means all but the loss, "!name" excludes one. A tensor inside a tuple or
+                 dictionary has its index or key appended: "hidden_states.0".
         loss:    computes the loss and the outputs; None: the model does.
 
-        Collective over data-parallel ranks that shard parameters; these may have fewer batches than others, or none.
+        Collective over data-parallel ranks that shard parameters; these may have fewer batches than
+        others, or none.
         """
         count = self._most(len(batches))
         if not count:
             return None
         executor = self.executor(count, False)
-        task = Task(loss, tuple(outputs))
+        task = ModelTask(loss, tuple(outputs))
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         executor.run(prepared, self.iteration, training=False, task=task)
         return named_outputs(executor, self.programs, prepared, False, task=task)
 
-    def reported(self, batches: Sequence[Batch], task: Task | None = None) -> list[dict[str, Tensor]] | None:
+    def reported(
+        self, batches: Sequence[Batch], task: ModelTask | None = None
+    ) -> list[dict[str, Tensor]] | None:
         """Return what the last `backward`, of these arguments, computed, in the form of `evaluate`.
 
         Per micro-batch its loss times its weight, and the outputs that an ``OwnLoss`` reports.
@@ -279,26 +320,35 @@ class CapturedModel(TrainedModel):
         return named_outputs(self.executor(len(batches)), self.programs, prepared, True, task=task)
 
     def _most(self, batches: int) -> int:
-        """The largest number of batches of any replica where replicas shard parameters, else this one's."""
-        if self.buffer.sharding < Sharding.PARAMETERS:
+        """The largest number of batches of any replica where replicas shard parameters, else this
+        one's.
+        """
+        if self.buffer.sharding < ShardedState.PARAMETERS:
             return batches
         most = torch.tensor(batches, device=self.mesh.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.shard_group)
         return int(most)
 
-    def admit(self, batches: Sequence[Batch], training: bool, task: Task | None = None) -> None:
+    def admit(
+        self, batches: Sequence[Batch], training: bool, task: ModelTask | None = None
+    ) -> None:
         """Capture the programs that ``batches`` need and that do not exist yet. Raises TraceError.
 
-        training: whether they are for training or for evaluation. task: what is computed; None: the loss.
+        training: whether they are for training or for evaluation. task: what is computed; None: the
+                  loss.
         """
         for programs in self.programs.values():
             for batch in batches:
                 programs(self.blueprint.traced.prepared(batch), training, task)
 
-    def refuse_outside(self, batches: Sequence[Batch], training: bool, task: Task | None = None) -> None:
-        """Raise DataError for a number of a batch, which is on the CPU, that has no row in what it is looked up in.
+    def refuse_outside(
+        self, batches: Sequence[Batch], training: bool, task: ModelTask | None = None
+    ) -> None:
+        """Raise DataError for a number of a batch, which is on the CPU, that has no row in what it
+        is looked up in.
 
-        The arguments are those of ``admit``. What cannot be captured is left to the pass that needs it.
+        The arguments are those of ``admit``. What cannot be captured is left to the pass that needs
+        it.
         """
         programs = next(iter(self.programs.values()))
         for number, batch in enumerate(batches):
@@ -312,12 +362,16 @@ class CapturedModel(TrainedModel):
                     raise refusal(found, batch, number)
 
     def difference(self, one: Batch, others: Sequence[Batch]) -> str | None:
-        """How loss and gradients of batch ``one`` differ from the sums of those of ``others``; see ``proofs``."""
+        """How loss and gradients of batch ``one`` differ from the sums of those of ``others``; see
+        ``trials``.
+        """
         return difference(self, one, others)
 
     @property
     def captures(self) -> tuple[int, int]:
-        """How many programs of this rank were captured, and how many were derived from those of other lengths."""
+        """How many programs of this rank were captured, and how many were derived from those of
+        other lengths.
+        """
         return self.blueprint.lengths.captured, self.blueprint.lengths.derived
 
     @property
@@ -333,20 +387,25 @@ class CapturedModel(TrainedModel):
         return self.blueprint.traced.is_causal
 
     def output_rank(self, replica: int) -> int:
-        """The global rank from which a replica's evaluation outputs are taken: the first that runs its last stage."""
+        """The global rank from which a replica's evaluation outputs are taken: the first that runs
+        its last stage.
+        """
         schedule = self.plan.schedule
         grid = self.mesh.grid
         return grid.rank(dp=replica, pp=schedule.rank_of(schedule.stages - 1))
 
     def share_statistics(self) -> None:
-        """Copy the first replica's running statistics to all, for an evaluation. Collective over all ranks."""
+        """Copy the first replica's running statistics to all, for an evaluation. Collective over
+        all ranks.
+        """
         self.running.share()
 
     def exported(self) -> list[store.Shard]:
-        """Return the shards of weights and running statistics, in the dtypes of the user's model. Collective.
+        """Return the shards of weights and running statistics, in the dtypes of the user's model.
+        Collective.
 
-        fp32 weights that replicas shard are all-gathered into the gradient's memory. Where that has room for one unit
-        only, the ``fetch`` of a shard all-gathers its unit.
+        fp32 weights that replicas shard are all-gathered into the gradient's memory. Where that has
+        room for one unit only, the ``fetch`` of a shard all-gathers its unit.
         """
         buffer = self.buffer
         gatherer = self.gatherer
@@ -364,20 +423,24 @@ class CapturedModel(TrainedModel):
         for buckets in turns:
             for flat in (buffer.data, buffer.main_grad):
                 buffer.allocate(flat, buckets)
-            shards = self.parameter_shards.exported([name for bucket in buckets for name in bucket.names])
+            shards = self.parameter_shards.exported(
+                [name for bucket in buckets for name in bucket.names]
+            )
             exported += [replace(shard, fetch=partial(fetch, buckets)) for shard in shards]
         fetch(turns[0] if turns else ())
         return exported
 
-    def _state(self) -> dict[str, store.Kind]:
+    def _state(self) -> dict[str, store.StateKind]:
         gatherer = self.gatherer
-        others = () if has_adapters(self.model) else self.others()  # the base model is not saved: it is not trained
+        # the base model is not saved: it is not trained
+        others = () if has_adapters(self.model) else self.others()
         kinds = {"model": weights_kind(gatherer, self.shards, others)}
-        assert isinstance(self.optimizer, LocalOptimizer), "parameter servers have stores of their own"
         return kinds | optimizer_kinds(self.optimizer, gatherer, self.shards)
 
     def others(self) -> list[store.Shard]:
-        """Shards of what checkpoints have beside the trained parameters: frozen weights, running statistics."""
+        """Shards of what checkpoints have beside the trained parameters: frozen weights, running
+        statistics.
+        """
         return [*self.parameter_shards.others(), *self.running.shards()]
 
     def after_load(self) -> None:
@@ -386,7 +449,9 @@ class CapturedModel(TrainedModel):
             self.user_model.mark_stale()
 
     def check_finite(self) -> None:
-        """Raise NumericsError on every rank if a trained weight or its optimizer state is not finite."""
+        """Raise NumericsError on every rank if a trained weight or its optimizer state is not
+        finite.
+        """
         check_finite(self._state(), self.mesh.control, "cpu")
 
     def save(self, root: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
@@ -397,7 +462,11 @@ class CapturedModel(TrainedModel):
         Raises on every rank CheckpointError, and PlanError if replicas have different weights.
         """
         self.replicas.check()
-        meta = {"optimizer_steps": self.optimizer.steps, "plan": self.plan.to_dict(), "extra": dict(extra or {})}
+        meta = {
+            "optimizer_steps": self.optimizer.steps,
+            "plan": self.plan.to_dict(),
+            "extra": dict(extra or {}),
+        }
         meta |= {"loss_scale": self.optimizer.scaler.state(), "optimizer": self.optimizer.name}
         meta["missed_steps"] = dict(self.optimizer.missed)
         return store.save(root, self.iteration, self._state(), meta, self.mesh.control, "cpu")
@@ -409,7 +478,8 @@ class CapturedModel(TrainedModel):
         verify: bool = True,
         check: Callable[[dict[str, Any]], object] = lambda extra: None,
     ) -> dict[str, Any]:
-        """Load a checkpoint, written under any parallel layout, from ``root``; return its ``extra``. Collective.
+        """Load a checkpoint, written under any parallel layout, from ``root``; return its
+        ``extra``. Collective.
 
         iteration: None: the last one.
         verify:    whether to compare the files with their checksums.
@@ -425,13 +495,18 @@ class CapturedModel(TrainedModel):
             sound = sound and isinstance(missed, dict) and all(map(is_count, missed.values()))
             if not (sound and (scale is None or is_state(scale))):
                 reason = (
-                    "optimizer_steps, extra or loss_scale is missing from what it says of its run, or of another kind"
+                    "optimizer_steps, extra or loss_scale is missing from what it says of "
+                    "its run, or of another kind"
                 )
-                raise CheckpointError("training state", root, reason, "Resume from another checkpoint")
+                raise CheckpointError(
+                    "training state", root, reason, "Resume from another checkpoint"
+                )
             check_same_optimizer(meta, self.optimizer)
             check(meta["extra"])
 
-        meta = store.load(root, self._state(), self.mesh.control, "cpu", iteration, verify, check=checked)
+        meta = store.load(
+            root, self._state(), self.mesh.control, "cpu", iteration, verify, check=checked
+        )
         self.after_load()
         self.optimizer.missed = meta.get("missed_steps", {})
         self.optimizer.steps, self.iteration = meta["optimizer_steps"], meta["iteration"]
@@ -439,9 +514,11 @@ class CapturedModel(TrainedModel):
         return meta["extra"]
 
     def save_hf(self, directory: str | Path, processing_class=None, omitted: str = "") -> None:
-        """Write a directory that ``from_pretrained`` of transformers, or of peft, loads. Collective.
+        """Write a directory that ``from_pretrained`` of transformers, or of peft, loads.
+        Collective.
 
-        Weights have the dtypes of the user's model. omitted: the name of a submodule to leave out, "" for none.
+        Weights have the dtypes of the user's model. omitted: the name of a submodule to leave out,
+        "" for none.
         """
         self.replicas.check()
         weights = self.exported()
@@ -449,9 +526,23 @@ class CapturedModel(TrainedModel):
         user_model = self.user_model
         if not has_adapters(self.model):
             with unguarded(self.model), left_out(self.model, omitted):
-                save_hf(directory, self.model, weights, control, device="cpu", processing_class=processing_class)
+                save_hf(
+                    directory,
+                    self.model,
+                    weights,
+                    control,
+                    device="cpu",
+                    processing_class=processing_class,
+                )
         elif user_model is not None and user_model.shared:
-            save_adapters(Path(directory), self.model, (), (), group=control, processing_class=processing_class)
+            save_adapters(
+                Path(directory),
+                self.model,
+                (),
+                (),
+                group=control,
+                processing_class=processing_class,
+            )
         else:
             with nullcontext() if user_model is None else user_model.lend(), unguarded(self.model):
                 save_adapters(

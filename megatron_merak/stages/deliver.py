@@ -1,7 +1,8 @@
 """Send the first rank's weights to the ranks that have shards of them, in messages of bounded size.
 
-The first rank sends every rank of the first replica its shards. Each of these ranks sends them on to the ranks with the
-same coordinates in other replicas, along a binary tree. No rank needs more memory than its own shards and one message.
+The first rank sends every rank of the first replica its shards. Each of these ranks sends them on
+to the ranks with the same coordinates in other replicas, along a binary tree. No rank needs more
+memory than its own shards and one message.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ _ALIGNMENT = 16  # bytes; every piece of a message starts at a multiple
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ShardHeader:
     """The description of a shard, which other ranks get."""
 
     name: str
@@ -32,23 +33,31 @@ class _Part:
     intervals: Intervals
 
     @classmethod
-    def of(cls, shard: Shard) -> "_Part":
+    def of(cls, shard: Shard) -> "_ShardHeader":
         return cls(shard.name, tuple(shard.shape), shard.tensor.dtype, shard.dim, shard.intervals)
 
     def to_json(self) -> list:
-        return [self.name, self.shape, str(self.dtype).removeprefix("torch."), self.dim, self.intervals]
+        return [
+            self.name,
+            self.shape,
+            str(self.dtype).removeprefix("torch."),
+            self.dim,
+            self.intervals,
+        ]
 
     @classmethod
-    def from_json(cls, fields: list) -> "_Part":
+    def from_json(cls, fields: list) -> "_ShardHeader":
         name, shape, dtype, dim, intervals = fields
         return cls(name, tuple(shape), getattr(torch, dtype), dim, tuple(map(tuple, intervals)))
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Indices [start, stop) of a tensor along ``dim`` (None: all of it), which begin at ``offset`` in the shard."""
+    """Indices [start, stop) of a tensor along ``dim`` (None: all of it), which begin at ``offset``
+    in the shard.
+    """
 
-    part: _Part
+    header: _ShardHeader
     dim: int | None
     start: int
     stop: int
@@ -57,59 +66,75 @@ class _Piece:
     @property
     def shape(self) -> tuple[int, ...]:
         if self.dim is None:
-            return self.part.shape
-        return (*self.part.shape[: self.dim], self.stop - self.start, *self.part.shape[self.dim + 1 :])
+            return self.header.shape
+        return (
+            *self.header.shape[: self.dim],
+            self.stop - self.start,
+            *self.header.shape[self.dim + 1 :],
+        )
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.part.dtype.itemsize
+        return torch.Size(self.shape).numel() * self.header.dtype.itemsize
 
 
 def deliver(shards: Sequence[Shard], source: Source | None, mesh: Mesh) -> None:
     """Fill the shards of every rank from the first rank's ``source``, cast to their dtypes.
 
-    shards: of this rank; ranks that differ only in their replica pass shards with the same description.
+    shards: of this rank; ranks that have the same weights pass shards with the same description.
     source: read on the first rank only.
 
     Collective over all ranks, by ``mesh.control``.
     """
-    parts = [_Part.of(shard) for shard in shards]
-    descriptions = gather_json([part.to_json() for part in parts] if mesh.dp_rank == 0 else None, mesh.control, "cpu")
+    headers = [_ShardHeader.of(shard) for shard in shards]
+    descriptions = gather_json(
+        [header.to_json() for header in headers] if mesh.copy_rank == 0 else None,
+        mesh.control,
+        "cpu",
+    )
     tensors = {shard.name: shard.tensor.detach() for shard in shards}
     if mesh.rank == 0:
         assert source is not None, "the first rank reads it"
         fill(shards, source)
         for rank, described in enumerate(descriptions):
             if rank != 0 and described is not None:
-                for message in _messages([_Part.from_json(fields) for fields in described]):
+                for message in _messages([_ShardHeader.from_json(fields) for fields in described]):
                     _send(message, partial(_read, source), rank, mesh)
-    elif mesh.dp_rank == 0:
-        for message in _messages(parts):
+    elif mesh.copy_rank == 0:
+        for message in _messages(headers):
             _receive(message, tensors, 0, mesh)
     broadcast_to_replicas(shards, mesh)
 
 
 def broadcast_to_replicas(shards: Sequence[Shard], mesh: Mesh) -> None:
-    """Copy the values of the first replica's shards to those of all others. Collective over all ranks."""
-    parts = [_Part.of(shard) for shard in shards]
+    """Copy the values of shards from the first of the ranks that have the same to the others.
+    Collective over all ranks.
+    """
+    headers = [_ShardHeader.of(shard) for shard in shards]
     tensors = {shard.name: shard.tensor.detach() for shard in shards}
-    tp, cp, dp, pp = mesh.grid.coordinates(mesh.rank)
+    same = mesh.grid.same_weights(mesh.rank)
+    place = mesh.copy_rank
     span = 1
-    while span < mesh.grid.dp:
-        if dp < span and dp + span < mesh.grid.dp:
-            for message in _messages(parts):
-                _send(message, lambda piece: _view(tensors, piece), mesh.grid.rank(tp, cp, dp + span, pp), mesh)
-        elif span <= dp < 2 * span:
-            for message in _messages(parts):
-                _receive(message, tensors, mesh.grid.rank(tp, cp, dp - span, pp), mesh)
+    while span < len(same):
+        if place < span and place + span < len(same):
+            for message in _messages(headers):
+                _send(
+                    message,
+                    lambda piece: _view(tensors, piece),
+                    same[place + span],
+                    mesh,
+                )
+        elif span <= place < 2 * span:
+            for message in _messages(headers):
+                _receive(message, tensors, same[place - span], mesh)
         span *= 2
 
 
-def _messages(parts: Sequence[_Part]) -> Iterator[list[_Piece]]:
+def _messages(headers: Sequence[_ShardHeader]) -> Iterator[list[_Piece]]:
     message: list[_Piece] = []
     size = 0
-    for part in parts:
-        for piece in _pieces(part):
+    for header in headers:
+        for piece in _pieces(header):
             if message and size + piece.nbytes > MESSAGE:
                 yield message
                 message = []
@@ -120,19 +145,19 @@ def _messages(parts: Sequence[_Part]) -> Iterator[list[_Piece]]:
         yield message
 
 
-def _pieces(part: _Part) -> Iterator[_Piece]:
-    if not part.shape:
-        yield _Piece(part, None, 0, 0, offset=0)
+def _pieces(header: _ShardHeader) -> Iterator[_Piece]:
+    if not header.shape:
+        yield _Piece(header, None, 0, 0, offset=0)
         return
-    dim = 0 if part.dim is None else part.dim
-    intervals = ((0, part.shape[0]),) if part.dim is None else part.intervals
-    row = torch.Size(part.shape).numel() * part.dtype.itemsize // max(part.shape[dim], 1)
+    dim = 0 if header.dim is None else header.dim
+    intervals = ((0, header.shape[0]),) if header.dim is None else header.intervals
+    row = torch.Size(header.shape).numel() * header.dtype.itemsize // max(header.shape[dim], 1)
     step = max(1, MESSAGE // max(row, 1))
     offset = 0
     for start, stop in intervals:
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            yield _Piece(part, dim, first, last, offset=offset)
+            yield _Piece(header, dim, first, last, offset=offset)
             offset += last - first
 
 
@@ -145,7 +170,7 @@ def _allocate(message: list[_Piece]) -> tuple[Tensor, list[Tensor]]:
         end += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
     data = torch.zeros(end, dtype=torch.uint8)
     views = [
-        data[start : start + piece.nbytes].view(piece.part.dtype).view(piece.shape)
+        data[start : start + piece.nbytes].view(piece.header.dtype).view(piece.shape)
         for piece, start in zip(message, starts, strict=True)
     ]
     return data, views
@@ -166,11 +191,15 @@ def _receive(message: list[_Piece], tensors: dict[str, Tensor], rank: int, mesh:
 
 
 def _view(tensors: dict[str, Tensor], piece: _Piece) -> Tensor:
-    tensor = tensors[piece.part.name]
-    return tensor if piece.dim is None else tensor.narrow(piece.dim, piece.offset, piece.stop - piece.start)
+    tensor = tensors[piece.header.name]
+    return (
+        tensor
+        if piece.dim is None
+        else tensor.narrow(piece.dim, piece.offset, piece.stop - piece.start)
+    )
 
 
 def _read(source: Source, piece: _Piece) -> Tensor:
     if piece.dim is None:
-        return source.read(piece.part.name)
-    return source.read(piece.part.name, piece.dim, ((piece.start, piece.stop),))
+        return source.read(piece.header.name)
+    return source.read(piece.header.name, piece.dim, ((piece.start, piece.stop),))

@@ -10,16 +10,20 @@ _UNKNOWN = "H100"  # what a GPU that is not in the table is planned as: the rati
 
 
 def cluster_of(world: World, profile: str | None = None) -> Cluster:
-    """The emulated cluster, or the default one for this rank's GPU or CPU, with the rates of ``profile``.
+    """The emulated cluster, or the default one for this rank's GPU or CPU, with the rates of
+    ``profile``.
 
     profile: a device profile, see ``cluster.profiled``.
 
-    Raises ConfigError as ``cluster.profiled`` does, and for a profile together with an emulated cluster.
+    Raises ConfigError as ``cluster.profiled`` does, and for a profile together with an emulated
+    cluster.
     """
     if world.cluster is not None:
         if profile is not None:
             remedy = "Write the profile's device into the file that --emulate names"
-            raise ConfigError("--device-profile", profile, "an emulated cluster defines its own device", remedy)
+            raise ConfigError(
+                "--device-profile", profile, "an emulated cluster defines its own device", remedy
+            )
         return world.cluster
     if world.device.type != "cuda":
         return profiled(CLUSTERS["cpu"], profile)
@@ -27,14 +31,18 @@ def cluster_of(world: World, profile: str | None = None) -> Cluster:
 
 
 def peak_device(world: World) -> Device | None:
-    """The device whose peak rates utilisation is relative to: the emulated one, or this rank's GPU if it is known."""
+    """The device whose peak rates utilisation is relative to: the emulated one, or this rank's GPU
+    if it is known.
+    """
     if world.cluster is not None:
         return world.cluster.device
     return _row(world) if world.device.type == "cuda" else None
 
 
 def stand_in(world: World) -> str:
-    """A note that this rank's GPU is planned as another since its rates are unknown; "" if they are known."""
+    """A note that this rank's GPU is planned as another since its rates are unknown; "" if they are
+    known.
+    """
     if world.cluster is not None or world.device.type != "cuda" or _row(world) is not None:
         return ""
     return f"{_name(world)} is not in the table of devices: planned as {_UNKNOWN}"

@@ -1,8 +1,10 @@
-"""Batch entries with the document boundaries of packed rows: left out where the model does not read them.
+"""Batch entries with the document boundaries of packed rows: left out where the model does not read
+them.
 
-Collators that flatten samples into one row add them for variable-length attention kernels. Their shapes, or their
-values as plain numbers, differ between batches, so that each batch would need a capture of its own. To find out whether
-the model reads them, the first batch is captured with and without them: if not, both graphs are the same.
+Collators that flatten samples into one row add them for variable-length attention kernels. Their
+shapes, or their values as plain numbers, differ between batches, so that each batch would need a
+capture of its own. To find out whether the model reads them, the first batch is captured with and
+without them: if not, both graphs are the same.
 """
 
 from collections.abc import Mapping
@@ -34,10 +36,14 @@ def same_graph(one: Captured, other: Captured) -> bool:
     others = _used_nodes(other)
     if len(nodes) != len(others):
         return False
-    numbers, other_numbers = ({node: f"%{n}" for n, node in enumerate(each)} for each in (nodes, others))
+    numbers, other_numbers = (
+        {node: f"%{n}" for n, node in enumerate(each)} for each in (nodes, others)
+    )
     pairs = list(zip(nodes, others, strict=True))
     constants = [(a, b) for a, b in pairs if a.op == "get_attr" and a.target not in one.shapes]
-    same = all(_description(a, numbers, one) == _description(b, other_numbers, other) for a, b in pairs)
+    same = all(
+        _description(a, numbers, one) == _description(b, other_numbers, other) for a, b in pairs
+    )
     return same and all(_same_constant(one, other, a, b) for a, b in constants)
 
 

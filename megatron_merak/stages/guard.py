@@ -1,4 +1,6 @@
-"""Methods that raise when they are called, for models whose trained weights are sharded over ranks."""
+"""Methods that raise when they are called, for models whose trained weights are sharded
+over ranks.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -12,7 +14,8 @@ GUARDED = ("forward", "generate", "save_pretrained", "state_dict", "load_state_d
 
 
 class Guard:
-    """Replaces a method of a model whose weights are sharded over ranks: raises ConfigError. Copied with the model.
+    """Replaces a method of a model whose weights are sharded over ranks: raises ConfigError. Copied
+    with the model.
 
     kind:  the class of the model.
     name:  of the method.
@@ -36,7 +39,10 @@ class Guard:
     def __call__(self, *args: object, **kwargs: object) -> None:
         what = f"{self.kind.__name__}.{self.name}"
         if self.name == "load_state_dict":
-            remedy = "Load weights before the trainer is first used, or into a new model for a new MerakTrainer"
+            remedy = (
+                "Load weights before the trainer is first used, or into a new model for a "
+                "new MerakTrainer"
+            )
             raise elsewhere(what, "(called)", self.ranks, remedy)
         raise elsewhere(what, "(called)", self.ranks)
 
@@ -52,7 +58,9 @@ def unguarded(model: nn.Module) -> Iterator[None]:
 
 
 def guard(model: nn.Module, ranks: int) -> None:
-    """Make the methods ``GUARDED`` raise ConfigError. ranks: over how many the trained weights are sharded."""
+    """Make the methods ``GUARDED`` raise ConfigError. ranks: over how many the trained weights are
+    sharded.
+    """
     for name in GUARDED:
         if hasattr(model, name) and not isinstance(vars(model).get(name), Guard):
             own = vars(model).get(name)  # set by the user in place of the method

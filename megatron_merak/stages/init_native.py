@@ -1,4 +1,6 @@
-"""Initial weights of the native model: each tensor is a function of (seed, name), for any parallel layout."""
+"""Initial weights of the native model: each tensor is a function of (seed, name), for any parallel
+layout.
+"""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +16,9 @@ _MEMORY = 8 << 30  # bytes of full tensors at a time
 
 
 def draw(piece: Piece, seed: int) -> torch.Tensor:
-    """Return the full tensor of ``piece``: fp32, on the CPU, in HuggingFace orientation, without padding."""
+    """Return the full tensor of ``piece``: fp32, on the CPU, in HuggingFace orientation, without
+    padding.
+    """
     shape = piece.sharding.shape
     init = piece.init
     if init.kind == "normal":
@@ -28,11 +32,15 @@ def take(full: torch.Tensor, piece: Piece, tp_rank: int, tp: int) -> torch.Tenso
     dim = piece.sharding.dim
     if dim is None:
         return full
-    return torch.cat([full.narrow(dim, a, b - a) for a, b in piece.sharding.intervals(tp_rank, tp)], dim)
+    return torch.cat(
+        [full.narrow(dim, a, b - a) for a, b in piece.sharding.intervals(tp_rank, tp)], dim
+    )
 
 
 def initialise(view: torch.Tensor, piece: Piece, seed: int, tp_rank: int, tp: int) -> None:
-    """Fill this rank's ``view`` of ``piece``; rounds before copying to the device. One full tensor is in memory."""
+    """Fill this rank's ``view`` of ``piece``; rounds before copying to the device. One full tensor
+    is in memory.
+    """
     view.copy_(take(draw(piece, seed), piece, tp_rank, tp).to(view.dtype))
 
 
@@ -43,7 +51,8 @@ def initialise_all(
 
     workers: threads that draw tensors concurrently; the values do not depend on it.
 
-    The full tensors in memory at a time take up to ``_MEMORY`` bytes, or one tensor's if that is more.
+    The full tensors in memory at a time take up to ``_MEMORY`` bytes, or one tensor's if that is
+    more.
     """
     largest = max((4 * prod(piece.sharding.shape) for piece, _ in parts), default=1)
     workers = max(1, min(workers, _MEMORY // largest))
@@ -61,8 +70,12 @@ def initialise_all(
 
 
 def workers_for(device: torch.device) -> int:
-    """The number of CPU cores for a rank on ``device``: one on a CPU, an equal share of the host's on a GPU."""
+    """The number of CPU cores for a rank on ``device``: one on a CPU, an equal share of the host's
+    on a GPU.
+    """
     if device.type != "cuda":
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, cores // max(1, torch.cuda.device_count()))

@@ -1,4 +1,6 @@
-"""Find the module inside a segment whose output is the first one that is not finite, by running the segment again."""
+"""Find the module inside a segment whose output is the first one that is not finite, by running the
+segment again.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from ..graph.ir.names import place
-from ..segment import Chain, Common, Segment
+from ..segment import Common, Segment, SegmentChain
 
 
 def all_finite(values: Sequence[Any]) -> bool:
@@ -21,14 +23,15 @@ def all_finite(values: Sequence[Any]) -> bool:
 
 @torch.no_grad()
 def module_inside(segment: Segment, common: Common, values: Sequence[Tensor]) -> str:
-    """Return the name of the first module of a segment whose output is not finite while its inputs are.
+    """Return the name of the first module of a segment whose output is not finite while its inputs
+    are.
 
     values: what the segment reads, all finite.
 
     "" if that cannot be told.
     """
     fn = segment.fn
-    if isinstance(fn, Chain):
+    if isinstance(fn, SegmentChain):
         return _inside_chain(fn, common, values)
     if segment.random:
         common.seed(segment)
@@ -38,7 +41,7 @@ def module_inside(segment: Segment, common: Common, values: Sequence[Tensor]) ->
     return _inside_graph(fn, common, values)
 
 
-def _inside_chain(chain: Chain, common: Common, ins: Sequence[Tensor]) -> str:
+def _inside_chain(chain: SegmentChain, common: Common, ins: Sequence[Tensor]) -> str:
     values = dict(zip(chain.ins, ins, strict=True))
     for part in chain.parts:
         read = [values[i.value] for i in part.ins]
@@ -62,7 +65,9 @@ def _inside_module(owner: nn.Module, run: Callable[[], object]) -> str:
 
 @contextmanager
 def _hooked(owner: nn.Module, found: list[str]) -> Iterator[None]:
-    """Append the names of submodules that make of finite inputs what is not finite, innermost first."""
+    """Append the names of submodules that make of finite inputs what is not finite, innermost
+    first.
+    """
 
     def hook(name: str) -> Callable[..., None]:
         def look(module: nn.Module, inputs: tuple, output: object) -> None:
@@ -72,7 +77,9 @@ def _hooked(owner: nn.Module, found: list[str]) -> Iterator[None]:
 
         return look
 
-    handles = [module.register_forward_hook(hook(name)) for name, module in owner.named_modules() if name]
+    handles = [
+        module.register_forward_hook(hook(name)) for name, module in owner.named_modules() if name
+    ]
     try:
         yield
     finally:
@@ -96,7 +103,9 @@ class _Watch(Interpreter):
 
 
 def _inside_graph(fn: Callable, common: Common, values: Sequence[Tensor]) -> str:
-    """Interpret the code of a captured segment, which is partial(run, code, parameters, common names, sink)."""
+    """Interpret the code of a captured segment, which is partial(run, code, parameters, common
+    names, sink).
+    """
     arguments: tuple[Any, ...] = getattr(fn, "args", ())
     if len(arguments) != 4:
         return ""
@@ -109,7 +118,8 @@ def _inside_graph(fn: Callable, common: Common, values: Sequence[Tensor]) -> str
     watch.run(*numbers, *parameters, *[common[name] for name in names], *values, None)
     (output,) = module.graph.find_nodes(op="output")
     pending = [node for node in output.all_input_nodes if node in watch.bad]
-    # From the result back through what is not finite: masks of -inf that a softmax took are not on the way.
+    # From the result back through what is not finite: masks of -inf that a softmax took are not on
+    # the way.
     reached: dict[Node, None] = {}
     while pending:
         node = pending.pop()

@@ -1,8 +1,9 @@
-"""Derive the graph parts of batches of a new length from those of two captured lengths, without another capture.
+"""Derive the graph parts of batches of a new length from those of two captured lengths, without
+another capture.
 
 When a third length of otherwise equal batches comes, the model is traced with a symbolic length
-(``graph.capture.lengths``). If that trace equals the captured one, every later length that meets the conditions of the
-trace needs no capture. All others are captured.
+(``graph.capture.lengths``). If that trace equals the captured one, every later length that meets
+the conditions of the trace needs no capture. All others are captured.
 """
 
 from collections.abc import Callable, Hashable
@@ -17,7 +18,7 @@ from ..graph.lowering.split import Parts
 
 Shapes = tuple[tuple[str, tuple[int, ...], object], ...]  # of ``traced.shapes_of``
 Explore = Callable[[Axes, Origin, int], Lengths | None]
-KEPT = 8  # the last captures of a kind: a new length is derived from two of these
+KEPT = 8  # the last captures of a kind, per remainder: a new length is derived from two of these
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,8 @@ class _Capture:
 class _Kind:
     """The captures of one role.
 
-    families: batches that differ in one length only -> how their parts are derived; None where they cannot be.
+    families: batches that differ in one length only -> how their parts are derived; None where they
+              cannot be.
     """
 
     captures: list[_Capture] = field(default_factory=list)
@@ -41,10 +43,15 @@ class _Kind:
 class KnownLengths:
     """The captures of a model by role: training or evaluation, outputs, stage.
 
+    sharers: number of ranks that share sequences. Whether they can, and how much of one each has,
+             follows from the remainder and the quotient of its length: lengths of one remainder are
+             derived from each other, by the quotient.
+
     captured, derived: how many programs were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sharers: int = 1) -> None:
+        self.sharers = sharers
         self._kinds: dict[Hashable, _Kind] = {}
         self.captured = self.derived = 0
 
@@ -54,39 +61,50 @@ class KnownLengths:
         if captured.guards is None and captured.origin is not None:
             captures = self._kinds.setdefault(role, _Kind()).captures
             captures.append(_Capture(shapes, captured.origin, parts))
-            del captures[:-KEPT]
+            del captures[: -KEPT * self.sharers]
 
     def parts(self, role: Hashable, shapes: Shapes, explore: Explore) -> Parts | None:
-        """The parts of batches with ``shapes``, derived from those of two other lengths; None where they cannot be."""
+        """The parts of batches with ``shapes``, derived from those of two other lengths; None where
+        they cannot be.
+        """
         kind = self._kinds.get(role, _Kind())
         for one, two in combinations(kind.captures, 2):
             axes = _axes(one.shapes, two.shapes)
             if not axes or axes != _axes(one.shapes, shapes) or axes != _axes(two.shapes, shapes):
                 continue
-            family = axes, tuple(_without(shapes, axes))
             lengths = [_extent(each, axes) for each in (one.shapes, two.shapes, shapes)]
+            remainder = lengths[2] % self.sharers
+            if any(length % self.sharers != remainder for length in lengths):
+                continue
+            family = axes, remainder, tuple(_without(shapes, axes))
             if family not in kind.families:
-                kind.families[family] = _family(one, two, lengths, axes, explore=explore)
+                kind.families[family] = self._family(one, two, lengths[:2], axes, explore=explore)
             match = kind.families[family]
             if match and match[1].hold(lengths[2]):
                 self.derived += 1
-                return match[0](lengths[2])
+                return match[0](lengths[2] // self.sharers)
         return None
 
-
-def _family(one: _Capture, two: _Capture, lengths: list[int], axes: Axes, explore: Explore):
-    if one.origin.attempt != two.origin.attempt:
-        return None
-    derive = any_length(one.parts, lengths[0], two.parts, lengths[1])
-    conditions = explore(axes, two.origin, lengths[1]) if derive else None
-    if derive is None or conditions is None or not all(map(conditions.hold, lengths[:2])):
-        return None
-    return derive, conditions
+    def _family(
+        self, one: _Capture, two: _Capture, lengths: list[int], axes: Axes, explore: Explore
+    ) -> tuple[AnyLength, Lengths] | None:
+        if one.origin.attempt != two.origin.attempt:
+            return None
+        first, second = (length // self.sharers for length in lengths)
+        derive = any_length(one.parts, first, two.parts, second)
+        conditions = explore(axes, two.origin, lengths[1]) if derive else None
+        if derive is None or conditions is None or not all(map(conditions.hold, lengths)):
+            return None
+        return derive, conditions
 
 
 def _axes(one: Shapes, other: Shapes) -> tuple[tuple[str, int], ...]:
-    """The (entry, dimension) pairs in which two batches differ, if all are the same two lengths; else ()."""
-    if [(name, len(shape), kind) for name, shape, kind in one] != [(n, len(s), k) for n, s, k in other]:
+    """The (entry, dimension) pairs in which two batches differ, if all are the same two lengths;
+    else ().
+    """
+    if [(name, len(shape), kind) for name, shape, kind in one] != [
+        (n, len(s), k) for n, s, k in other
+    ]:
         return ()
     axes: list[tuple[str, int]] = []
     pairs: dict[Any, None] = {}

@@ -1,4 +1,6 @@
-"""A fingerprint of all that a captured graph depends on in a model but weight values, to detect later changes."""
+"""A fingerprint of all that a captured graph depends on in a model but weight values, to detect
+later changes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,13 +23,14 @@ _FREE_IN_CONFIG = frozenset(
     """use_cache id2label label2id architectures _name_or_path name_or_path transformers_version
     _output_attentions""".split()
 )
-_SMALL = 1 << 16  # elements of a buffer that is compared by value; larger ones by address and version
+# elements of a buffer that is compared by value; larger ones by address and version
+_SMALL = 1 << 16
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _ABSENT = "(absent)"
 
 
 @dataclass(frozen=True)
-class Change:
+class ModelChange:
     """A difference between two fingerprints.
 
     what:     the name of the parameter, buffer, module or attribute that differs.
@@ -70,11 +73,11 @@ class Fingerprint:
                 rest[f"{name}.{key}".strip(".")] = _of_config(value) if key == "config" else value
         return cls(weights, rest, dict(_buffers(model)))
 
-    def first_weight_change(self, now: "Fingerprint") -> Change | None:
+    def first_weight_change(self, now: "Fingerprint") -> ModelChange | None:
         """The first parameter that was removed or added, or has another shape, dtype or tie."""
         return _first(self.weights, now.weights)
 
-    def first_change(self, now: "Fingerprint") -> Change | None:
+    def first_change(self, now: "Fingerprint") -> ModelChange | None:
         """The first difference of all kinds."""
         change = _first(self.weights, now.weights) or _first(self.rest, now.rest)
         if change is not None:
@@ -83,11 +86,11 @@ class Fingerprint:
             one = self.buffers.get(name)
             other = now.buffers.get(name)
             if type(one) is not type(other) or not _same(one, other):
-                return Change(name, "(its values)", "(other values)")
+                return ModelChange(name, "(its values)", "(other values)")
         return None
 
 
-def _first(before: Mapping[str, Any], now: Mapping[str, Any]) -> Change | None:
+def _first(before: Mapping[str, Any], now: Mapping[str, Any]) -> ModelChange | None:
     for name in dict.fromkeys([*before, *now]):
         old = before.get(name, _ABSENT)
         new = now.get(name, _ABSENT)
@@ -96,11 +99,13 @@ def _first(before: Mapping[str, Any], now: Mapping[str, Any]) -> Change | None:
     return None
 
 
-def _inside(name: str, was: Any, now: Any) -> Change:
+def _inside(name: str, was: Any, now: Any) -> ModelChange:
     """The change of ``name``, or of its first field that differs if it is a config."""
     if isinstance(was, dict) and isinstance(now, dict):
-        return _first({f"{name}.{k}": v for k, v in was.items()}, {f"{name}.{k}": v for k, v in now.items()})  # type: ignore[return-value]
-    return Change(name, was, now)
+        return _first(
+            {f"{name}.{k}": v for k, v in was.items()}, {f"{name}.{k}": v for k, v in now.items()}
+        )  # type: ignore[return-value]
+    return ModelChange(name, was, now)
 
 
 def _of_config(description: Any) -> Any:
@@ -120,14 +125,19 @@ def _method(forward: Any) -> Any:
 
 
 def _buffers(model: nn.Module) -> Any:
-    """Name and fingerprint of each buffer, without running statistics, which training itself updates."""
+    """Name and fingerprint of each buffer, without running statistics, which training itself
+    updates.
+    """
     for path, module in model.named_modules():
         if isinstance(module, _NormBase):
             continue
         for key, buffer in module._buffers.items():
             if buffer is not None and not is_fake(buffer):
                 small = buffer.numel() <= _SMALL
-                yield f"{path}.{key}", buffer.detach().clone() if small else (buffer.data_ptr(), buffer._version)
+                yield (
+                    f"{path}.{key}",
+                    buffer.detach().clone() if small else (buffer.data_ptr(), buffer._version),
+                )
 
 
 def _same(one: Any, other: Any) -> bool:

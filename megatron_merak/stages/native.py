@@ -1,4 +1,6 @@
-"""Build this rank's stages of the native model: its parameters in flat storage, initialised, and bound to its units."""
+"""Build this rank's stages of the native model: its parameters in flat storage, initialised, and
+bound to its units.
+"""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -11,10 +13,10 @@ from torch import nn
 
 from ..config import Config
 from ..errors import PlanError
-from ..models.gpt import Prelude, Unit, build_unit
+from ..models.gpt import GPTPrelude, GPTUnit, build_unit
 from ..models.layers import Placement
 from ..models.names import outer_names, tensor_table
-from ..parallel.buffers import BufferEntry, ParameterBuffer, Sharding
+from ..parallel.buffers import BufferEntry, ParameterBuffer, ShardedState
 from ..parallel.mesh import Mesh, new_groups
 from ..plan import Plan, TensorSharding
 from ..runtime.halves import halve
@@ -30,10 +32,10 @@ from .precision import DTYPES
 Key = tuple[str, ...]
 
 _SHARDINGS = {
-    "no_shard": Sharding.NOTHING,
-    "optim": Sharding.OPTIMIZER,
-    "optim_grads": Sharding.GRADIENTS,
-    "optim_grads_params": Sharding.PARAMETERS,
+    "no_shard": ShardedState.NOTHING,
+    "optim": ShardedState.OPTIMIZER,
+    "optim_grads": ShardedState.GRADIENTS,
+    "optim_grads_params": ShardedState.PARAMETERS,
 }
 
 
@@ -57,28 +59,41 @@ def tensors(config: Config) -> tuple[TensorSharding, ...]:
 
 
 def check_native_shardings(plan: Sequence[TensorSharding], table: Sequence[TensorSharding]) -> None:
-    """Raise PlanError, naming the first difference, unless a plan shards all tensors as the native model does.
+    """Raise PlanError, naming the first difference, unless a plan shards all tensors as the native
+    model does.
 
-    table: how the native model shards them (see ``tensors``); it can compute with no other sharding.
+    table: how the native model shards them (see ``tensors``); it can compute with no other
+           sharding.
     """
     planned = {tensor.name: tensor for tensor in plan}
     native = {tensor.name: tensor for tensor in table}
     for name, tensor in native.items():
         if name not in planned:
-            reason = f"the plan does not say how it is sharded; the native model has it {tensor.describe()}"
+            reason = (
+                "the plan does not say how it is sharded; the native model has it "
+                f"{tensor.describe()}"
+            )
             raise PlanError("sharding of", name, reason, "Restore its row in the plan")
         if planned[name].shape != tensor.shape:
-            reason = f"its shape is {planned[name].shape} in the plan, and {tensor.shape} in the model"
-            raise PlanError("sharding of", name, reason, "Train the model that the plan was made for")
+            reason = (
+                f"its shape is {planned[name].shape} in the plan, and {tensor.shape} in the model"
+            )
+            raise PlanError(
+                "sharding of", name, reason, "Train the model that the plan was made for"
+            )
         stored = planned[name].describe()
         expected = tensor.describe()
         if stored != expected:
             reason = f"the plan has it {stored}, and the native model {expected}, never otherwise"
-            raise PlanError("sharding of", name, reason, "Restore it, or train the model by pretrain_hf.py")
+            raise PlanError(
+                "sharding of", name, reason, "Restore it, or train the model by pretrain_hf.py"
+            )
     unknown = next((name for name in planned if name not in native), None)
     if unknown is not None:
         reason = "the plan says how it is sharded, and the native model has no such tensor"
-        raise PlanError("sharding of", unknown, reason, "Train the model that the plan was made for")
+        raise PlanError(
+            "sharding of", unknown, reason, "Train the model that the plan was made for"
+        )
 
 
 def key_of(layout: ParameterLayout) -> Key:
@@ -86,7 +101,7 @@ def key_of(layout: ParameterLayout) -> Key:
     return tuple(piece.sharding.name for piece in layout.pieces)
 
 
-def find_ties(units: list[Unit], plan: Plan) -> dict[Key, tuple[int, ...]]:
+def find_ties(units: list[GPTUnit], plan: Plan) -> dict[Key, tuple[int, ...]]:
     """The stages that use each parameter, in order."""
     stage_of = {unit: stage for stage, part in enumerate(plan.stages) for unit in part.units}
     stages_of: dict[Key, dict[int, None]] = {}
@@ -96,48 +111,75 @@ def find_ties(units: list[Unit], plan: Plan) -> dict[Key, tuple[int, ...]]:
     return {key: tuple(stages) for key, stages in stages_of.items()}
 
 
-def tie_groups(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[Key, dist.ProcessGroup]:
-    """For each parameter that stages on several pipeline ranks use, this rank's process group of those ranks.
+def tie_groups(
+    stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh
+) -> dict[Key, dist.ProcessGroup]:
+    """For each parameter that stages on several pipeline ranks use, this rank's process group of
+    those ranks.
 
     Collective over all ranks: each makes all groups in the same order.
     """
     grid = mesh.grid
-    ranks_of = {key: tuple(sorted({*map(plan.schedule.rank_of, stages)})) for key, stages in stages_of.items()}
+    ranks_of = {
+        key: tuple(sorted({*map(plan.schedule.rank_of, stages)}))
+        for key, stages in stages_of.items()
+    }
     groups = {}
     for ranks in sorted({ranks for ranks in ranks_of.values() if len(ranks) > 1}):
-        members = [[grid.rank(tp, 0, dp, pp) for pp in ranks] for dp in range(grid.dp) for tp in range(grid.tp)]
+        members = [
+            [grid.rank(tp, cp, dp, pp) for pp in ranks]
+            for dp in range(grid.dp)
+            for cp in range(grid.cp)
+            for tp in range(grid.tp)
+        ]
         group = new_groups(mesh.rank, members, mesh.timeout, "tied")
         if group is not None:
             groups[ranks] = group
-    return {key: groups[ranks] for key, ranks in ranks_of.items() if ranks in groups and mesh.pp_rank in ranks}
+    return {
+        key: groups[ranks]
+        for key, ranks in ranks_of.items()
+        if ranks in groups and mesh.pp_rank in ranks
+    }
 
 
-def stages_sharing(stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh) -> dict[Key, int]:
+def stages_sharing(
+    stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh
+) -> dict[Key, int]:
     """The parameters that several stages of this rank use, and how many stages."""
     own_stages = plan.stages_of(mesh.pp_rank)
-    counts = {key: sum(stage in own_stages for stage in stages) for key, stages in stages_of.items()}
+    counts = {
+        key: sum(stage in own_stages for stage in stages) for key, stages in stages_of.items()
+    }
     return {key: count for key, count in counts.items() if count > 1}
 
 
-def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int, Sharding]:
-    """Over how many data-parallel ranks a stage is sharded, which of them this rank is, and what is sharded.
+def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int, ShardedState]:
+    """Over how many data-parallel ranks a stage is sharded, which of them this rank is, and what is
+    sharded.
 
     Raises PlanError if the mesh was built for another number of instances.
     """
     if plan.sharding_instances != mesh.instances:
         reason = f"the groups of ranks were made for {mesh.instances}"
-        raise PlanError("sharding_instances", plan.sharding_instances, reason, "Build the mesh with the plan's number")
+        raise PlanError(
+            "sharding_instances",
+            plan.sharding_instances,
+            reason,
+            "Build the mesh with the plan's number",
+        )
     return mesh.shard_ranks, mesh.shard_rank, _SHARDINGS[plan.sharding]
 
 
-def bind(unit: Unit, name: str, parameter: nn.Parameter) -> None:
+def bind(unit: GPTUnit, name: str, parameter: nn.Parameter) -> None:
     """Replace the unit's parameter ``name``."""
     path, _, leaf = name.rpartition(".")
     setattr(unit.get_submodule(path), leaf, parameter)
 
 
 def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
-    """Build, initialise and bind this rank's stages. Collective over all ranks: makes groups for tied parameters."""
+    """Build, initialise and bind this rank's stages. Collective over all ranks: makes groups for
+    tied parameters.
+    """
     dtype = DTYPES[plan.dtype]
     model = dataclasses.replace(config.model, cross_entropy_chunk_size=plan.loss_chunk)
     place = Placement(
@@ -150,7 +192,10 @@ def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
         fp32_residual=plan.fp32_residual,
     )
     chain = [build_unit(index, model, place) for index in range(model.num_layers + 2)]
-    units_of = {stage: [chain[unit] for unit in plan.stages[stage].units] for stage in plan.stages_of(mesh.pp_rank)}
+    units_of = {
+        stage: [chain[unit] for unit in plan.stages[stage].units]
+        for stage in plan.stages_of(mesh.pp_rank)
+    }
     units = [unit for stage in units_of.values() for unit in stage]
     stages_of = find_ties(chain, plan)
     groups = tie_groups(stages_of, plan, mesh)
@@ -165,7 +210,9 @@ def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
             for name in bucket.names
             for part in layouts[name].views(buffer.parameter(name), mesh.tp_rank, mesh.grid.tp)
         ]
-        initialise_all(parts, config.train.seed, mesh.tp_rank, mesh.grid.tp, workers=workers_for(mesh.device))
+        initialise_all(
+            parts, config.train.seed, mesh.tp_rank, mesh.grid.tp, workers=workers_for(mesh.device)
+        )
     parameters = {name: nn.Parameter(buffer.parameter(name)) for name in layouts}
     for unit in units:
         for local in unit.layouts:
@@ -183,7 +230,7 @@ def build_stages(config: Config, plan: Plan, mesh: Mesh) -> NativeStages:
         reads={unit.index: [names[unit.index, local] for local in unit.layouts] for unit in units},
         in_bf16=plan.grad_reduce_in_bf16,
     )
-    prelude = Prelude(model, mesh.device)
+    prelude = GPTPrelude(model, mesh.device)
     split = halve if plan.overlap == "sub-pipeline" else None
     stages = {}
     for index, part in units_of.items():
@@ -212,7 +259,15 @@ class _Programs:
     dtype: of the hidden states that stages send to each other. The loss is a sum over tokens.
     """
 
-    def __init__(self, units: list[Unit], chain: int, prelude: Prelude, mesh: Mesh, plan: Plan, dtype: torch.dtype):
+    def __init__(
+        self,
+        units: list[GPTUnit],
+        chain: int,
+        prelude: GPTPrelude,
+        mesh: Mesh,
+        plan: Plan,
+        dtype: torch.dtype,
+    ):
         self.units = units
         self.prelude = prelude
         self.plan = plan
@@ -220,10 +275,14 @@ class _Programs:
         self.first = units[0].index == 0
         self.last = units[-1].index == chain - 1
         one = mesh.tp is None  # nothing is communicated inside a unit
-        self.segments = tuple(s for u in units for s in ([fuse(u.segments())] if one else u.segments()))
+        self.segments = tuple(
+            s for u in units for s in ([fuse(u.segments())] if one else u.segments())
+        )
         self._programs: dict[int, Program] = {}
 
-    def __call__(self, batch: Mapping[str, torch.Tensor], training: bool, task: None = None) -> Program:
+    def __call__(
+        self, batch: Mapping[str, torch.Tensor], training: bool, task: None = None
+    ) -> Program:
         samples = len(batch["tokens"])
         if samples not in self._programs:
             self._programs[samples] = self._make(samples)
@@ -246,14 +305,16 @@ def _tokens(common: Common) -> torch.Tensor:
 
 
 def _entries(
-    units: list[Unit],
+    units: list[GPTUnit],
     stages_of: Mapping[Key, tuple[int, ...]],
     tied: Collection[Key],
     own_stages: Collection[int],
     mesh: Mesh,
     group_of: GroupOf,
 ):
-    """Buffer entries per unit, name -> layout, and (unit, local name) -> name; tied parameters share one name."""
+    """Buffer entries per unit, name -> layout, and (unit, local name) -> name; tied parameters
+    share one name.
+    """
     entries = []
     layouts = {}
     names = {}

@@ -23,13 +23,16 @@ from .trained_model import TrainedModel
 
 
 class NativeModel(TrainedModel):
-    """The native model of ``config``, built by ``plan``. Collective over all ranks. For the base see `TrainedModel`.
+    """The native model of ``config``, built by ``plan``. Collective over all ranks. For the base
+    see `TrainedModel`.
 
     layouts: per parameter, which HuggingFace tensors its storage consists of.
     shape:   of the model.
     """
 
-    def __init__(self, config: Config, plan: Plan, mesh: Mesh, optimizer_of: OptimizerOf = adamw_of):
+    def __init__(
+        self, config: Config, plan: Plan, mesh: Mesh, optimizer_of: OptimizerOf = adamw_of
+    ):
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
         check_same_plan(plan, mesh.control)
@@ -81,8 +84,8 @@ class NativeModel(TrainedModel):
         return model_flops(self.shape, self.plan.global_batch_size)
 
     def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[Shard]:
-        """See `TrainedModel`. Exactly one rank owns each shard: in the first replica, on the first stage that has it,
-        and on tensor-parallel rank 0 if it is replicated."""
+        """See `TrainedModel`. Exactly one rank owns each shard: in the first replica, on the first
+        stage that has it, and on tensor-parallel rank 0 if it is replicated."""
         mesh = self.mesh
         tp = self.mesh.grid.tp
         for name, layout in self.layouts.items():
@@ -92,7 +95,12 @@ class NativeModel(TrainedModel):
             for piece, view in layout.views(self.buffer.view(flat, name), mesh.tp_rank, tp):
                 tensor = piece.sharding
                 yield Shard(
-                    tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), tensor=view, owner=owner
+                    tensor.name,
+                    tensor.shape,
+                    tensor.dim,
+                    tensor.intervals(mesh.tp_rank, tp),
+                    tensor=view,
+                    owner=owner,
                 )
 
     def _over_replicas(self, value: Tensor) -> Tensor:
@@ -101,8 +109,8 @@ class NativeModel(TrainedModel):
         return value
 
     def _sums(self, loss: StepLoss | None, micro_batches: int) -> Tensor | None:
-        """Return what `loss` takes, summed over replicas: on ranks of the last stage, and on the last pipeline rank,
-        which reports."""
+        """Return what `loss` takes, summed over replicas: on ranks of the last stage, and on the
+        last pipeline rank, which reports."""
         schedule = self.plan.schedule
         device = self.mesh.device
         elsewhere = schedule.rank_of(schedule.stages - 1) != self.mesh.grid.pp - 1

@@ -1,4 +1,6 @@
-"""Name the first module, in the order of the forward, whose output or gradient is not finite: a step is run again."""
+"""Name the first module, in the order of the forward, whose output or gradient is not finite: a
+step is run again.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +19,8 @@ _BACKWARD = 1
 
 
 class _Finder:
-    """Observes a step of this rank; ``found`` is the first place that makes of finite numbers others, as JSON.
+    """Observes a step of this rank; ``found`` is the first place that makes of finite numbers
+    others, as JSON.
 
     names: of this rank's parameters.
     units: the names of the model's units, in order.
@@ -29,7 +32,12 @@ class _Finder:
         self.found: tuple[list[int], str] | None = None
 
     def __call__(
-        self, kind: Kind, segment: Segment, common: Common, read: Sequence[Tensor], made: Sequence[Tensor | None]
+        self,
+        kind: Kind,
+        segment: Segment,
+        common: Common,
+        read: Sequence[Tensor],
+        made: Sequence[Tensor | None],
     ) -> None:
         if kind is Kind.F:
             order = [_FORWARD, segment.unit, segment.index]
@@ -46,7 +54,9 @@ class _Finder:
         for parameter in segment.parameters:
             if not all_finite([parameter]):
                 return f"the weight {self.names.get(parameter, self._module(segment))}"
-        entries = [name for name, value in common.items() if value.is_floating_point() and _no_mask(value)]
+        entries = [
+            name for name, value in common.items() if value.is_floating_point() and _no_mask(value)
+        ]
         if entries and kind is Kind.F and segment.unit == 0:
             return f"the batch ({', '.join(entries)})"
         if kind is Kind.B:
@@ -54,7 +64,9 @@ class _Finder:
         return f"the output of {module_inside(segment, common, read) or self._module(segment)}"
 
     def _module(self, segment: Segment) -> str:
-        return self.units[segment.unit] if segment.unit < len(self.units) else f"unit {segment.unit}"
+        return (
+            self.units[segment.unit] if segment.unit < len(self.units) else f"unit {segment.unit}"
+        )
 
 
 def _no_mask(value: Tensor) -> bool:
@@ -63,7 +75,8 @@ def _no_mask(value: Tensor) -> bool:
 
 
 def first_not_finite(model: Any, batches: Sequence[Mapping[str, Any]], iteration: int) -> str:
-    """Return where numbers of a step stop being finite, and on which rank; "" if they are finite when run again.
+    """Return where numbers of a step stop being finite, and on which rank; "" if they are finite
+    when run again.
 
     model:     a TrainedModel.
     batches:   of this replica, as `TrainedModel.backward` takes them.
@@ -83,7 +96,9 @@ def first_not_finite(model: Any, batches: Sequence[Mapping[str, Any]], iteration
         model.iteration = present
         restore()
     reports = gather_json(finder.found, model.mesh.control, "cpu")
-    places = sorted((order, rank, text) for rank, (order, text) in ((r, f) for r, f in enumerate(reports) if f))
+    places = sorted(
+        (order, rank, text) for rank, (order, text) in ((r, f) for r, f in enumerate(reports) if f)
+    )
     if not places:
         return ""
     _, rank, text = places[0]

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.store import Kind, Shard, Turn
+from ..checkpoint.store import Shard, StateKind, Turn
 from ..config import OptimizerConfig
 from ..optimizer.adamw import AdamW
 from ..optimizer.base import LocalOptimizer, Optimizer
@@ -30,54 +30,91 @@ _GROUPS = 4  # parameter groups that a run has at most, see `groups_of_run`
 OptimizerOf = Callable[[RankParameters, OptimizerConfig, LossScaler | None], Optimizer]
 
 
-class Step(Protocol):
+class RemoteOptimizer(Optimizer):
+    """An optimizer whose state is not on the ranks that it steps."""
+
+    def kinds(self, parts: Parts) -> dict[str, StateKind]:
+        """Return the state that is saved beside the weights, by kind."""
+        raise NotImplementedError
+
+
+class StateMover(Protocol):
     """Fetches, or keeps, a state of an optimizer, of some buckets at a time."""
 
     def __call__(self, *, buckets: Sequence[Bucket]) -> object: ...
 
 
-def adamw_of(parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> AdamW:
+def adamw_of(
+    parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None
+) -> AdamW:
     """Return this package's AdamW of the parameters."""
-    return AdamW(parameters.buffer, config, parameters.mesh.model, parameters.mesh.shard_group, scaler=scaler)
+    return AdamW(
+        parameters.buffer,
+        config,
+        parameters.mesh.weights,
+        parameters.mesh.shard_group,
+        scaler=scaler,
+    )
 
 
 def torch_optimizer_of(recipe: Recipe) -> OptimizerOf:
     """Return what makes an optimizer that steps as the torch optimizer of ``recipe`` does."""
 
-    def make(parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None) -> TorchOptimizer:
+    def make(
+        parameters: RankParameters, config: OptimizerConfig, scaler: LossScaler | None
+    ) -> TorchOptimizer:
         return TorchOptimizer(
-            parameters.buffer, config, recipe, parameters.mesh, tensors=parameters.tensors, scaler=scaler
+            parameters.buffer,
+            config,
+            recipe,
+            parameters.mesh,
+            tensors=parameters.tensors,
+            scaler=scaler,
         )
 
     return make
 
 
 def optimizer_of_run(config: OptimizerConfig) -> OptimizerOf:
-    """Return what makes the optimizer of --optimizer, with the parameter groups of `groups_of_run`."""
+    """Return what makes the optimizer of --optimizer, with the parameter groups of
+    `groups_of_run`.
+    """
     if config.optimizer == "adam":
         return adamw_of
-    groups = [{"params": [nn.Parameter(torch.empty((1,) * dims)) for dims in range(1, 6)]} for _ in range(_GROUPS)]
+    groups = [
+        {"params": [nn.Parameter(torch.empty((1,) * dims)) for dims in range(1, 6)]}
+        for _ in range(_GROUPS)
+    ]
     if config.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=config.lr or 0.0, momentum=config.sgd_momentum)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            groups, lr=config.lr or 0.0, momentum=config.sgd_momentum
+        )
     else:
         optimizer = Lion(groups, lr=config.lr or 0.0, betas=(config.lion_beta1, config.lion_beta2))
-    named = [(f"{number} {p.dim()}", p) for number, group in enumerate(groups) for p in group["params"]]
+    named = [
+        (f"{number} {p.dim()}", p) for number, group in enumerate(groups) for p in group["params"]
+    ]
     return torch_optimizer_of(Recipe(optimizer, named, "cpu"))
 
 
-def weights_kind(gatherer: ShardGatherer, parts: Parts, others: Sequence[Shard] = ()) -> Kind:
+def weights_kind(gatherer: ShardGatherer, parts: Parts, others: Sequence[Shard] = ()) -> StateKind:
     """The trained parameters, and the shards ``others``, whose tensors are always in memory."""
     buffer = gatherer.buffer
     turns = _turns(gatherer, buffer.data, parts, gatherer.gather, keep=buffer.seal)
-    return Kind([Turn(others), *turns] if others else turns)
+    return StateKind([Turn(others), *turns] if others else turns)
 
 
-def optimizer_kinds(optimizer: LocalOptimizer, gatherer: ShardGatherer, parts: Parts) -> dict[str, Kind]:
+def optimizer_kinds(
+    optimizer: Optimizer, gatherer: ShardGatherer, parts: Parts
+) -> dict[str, StateKind]:
     """The state of ``optimizer`` that is saved beside the weights, by kind.
 
-    State that is not in one flat tensor, or is sharded over data-parallel ranks, is all-gathered into the gradient's
-    memory, one kind, or one unit of a kind, at a time.
+    State that is not in one flat tensor, or is sharded over data-parallel ranks, is all-gathered
+    into the gradient's memory, one kind, or one unit of a kind, at a time.
     """
+    if isinstance(optimizer, RemoteOptimizer):
+        return optimizer.kinds(parts)
+    assert isinstance(optimizer, LocalOptimizer)
     buffer = optimizer.buffer
     kinds = {}
     for name, state in optimizer.state().items():
@@ -89,9 +126,13 @@ def optimizer_kinds(optimizer: LocalOptimizer, gatherer: ShardGatherer, parts: P
             flat = buffer.main_grad if buffer.sharded else state
             names = buffer.slots
             keep = partial(buffer.take, state, flat)
-        kinds[name] = Kind(_turns(gatherer, flat, _only(parts, names), partial(gatherer.full, state), keep=keep))
+        kinds[name] = StateKind(
+            _turns(gatherer, flat, _only(parts, names), partial(gatherer.full, state), keep=keep)
+        )
     for name, tensors in optimizer.other_state().items():
-        kinds[name] = Kind.of([replicated(each, tensor, optimizer.writes(each)) for each, tensor in tensors.items()])
+        kinds[name] = StateKind.of(
+            [replicated(each, tensor, optimizer.writes(each)) for each, tensor in tensors.items()]
+        )
     return kinds
 
 
@@ -104,12 +145,20 @@ def _only(parts: Parts, chosen: Collection[str]) -> Parts:
     return lambda flat, names: parts(flat, dict.fromkeys(name for name in names if name in chosen))
 
 
-def _turns(gatherer: ShardGatherer, flat: Flat, parts: Parts, fetch: Step, keep: Step) -> list[Turn]:
+def _turns(
+    gatherer: ShardGatherer, flat: Flat, parts: Parts, fetch: StateMover, keep: StateMover
+) -> list[Turn]:
     buffer = gatherer.buffer
     turns = []
     for buckets in buffer.turns(flat):
         buffer.allocate(flat, buckets)  # views need memory
         names = dict.fromkeys(name for bucket in buckets for name in bucket.names)
-        turns.append(Turn(list(parts(flat, names)), partial(fetch, buckets=buckets), partial(keep, buckets=buckets)))
+        turns.append(
+            Turn(
+                list(parts(flat, names)),
+                partial(fetch, buckets=buckets),
+                partial(keep, buckets=buckets),
+            )
+        )
     buffer.allocate(flat, ())
     return turns

@@ -18,11 +18,19 @@ def refusal(found: Outside, batch: Mapping[str, Tensor], microbatch: int) -> Dat
     if lookup.classes:
         whose = "the loss"
         rows = f"{found.rows:,} classes, 0 to {found.rows - 1}"
-        remedy = f"Give targets of this model's vocabulary or classes, and {lookup.ignored} where none counts"
+        remedy = (
+            f"Give targets of this model's vocabulary or classes, and {lookup.ignored} "
+            "where none counts"
+        )
     if not entry:
         remedy = "Shorten the samples, or build the model with a larger table"
         source = f"computed from {' and '.join(lookup.entries) or 'the length of its rows'}"
-        return DataError("index", found.value, f"{source} of micro-batch {microbatch}, and {whose} has {rows}", remedy)
+        return DataError(
+            "index",
+            found.value,
+            f"{source} of micro-batch {microbatch}, and {whose} has {rows}",
+            remedy,
+        )
     sample, *inside = place or (0,)
     where = f"sample {sample}" + f" at position {', '.join(map(str, inside))}" * bool(inside)
     reason = f"in {where} of micro-batch {microbatch}, and {whose} has {rows}"

@@ -1,4 +1,6 @@
-"""Parameter groups: which parameters share learning rate and weight decay, and what these are in pretraining."""
+"""Parameter groups: which parameters share learning rate and weight decay, and what these are in
+pretraining.
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -12,12 +14,15 @@ GroupOf = Callable[[str, tuple[int, ...]], int]
 
 
 def matrices_and_others(name: str, shape: tuple[int, ...]) -> int:
-    """Megatron-LM's rule: vectors (norms, biases) are in group 1, which has no weight decay; matrices in group 0."""
+    """Megatron-LM's rule: vectors (norms, biases) are in group 1, which has no weight decay;
+    matrices in group 0.
+    """
     return 0 if len(shape) > 1 else 1
 
 
 def groups_of_run(config: OptimizerConfig, outer: Collection[str]) -> GroupOf:
-    """Return the groups of a pretraining run: those of `matrices_and_others`, and two more with --decoupled-lr.
+    """Return the groups of a pretraining run: those of `matrices_and_others`, and two more with
+    --decoupled-lr.
 
     outer: the names of the weights of embedding and output layer, which --decoupled-lr applies to.
     """
@@ -27,7 +32,8 @@ def groups_of_run(config: OptimizerConfig, outer: Collection[str]) -> GroupOf:
 
 
 def rates_of_run(config: OptimizerConfig, done: int, total: int) -> Rates:
-    """Return learning rate and weight decay of each group of ``groups_of_run`` in the step after ``done`` steps.
+    """Return learning rate and weight decay of each group of ``groups_of_run`` in the step after
+    ``done`` steps.
 
     done, total: see ``learning_rate``.
     """

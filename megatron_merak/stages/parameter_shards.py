@@ -1,4 +1,6 @@
-"""One rank's shards of a captured model's parameters: those that its pipeline stages use, with initial values."""
+"""One rank's shards of a captured model's parameters: those that its pipeline stages use, with
+initial values.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from ..checkpoint.hf import ModuleSource, Source, fill, source_of
 from ..checkpoint.store import Shard
 from ..parallel.agree import broadcast_json, gather_json, together
-from ..parallel.buffers import BufferEntry, Flat, ParameterBuffer, Sharding
+from ..parallel.buffers import BufferEntry, Flat, ParameterBuffer, ShardedState
 from ..parallel.mesh import Mesh
 from ..plan import TensorSharding
 from ..runtime.parameters import RankParameters
@@ -28,9 +30,11 @@ class StoredParameter:
 
     sharding: how tensor parallelism shards it.
     storage:  the tensor that the model computes with.
-    counted:  whether this rank, of those of a replica that have the same values, counts and writes them.
-    exact:    its values in the dtype of the user's model: fp32 where it computes in 16 bits, else ``storage`` itself.
-              Where replicas shard the fp32 values, a view of the gradient's memory, into which they are all-gathered.
+    counted:  whether this rank, of those of a replica that have the same values, counts and writes
+              them.
+    exact:    its values in the dtype of the user's model: fp32 where it computes in 16 bits, else
+              ``storage`` itself. Where replicas shard the fp32 values, a view of the gradient's
+              memory, into which they are all-gathered.
     """
 
     sharding: TensorSharding
@@ -39,14 +43,21 @@ class StoredParameter:
     exact: Tensor
 
     def shard(self, mesh: Mesh, storage: Tensor) -> Shard:
-        """``storage``, of the shape of ``self.storage``, as a shard of a HuggingFace tensor, without padding."""
+        """``storage``, of the shape of ``self.storage``, as a shard of a HuggingFace tensor,
+        without padding.
+        """
         tensor = self.sharding
         tp = mesh.grid.tp
         shape = tensor.local_shape(mesh.tp_rank, tp)
         view = storage if tensor.dim is None else storage.narrow(tensor.dim, 0, shape[tensor.dim])
-        owner = self.counted and mesh.dp_rank == 0
+        owner = self.counted and mesh.copy_rank == 0
         return Shard(
-            tensor.name, tensor.shape, tensor.dim, tensor.intervals(mesh.tp_rank, tp), tensor=view, owner=owner
+            tensor.name,
+            tensor.shape,
+            tensor.dim,
+            tensor.intervals(mesh.tp_rank, tp),
+            tensor=view,
+            owner=owner,
         )
 
 
@@ -59,9 +70,11 @@ def stored_shape(tensor: TensorSharding, tp: int) -> tuple[int, ...]:
 
 
 class ParameterShards:
-    """The parameter shards of one rank, of all its stages: trainable ones are views of ``buffer``, frozen ones are not.
+    """The parameter shards of one rank, of all its stages: trainable ones are views of ``buffer``,
+    frozen ones are not.
 
-    The first stage keeps the parameters that the loss does not use, so that checkpoints are complete.
+    The first stage keeps the parameters that the loss does not use, so that checkpoints are
+    complete.
 
     stored:     per parameter name, this rank's shard.
     parameters: per parameter name, what segments read.
@@ -78,15 +91,24 @@ class ParameterShards:
         self.stages_of = blueprint.stages_of()
         self.units = [unit for stage in self.stages for unit in blueprint.plan.stages[stage].units]
         used = [self.reads(unit) for unit in self.units]
-        owner = {name: min(k for k, names in enumerate(used) if name in names) for names in used for name in names}
-        self.buffer = self._make_buffer([[n for n in names if owner[n] == k] for k, names in enumerate(used)], group_of)
+        owner = {
+            name: min(k for k, names in enumerate(used) if name in names)
+            for names in used
+            for name in names
+        }
+        self.buffer = self._make_buffer(
+            [[n for n in names if owner[n] == k] for k, names in enumerate(used)], group_of
+        )
         self.stored = {name: self._store(name) for name in owner}
         trainable = self.captured.trainable
         self.parameters = {
-            name: nn.Parameter(stored.storage, name in trainable) for name, stored in self.stored.items()
+            name: nn.Parameter(stored.storage, name in trainable)
+            for name, stored in self.stored.items()
         }
         if 0 in self.stages:
-            self.stored |= {name: self._store_unused(name, parameter) for name, parameter in self._unused()}
+            self.stored |= {
+                name: self._store_unused(name, parameter) for name, parameter in self._unused()
+            }
 
     def reads(self, unit: int) -> Collection[str]:
         """The parameters that a unit uses."""
@@ -95,18 +117,25 @@ class ParameterShards:
     @property
     def names(self) -> dict[nn.Parameter, str]:
         """The names of the trainable parameters."""
-        return {parameter: name for name, parameter in self.parameters.items() if parameter.requires_grad}
+        return {
+            parameter: name
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        }
 
     @property
     def shares_weights(self) -> bool:
         """Whether the weights that are exported are sharded over the data-parallel ranks."""
-        return self.shares_exact or self.buffer.sharding >= Sharding.PARAMETERS
+        return self.shares_exact or self.buffer.sharding >= ShardedState.PARAMETERS
 
     @property
     def shares_exact(self) -> bool:
-        """Whether weights that are rounded for computing have fp32 values that data-parallel ranks shard."""
+        """Whether weights that are rounded for computing have fp32 values that data-parallel ranks
+        shard.
+        """
         return self.buffer.sharded and any(
-            stored.exact is not stored.storage and name in self.buffer.slots for name, stored in self.stored.items()
+            stored.exact is not stored.storage and name in self.buffer.slots
+            for name, stored in self.stored.items()
         )
 
     @property
@@ -117,12 +146,15 @@ class ParameterShards:
     def rank_parameters(self) -> RankParameters:
         """The trainable parameters, as stages and the optimizer use them.
 
-        Collective over all ranks: makes process groups for the parameters that several pipeline ranks have.
+        Collective over all ranks: makes process groups for the parameters that several pipeline
+        ranks have.
         """
         names = self.names
         plan = self.blueprint.plan
         mesh = self.mesh
-        stages_of: dict[tuple[str, ...], tuple[int, ...]] = {(name,): stages for name, stages in self.stages_of.items()}
+        stages_of: dict[tuple[str, ...], tuple[int, ...]] = {
+            (name,): stages for name, stages in self.stages_of.items()
+        }
         groups = tie_groups(stages_of, plan, mesh)
         shared = stages_sharing(stages_of, plan, mesh)
         trained = sorted(names.values())  # the same order on every rank
@@ -136,7 +168,10 @@ class ParameterShards:
             overlap_gathers=plan.overlap_param_gather,
             partial=self.blueprint.partial,
             shared={name: shared[name,] for name in trained if (name,) in shared},
-            reads={unit: [name for name in self.reads(unit) if name in self.buffer.slots] for unit in self.units},
+            reads={
+                unit: [name for name in self.reads(unit) if name in self.buffer.slots]
+                for unit in self.units
+            },
             in_bf16=plan.grad_reduce_in_bf16,
             tensors=self.blueprint.sharding.tensors,
         )
@@ -153,7 +188,12 @@ class ParameterShards:
             fp32 = captured.dtypes[name] == torch.float32
             ranks = {*map(blueprint.plan.schedule.rank_of, self.stages_of[name])}
             return BufferEntry(
-                name, stored_shape(tensor, tp), group, self._counted(name), fp32=fp32, tied=len(ranks) > 1
+                name,
+                stored_shape(tensor, tp),
+                group,
+                self._counted(name),
+                fp32=fp32,
+                tied=len(ranks) > 1,
             )
 
         entries = [[entry(name) for name in names if name in captured.trainable] for names in units]
@@ -164,7 +204,9 @@ class ParameterShards:
         return ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size, *shard_of(plan, mesh))
 
     def _counted(self, name: str) -> bool:
-        """Whether this rank, of those of a replica that have the same values, counts and writes them."""
+        """Whether this rank, of those of a replica that have the same values, counts and writes
+        them.
+        """
         replicated = self.blueprint.sharding.tensors[name].dim is None
         return self.stages_of[name][0] in self.stages and (not replicated or self.mesh.tp_rank == 0)
 
@@ -180,7 +222,9 @@ class ParameterShards:
                 exact = buffer.view(buffer.main_grad if buffer.sharded else buffer.master, name)
         else:
             shape = stored_shape(tensor, self.mesh.grid.tp)
-            storage = exact = torch.zeros(shape, dtype=captured.dtypes[name], device=self.mesh.device)
+            storage = exact = torch.zeros(
+                shape, dtype=captured.dtypes[name], device=self.mesh.device
+            )
             if rounds:
                 exact = torch.zeros_like(storage, dtype=own)
         return StoredParameter(tensor, storage, self._counted(name), exact)
@@ -192,10 +236,13 @@ class ParameterShards:
 
     def _store_unused(self, name: str, parameter: nn.Parameter) -> StoredParameter:
         storage = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.mesh.device)
-        return StoredParameter(TensorSharding(name, tuple(parameter.shape)), storage, self.mesh.tp_rank == 0, storage)
+        return StoredParameter(
+            TensorSharding(name, tuple(parameter.shape)), storage, self.mesh.tp_rank == 0, storage
+        )
 
     def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[Shard]:
-        """``flat`` ([buffer.size]: weights, gradients or optimizer state) as shards of HuggingFace tensors.
+        """``flat`` ([buffer.size]: weights, gradients or optimizer state) as shards of HuggingFace
+        tensors.
 
         names: of parameters; None: all trainable ones.
 
@@ -203,7 +250,10 @@ class ParameterShards:
         """
         for name in self.buffer.slots if names is None else names:
             stored = self.stored[name]
-            yield stored.shard(self.mesh, stored.storage if flat is self.buffer.data else self.buffer.view(flat, name))
+            yield stored.shard(
+                self.mesh,
+                stored.storage if flat is self.buffer.data else self.buffer.view(flat, name),
+            )
 
     def others(self) -> Iterator[Shard]:
         """Shards of the frozen weights."""
@@ -218,7 +268,9 @@ class ParameterShards:
 
     @torch.no_grad()
     def round_frozen(self) -> None:
-        """Round frozen weights, from their values in the dtype of the user's model, to the dtype that computes."""
+        """Round frozen weights, from their values in the dtype of the user's model, to the dtype
+        that computes.
+        """
         for name, stored in self.stored.items():
             if name not in self.buffer.slots and stored.exact is not stored.storage:
                 stored.storage.copy_(stored.exact)
@@ -243,8 +295,8 @@ class ParameterShards:
     def fill(self, seed: int) -> None:
         """Give every parameter its initial value, and ``buffer`` its fp32 masters.
 
-        Values come from the directory that the model was loaded from; else from the first rank's model in memory; else
-        from the model's own random initialisation, by ``seed``.
+        Values come from the directory that the model was loaded from; else from the first rank's
+        model in memory; else from the model's own random initialisation, by ``seed``.
 
         Collective over all ranks: a MerakError on one rank is raised on every rank.
         """
@@ -254,7 +306,9 @@ class ParameterShards:
         fill_shards([*self.others()])
         self.round_frozen()
         masters = buffer.main_grad if buffer.sharded else buffer.master
-        for _ in range(max(gather_json(len(buffer.turns(buffer.main_grad)), self.mesh.control, "cpu"))):
+        for _ in range(
+            max(gather_json(len(buffer.turns(buffer.main_grad)), self.mesh.control, "cpu"))
+        ):
             buckets = next(turns, ())
             names = [name for bucket in buckets for name in bucket.names]
             fill_shards([*self.exported(names)])
@@ -278,7 +332,11 @@ class ParameterShards:
         initialiser: list[Initialiser] = []
 
         def fill_shards(shards: Sequence[Shard]) -> None:
-            deliver([shard for shard in shards if shard.name in in_memory], ModuleSource(model), self.mesh)
+            deliver(
+                [shard for shard in shards if shard.name in in_memory],
+                ModuleSource(model),
+                self.mesh,
+            )
             with together(control, "cpu"):
                 if directory is not None:
                     on_disk = [shard for shard in shards if shard.name in names]
@@ -288,7 +346,10 @@ class ParameterShards:
                         initialiser[:] = initialiser or [Initialiser(model)]
                         full = initialiser[0].draw(shard.name, seed)
                         if shard.dim is not None:
-                            full = torch.cat([full.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
+                            full = torch.cat(
+                                [full.narrow(shard.dim, a, b - a) for a, b in shard.intervals],
+                                shard.dim,
+                            )
                         shard.tensor.copy_(full)
 
         return fill_shards

@@ -1,4 +1,6 @@
-"""Refuse models that were sharded over ranks when they were loaded: a plan shards unsharded models."""
+"""Refuse models that were sharded over ranks when they were loaded: a plan shards
+unsharded models.
+"""
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -19,12 +21,23 @@ def refuse_placed(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "is_distributed_loading_by_transformers", False):
             sizes = {name: getattr(module, name, None) or 1 for name in _DEGREES}
-            degrees = ", ".join(f"{name.removeprefix('_')} {size}" for name, size in sizes.items() if size > 1)
-            instead = " and ".join(_DEGREES[name].format(size) for name, size in sizes.items() if size > 1)
-            reason = f"from_pretrained has sharded it over ranks{f' ({degrees})' if degrees else ''}"
-            remedy = f"Load it without distributed_config, tp_plan and tp_size; set {instead or 'the degrees'} instead"
+            degrees = ", ".join(
+                f"{name.removeprefix('_')} {size}" for name, size in sizes.items() if size > 1
+            )
+            instead = " and ".join(
+                _DEGREES[name].format(size) for name, size in sizes.items() if size > 1
+            )
+            reason = (
+                f"from_pretrained has sharded it over ranks{f' ({degrees})' if degrees else ''}"
+            )
+            remedy = (
+                "Load it without distributed_config, tp_plan and tp_size; set "
+                f"{instead or 'the degrees'} instead"
+            )
             raise ConfigError("model", type(model).__name__, reason, remedy)
     for name, parameter in model.named_parameters():
         if isinstance(parameter.data, DTensor) or isinstance(parameter, DTensor):
             reason = "it is a DTensor: the model has already been sharded over ranks"
-            raise ConfigError("parameter", name, reason, "Pass the unsharded model; the plan shards it")
+            raise ConfigError(
+                "parameter", name, reason, "Pass the unsharded model; the plan shards it"
+            )

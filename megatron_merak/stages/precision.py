@@ -1,4 +1,6 @@
-"""The dtypes of a model's weights: which can be trained, and in which dtype a captured model computes."""
+"""The dtypes of a model's weights: which can be trained, and in which dtype a captured model
+computes.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +23,9 @@ HALVES = (torch.bfloat16, torch.float16)
 def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
     """Return "float32", "bfloat16" or "float16": the dtype in which most of the model computes.
 
-    It is that of the model's floating parameters unless ``bf16`` or ``fp16`` is set. Raises ConfigError, naming a
-    parameter, for one in fp16 or fp64, and with ``fp16`` for one in bf16; with ``fp16`` frozen ones may be fp16.
+    It is that of the model's floating parameters unless ``bf16`` or ``fp16`` is set. Raises
+    ConfigError, naming a parameter, for one in fp16 or fp64, and with ``fp16`` for one in bf16;
+    with ``fp16`` frozen ones may be fp16.
     """
     allowed = (torch.float32,) if fp16 else (torch.float32, torch.bfloat16)
     for name, parameter in model.named_parameters():
@@ -30,7 +33,13 @@ def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
         if parameter.is_floating_point() and parameter.dtype not in allowed and not frozen:
             reason, remedy = _refusal(parameter.dtype, fp16)
             raise ConfigError("parameter", name, reason, remedy)
-    return "float16" if fp16 else "bfloat16" if bf16 or torch.bfloat16 in floating_dtypes(model) else "float32"
+    return (
+        "float16"
+        if fp16
+        else "bfloat16"
+        if bf16 or torch.bfloat16 in floating_dtypes(model)
+        else "float32"
+    )
 
 
 def _refusal(dtype: torch.dtype, fp16: bool) -> tuple[str, str]:
@@ -38,10 +47,16 @@ def _refusal(dtype: torch.dtype, fp16: bool) -> tuple[str, str]:
     reason = f"its dtype is {str(dtype).removeprefix('torch.')}"
     remedy = "Call model.float() before"
     if fp16 and dtype == torch.bfloat16:
-        return f"{reason}, and fp16=True is for models in float32", f"{remedy}, or set bf16=True instead"
+        return (
+            f"{reason}, and fp16=True is for models in float32",
+            f"{remedy}, or set bf16=True instead",
+        )
     reason += ", and weights train in float32 or bfloat16"
     if dtype == torch.float16:
-        return f"{reason}: updates are lost in float16", f"{remedy}, and set fp16=True to compute in float16"
+        return (
+            f"{reason}: updates are lost in float16",
+            f"{remedy}, and set fp16=True to compute in float16",
+        )
     return reason, "Call model.float() or model.to(torch.bfloat16) before"
 
 
@@ -62,7 +77,8 @@ def cast_of(model: nn.Module, dtype: torch.dtype) -> torch.dtype | None:
 
 
 def check_operands(captured: Captured) -> None:
-    """Raise TraceError if operands of an operation have different dtypes and it does not promote them.
+    """Raise TraceError if operands of an operation have different dtypes and it does not promote
+    them.
 
     A capture does not raise for them: such an operation runs on fake tensors.
     """
@@ -72,10 +88,17 @@ def check_operands(captured: Captured) -> None:
         if not known.one_dtype and not known.normalizes:
             continue
         operands = node.args[:3] if name == "scaled_dot_product_attention" else node.all_input_nodes
-        values = [x.meta["val"] for x in operands if isinstance(x, Node) and isinstance(x.meta.get("val"), Tensor)]
+        values = [
+            x.meta["val"]
+            for x in operands
+            if isinstance(x, Node) and isinstance(x.meta.get("val"), Tensor)
+        ]
         dtypes = list(dict.fromkeys(value.dtype for value in values if value.is_floating_point()))
         if len(dtypes) > 1 and (known.one_dtype or dtypes[0] == torch.float32):
             names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             reason = f"its operands are {names}, and {name} takes one dtype"
-            remedy = "Cast there in the model's code, or convert the model to one dtype: model.float() or model.to(...)"
+            remedy = (
+                "Cast there in the model's code, or convert the model to one dtype: "
+                "model.float() or model.to(...)"
+            )
             raise TraceError("line", source_line(node), reason, remedy)

@@ -56,13 +56,16 @@ class Rerun:
         self.warn = warn
         self.name = name
         self.seed = seed
-        self.judge = Judge(checks, finite=not model.optimizer.scaler.scales) if checks.active else None
+        self.judge = (
+            Judge(checks, finite=not model.optimizer.scaler.scales) if checks.active else None
+        )
         self._worst: dict[str, float] = {}
 
     def backward(self, batches: Sequence[Mapping[str, Any]]) -> Tensor | None:
         """Return what the model's `backward` does. Collective over all ranks.
 
-        Raises UnexpectedResultError or DoubtfulResultError on every rank, before anything is updated.
+        Raises UnexpectedResultError or DoubtfulResultError on every rank, before anything is
+        updated.
         """
         if self.judge is None:
             return self.model.backward(batches)
@@ -96,7 +99,7 @@ class Rerun:
     def _facts(self, batches: Sequence[Mapping[str, Any]], seals: Seals) -> dict[str, Any]:
         """Return what this rank computed in the last run, JSON-safe."""
         executor = self.model.executor(len(batches))
-        means = [mean for _, _, mean in executor.losses]
+        means = [mean for _, _, mean in executor.last.losses]
         losses = torch.stack(means).double().tolist() if means else []
         return {
             "losses": losses,
@@ -132,7 +135,9 @@ class Rerun:
         facts: Mapping[str, Any],
         restore: Callable[[], None],
     ) -> Tensor | None:
-        """Compute the step again until it is known what is wrong; return the last result if all may go on."""
+        """Compute the step again until it is known what is wrong; return the last result if all may
+        go on.
+        """
         reports = self._gather(None if rejection is None else [rejection.text, rejection.fatal])
         suspects = [rank for rank, report in enumerate(reports) if report is not None]
         text = reports[suspects[0]][0]
@@ -148,11 +153,18 @@ class Rerun:
             odd = suspects if injected == "transient_error" else odd
         if odd:
             who = self._origin(odd, first, second)
-            verdict = f"{self._named(who)} computed other numbers the second time: a transient fault"
+            verdict = (
+                f"{self._named(who)} computed other numbers the second time: a transient fault"
+            )
             return self._end(reduced, verdict, fatal, UnexpectedResultError)
         if self.mesh.grid.dp == 1:
-            verdict = f"{self._named(suspects)} computed the same numbers again, and no other replica can compute them"
-            return self._end(reduced, verdict + self._place(batches, fatal), fatal, DoubtfulResultError)
+            verdict = (
+                f"{self._named(suspects)} computed the same numbers again, and no other "
+                "replica can compute them"
+            )
+            return self._end(
+                reduced, verdict + self._place(batches, fatal), fatal, DoubtfulResultError
+            )
         third = self._borrow(batches, restore)
         wrong = [rank for rank in suspects if _differ(first[rank], third[self._stand_in(rank)])]
         if injected:
@@ -161,16 +173,24 @@ class Rerun:
         reduced, _ = self._run(batches)
         stand_ins = named_ranks([self._stand_in(rank) for rank in wrong or suspects])
         if wrong:
-            verdict = f"{self._named(wrong)} computed the same numbers again, and {stand_ins} others from the same "
+            verdict = (
+                f"{self._named(wrong)} computed the same numbers again, and {stand_ins} "
+                "others from the same "
+            )
             verdict += "micro-batches: a persistent fault"
             return self._end(reduced, verdict, fatal, UnexpectedResultError)
         verdict = (
-            f"{self._named(suspects)} computed the same numbers again, and so did {stand_ins}: they are right, and "
+            f"{self._named(suspects)} computed the same numbers again, and so did "
+            f"{stand_ins}: they are right, and "
         )
         verdict += "due to the data, the weights or the learning rate"
-        return self._end(reduced, verdict + self._place(batches, fatal), fatal, UnexpectedResultError)
+        return self._end(
+            reduced, verdict + self._place(batches, fatal), fatal, UnexpectedResultError
+        )
 
-    def _borrow(self, batches: Sequence[Mapping[str, Any]], restore: Callable[[], None]) -> list[dict[str, Any]]:
+    def _borrow(
+        self, batches: Sequence[Mapping[str, Any]], restore: Callable[[], None]
+    ) -> list[dict[str, Any]]:
         """Return what every rank computes from the micro-batches of the next replica."""
         restore()
         borrowed = batches_of_next(batches, self.mesh)
@@ -194,14 +214,19 @@ class Rerun:
         tp, cp, dp, pp = grid.coordinates(rank)
         return grid.rank(tp, cp, (dp - 1) % grid.dp, pp)
 
-    def _origin(self, odd: Sequence[int], first: Sequence[Mapping], second: Sequence[Mapping]) -> list[int]:
-        """Return those of the ranks with other numbers where they arose: others only passed them on."""
+    def _origin(
+        self, odd: Sequence[int], first: Sequence[Mapping], second: Sequence[Mapping]
+    ) -> list[int]:
+        """Return those of the ranks with other numbers where they arose: others only passed them
+        on.
+        """
         forward = [rank for rank in odd if first[rank]["forward"] != second[rank]["forward"]]
         stage_of = {rank: self.mesh.grid.coordinates(rank)[3] for rank in odd}
         if forward:
             earliest = min(stage_of[rank] for rank in forward)
             return [rank for rank in forward if stage_of[rank] == earliest]
-        latest = max(stage_of[rank] for rank in odd)  # gradients pass from the last stage to the first
+        # gradients pass from the last stage to the first
+        latest = max(stage_of[rank] for rank in odd)
         return [rank for rank in odd if stage_of[rank] == latest]
 
     def _named(self, ranks: Sequence[int]) -> str:
@@ -217,7 +242,9 @@ class Rerun:
         place = self.model.first_not_finite(batches, self.model.iteration)
         return f"; {place} is the first that is not finite" if place else ""
 
-    def _end(self, reduced: Tensor | None, verdict: str, fatal: bool, kind: type[NumericsError]) -> Tensor | None:
+    def _end(
+        self, reduced: Tensor | None, verdict: str, fatal: bool, kind: type[NumericsError]
+    ) -> Tensor | None:
         self.say(f"{self._step}: {verdict}")
         if not fatal:
             self.say(f"{self._step}: the run goes on with the numbers of the last computation")
@@ -225,7 +252,8 @@ class Rerun:
         remedy = "Test that device, and start the job again without its host"
         if kind is DoubtfulResultError:
             remedy = (
-                "Start the job again on other devices: if it ends at this step again, the data or the weights cause it"
+                "Start the job again on other devices: if it ends at this step again, the "
+                "data or the weights cause it"
             )
         raise kind(self.name, self.checks.rerun_mode, f"in {self._step}, {verdict}", remedy)
 
@@ -241,7 +269,10 @@ class Rerun:
         everywhere = self._gather(self._worst)
         names = list(dict.fromkeys(name for worst in everywhere for name in worst))
         told = [f"{name} {max(worst.get(name, 0.0) for worst in everywhere):.3g}" for name in names]
-        self.say(f"{self._step}: computed twice, results have differed by at most, relative: {', '.join(told)}")
+        self.say(
+            f"{self._step}: computed twice, results have differed by at most, relative: "
+            f"{', '.join(told)}"
+        )
 
 
 def _hex(value: float) -> str:

@@ -1,4 +1,6 @@
-"""Buffers that the forward of training updates: running statistics of batch norm, and the number of updates."""
+"""Buffers that the forward of training updates: running statistics of batch norm, and the number of
+updates.
+"""
 
 from collections.abc import Iterator
 
@@ -17,10 +19,12 @@ _COUNT = "num_batches_tracked"
 
 
 class RunningStatistics:
-    """The running statistics of a captured model, in the model of the rank whose stage computes the norm.
+    """The running statistics of a captured model, in the model of the rank whose stage computes the
+    norm.
 
-    As with DistributedDataParallel, checkpoints and evaluations use those of the first replica. Raises TraceError for
-    a norm whose momentum depends on the number of updates, which would be a constant of the captured graph.
+    As with DistributedDataParallel, checkpoints and evaluations use those of the first replica.
+    Raises TraceError for a norm whose momentum depends on the number of updates, which would be a
+    constant of the captured graph.
     """
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh):
@@ -36,7 +40,9 @@ class RunningStatistics:
                 path, _, key = name.rpartition(".")
                 norm: nn.Module = model.get_submodule(path)
                 if getattr(norm, "momentum", 0.0) is None:
-                    reason = "with momentum=None it depends on the number of batches, unknown to a graph"
+                    reason = (
+                        "with momentum=None it depends on the number of batches, unknown to a graph"
+                    )
                     raise TraceError("module", path, reason, "Give it a momentum, for example 0.1")
                 if unit not in own_units:
                     continue
@@ -61,7 +67,7 @@ class RunningStatistics:
 
     def shards(self) -> Iterator[Shard]:
         """This rank's statistics, by their names in the state dict."""
-        owner = self.mesh.dp_rank == 0 and self.mesh.tp_rank == 0
+        owner = self.mesh.copy_rank == 0 and self.mesh.tp_rank == 0
         for name, buffer in self._buffers.items():
             yield Shard(name, tuple(buffer.shape), None, (), tensor=buffer, owner=owner)
 
@@ -71,5 +77,9 @@ def _updated(nodes: tuple[Node, ...], captured: Captured) -> Iterator[str]:
     for node in nodes:
         if is_op(node, "batch_norm", "instance_norm") and node.args[5]:
             for buffer in node.args[3:5]:
-                if isinstance(buffer, Node) and buffer.op == "get_attr" and buffer.target in captured.buffers:
+                if (
+                    isinstance(buffer, Node)
+                    and buffer.op == "get_attr"
+                    and buffer.target in captured.buffers
+                ):
                     yield str(buffer.target)

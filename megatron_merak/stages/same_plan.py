@@ -21,5 +21,8 @@ def check_same_plan(plan: Plan, control: dist.ProcessGroup | None) -> None:
         if report:
             reason = f"rank {rank} has a different one than rank 0: {report.splitlines()[0]}"
             raise PlanError(
-                "plan", f"(of {plan.grid.size} ranks)", reason, "Use the same model and settings on all ranks"
+                "plan",
+                f"(of {plan.grid.size} ranks)",
+                reason,
+                "Use the same model and settings on all ranks",
             )

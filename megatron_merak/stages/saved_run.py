@@ -1,4 +1,6 @@
-"""The metadata of a checkpoint about the run that wrote it, validated: any program may have written it."""
+"""The metadata of a checkpoint about the run that wrote it, validated: any program may have written
+it.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,8 +27,8 @@ class SavedRun:
     loss_scale:                          see ``LossScaler.state``.
     skipped_iterations, skipped_samples: see ``Trainer``.
 
-    In checkpoints of earlier versions ``data``, ``model``, ``global_batch_size`` and ``loss_scale`` are None, and the
-    skipped ones are 0.
+    In checkpoints of earlier versions ``data``, ``model``, ``global_batch_size`` and ``loss_scale``
+    are None, and the skipped ones are 0.
     """
 
     iteration: int
@@ -49,7 +51,9 @@ class SavedRun:
             if value is ... or not (sound(value) or value is default):
                 problem = "is missing from" if value is ... else f"is {value!r:.60} in"
                 reason = f"{name}, {what}, {problem} what it says of its run"
-                raise CheckpointError("checkpoint", where, reason, "Load another iteration with --ckpt-step")
+                raise CheckpointError(
+                    "checkpoint", where, reason, "Load another iteration with --ckpt-step"
+                )
             return value
 
         return cls(
@@ -66,12 +70,18 @@ class SavedRun:
         )
 
 
-def check_same_optimizer(meta: Mapping[str, Any], optimizer: Optimizer, otherwise: str = "") -> None:
-    """Raise CheckpointError if a checkpoint has the state of another optimizer. otherwise: a further remedy."""
+def check_same_optimizer(
+    meta: Mapping[str, Any], optimizer: Optimizer, otherwise: str = ""
+) -> None:
+    """Raise CheckpointError if a checkpoint has the state of another optimizer. otherwise: a
+    further remedy.
+    """
     saved = meta.get("optimizer", "AdamW")  # the only one of earlier versions
     if saved != optimizer.name:
         remedy = f"Use that one{otherwise}, or start a new run from the checkpoint's weights"
-        raise CheckpointError("optimizer", optimizer.name, f"the checkpoint's run had {saved}", remedy)
+        raise CheckpointError(
+            "optimizer", optimizer.name, f"the checkpoint's run had {saved}", remedy
+        )
 
 
 def is_count(value: Any) -> bool:
@@ -93,8 +103,13 @@ def _is_data(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    if not (_is_object(value) and _is_object(value.get("samples")) and isinstance(value.get("sources"), list)):
+    if not (
+        _is_object(value)
+        and _is_object(value.get("samples"))
+        and isinstance(value.get("sources"), list)
+    ):
         return False
     return all(
-        _is_object(source) and {"prefix", "fingerprint", "sequences"} <= source.keys() for source in value["sources"]
+        _is_object(source) and {"prefix", "fingerprint", "sequences"} <= source.keys()
+        for source in value["sources"]
     )

@@ -8,7 +8,8 @@ class StepReport:
     """What a training step reports; the same on all ranks but ``loss``.
 
     loss:            mean token loss of the global batch on ranks of the last stage, else None.
-    zeros:           with --log-num-zeros-in-grad, the number of elements of the gradient that are exactly zero.
+    zeros:           with --log-num-zeros-in-grad, the number of elements of the gradient that are
+                     exactly zero.
     loss_scale:      of the next step; None where none is used.
     staleness, late: see ``StepResult``.
     """

@@ -1,4 +1,6 @@
-"""A traced model: the capture of its first batch, and captures of batches with other shapes or branches."""
+"""A traced model: the capture of its first batch, and captures of batches with other shapes or
+branches.
+"""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from ..graph.ir.nodes import is_op
 from ..graph.ir.operators import attends_causally
 from ..graph.lowering.documents import POSITIONS
 from ..parallel.agree import broadcast_json, gather_json, together
-from ..parallel.mesh import Mesh
+from ..parallel.ranks import Members
 from .documents import documents_of, same_graph, without
 from .guard import check_weights, unguard, unguarded
 from .precision import DTYPES, cast_of, check_operands
@@ -29,17 +31,26 @@ MASK = "attention_mask"
 
 
 def batch_size(batch: Batch) -> tuple[int, int]:
-    """The number of samples of a batch, and the length of its longest sequence of tokens (0 if it has none)."""
+    """The number of samples of a batch, and the length of its longest sequence of tokens (0 if it
+    has none).
+    """
     tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0]
-    length = max((value.shape[1] for value in tensors if value.dim() > 1 and not value.is_floating_point()), default=0)
+    length = max(
+        (value.shape[1] for value in tensors if value.dim() > 1 and not value.is_floating_point()),
+        default=0,
+    )
     return tensors[0].shape[0], length
 
 
 def shapes_of(batch: Batch) -> tuple[tuple[str, tuple[int, ...], object], ...]:
-    """What a capture depends on in a batch: shapes and dtypes of tensors, and values that are not tensors."""
+    """What a capture depends on in a batch: shapes and dtypes of tensors, and values that are not
+    tensors.
+    """
     entries = [(name, value) for name, value in sorted(batch.items()) if value is not None]
     return tuple(
-        (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, (), repr(value))
+        (name, tuple(value.shape), value.dtype)
+        if isinstance(value, Tensor)
+        else (name, (), repr(value))
         for name, value in entries
     )
 
@@ -49,7 +60,9 @@ def without_mask(batch: Batch) -> dict[str, Any]:
 
 
 def without_full_mask(batch: Batch) -> Batch:
-    """The batch without an attention mask of ones, which collators add and which makes attention slower."""
+    """The batch without an attention mask of ones, which collators add and which makes attention
+    slower.
+    """
     mask = batch.get(MASK)
     full = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all())
     return without_mask(batch) if full else batch
@@ -58,9 +71,12 @@ def without_full_mask(batch: Batch) -> Batch:
 def _masks_nothing(captured: Captured) -> bool:
     """Whether a capture without an attention mask computes the same as one with a mask of ones.
 
-    It may not if, without a mask, the model makes its own from the token ids, or branches on values.
+    It may not if, without a mask, the model makes its own from the token ids, or branches on
+    values.
     """
-    tokens = [n for n in captured.module.graph.find_nodes(op="placeholder") if n.target == "input_ids"]
+    tokens = [
+        n for n in captured.module.graph.find_nodes(op="placeholder") if n.target == "input_ids"
+    ]
     only_embedded = all(is_op(user, "embedding") for node in tokens for user in node.users)
     return only_embedded and not captured.guards
 
@@ -71,8 +87,8 @@ class OwnLoss:
 
     compute:    computes it; see ``capture``.
     counts:     whether it takes ``num_items_in_batch``, as an entry of the batch.
-    adds_up:    whether the losses of micro-batches are shares of the step's loss, and add up to it; None: if the batch
-                has ``num_items_in_batch``.
+    adds_up:    whether the losses of micro-batches are shares of the step's loss, and add up to it;
+                None: if the batch has ``num_items_in_batch``.
     sees_batch: whether it may read any entry of the batch, so that none is left out.
     reports:    names of what it computes besides the loss and training returns.
     """
@@ -99,8 +115,10 @@ class Traced:
     model:    any module, with or without memory for its weights; it is not changed.
     example:  the first micro-batch.
     dtype:    of parameters and activations, except for the fp32 part of a bf16 or fp16 model.
-    autocast: whether a model that fails to run with parts of different dtypes may compute in ``dtype`` alone.
-    mesh:     the ranks of the job. Raises unless all have the same model and capture. None: nothing is compared.
+    autocast: whether a model that fails to run with parts of different dtypes may compute in
+              ``dtype`` alone.
+    ranks:    the ranks of the job. Raises unless all have the same model and capture. None: nothing
+              is compared.
     loss:     replaces the model's own.
 
     ``captured``:  the capture of ``example``.
@@ -109,10 +127,10 @@ class Traced:
     ``size``:      its number of samples, and its length in tokens.
     ``is_causal``: whether no token attends to later ones when there is no attention mask.
     ``unread``:    entries that are left out since the model does not read them.
-    ``positions``: int64 [b, s], of the tokens of the first rank's example, on all ranks. Only on CPUs, which attend to
-                   the documents of packed rows one by one; else None.
+    ``positions``: int64 [b, s], of the tokens of the first rank's example, on all ranks. Only on
+                   CPUs, which attend to the documents of packed rows one by one; else None.
 
-    Collective over the ranks of ``mesh``. Raises TraceError, ConfigError, PlanError.
+    Collective over ``ranks``. Raises TraceError, ConfigError, PlanError.
     """
 
     def __init__(
@@ -121,7 +139,7 @@ class Traced:
         example: Batch,
         dtype: str = "float32",
         autocast: bool = False,
-        mesh: Mesh | None = None,
+        ranks: Members | None = None,
         loss: OwnLoss | None = None,
     ):
         self.model = model
@@ -131,12 +149,12 @@ class Traced:
         self.accepts_num_items = accepts_num_items(model) if loss is None else loss.counts
         self._shared: dict[str, Tensor] = {}
         self._cast = cast_of(model, DTYPES[dtype])
-        if mesh is not None:
-            with together(mesh.control, "cpu"):
-                if mesh.rank == 0:
+        if ranks is not None:
+            with together(ranks.control, "cpu"):
+                if ranks.rank == 0:
                     check_weights(model)
             unguard(model)  # on every rank: the first rank's weights are used
-            check_same_model(model, mesh)
+            check_same_model(model, ranks)
         try:
             self.captured = self._first(example)
         except TraceError:
@@ -150,15 +168,17 @@ class Traced:
         self.example = shapes_of(self.batch)
         self.size = batch_size(example)
         self._check_dtypes()
-        if mesh is not None:
-            self._check_case(mesh)
-        self.positions = None if mesh is None or mesh.device.type != "cpu" else self._positions(mesh)
+        if ranks is not None:
+            self._check_case(ranks)
+        self.positions = (
+            None if ranks is None or ranks.device.type != "cpu" else self._positions(ranks)
+        )
 
-    def _positions(self, mesh: Mesh) -> Tensor | None:
+    def _positions(self, ranks: Members) -> Tensor | None:
         """The positions of the first rank's example: all ranks plan with the same."""
         own = self.batch.get(POSITIONS)
         own_values = own.tolist() if isinstance(own, Tensor) and own.dim() == 2 else None
-        values = broadcast_json(own_values, mesh.control, "cpu")
+        values = broadcast_json(own_values, ranks.control, "cpu")
         return None if values is None else torch.tensor(values)
 
     def _first(self, example: Batch) -> Captured:
@@ -169,7 +189,9 @@ class Traced:
             return self._with_or_without_mask(example)
         captured = self._with_or_without_mask(example)
         try:
-            bare = self.capture(without(self.prepared(example), boundaries), training=True, outputs=self.trained)
+            bare = self.capture(
+                without(self.prepared(example), boundaries), training=True, outputs=self.trained
+            )
         except TraceError:
             return captured
         if not same_graph(captured, bare):
@@ -178,7 +200,9 @@ class Traced:
         return replace(bare, notes=captured.notes)
 
     def _with_or_without_mask(self, example: Batch) -> Captured:
-        """Capture the first batch, and decide whether attention masks of ones are left out of all batches."""
+        """Capture the first batch, and decide whether attention masks of ones are left out of all
+        batches.
+        """
         self.drops_full_mask = self.is_causal = False
         if self._loss is not None and self._loss.sees_batch:
             return self.capture(example, training=True, outputs=self.trained)
@@ -203,7 +227,9 @@ class Traced:
         return without_full_mask(batch) if self.drops_full_mask else batch
 
     def adds_up(self, batch: Batch) -> bool:
-        """Whether the loss of a step is the sum of the losses of batches like this one; else it is their mean."""
+        """Whether the loss of a step is the sum of the losses of batches like this one; else it is
+        their mean.
+        """
         adds_up = None if self._loss is None else self._loss.adds_up
         return "num_items_in_batch" in batch if adds_up is None else adds_up
 
@@ -213,7 +239,11 @@ class Traced:
         return ("loss",) if self._loss is None else self._loss.trained
 
     def capture(
-        self, batch: Batch, training: bool, outputs: Sequence[str], compute: LossFunction | None = None
+        self,
+        batch: Batch,
+        training: bool,
+        outputs: Sequence[str],
+        compute: LossFunction | None = None,
     ) -> Captured:
         """Capture a prepared batch.
 
@@ -226,19 +256,26 @@ class Traced:
             captured = capture(self.model, batch, **self._options(training, outputs, compute))
         if training and not captured.shapes:  # a graph without parameters cannot be cut
             reason = "it reads no parameter of the model"
-            raise TraceError("loss", "(of this batch)", reason, "Compute it from the model's outputs")
+            raise TraceError(
+                "loss", "(of this batch)", reason, "Compute it from the model's outputs"
+            )
         check_operands(captured)
         self._share(captured)
         return captured
 
     @contextmanager
     def _as_first(self) -> Iterator[None]:
-        """Let the parameters train that did when the model was first captured: a callback may have frozen some since.
+        """Let the parameters train that did when the model was first captured: a callback may have
+        frozen some since.
 
         All captures compute the same gradients.
         """
         own = dict(self.model.named_parameters())
-        changed = {name: p.requires_grad for name, p in own.items() if p.requires_grad != self._trains.get(name)}
+        changed = {
+            name: p.requires_grad
+            for name, p in own.items()
+            if p.requires_grad != self._trains.get(name)
+        }
         try:
             for name in changed:
                 own[name].requires_grad = self._trains.get(name, changed[name])
@@ -247,7 +284,9 @@ class Traced:
             for name, trains in changed.items():
                 own[name].requires_grad = trains
 
-    def _options(self, training: bool, outputs: Sequence[str], compute: LossFunction | None) -> dict[str, Any]:
+    def _options(
+        self, training: bool, outputs: Sequence[str], compute: LossFunction | None
+    ) -> dict[str, Any]:
         if compute is None and self._loss is not None:
             compute = self._loss.compute if "loss" in outputs else _without_loss
         return {"training": training, "dtype": self._cast, "outputs": outputs, "compute": compute}
@@ -264,10 +303,19 @@ class Traced:
     ) -> Lengths | None:
         """The lengths for which a capture computes the same; see ``lengths_of``."""
         with unguarded(self.model), self._as_first():
-            return lengths_of(self.model, batch, axes, like, length=length, **self._options(training, outputs, compute))
+            return lengths_of(
+                self.model,
+                batch,
+                axes,
+                like,
+                length=length,
+                **self._options(training, outputs, compute),
+            )
 
     def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Let all captures, past and future, read and update these tensors instead of the buffers of these names."""
+        """Let all captures, past and future, read and update these tensors instead of the buffers
+        of these names.
+        """
         self._shared = dict(buffers)
         self._share(self.captured)
 
@@ -280,17 +328,26 @@ class Traced:
     def _check_dtypes(self) -> None:
         for name, dtype in self.captured.dtypes.items():
             if name in self.captured.trainable and dtype not in DTYPES.values():
-                reason = f"its dtype is {str(dtype).removeprefix('torch.')}, and weights train in {' or '.join(DTYPES)}"
+                reason = (
+                    f"its dtype is {str(dtype).removeprefix('torch.')}, and weights train "
+                    f"in {' or '.join(DTYPES)}"
+                )
                 raise TraceError("parameter", name, reason, "Cast the model, or freeze it")
 
-    def _check_case(self, mesh: Mesh) -> None:
-        """Raise PlanError if ranks have captured different branches, ConfigError if they have different graphs."""
+    def _check_case(self, ranks: Members) -> None:
+        """Raise PlanError if ranks have captured different branches, ConfigError if they have
+        different graphs.
+        """
         guards = self.captured.guards
         graph = self.captured.module.graph
-        case = hashlib.sha256(f"{graph}{guards.module.graph}".encode()).hexdigest() if guards else ""
-        cases = gather_json(case, mesh.control, "cpu")
+        case = (
+            hashlib.sha256(f"{graph}{guards.module.graph}".encode()).hexdigest() if guards else ""
+        )
+        cases = gather_json(case, ranks.control, "cpu")
         if len(dict.fromkeys(cases)) > 1:
             line = guards.lines[0] if guards else "the model"
             reason = f"{line} branches on its values, and they differ between ranks"
-            raise PlanError("example batch", f"(rank {mesh.rank})", reason, "Pass the same batch on every rank")
-        check_same_graph(self.captured, self.example, mesh)
+            raise PlanError(
+                "example batch", f"(rank {ranks.rank})", reason, "Pass the same batch on every rank"
+            )
+        check_same_graph(self.captured, self.example, ranks)

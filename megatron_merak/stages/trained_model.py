@@ -23,14 +23,15 @@ from .replicas import Replicas
 
 
 class TrainedModel:
-    """This rank's stages of a model, their parameters, the executors of its plan, and its optimizer.
+    """This rank's stages of a model, their parameters, the executors of its plan, and its
+    optimizer.
 
     stages:                 by global index.
     parameters:             of all these stages.
     optimizer, scaler:      settings of the optimizer, and the loss scaler in fp16.
     optimizer_of:           makes the optimizer.
-    replica_check_interval: optimizer steps between two comparisons of replicas' weights, and of what ranks launched, 0
-                            for none.
+    replica_check_interval: optimizer steps between two comparisons of replicas' weights, and of
+                            what ranks launched, 0 for none.
 
     ``iteration``: optimizer steps done.
     """
@@ -53,25 +54,37 @@ class TrainedModel:
         self.buffer = parameters.buffer
         self.gatherer = parameters.gatherer
         self.optimizer = optimizer_of(parameters, optimizer, scaler)
-        self.replicas = Replicas(mesh, self.optimizer, self.gatherer, replica_check_interval, stages=stages)
+        self.replicas = Replicas(
+            mesh, self.optimizer, self.gatherer, replica_check_interval, stages=stages
+        )
         self.executors = Executors(stages, plan.schedule, mesh)
         self.iteration = 0
 
     def executor(self, micro_batches: int, training: bool = True) -> Executor:
-        """Return the executor of steps of this many micro-batches; of forwards only where not ``training``."""
+        """Return the executor of steps of this many micro-batches; of forwards only where not
+        ``training``.
+        """
         return self.executors.of(micro_batches, training)
 
-    def from_samples(self, batches: Sequence[Mapping[str, Tensor]]) -> Sequence[Mapping[str, Tensor]]:
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the model as it was built, in sentences."""
+        return ()
+
+    def from_samples(
+        self, batches: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Mapping[str, Tensor]]:
         """Return what `backward` takes, given micro-batches of a GPT data set."""
         return batches
 
     def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-        """Compute one step's gradient, and return what its loss is made of without waiting for the device.
+        """Compute one step's gradient, and return what its loss is made of without waiting for the
+        device.
 
         batches: this replica's micro-batches, on every rank of the replica.
 
-        The result is for `update`; None on ranks that do not learn the loss. In fp16 the gradient stays multiplied by
-        the loss scale. Subclasses run it ``in_step`` of the mesh's pulse.
+        The result is for `update`; None on ranks that do not learn the loss. In fp16 the gradient
+        stays multiplied by the loss scale. Subclasses run it ``in_step`` of the mesh's pulse.
         """
         raise NotImplementedError
 
@@ -83,36 +96,48 @@ class TrainedModel:
         """Return a function that undoes what a later `backward` changes beside the gradient."""
         return lambda: None
 
-    def first_not_finite(self, batches: Sequence[Mapping[str, Tensor]], iteration: int | None = None) -> str:
-        """Return where the numbers of a step stop being finite; see ``not_finite``. Collective over all ranks.
+    def first_not_finite(
+        self, batches: Sequence[Mapping[str, Tensor]], iteration: int | None = None
+    ) -> str:
+        """Return where the numbers of a step stop being finite; see ``not_finite``. Collective over
+        all ranks.
 
         batches:   of that step, as `backward` took them.
         iteration: steps done before it; None: it is the last one, which was skipped.
         """
-        return first_not_finite(self, batches, self.iteration - 1 if iteration is None else iteration)
+        return first_not_finite(
+            self, batches, self.iteration - 1 if iteration is None else iteration
+        )
 
     @property
     def settled(self) -> bool:
-        """Whether it is decided how micro-batches run; until then a `backward` may run some more than once."""
+        """Whether it is decided how micro-batches run; until then a `backward` may run some more
+        than once.
+        """
         return True
 
     def admit(self, batches: Sequence[Mapping[str, Tensor]], training: bool) -> None:
         """Prepare for ``batches`` whose shapes may be new."""
 
     def gradients(self, *arguments: Any) -> float | None:
-        """Return the loss of one step, and leave its gradient in ``buffer.main_grad``. For arguments see `backward`."""
+        """Return the loss of one step, and leave its gradient in ``buffer.main_grad``. For
+        arguments see `backward`.
+        """
         reduced = self.backward(*arguments)
         self.optimizer.unscale()
         return None if reduced is None else self.loss(reduced.tolist())
 
-    def update(self, rates: Rates, reduced: Tensor | None = None, zeros: Tensor | None = None) -> StepResult:
+    def update(
+        self, rates: Rates, reduced: Tensor | None = None, zeros: Tensor | None = None
+    ) -> StepResult:
         """Update the parameters by the gradient: the second half of a step.
 
         rates:   per parameter group, learning rate and weight decay.
         reduced: what ``backward`` returned.
         zeros:   0-d, the number of zeros in the gradient.
 
-        ``reduced`` and ``zeros`` are read together with the gradient norm, in the step's only host synchronisation.
+        ``reduced`` and ``zeros`` are read together with the gradient norm, in the step's only host
+        synchronisation.
         """
         with self.mesh.pulse.in_step(self.iteration + 1, completes=True):
             return self._update(rates, reduced, zeros)
@@ -128,11 +153,14 @@ class TrainedModel:
         return replace(result, loss=loss, zeros=int(counts[0]) if counts else None)
 
     def mean_loss(self, batches: Sequence[Mapping[str, Tensor]]) -> float | None:
-        """Return the mean loss per token of one global batch without dropout; None on ranks that do not learn it."""
+        """Return the mean loss per token of one global batch without dropout; None on ranks that do
+        not learn it.
+        """
         raise NotImplementedError
 
     def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterable[Shard]:
-        """Return ``flat`` ([buffer.size]: weights, gradients or optimizer state) as shards of HuggingFace tensors.
+        """Return ``flat`` ([buffer.size]: weights, gradients or optimizer state) as shards of
+        HuggingFace tensors.
 
         names: of parameters; None: all.
         """
@@ -143,11 +171,15 @@ class TrainedModel:
         return ()
 
     def flops(self) -> float:
-        """Return the FLOPs of a step, forward and backward, over all ranks; repeated work counts once."""
+        """Return the FLOPs of a step, forward and backward, over all ranks; repeated work counts
+        once.
+        """
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any] | None:
-        """The model's own configuration, JSON-safe; None if the configuration of the run says it all."""
+        """The model's own configuration, JSON-safe; None if the configuration of the run says it
+        all.
+        """
         return None
 
     def after_load(self) -> None:

@@ -1,4 +1,6 @@
-"""What makes a result unexpected, by the rules of Megatron-LM: not finite, or much larger than the first ones."""
+"""What makes a result unexpected, by the rules of Megatron-LM: not finite, or much larger than the
+first ones.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +13,9 @@ SAMPLES = 100  # how many first values there are
 
 @dataclass(frozen=True)
 class Checks:
-    """What is done about unexpected results; fields are the settings of these names in `TrainConfig`."""
+    """What is done about unexpected results; fields are the settings of these names in
+    `TrainConfig`.
+    """
 
     rerun_mode: str = "disabled"
     check_for_spiky_loss: bool = False
@@ -22,7 +26,9 @@ class Checks:
 
     @property
     def active(self) -> bool:
-        return self.rerun_mode != "disabled" or self.check_for_spiky_loss or self.check_for_large_grads
+        return (
+            self.rerun_mode != "disabled" or self.check_for_spiky_loss or self.check_for_large_grads
+        )
 
 
 def checks_of(settings: Any) -> Checks:
@@ -43,7 +49,9 @@ class Rejection:
 
 
 class _Largest:
-    """The largest of the first values, with which later ones are compared; values that are not finite do not count."""
+    """The largest of the first values, with which later ones are compared; values that are not
+    finite do not count.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -63,7 +71,8 @@ class _Largest:
 class Judge:
     """Finds unexpected results among those of this rank.
 
-    finite: whether numbers that are not finite are unexpected: not where a loss scale makes gradients overflow.
+    finite: whether numbers that are not finite are unexpected: not where a loss scale makes
+            gradients overflow.
     """
 
     def __init__(self, checks: Checks, finite: bool):
@@ -88,9 +97,14 @@ class Judge:
         if self.finite and not math.isfinite(norm):
             found.append(Rejection(f"the gradient has the norm {norm}", True))
         if self.checks.check_for_large_grads and self._gradient.exceeded(norm):
-            found.append(Rejection(_large("the norm of the gradient", norm, self._gradient.value), False))
+            found.append(
+                Rejection(_large("the norm of the gradient", norm, self._gradient.value), False)
+            )
         return next(iter(found), None)
 
 
 def _large(what: str, value: float, largest: float) -> str:
-    return f"{what} is {value:.6g}, at least {FACTOR:.0f} times the largest of the first {SAMPLES}, {largest:.6g}"
+    return (
+        f"{what} is {value:.6g}, at least {FACTOR:.0f} times the largest of the first "
+        f"{SAMPLES}, {largest:.6g}"
+    )

@@ -1,15 +1,23 @@
-"""Withheld parameters: their trained values are sharded over ranks; they have metadata but no memory.
+"""Withheld parameters: their trained values are sharded over ranks, so they have none to read.
 
-A withheld parameter stays the same object, in the model and wherever else it is referenced, with its name, shape,
-strides, dtype, device and ``requires_grad``. The ``__torch_function__`` of its new class allows only functions that
-need no more than these. Anything else (arithmetic, ``tolist``, a write, pickling) raises ConfigError. ``data`` and
-``detach`` return withheld tensors. Parameters that never had memory (``init_empty_weights``) are withheld, too.
+What a parameter is (shape, strides, dtype, device, ``requires_grad``, hooks) can be asked without
+its values, and torch answers from the tensor's metadata. What needs values is an operator, and
+every operator of a tensor subclass reaches its ``__torch_dispatch__``. A withheld parameter is such
+a subclass, without memory: its dispatch hands out withheld tensors (``detach``, ``data``, moves)
+and new ones of its shape (``zeros_like``), and refuses everything else.
+
+Why not parameters on "meta": they are silent. Sums, comparisons, copies into them and files of them
+are made of nothing; ``p.norm()``, ``p.data.copy_(x)`` and ``torch.save`` raise no error, and others
+raise one without the remedy.
+
+Why the objects stay the same: a script holds parameters elsewhere (an optimizer, a callback that
+logs a norm). If the module got new ones, these would go on reading the initial weights.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -18,110 +26,122 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import AbsentError, ConfigError
+from ..graph.capture.empty import fake_parameter, is_fake
 
 _NOTE = "_merak_withheld"
 _REMEDY = "Call trainer.gather_model() on every rank, then use the model on the first one"
 _REMEDY_OF_WRITES = (
-    "Write weights before the trainer is first used; or call trainer.gather_model() on every rank, write on the first "
+    "Write weights before the trainer is first used; or call trainer.gather_model() on every "
+    "rank, write on the first "
     "one, and make a new MerakTrainer with the model"
 )
-_MADE_OF_VALUES = frozenset("T H mT mH real imag".split())  # properties
-_SETTABLE = frozenset("requires_grad grad _grad".split())
-_METADATA = frozenset(  # functions that read no value
-    """size dim ndimension numel nelement element_size stride storage_offset is_contiguous dim_order is_floating_point
-    is_complex is_signed is_conj is_neg is_inference is_same_size get_device result_type requires_grad_ retain_grad
-    register_hook register_post_accumulate_grad_hook _has_compatible_shallow_copy_type has_names __len__
-    __dir__""".split()
-)
-_MOVES = frozenset("to cpu cuda xpu type float double half bfloat16".split())
-_LIKE_ANOTHER = frozenset("to type_as view_as reshape_as expand_as".split())  # need no value of their second argument
-_MADE_ALIKE = frozenset(
-    """empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
-    new_tensor new_empty_strided""".split()
-)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Note:
     """What a withheld tensor remembers.
 
-    name:  of the parameter.
-    ranks: over how many its values are sharded.
-    kind:  the class that it had.
+    name:     of the parameter.
+    ranks:    over how many its values are sharded.
+    original: the parameter that it was, with its memory freed; None in a worker process.
     """
 
     name: str
     ranks: int
-    kind: type[Tensor]
+    original: Any = None
 
 
 def elsewhere(what: str, value: object, ranks: int, remedy: str = _REMEDY) -> ConfigError:
     """The error for using a model whose trained weights are sharded over ``ranks`` ranks."""
-    reason = f"the trained weights are sharded over {ranks} ranks, and this model does not have them"
+    reason = (
+        f"the trained weights are sharded over {ranks} ranks, and this model does not have them"
+    )
     return ConfigError(what, value, reason, remedy)
 
 
-class Withheld:
-    """The mixin of all classes of withheld tensors."""
+class Withheld(Tensor):
+    """A tensor with the metadata of ``like`` and no memory: what needs values raises
+    ConfigError.
+    """
+
+    @staticmethod
+    def __new__(
+        cls,
+        like: Tensor,
+        note: _Note,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Self:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            dtype=dtype or like.dtype,
+            device=device or like.device,
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # without it, C++ code reads address 0
+        vars(made)[_NOTE] = note
+        return made
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Call ``func``; an error for want of values names it."""
+        if func == Tensor.data.__set__ and not is_withheld(args[1]):  # type: ignore[attr-defined]
+            raise _refusal("data set", args[0], _REMEDY_OF_WRITES)  # it is no operator
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        # an operator's, or torch's where it needs memory
+        except (ConfigError, RuntimeError) as error:
+            withheld = _first(args, kwargs)
+            if withheld is None:
+                raise
+            writes = func is Tensor.__setitem__
+            remedy = _REMEDY_OF_WRITES if writes else getattr(error, "remedy", _REMEDY)
+            if func.__name__ != "__get__":
+                raise _refusal(func.__name__, withheld, remedy) from None
+            name = getattr(getattr(func, "__self__", None), "__name__", "a property")
+            refusal = _refusal(name, withheld, remedy)
+            raise AbsentError(*refusal.args) from None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as an attribute
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
-        owner = getattr(func, "__self__", None)
-        if name in ("__get__", "__set__"):
-            attribute = getattr(owner, "__name__", "(a property)")
-            return _get(func, args[0], attribute) if name == "__get__" else _set(func, args[0], args[1], attribute)
-        own = any(map(is_withheld, tree_leaves(args[:1])))
-        with torch._C.DisableTorchFunctionSubclass():
-            if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):
-                return func(*args, **kwargs)
-            if name == "detach":
-                return _withheld_like(args[0], func(*args))
-            if name in _MOVES and own:
-                return _moved(func, *args, **kwargs)
-            if name in _LIKE_ANOTHER and not own:
-                return func(*args, **kwargs)
-            if name in _MADE_ALIKE:
-                kwargs.setdefault("device", _withheld_of((args, kwargs)).device)
-                args, kwargs = tree_map_only(Withheld, _meta, (args, kwargs))
-                return func(*args, **kwargs)
-        raise _refusal(name, (args, kwargs), own and _writes(name))
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("detach", "alias"):
+            return cls(args[0], _note(args[0]))
+        if name == "_to_copy":
+            return cls(args[0], _note(args[0]), kwargs.get("dtype"), kwargs.get("device"))
+        withheld = _first(args, kwargs)
+        assert withheld is not None, "torch dispatches to the class of an argument"
+        if name.startswith("new_") or name.endswith("_like"):
+            kwargs["device"] = kwargs.get("device") or withheld.device
+            args, kwargs = tree_map_only(Withheld, _meta, (args, kwargs))
+            return func(*args, **kwargs)
+        raise _refusal(name, withheld, _REMEDY_OF_WRITES if func._schema.is_mutable else _REMEDY)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        note: _Note = vars(self)[_NOTE]
-        metadata = f"{tuple(self.shape)}, {self.dtype}, device={str(self.device)!r}"  # type: ignore[attr-defined]
-        return f"{note.name}: {metadata}, its values sharded over {note.ranks} ranks"
+    def untyped_storage(self) -> Any:
+        """Refuse what reads memory past all operators: storages, shared memory, files."""
+        raise _refusal("storage", self)
 
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
+        metadata = f"{tuple(self.shape)}, {self.dtype}, device={str(self.device)!r}"
+        return f"{_note(self).name}: {metadata}, its values sharded over {_note(self).ranks} ranks"
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise _refusal("pickled", self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        trained: bool = self.requires_grad  # type: ignore[attr-defined]
-        with torch._C.DisableTorchFunctionSubclass():
-            bare = Tensor.detach(self)  # type: ignore[arg-type]
-            copied = bare if isinstance(bare, FakeTensor) else _empty(bare, bare.dtype, bare.device)
-            copied = nn.Parameter(copied, trained) if isinstance(self, nn.Parameter) else copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Withheld":
+        own = _note(self).original
+        fake: Any = own if isinstance(own, FakeTensor) else None
+        original = copy.deepcopy(own) if fake is None else fake_parameter(fake, fake.fake_mode)
+        copied = _twin(self, replace(_note(self), original=original))
         memo[id(self)] = copied
-        return _withheld_like(self, copied)  # type: ignore[return-value, arg-type]
-
-
-class _Parameter(Withheld, nn.Parameter):  # type: ignore[misc]  # torch leaves __repr__ untyped
-    """A parameter of a module."""
-
-
-class _Tensor(Withheld, Tensor):  # type: ignore[misc]
-    """What ``data`` and ``detach`` of a withheld parameter return."""
-
-
-class _Fake(Withheld, FakeTensor):  # type: ignore[misc]
-    """A parameter that never had memory."""
-
-
-_KINDS = MappingProxyType({nn.Parameter: _Parameter, Tensor: _Tensor, FakeTensor: _Fake})
+        return copied
 
 
 def withhold(model: nn.Module, ranks: int) -> dict[str, nn.Parameter]:
@@ -135,12 +155,13 @@ def withhold(model: nn.Module, ranks: int) -> dict[str, nn.Parameter]:
     for name, parameter in parameters.items():
         if is_withheld(parameter):
             continue
-        if type(parameter) is nn.Parameter:
-            meta = _meta(parameter)
-            device = parameter.device
-            parameter.data = parameter.data.new_empty(0)  # frees its memory before more is allocated
-            parameter.data = _empty(meta, meta.dtype, device)
-        _hide(parameter, _Note(name, ranks, type(parameter)))
+        note = _Note(name, ranks)
+        other = _twin(parameter, note)
+        _exchange(parameter, other)
+        note.original = other
+        if type(other) is nn.Parameter and not is_fake(other):
+            # Emptied, as an output of the model may keep the tensor for its backward.
+            other.data = other.data.new_empty(0)
     return parameters
 
 
@@ -149,18 +170,31 @@ def is_withheld(tensor: object) -> bool:
     return isinstance(tensor, Withheld)
 
 
+def has_memory(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has memory, or had before it was withheld."""
+    return not is_fake(_original(parameter))
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written; a withheld one cannot be, and keeps the number it had."""
+    return _original(tensor)._version
+
+
 def restore(parameter: nn.Parameter, values: Tensor | None) -> None:
-    """Give a parameter, withheld or not, ``values``, and its own class. values: None if it never had memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if values is not None:
-            parameter.data = values
-    if is_withheld(parameter):
-        parameter.__class__ = vars(parameter).pop(_NOTE).kind
+    """Give a parameter, withheld or not, ``values``, and its own class. values: None if it never
+    had memory.
+    """
+    own = _original(parameter)
+    if values is not None:
+        own.data = values
+    if own is not parameter:
+        _carry(parameter, own)
+        _exchange(parameter, own)
 
 
 def name_of(tensor: Tensor) -> str:
     """The name of the parameter that a withheld tensor is, or was made from."""
-    return vars(tensor)[_NOTE].name
+    return _note(tensor).name
 
 
 def check_values(model: nn.Module) -> None:
@@ -170,84 +204,83 @@ def check_values(model: nn.Module) -> None:
             raise _refusal("read", parameter)
 
 
-def _withheld_of(arguments: Any) -> Tensor:
-    return next(filter(is_withheld, tree_leaves(arguments)))
+def _note(tensor: Tensor) -> _Note:
+    return vars(tensor)[_NOTE]
 
 
-def _refusal(use: str, arguments: Any, writes: bool = False) -> ConfigError:
-    note: _Note = vars(_withheld_of(arguments))[_NOTE]
-    return elsewhere(f"model.{note.name}", f"({use})", note.ranks, _REMEDY_OF_WRITES if writes else _REMEDY)
+def _original(tensor: Tensor) -> Tensor:
+    """The parameter that a withheld one was; any other tensor itself."""
+    return _note(tensor).original if is_withheld(tensor) else tensor
 
 
-def _writes(name: str) -> bool:
-    """Whether a function of that name writes to its first argument."""
-    if name.startswith("__"):
-        return name.startswith(("__i", "__setitem__")) and name not in ("__int__", "__index__", "__invert__")
-    return name.endswith("_")
+def _first(*arguments: Any) -> Tensor | None:
+    """The first withheld tensor among arguments of a function."""
+    return next(filter(is_withheld, tree_leaves(arguments)), None)
 
 
-def _get(func: Callable, tensor: Tensor, attribute: str) -> Any:
-    if attribute in _MADE_OF_VALUES or attribute == "(a property)":
-        error = _refusal(attribute, tensor)
-        raise AbsentError(error.what, error.value, error.reason, error.remedy)
-    with torch._C.DisableTorchFunctionSubclass():
-        value = func(tensor)
-        return _withheld_like(tensor, value) if attribute == "data" else value
+def _refusal(use: str, tensor: Tensor, remedy: str = _REMEDY) -> ConfigError:
+    note = _note(tensor)
+    return elsewhere(f"model.{note.name}", f"({use})", note.ranks, remedy)
 
 
-def _set(func: Callable, tensor: Tensor, value: Any, attribute: str) -> None:
-    moved = attribute == "data" and is_withheld(value)  # as model.to(device) does
-    if not moved and attribute not in _SETTABLE:
-        raise _refusal(f"{attribute} set", tensor, writes=True)
-    with torch._C.DisableTorchFunctionSubclass():
-        func(tensor, value)
+def _twin(like: Tensor, note: _Note) -> Withheld:
+    """A withheld tensor, a parameter if ``like`` is one, with its attributes
+    (``_no_weight_decay``).
+    """
+    made = Withheld(like, note)
+    _carry(like, made)
+    if isinstance(like, nn.Parameter):
+        vars(made)["_is_param"] = True  # what makes a tensor of any class an nn.Parameter
+    return made
 
 
-def _withheld_like(tensor: Tensor, result: Tensor) -> Tensor:
-    """Withhold ``result``, which has no memory of its own, like ``tensor``."""
-    return _hide(result, replace(vars(tensor)[_NOTE], kind=type(result)))
+def _carry(one: Tensor, other: Tensor) -> None:
+    """Give ``other`` the attributes of ``one``, its gradient and ``requires_grad``."""
+    vars(other).update(
+        {name: value for name, value in vars(one).items() if name not in (_NOTE, "_is_param")}
+    )
+    other.requires_grad_(one.requires_grad)
+    if one.is_leaf:
+        other.grad = one.grad
 
 
-def _hide(tensor: Tensor, note: _Note) -> Tensor:
-    vars(tensor)[_NOTE] = note
-    kind = _KINDS.get(note.kind) or type(note.kind.__name__, (Withheld, note.kind), {})
-    tensor.__class__ = kind
-    return tensor
+def _exchange(one: Tensor, other: Tensor) -> None:
+    """Make each of two tensors the other: what refers to one sees the class and values of the
+    other.
 
-
-def _empty(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor with the shape and strides of ``like`` whose memory is freed: it must not be read."""
-    result = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=device)
-    result.untyped_storage().resize_(0)
-    return result
+    This is ``torch.utils.swap_tensors``, which refuses a parameter that an earlier output of the
+    model keeps for its backward, or that has a weak reference (of torch.compile).
+    """
+    torch._C._swap_tensor_impl(one, other)
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
 
 
 def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _moved(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The result of ``to``, ``cuda``, ``half`` and so on: a withheld tensor of another dtype or device."""
-    if isinstance(tensor, FakeTensor):
-        fake = func(tensor, *args, **kwargs)
-        return tensor if fake is tensor else _withheld_like(tensor, fake)
-    kwargs.pop("memory_format", None)
-    scalar = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-    moved = func(scalar, *args, **kwargs)
-    return tensor if moved is scalar else _withheld_like(tensor, _empty(tensor, moved.dtype, moved.device))
-
-
 def _sent(tensor: Tensor) -> tuple[Callable, tuple]:
-    """Let withheld tensors be sent to worker processes of a DataLoader, with a collator's model; not to files."""
-    note: _Note = vars(tensor)[_NOTE]
-    with torch._C.DisableTorchFunctionSubclass():
-        return _received, (note, _meta(tensor), tensor.device, tensor.requires_grad)
+    """Let withheld tensors be sent to worker processes of a DataLoader, with a collator's model;
+    not to files.
+    """
+    note = replace(_note(tensor), original=None)
+    return _received, (
+        note,
+        _meta(tensor),
+        tensor.device,
+        tensor.requires_grad,
+        isinstance(tensor, nn.Parameter),
+    )
 
 
-def _received(note: _Note, meta: Tensor, device: torch.device, trained: bool) -> Tensor:
-    tensor = _empty(meta, meta.dtype, device)
-    return _hide(nn.Parameter(tensor, trained) if note.kind is nn.Parameter else tensor, note)
+def _received(
+    note: _Note, meta: Tensor, device: torch.device, trained: bool, is_parameter: bool
+) -> Tensor:
+    made = Withheld(meta, note, device=device).requires_grad_(trained)
+    if is_parameter:
+        vars(made)["_is_param"] = True
+    return made
 
 
-ForkingPickler.register(_Parameter, _sent)
-ForkingPickler.register(_Tensor, _sent)
+ForkingPickler.register(Withheld, _sent)

@@ -1,4 +1,6 @@
-"""Tensor parallelism: layers that hold a shard, and the collectives between their regions. Groups are arguments."""
+"""Tensor parallelism: layers that hold a shard, and the collectives between their regions. Groups
+are arguments.
+"""
 
 from .cross_entropy import vocab_parallel_cross_entropy
 from .layers import ColumnParallelLinear, ParallelLayer, RowParallelLinear, VocabParallelEmbedding

@@ -1,11 +1,14 @@
 """Linear and embedding layers whose weight is split over the tensor-parallel ranks.
 
 ``collectives='call'``: the layer calls its own collectives, as a stand-alone module.
-``collectives='edge'``: the layer only computes on its shard; whoever lists the segments owns the collectives.
-``sequence_parallel``: between the layers each rank has its part [b, s / n, h] of the sequence, not all of it; 'call'
+``collectives='edge'``: the layer only computes on its shard; whoever lists the segments owns the
+collectives.
+``sequence_parallel``: between the layers each rank has its part [b, s / n, h] of the sequence, not
+all of it; 'call'
 layers then gather their input and reduce-scatter their output.
 ``sink``, when set, receives weight gradients instead of autograd.
-Weights are not initialised: what fills them knows the full tensor, so that the result does not depend on the split.
+Weights are not initialised: what fills them knows the full tensor, so that the result does not
+depend on the split.
 """
 
 import torch
@@ -32,7 +35,9 @@ def divide(extent: int, parts: int) -> int:
 
 
 class ParallelLayer(nn.Module):
-    """What the three layers share: the group, who calls which collectives, and where weight gradients go."""
+    """What the three layers share: the group, who calls which collectives, and where weight
+    gradients go.
+    """
 
     def __init__(self, group: Group, collectives: str, sequence_parallel: bool):
         super().__init__()
@@ -43,13 +48,17 @@ class ParallelLayer(nn.Module):
         self.sink: ops.WeightGradientSink | None = None
 
     def _full(self, x: Tensor) -> Tensor:
-        """What a 'call' layer computes with: its input on all positions, whose gradient is partial on each rank."""
+        """What a 'call' layer computes with: its input on all positions, whose gradient is partial
+        on each rank.
+        """
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(x, self.group)
         return copy_to_tensor_model_parallel_region(x, self.group)
 
     def _summed(self, partial: Tensor) -> Tensor:
-        """A 'call' layer's output: the sum over ranks, all of it or this rank's part of the sequence."""
+        """A 'call' layer's output: the sum over ranks, all of it or this rank's part of the
+        sequence.
+        """
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.group)
         return reduce_from_tensor_model_parallel_region(partial, self.group)
@@ -58,8 +67,8 @@ class ParallelLayer(nn.Module):
 class ColumnParallelLinear(ParallelLayer):
     """Y = X A^T + b with A's output features split: x [..., i] replicated -> [..., o / n].
 
-    ``gather_output`` returns [..., o] on every rank ('call' only). weight is [o / n, i], bias [o / n]; with
-    ``skip_bias_add`` it is left to the caller, who fuses it with the activation.
+    ``gather_output`` returns [..., o] on every rank ('call' only). weight is [o / n, i], bias [o /
+    n]; with ``skip_bias_add`` it is left to the caller, who fuses it with the activation.
     """
 
     def __init__(
@@ -90,16 +99,22 @@ class ColumnParallelLinear(ParallelLayer):
         return self._full(x) if self.calls else x
 
     def forward(self, x: Tensor) -> Tensor:
-        y = ops.linear(self.entering(x), self.weight, self.bias if self.adds_bias else None, self.sink)
-        return gather_from_tensor_model_parallel_region(y, self.group) if self.calls and self.gather_output else y
+        y = ops.linear(
+            self.entering(x), self.weight, self.bias if self.adds_bias else None, self.sink
+        )
+        return (
+            gather_from_tensor_model_parallel_region(y, self.group)
+            if self.calls and self.gather_output
+            else y
+        )
 
 
 class RowParallelLinear(ParallelLayer):
     """Y = X A^T + b with A's input features split: x [..., i / n] -> [..., o] replicated.
 
-    weight is [o, i / n]; bias [o] is replicated and added after the sum. With ``skip_bias_add``, and always under
-    'edge', the bias is left to the caller, who fuses it with dropout and residual. ``input_is_parallel=False`` splits a
-    replicated x.
+    weight is [o, i / n]; bias [o] is replicated and added after the sum. With ``skip_bias_add``,
+    and always under 'edge', the bias is left to the caller, who fuses it with dropout and residual.
+    ``input_is_parallel=False`` splits a replicated x.
     """
 
     def __init__(
@@ -118,11 +133,18 @@ class RowParallelLinear(ParallelLayer):
     ):
         super().__init__(group, collectives, sequence_parallel)
         assert self.calls or input_is_parallel, "under 'edge' the layer has no collectives"
-        assert input_is_parallel or not sequence_parallel, "a part of the sequence has no features to split"
+        assert input_is_parallel or not sequence_parallel, (
+            "a part of the sequence has no features to split"
+        )
         columns = divide(in_features, group_size(group))
-        self.input_is_parallel, self.adds_bias = input_is_parallel, bias and self.calls and not skip_bias_add
+        self.input_is_parallel, self.adds_bias = (
+            input_is_parallel,
+            bias and self.calls and not skip_bias_add,
+        )
         self.weight = nn.Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        self.bias = (
+            nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.calls and not self.input_is_parallel:
@@ -136,12 +158,14 @@ class RowParallelLinear(ParallelLayer):
         if self.bias is None or not self.adds_bias:
             return y
         # On parts of the sequence each rank has a part of the bias's gradient.
-        return y + copy_to_tensor_model_parallel_region(self.bias, self.group if self.sequence_parallel else None)
+        return y + copy_to_tensor_model_parallel_region(
+            self.bias, self.group if self.sequence_parallel else None
+        )
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """Rows of the table split over ranks: token ids int64 [...] -> [..., h], zero ('edge': partial) outside this rank's
-    rows.
+    """Rows of the table split over ranks: token ids int64 [...] -> [..., h], zero ('edge': partial)
+    outside this rank's rows.
 
     ``num_embeddings`` must divide by the group size: pad it.
     """

@@ -1,7 +1,8 @@
 """How a rank's parameter is made of slices of HuggingFace tensors.
 
-A parameter may fuse several of them along its rows (q, k and v in one matmul), hold one transposed (GPT-2 stores [in,
-out]), and carry padding rows at its end. Initialisation, checkpoints and weight exchange see only the views given here.
+A parameter may fuse several of them along its rows (q, k and v in one matmul), hold one transposed
+(GPT-2 stores [in, out]), and carry padding rows at its end. Initialisation, checkpoints and weight
+exchange see only the views given here.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ class Init:
 
 @dataclass(frozen=True)
 class Piece:
-    """One HuggingFace tensor inside a parameter; ``transposed`` when the parameter stores it as [out, in]."""
+    """One HuggingFace tensor inside a parameter; ``transposed`` when the parameter stores it as
+    [out, in].
+    """
 
     sharding: TensorSharding
     init: Init
@@ -40,8 +43,12 @@ class ParameterLayout:
         """Whether tensor-parallel ranks hold different values."""
         return self.pieces[0].sharding.dim is not None
 
-    def views(self, parameter: torch.Tensor, tp_rank: int, tp: int) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Each piece with the part of ``parameter`` that holds it, as a view in HuggingFace orientation."""
+    def views(
+        self, parameter: torch.Tensor, tp_rank: int, tp: int
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Each piece with the part of ``parameter`` that holds it, as a view in HuggingFace
+        orientation.
+        """
         row = 0
         for piece in self.pieces:
             shape = piece.sharding.local_shape(tp_rank, tp)

@@ -1,7 +1,10 @@
-"""The conjugate pairs between replicated and sharded regions: what each does forward, its partner does backward.
+"""The conjugate pairs between replicated and sharded regions: what each does forward, its partner
+does backward.
 
-Sources: Shoeybi et al., "Megatron-LM", 2019, section 3; along the sequence, Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", 2022, section 4.2. ``group`` None, or of one rank, makes each the identity.
+Sources: Shoeybi et al., "Megatron-LM", 2019, section 3; along the sequence, Korthikanti et al.,
+"Reducing Activation
+Recomputation in Large Transformer Models", 2022, section 4.2. ``group`` None, or of one rank, makes
+each the identity.
 """
 
 import torch
@@ -32,7 +35,9 @@ def _split(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, -1)
 
@@ -98,15 +103,22 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
     return _apply(x, group, _own_part, gathered)
 
 
-def gather_from_sequence_parallel_region(x: Tensor, group: Group, tensor_parallel_output_grad: bool = True) -> Tensor:
+def gather_from_sequence_parallel_region(
+    x: Tensor, group: Group, tensor_parallel_output_grad: bool = True
+) -> Tensor:
     """All parts x [b, s / n, ...] of the sequence joined, [b, s, ...].
 
-    Backward sums the gradient over ``group`` and keeps this rank's part, as it must before a sharded region; without
-    ``tensor_parallel_output_grad``, before a replicated one, it takes this rank's part.
+    Backward sums the gradient over ``group`` and keeps this rank's part, as it must before a
+    sharded region; without ``tensor_parallel_output_grad``, before a replicated one, it takes this
+    rank's part.
     """
-    return _apply(x, group, gathered, reduce_scattered if tensor_parallel_output_grad else _own_part)
+    return _apply(
+        x, group, gathered, reduce_scattered if tensor_parallel_output_grad else _own_part
+    )
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
-    """This rank's part [b, s / n, ...] of the sum over ``group`` of x [b, s, ...]; backward gathers."""
+    """This rank's part [b, s / n, ...] of the sum over ``group`` of x [b, s, ...]; backward
+    gathers.
+    """
     return _apply(x, group, reduce_scattered, gathered)

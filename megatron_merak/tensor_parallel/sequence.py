@@ -1,7 +1,8 @@
 """Tensors of all ranks stacked, and tensors sharded along the sequence.
 
-These are x [b, s, ...] in as many parts [b, s / n, ...] as there are ranks. A collective wants the ranks' parts one
-behind the other, [n, b, s / n, ...]. Of a single sample that is x itself; of more it is a copy.
+These are x [b, s, ...] in as many parts [b, s / n, ...] as there are ranks. A collective wants the
+ranks' parts one behind the other, [n, b, s / n, ...]. Of a single sample that is x itself; of more
+it is a copy.
 """
 
 import torch

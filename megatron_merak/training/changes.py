@@ -1,5 +1,5 @@
-"""Differences between a run that resumes and the run that saved: another model or other data is an error, the rest is
-reported.
+"""Differences between a run that resumes and the run that saved: another model or other data is an
+error, the rest is reported.
 """
 
 import dataclasses
@@ -18,10 +18,13 @@ _FREE = frozenset(
     allow_pickle graph_sharding tensor_parallel_rules""".split()
 )
 # ... those that may change during a run, ...
-_REPORTED = frozenset("hidden_dropout attention_dropout attn_implementation fp32_residual_connection".split())
+_REPORTED = frozenset(
+    "hidden_dropout attention_dropout attn_implementation fp32_residual_connection".split()
+)
 # ... and those that a new run from old weights may choose anew.
 _OF_A_RUN = frozenset(
-    "seq_length max_position_embeddings rotary_base rotary_percent use_rope_scaling rope_scaling_factor".split()
+    "seq_length max_position_embeddings rotary_base rotary_percent use_rope_scaling "
+    "rope_scaling_factor".split()
 )
 _TRAIN_REPORTED = """train_iters train_samples rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed
     micro_batch_size bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
@@ -31,12 +34,17 @@ _SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmu
     lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay
     start_weight_decay end_weight_decay weight_decay_incr_style""".split()
 
-# Settings that follow from others where they are unset: they are compared last, by what they come to.
-_DERIVED = "ffn_hidden_size kv_channels group_query_attention num_query_groups max_position_embeddings".split()
+# Settings that follow from others where they are unset: they are compared last, by what they come
+# to.
+_DERIVED = (
+    "ffn_hidden_size kv_channels group_query_attention num_query_groups max_position_embeddings"
+).split()
 
-# Of the config.json of a model: keys that are of no consequence for training, and those that may change.
+# Of the config.json of a model: keys that are of no consequence for training, and those that may
+# change.
 _CONFIG_FREE = frozenset(
-    "transformers_version _name_or_path architectures dtype torch_dtype use_cache initializer_range".split()
+    "transformers_version _name_or_path architectures dtype torch_dtype use_cache "
+    "initializer_range".split()
 )
 _CONFIG_REPORTED = ("dropout", "_token_id", "pdrop", "_implementation", "_coef")
 
@@ -60,9 +68,11 @@ class Change(NamedTuple):
         return f"Add {self.flag}" if self.saved is True else f"Give {self.flag} {_text(self.saved)}"
 
 
-def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, data: Mapping, batch: int) -> list[str]:
-    """Return what a resumed run has to report, in lines. Raises CheckpointError for another model, and for other
-    data.
+def check(
+    config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, data: Mapping, batch: int
+) -> list[str]:
+    """Return what a resumed run has to report, in lines. Raises CheckpointError for another model,
+    and for other data.
 
     model: see ``TrainedModel.settings``.
     data:  see ``data.identity``.
@@ -70,7 +80,9 @@ def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, d
     """
     refused, changes = _model_changes(config, saved, model)
     for change in refused:
-        reason = f"the checkpoint's run had {_text(change.saved)}; another value makes another model"
+        reason = (
+            f"the checkpoint's run had {_text(change.saved)}; another value makes another model"
+        )
         raise CheckpointError(change.flag, _text(change.now), reason, change.undone())
     lines = []
     if not config.checkpoint.finetune:
@@ -86,13 +98,20 @@ def check(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None, d
 def schedule_of(saved: SavedRun, config: RunConfig) -> OptimizerConfig:
     """Return the optimizer settings of ``config`` with the checkpoint's schedule.
 
-    Raises CheckpointError if that is invalid, or counts samples in a run of iterations or the other way round.
+    Raises CheckpointError if that is invalid, or counts samples in a run of iterations or the other
+    way round.
     """
-    theirs = {name: saved.config["optimizer"][name] for name in _SCHEDULE if name in saved.config["optimizer"]}
+    theirs = {
+        name: saved.config["optimizer"][name]
+        for name in _SCHEDULE
+        if name in saved.config["optimizer"]
+    }
     unit, other = ("samples", "iters") if config.train.train_samples else ("iters", "samples")
     remedy = "Leave out --use-checkpoint-opt-param-scheduler"
     if saved.config["train"].get(f"train_{other}") is not None:
-        reason = f"the checkpoint's schedule counts in --train-{other}, and this run has --train-{unit}"
+        reason = (
+            f"the checkpoint's schedule counts in --train-{other}, and this run has --train-{unit}"
+        )
         raise CheckpointError("--use-checkpoint-opt-param-scheduler", "on", reason, remedy)
     if theirs.get(f"lr_decay_{unit}") is None:
         theirs[f"lr_decay_{unit}"] = saved.config["train"].get(f"train_{unit}")
@@ -109,12 +128,17 @@ def _model_changes(
 ) -> tuple[list[Change], list[Change]]:
     now = config.to_dict()["model"]
     then = dict(saved.config["model"])
-    if isinstance(config, HFConfig) != ("model" in then):  # a native model and a captured one share names only
+    # a native model and a captured one share names only
+    if isinstance(config, HFConfig) != ("model" in then):
         now, then = ({"seq_length": values.get("seq_length")} for values in (now, then))
     elif isinstance(config.model, ModelConfig):
         now = _effective(config.model)
         then = _effective_saved(then)
-    changes = [Change(flag_name(name), now[name], then[name]) for name in _differing(now, then) if name not in _FREE]
+    changes = [
+        Change(flag_name(name), now[name], then[name])
+        for name in _differing(now, then)
+        if name not in _FREE
+    ]
     may_change = _REPORTED | _OF_A_RUN if config.checkpoint.finetune else _REPORTED
     refused = [change for change in changes if change.flag[2:].replace("-", "_") not in may_change]
     allowed = [change for change in changes if change not in refused]
@@ -129,9 +153,16 @@ def _model_changes(
 
 def _effective(model: ModelConfig) -> dict[str, Any]:
     """Return the settings with the values that replace unset ones."""
-    values = {name: value for name, value in dataclasses.asdict(model).items() if name not in _DERIVED}
-    values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
-    learned = model.position_embedding_type == "learned_absolute"  # else it is the length of a table of angles
+    values = {
+        name: value for name, value in dataclasses.asdict(model).items() if name not in _DERIVED
+    }
+    values |= {
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_dim,
+        "num_query_groups": model.query_groups,
+    }
+    # else it is the length of a table of angles
+    learned = model.position_embedding_type == "learned_absolute"
     values["max_position_embeddings"] = model.max_positions if learned else None
     return values
 
@@ -139,25 +170,42 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
 def _effective_saved(values: dict[str, Any]) -> dict[str, Any]:
     try:
         known = {field.name for field in dataclasses.fields(ModelConfig)}
-        return _effective(ModelConfig.from_dict({name: value for name, value in values.items() if name in known}))
+        return _effective(
+            ModelConfig.from_dict({name: value for name, value in values.items() if name in known})
+        )
     except ConfigError:
         return values
 
 
 def _differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names with different values; names that only one version of this program has are skipped."""
+    """Yield the names with different values; names that only one version of this program has are
+    skipped.
+    """
     return (name for name, value in now.items() if name in then and value != then[name])
 
 
 def _run_changes(config: RunConfig, saved: SavedRun) -> list[Change]:
     now = config.to_dict()
-    pairs = [("train", name) for name in _differing(now["train"], saved.config["train"]) if name in _TRAIN_REPORTED]
+    pairs = [
+        ("train", name)
+        for name in _differing(now["train"], saved.config["train"])
+        if name in _TRAIN_REPORTED
+    ]
     before = saved.config.get("parallel", {})
-    pairs += [("parallel", name) for name in _differing(now["parallel"], before) if name in _PARALLEL_REPORTED]
-    pairs += [("optimizer", name) for name in _differing(now["optimizer"], saved.config["optimizer"])]
+    pairs += [
+        ("parallel", name)
+        for name in _differing(now["parallel"], before)
+        if name in _PARALLEL_REPORTED
+    ]
+    pairs += [
+        ("optimizer", name) for name in _differing(now["optimizer"], saved.config["optimizer"])
+    ]
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
         pairs = [(section, name) for section, name in pairs if name not in _SCHEDULE]
-    return [Change(flag_name(name), now[section][name], saved.config[section][name]) for section, name in pairs]
+    return [
+        Change(flag_name(name), now[section][name], saved.config[section][name])
+        for section, name in pairs
+    ]
 
 
 def _check_seed_and_data(config: RunConfig, saved: SavedRun, data: Mapping) -> list[str]:
@@ -174,16 +222,33 @@ def _check_seed_and_data(config: RunConfig, saved: SavedRun, data: Mapping) -> l
         text = difference(now, then)
         if text and part == "train":
             if not config.checkpoint.override_dataset:
-                remedy = "Give the same data, --override-dataset to go on with other data, or --finetune for a new run"
-                raise CheckpointError(
-                    "training data", _paths(now), f"the checkpoint's run read other data: {text}", remedy
+                remedy = (
+                    "Give the same data, --override-dataset to go on with other data, or "
+                    "--finetune for a new run"
                 )
-            lines.append(f"Other training data than the checkpoint's run, as --override-dataset allows: {text}.")
+                raise CheckpointError(
+                    "training data",
+                    _paths(now),
+                    f"the checkpoint's run read other data: {text}",
+                    remedy,
+                )
+            lines.append(
+                "Other training data than the checkpoint's run, as --override-dataset allows: "
+                f"{text}."
+            )
         elif text:
             lines.append(f"Other {part} data than the checkpoint's run: {text}.")
-        elif part == "train" and now is not None and then is not None and now["order"] != then.get("order"):
+        elif (
+            part == "train"
+            and now is not None
+            and then is not None
+            and now["order"] != then.get("order")
+        ):
             reason = "the run's length now reads the data another number of times"
-            lines.append(f"Samples come in another order than in the checkpoint's run ({reason}): some may come again.")
+            lines.append(
+                f"Samples come in another order than in the checkpoint's run ({reason}): some "
+                "may come again."
+            )
     return lines
 
 

@@ -11,7 +11,8 @@ from datetime import datetime, timedelta
 from typing import TextIO
 
 WIDTH = 120  # columns of a terminal that lines fit into
-_DROPPED = ("zeros", "flops", "staleness", "rate", "norm", "scale", "left")  # left out, in order, until a line fits
+# left out, in order, until a line fits
+_DROPPED = ("zeros", "flops", "staleness", "rate", "norm", "scale", "left")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOST = (errno.EPIPE, errno.EIO)  # its reader has left; its terminal is closed
 
@@ -77,7 +78,8 @@ class Interval:
 
 
 def console_line(interval: Interval, work: Throughput, detailed: bool, now: datetime) -> str:
-    """Return Megatron-LM's fields in Megatron-LM's order, then ours: throughput, MFU or GFLOP/s, remaining time.
+    """Return Megatron-LM's fields in Megatron-LM's order, then ours: throughput, MFU or GFLOP/s,
+    remaining time.
 
     With modelled times, every field that depends on one says so, and the remaining time is omitted.
     """
@@ -87,7 +89,8 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     fields = [
         f"iteration {progress.iteration:8d}/{progress.iterations:8d}",
         f"consumed samples: {progress.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {1000 * interval.seconds:.{3 if modelled else 1}f}{modelled}",
+        "elapsed time per iteration (ms): "
+        f"{1000 * interval.seconds:.{3 if modelled else 1}f}{modelled}",
     ]
     if detailed:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {rate / 1e12:.1f}{modelled}")
@@ -105,37 +108,56 @@ def console_line(interval: Interval, work: Throughput, detailed: bool, now: date
     if interval.staleness is not None:
         fields.append(f"staleness: {interval.staleness:.1f}")
     fields.append(f"tokens/s: {work.tokens * interval.samples_per_second:.0f}{modelled}")
-    share = f"GFLOP/s per rank: {rate / 1e9:.1f}" if work.peak is None else f"MFU: {100 * rate / work.peak:.1f} %"
+    share = (
+        f"GFLOP/s per rank: {rate / 1e9:.1f}"
+        if work.peak is None
+        else f"MFU: {100 * rate / work.peak:.1f} %"
+    )
     fields.append(share + modelled)
     if not modelled:
-        left = timedelta(seconds=round((progress.iterations - progress.iteration) * interval.seconds))
+        left = timedelta(
+            seconds=round((progress.iterations - progress.iteration) * interval.seconds)
+        )
         fields.append(f"ETA: {left}")
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
 
 
 def short_line(interval: Interval, work: Throughput, detailed: bool) -> str:
-    """Return the same facts in at most 120 columns; skipped and nan iterations, and a loss scale, only if there are
-    any.
+    """Return the same facts in at most 120 columns; skipped and nan iterations, and a loss scale,
+    only if there are any.
     """
     progress = interval.progress
     rate = work.per_rank(interval.samples_per_second)
     known = work.peak is not None
     total = f"{progress.iterations:,}"
     left = timedelta(seconds=round((progress.iterations - progress.iteration) * interval.seconds))
-    counts = {"zeros": interval.zeros, "skipped": interval.skipped or None, "nan": interval.nan or None}
+    counts = {
+        "zeros": interval.zeros,
+        "skipped": interval.skipped or None,
+        "nan": interval.nan or None,
+    }
     fields = {
         "iteration": f" {progress.iteration:>{len(total)},}/{total}",
         "loss": "" if math.isnan(interval.loss) else f"loss {_loss(interval.loss)}",
         "rate": f"lr {interval.learning_rate:.2e}",
         "norm": f"norm {_significant(interval.grad_norm)}",
         "scale": "" if interval.loss_scale == 1.0 else f"scale {_significant(interval.loss_scale)}",
-        **{name: "" if count is None else f"{name} {_large(count)}" for name, count in counts.items()},
+        **{
+            name: "" if count is None else f"{name} {_large(count)}"
+            for name, count in counts.items()
+        },
         "staleness": "" if interval.staleness is None else f"staleness {interval.staleness:.1f}",
         "time": f"{_significant(1000 * interval.seconds)} ms",
         "tokens": f"{_large(work.tokens * interval.samples_per_second)} tokens/s",
-        "flops": f"{rate / 1e12:.1f} TFLOP/s/GPU" if detailed else "" if known else f"{rate / 1e9:.1f} GFLOP/s/rank",
+        "flops": f"{rate / 1e12:.1f} TFLOP/s/GPU"
+        if detailed
+        else ""
+        if known
+        else f"{rate / 1e9:.1f} GFLOP/s/rank",
         "share": "" if work.peak is None else f"MFU {100 * rate / work.peak:.1f} %",
-        "left": "modelled" if work.clock else f"ETA {str(left).replace(' days, ', 'd ').replace(' day, ', 'd ')}",
+        "left": "modelled"
+        if work.clock
+        else f"ETA {str(left).replace(' days, ', 'd ').replace(' day, ', 'd ')}",
     }
     for name in ("", *_DROPPED):
         fields[name] = ""
@@ -154,7 +176,13 @@ def fitted(text: str, width: int = WIDTH) -> str:
         lines += (
             [line]
             if fits
-            else textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            else textwrap.wrap(
+                line,
+                width,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         )
     return "\n".join(lines)
 
@@ -185,7 +213,9 @@ def put(text: str, out: TextIO) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let a stream write to nowhere; what it still holds would fail again when the interpreter ends."""
+    """Let a stream write to nowhere; what it still holds would fail again when the interpreter
+    ends.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -201,7 +231,13 @@ def _significant(value: float) -> str:
     """Return three or four digits: "0.562", "12.3", "4,321", "1.2e+09"."""
     if not math.isfinite(value) or abs(value) >= 1e7:
         return f"{value:.3g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+    return (
+        f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.3f}"
+    )
 
 
 def _large(value: float) -> str:

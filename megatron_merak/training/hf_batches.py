@@ -1,9 +1,11 @@
-"""From samples of GPT data sets to batches of a HuggingFace causal language model, with the same targets.
+"""From samples of GPT data sets to batches of a HuggingFace causal language model, with the same
+targets.
 
 Data sets shift labels: label t is token t + 1. Models take labels in one of three ways:
 
     - "shifted": the loss takes labels that are already shifted, as a separate argument;
-    - "longer": the loss shifts labels itself, so the model gets one more token, which has no target;
+    - "longer": the loss shifts labels itself, so the model gets one more token, which has no
+      target;
     - "plain": the loss compares position t with label t (decoders of encoder-decoder models).
 
     shifted   input_ids  t0 t1 .. ts-1       shift_labels   t1 t2 .. ts
@@ -21,7 +23,9 @@ IGNORED = -100  # a label that is left out of the loss
 
 
 def targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the token that follows each position, int64[b, s]; ``IGNORED`` where the loss mask is 0."""
+    """Return the token that follows each position, int64[b, s]; ``IGNORED`` where the loss mask is
+    0.
+    """
     return batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
 
 
@@ -41,9 +45,11 @@ class TokenBatches:
         """Number of tokens that the model gets beside those of a sample."""
         return int(self.way == "longer")
 
-    def __call__(self, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the model's batch. num_items: float, [], by which the sum of losses is divided instead of the number
-        of targets.
+    def __call__(
+        self, batch: Mapping[str, Tensor], num_items: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return the model's batch. num_items: float, [], by which the sum of losses is divided
+        instead of the number of targets.
         """
         tokens = batch["tokens"]
         labels = targets(batch)
@@ -59,7 +65,9 @@ class TokenBatches:
         return prepared if num_items is None else prepared | {"num_items_in_batch": num_items}
 
     def example(self, samples: int, length: int, num_items: bool = False) -> dict[str, Tensor]:
-        """Return a batch of ``samples`` sequences of ``length`` tokens, of which only the shapes matter."""
+        """Return a batch of ``samples`` sequences of ``length`` tokens, of which only the shapes
+        matter.
+        """
         tokens = torch.zeros(samples, length, dtype=torch.long)
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(samples, length)}
         return self(batch, torch.tensor(1.0) if num_items else None)

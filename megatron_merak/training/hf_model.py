@@ -1,6 +1,7 @@
 """From the flags of pretrain_hf.py to the model, its capture and its plan."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,21 +16,25 @@ from ..config import HFConfig, HFModelConfig
 from ..errors import ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
-from ..parallel.mesh import Mesh
-from ..planner.make import ProgressCallback, grid_of
+from ..parallel.ranks import Members
+from ..planner.make import ProgressCallback
+from ..planner.request import Request, request_of
 from ..stages.blueprint import Blueprint, blueprint_from_plan, make_blueprint
+from ..stages.searched import CapturedChain
 from ..stages.traced import Batch, Traced
 from .hf_batches import TokenBatches
 from .plan_file import plan_of
 
 Made = TypeVar("Made")
 
+_SPARE = 4  # rows of a table of positions beside those of positions
+
 
 def build_model(config: HFModelConfig) -> nn.Module:
     """Return the causal language model of ``--model``, without memory.
 
-    ``merak_source`` is the source of its weights; None if they are initialized. Raises CheckpointError, and ConfigError
-    for what the model cannot do.
+    ``merak_source`` is the source of its weights; None if they are initialized. Raises
+    CheckpointError, and ConfigError for what the model cannot do.
     """
     path = Path(config.model)
     model: Any = from_pretrained(
@@ -49,12 +54,45 @@ def build_model(config: HFModelConfig) -> nn.Module:
 
 
 def _check_length(model: Any, length: int, more: int) -> None:
-    """Raise ConfigError if a sample is too long for the model. more: positions needed beside those of the sample."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(longest, int) and length + more > longest:
+    """Raise ConfigError if a sample has positions that the model has learned nothing for.
+
+    more: positions needed beside those of the sample.
+    """
+    longest = most_positions(model)
+    if longest is not None and length + more > longest and _learns_positions(model, longest):
         needs = f" (the shift of its labels needs {more} more)" if more else ""
         reason = f"exceeds the model's max_position_embeddings {longest}{needs}"
         raise ConfigError("--seq-length", length, reason, f"Use at most {longest - more}")
+
+
+def most_positions(model: Any) -> int | None:
+    """Return the ``max_position_embeddings`` of a model; None: it says nothing."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) else None
+
+
+def _learns_positions(model: Any, longest: int) -> bool:
+    """Whether a table has a row for each of so many positions; else they are computed.
+
+    Some tables have a few rows more, of which the first are of no position.
+    """
+    words = model.get_input_embeddings()
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    return any(
+        0 <= table.num_embeddings - longest <= _SPARE for table in tables if table is not words
+    )
+
+
+def beyond_positions(model: Any, length: int) -> tuple[str, ...]:
+    """Return a notice on samples of more positions than the model's configuration names."""
+    longest = most_positions(model)
+    if longest is None or length <= longest:
+        return ()
+    return (
+        f"--seq-length {length} is above the model's max_position_embeddings {longest}: it computes "
+        "its positions, so it takes more, but its configuration does not promise what they are "
+        "worth.",
+    )
 
 
 def _check_causal(model: Any, path: Path) -> None:
@@ -64,8 +102,12 @@ def _check_causal(model: Any, path: Path) -> None:
     name = type(model).__name__
     known = AutoModelForCausalLM._model_mapping
     classes = known[type(config)] if type(config) in known else ()
-    causal = type(model) in (classes if isinstance(classes, tuple) else (classes,)) or "CausalLM" in name
-    seen = type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
+    causal = (
+        type(model) in (classes if isinstance(classes, tuple) else (classes,)) or "CausalLM" in name
+    )
+    seen = type(config) in AutoModelForMaskedLM._model_mapping and not getattr(
+        config, "is_decoder", True
+    )
     if not causal or seen or getattr(config, "is_encoder_decoder", False):
         reason = f"it is a {name}, and GPT data trains causal language models"
         raise ConfigError("--model", path, reason, "Train it with MerakTrainer on suitable data")
@@ -77,25 +119,43 @@ def known_tokens(model: nn.Module) -> int:
 
 
 def rules_text(text: str | None) -> str:
-    """Return the rules in ``--tensor-parallel-rules``, or in the file that it names, without # comments."""
+    """Return the rules in ``--tensor-parallel-rules``, or in the file that it names, without #
+    comments.
+    """
     if text is None or "=" in text and not Path(text).is_file():
         return text or ""
     try:
         lines = Path(text).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = f"it is neither a rule like '*.o_proj.weight=row' nor a file that can be read ({error})"
-        raise ConfigError("--tensor-parallel-rules", text, reason, "Give rules, or a file of them") from error
+        reason = (
+            f"it is neither a rule like '*.o_proj.weight=row' nor a file that can be read ({error})"
+        )
+        raise ConfigError(
+            "--tensor-parallel-rules", text, reason, "Give rules, or a file of them"
+        ) from error
     return "\n".join(line.partition("#")[0].strip() for line in lines)
 
 
-def traced_of(model: nn.Module, config: HFConfig, mesh: Mesh | None = None) -> tuple[Traced, TokenBatches]:
-    """Return the model, traced with its first micro-batch, and how its batches are made. mesh: see ``Traced``."""
+def traced_of(
+    model: nn.Module, config: HFConfig, ranks: Members | None = None
+) -> tuple[Traced, TokenBatches]:
+    """Return the model, traced with its first micro-batch, and how its batches are made. ranks: see
+    ``Traced``.
+    """
     train = config.train
-    return with_example(model, config, lambda example: Traced(model, example, train.dtype, train.is_half, mesh=mesh))
+    return with_example(
+        model,
+        config,
+        lambda example: Traced(model, example, train.dtype, train.is_half, ranks=ranks),
+    )
 
 
 def blueprint_of(
-    traced: Traced, config: HFConfig, world_size: int, cluster: Cluster, progress: ProgressCallback = lambda share: None
+    traced: Traced,
+    config: HFConfig,
+    world_size: int,
+    cluster: Cluster,
+    progress: ProgressCallback = lambda share: None,
 ) -> Blueprint:
     """Return the plan of a run: that of ``--plan``, or one made for ``cluster``. Raises PlanError.
 
@@ -104,26 +164,42 @@ def blueprint_of(
     stored = plan_of(config, world_size, cluster)
     if stored is not None:
         return blueprint_from_plan(traced, stored)
-    return make_blueprint(
-        traced,
-        grid_of(config, world_size),
-        microbatches=config.num_microbatches(world_size),
-        cluster=cluster,
-        parallel=config.parallel,
+    request = _sharded_as(request_of(config, world_size), config)
+    return make_blueprint(traced, request, cluster, progress=progress)
+
+
+def captured_chain(
+    config: HFConfig, request: Request, cluster: Cluster
+) -> tuple[CapturedChain, Request]:
+    """Return the model as a search needs it, and the request with how it is cut and sharded."""
+    model = build_model(config.model)
+
+    def trace(samples: int) -> Traced:
+        train = replace(config.train, micro_batch_size=samples)
+        return traced_of(model, replace(config, train=train))[0]
+
+    request = _sharded_as(request, config)
+    return CapturedChain(trace, request, cluster), request
+
+
+def _sharded_as(request: Request, config: HFConfig) -> Request:
+    """Return the request with how the graph of a model is cut and sharded."""
+    return replace(
+        request,
         graph_sharding=config.model.graph_sharding,
         rules=rules_text(config.model.tensor_parallel_rules),
         vocabulary_multiple=config.model.make_vocab_size_divisible_by,
-        loss_chunk=config.model.cross_entropy_chunk_size,
-        sequence_length=config.model.seq_length,  # without the token more that some models get
-        progress=progress,
     )
 
 
-def with_example(model: nn.Module, config: HFConfig, make: Callable[[Batch], Made]) -> tuple[Made, TokenBatches]:
-    """Return what ``make`` returns for the first micro-batch, and how batches are made for the model.
+def with_example(
+    model: nn.Module, config: HFConfig, make: Callable[[Batch], Made]
+) -> tuple[Made, TokenBatches]:
+    """Return what ``make`` returns for the first micro-batch, and how batches are made for the
+    model.
 
-    Whether the model's loss takes shifted labels shows in its capture, which refuses entries that the forward does not
-    read.
+    Whether the model's loss takes shifted labels shows in its capture, which refuses entries that
+    the forward does not read.
     """
     per_token = config.train.calculate_per_token_loss
     if per_token and not accepts_num_items(model):
@@ -147,7 +223,8 @@ def with_example(model: nn.Module, config: HFConfig, make: Callable[[Batch], Mad
 
 
 def shifts_labels(captured: Captured) -> bool:
-    """Whether the loss compares position t with label t + 1, not label t: the first label is then never read.
+    """Whether the loss compares position t with label t + 1, not label t: the first label is then
+    never read.
 
     Everything that depends on labels alone is computed, with numbered labels.
     """
@@ -168,5 +245,14 @@ def shifts_labels(captured: Captured) -> bool:
 def outer_names(model: Any) -> set[str]:
     """Return the names of the parameters of the model's word embedding and output layer."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    outer = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in outer and parameter.dim() > 1}
+    outer = {
+        id(parameter)
+        for module in modules
+        if module is not None
+        for parameter in module.parameters()
+    }
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in outer and parameter.dim() > 1
+    }

@@ -12,14 +12,20 @@ import torch.distributed as dist
 
 from ..arguments import deviation_report
 from ..checkpoint import store
-from ..checkpoint.directory import newest_first
+from ..checkpoint.directory import Iterations, iteration_of
 from ..checkpoint.full_disk import Saving
 from ..checkpoint.lock import DirectoryLock
-from ..config import RunConfig, check_sizes, flag_name, worker_note
+from ..config import RunConfig, check_sizes, flag_name
 from ..data.build import Datasets
 from ..data.identity import difference, identity, sample_digests
 from ..data.loader import BatchLoader
-from ..errors import CheckpointError, ConfigError, DataError, DoubtfulResultError, UnexpectedResultError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DoubtfulResultError,
+    UnexpectedResultError,
+)
 from ..parallel.agree import gather_json, together
 from ..parallel.interruption import Interrupted, Interruption
 from ..parallel.launch import World, end_interrupted
@@ -43,7 +49,9 @@ _FILES = ("plan", "schedule_file", "emulate", "tensor_parallel_rules", "device_p
 
 
 def agree(config: RunConfig, control: dist.ProcessGroup | None) -> None:
-    """Raise ConfigError on every rank if their flags, or the files that these name, differ. control: all ranks."""
+    """Raise ConfigError on every rank if their flags, or the files that these name, differ.
+    control: all ranks.
+    """
     configs = gather_json(config.to_dict(), control, "cpu")
     for rank, other in enumerate(configs):
         for section, values in other.items():
@@ -56,11 +64,16 @@ def agree(config: RunConfig, control: dist.ProcessGroup | None) -> None:
                         f"rank {rank} has it, rank 0 has {first}",
                         "Start all ranks with the same arguments and --config file",
                     )
-    check_same_files({flag_name(name): path for name in _FILES if (path := _setting(config, name))}, control)
+    check_same_files(
+        {flag_name(name): path for name in _FILES if (path := _setting(config, name))}, control
+    )
 
 
 def _setting(config: RunConfig, name: str) -> str | None:
-    return next((getattr(section, name) for section in vars(config).values() if hasattr(section, name)), None)
+    return next(
+        (getattr(section, name) for section in vars(config).values() if hasattr(section, name)),
+        None,
+    )
 
 
 def agree_on_data(data: Mapping[str, Mapping | None], datasets: Datasets, mesh: Mesh) -> None:
@@ -75,7 +88,10 @@ def agree_on_data(data: Mapping[str, Mapping | None], datasets: Datasets, mesh: 
         for part, first in everywhere[0].items():
             text = difference(theirs[part], first)
             if text or first is not None and theirs[part]["order"] != first["order"]:
-                reason = f"rank {rank} reads other {part} data than rank 0: {text or 'samples in another order'}"
+                reason = (
+                    f"rank {rank} reads other {part} data than rank 0: "
+                    f"{text or 'samples in another order'}"
+                )
                 raise DataError("data set", f"({part})", reason, remedy)
     if mesh.control is None:
         return
@@ -88,36 +104,54 @@ def agree_on_data(data: Mapping[str, Mapping | None], datasets: Datasets, mesh: 
                 pairs = zip(theirs[part] or (), first or (), strict=True)
                 sample, expected = next((one, other) for one, other in pairs if one != other)
                 place = sample.partition(":")[0]
-                reason = f"sample {place} has other values on rank {rank} ({sample}) than on rank 0 ({expected})"
+                reason = (
+                    f"sample {place} has other values on rank {rank} ({sample}) than on "
+                    f"rank 0 ({expected})"
+                )
                 raise DataError("data set", f"({part})", reason, remedy)
 
 
-def opening(config: RunConfig, plan: Plan, world: World, nodes: Nodes, notes: Sequence[str] = ()) -> str:
-    """Return what the first rank prints at the start; ``notes`` are further lines."""
+def opening(
+    config: RunConfig,
+    plan: Plan,
+    world: World,
+    nodes: Nodes,
+    notes: Sequence[str] = (),
+    of_plan: str = "",
+) -> str:
+    """Return what the first rank prints at the start.
+
+    notes:   further lines.
+    of_plan: what the plan does not say.
+    """
     parts = [
         f"megatron_merak on {world}",
-        f"Times of training steps are {world.clock.label}: this machine computes, its speed plays no part"
+        f"Times of training steps are {world.clock.label}: this machine computes, its speed "
+        "plays no part"
         if world.clock.label
         else "",
         deviation_report(config),
         stand_in(world),
         "\n".join((*config.ignored(), *notes)),
         "\n".join(notices(plan.grid, nodes)),
-        "" if world.role is None else worker_note(config.parallel, world.role.workers),
+        of_plan,
         plan_table(plan),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def throughput(config: RunConfig, plan: Plan, world: World, flops: float) -> Throughput:
+def throughput(
+    config: RunConfig, plan: Plan, world: World, flops: float, replicas: int
+) -> Throughput:
     """Return the work of a sample.
 
-    flops: of the plan's step, forward and backward, over all ranks.
+    flops:    of the plan's step, forward and backward, over all ranks.
+    replicas: of the model that train together; the plan may have some of them only.
     """
     device = peak_device(world)
     peak = None if device is None else device.flops(config.train.dtype)
     per_sample = flops / plan.global_batch_size
-    ranks = world.size if world.role is None else world.role.clients_of_all
+    ranks = replicas * plan.grid.size // plan.grid.dp
     return Throughput(plan.sequence_length, per_sample, ranks, peak, clock=world.clock.label)
 
 
@@ -133,7 +167,8 @@ class Job:
         self.mesh = trainer.mesh
         self.trainer = trainer
         self.datasets = datasets
-        self.settings: RunConfig = trainer.config  # the settings as they were given, which --save stores
+        # the settings as they were given, which --save stores
+        self.settings: RunConfig = trainer.config
         self.report: Report | None = None
         trainer.data = identity(datasets)
         agree_on_data(trainer.data, datasets, self.mesh)
@@ -142,10 +177,14 @@ class Job:
         self.skips = SkippedSteps(limit, trainer.model.buffer, self.mesh.control, scaler=scaler)
         self.lock: DirectoryLock | None = None
         self.interruption: Interruption | None = None
-        self.saving = Saving(self.config.checkpoint.on_full_disk, self.mesh.control, self.say, self._received)
+        self.saving = Saving(
+            self.config.checkpoint.on_full_disk, self.mesh.control, self.say, self._received
+        )
 
     def run(self) -> None:
-        """Train from the checkpoint of --load, if any; --save is locked meanwhile. Raises MerakError on every rank."""
+        """Train from the checkpoint of --load, if any; --save is locked meanwhile. Raises
+        MerakError on every rank.
+        """
         if self.config.checkpoint.save is None:
             self._run()
             return
@@ -154,8 +193,8 @@ class Job:
             self._run()
 
     def store_settings(self) -> None:
-        """Write the settings into the directory of --save on the rank that prints. Raises CheckpointError on every
-        rank.
+        """Write the settings into the directory of --save on the rank that prints. Raises
+        CheckpointError on every rank.
         """
         with together(self.mesh.control, "cpu"):
             if self.report is not None and self.config.checkpoint.save is not None:
@@ -179,12 +218,21 @@ class Job:
         return 0 if interruption is None or interruption.agreed else interruption.received
 
     def interrupted(self, number: int) -> None:
-        """End the run after it was saved for a signal: report how to continue, and raise Interrupted."""
+        """End the run after it was saved for a signal: report how to continue, and raise
+        Interrupted.
+        """
         text = ""
         options = self.config.checkpoint
         if self.report is not None:
-            again = "start it again with the same flags" if options.load == options.save else f"--load {options.save}"
-            text = f"interrupted by {signal.Signals(number).name} after iteration {self.trainer.iteration:,}, "
+            again = (
+                "start it again with the same flags"
+                if options.load == options.save
+                else f"--load {options.save}"
+            )
+            text = (
+                f"interrupted by {signal.Signals(number).name} after iteration "
+                f"{self.trainer.iteration:,}, "
+            )
             text += f"which was saved; to go on, {again}"
             self.report.close()
         raise Interrupted(number, text)
@@ -196,17 +244,20 @@ class Job:
             self.evaluate(kind)
         if self.report is not None:
             curve = self.config.logging.curve
-            if curve is not None and self.report.draw(curve, partial(draw_curve, self.report.records, curve)):
+            if curve is not None and self.report.draw(
+                curve, partial(draw_curve, self.report.records, curve)
+            ):
                 self.report.print(f"loss curve: {curve}")
             self.report.close()
 
     def finish(self) -> None:
         """Called when training is over, before the last evaluation."""
 
-    def resume(self, step: int | None = None) -> int | None:
+    def resume(self, step: int | None = None, state: bool = True) -> int | None:
         """Load the checkpoint of --load and return its iteration, if there is one.
 
-        step: the one to load, in place of --ckpt-step.
+        step:  the one to load, in place of --ckpt-step.
+        state: see ``Trainer.load``.
 
         Raises CheckpointError on every rank.
         """
@@ -216,29 +267,43 @@ class Job:
             return None
         if step is None and store.latest(options.load, self.mesh.control) is None:
             if options.exit_on_missing_checkpoint:
-                remedy = "Name a directory that holds one, or leave out --exit-on-missing-checkpoint"
-                raise CheckpointError("--load", options.load, "it has no complete checkpoint", remedy)
+                remedy = (
+                    "Name a directory that holds one, or leave out --exit-on-missing-checkpoint"
+                )
+                raise CheckpointError(
+                    "--load", options.load, "it has no complete checkpoint", remedy
+                )
             self.say(f"no checkpoint in {options.load}: starting at iteration 0")
             return None
-        loaded = self.trainer.load(options.load, step, self.say)
+        loaded = self.trainer.load(options.load, step, self.say, state=state)
         self.say(f"loaded the checkpoint of iteration {loaded} from {options.load}")
         newest = None if step is None else store.latest(options.load, self.mesh.control)
         if step is not None and newest is not None and newest > step:
-            self.say(f"{options.load} also holds iteration {newest}, where a resume without --ckpt-step goes on")
+            self.say(
+                f"{options.load} also holds iteration {newest}, where a resume without "
+                "--ckpt-step goes on"
+            )
         return loaded
 
     def note_later_checkpoints(self) -> None:
-        """Say if --save holds checkpoints of an earlier run that a resume would prefer. Raises CheckpointError on
-        every rank.
+        """Say if --save holds checkpoints of an earlier run that a resume would prefer. Raises
+        CheckpointError on every rank.
         """
         options = self.config.checkpoint
-        if options.save is None or options.ckpt_step is not None and options.load == options.save:  # told already
+        # told already
+        if options.save is None or options.ckpt_step is not None and options.load == options.save:
             return
         with together(self.mesh.control, "cpu"):
-            newest = 0 if self.report is None else next(newest_first(Path(options.save)), 0)
+            complete = () if self.report is None else Iterations(Path(options.save)).newest_first()
+            newest = next(map(iteration_of, complete), 0)
         if newest > self.trainer.iteration:
-            text = f"{options.save} already holds iteration {newest} of an earlier run, where a resume goes on"
-            self.say(f"{text} until this run has saved a later one; --save elsewhere keeps them apart")
+            text = (
+                f"{options.save} already holds iteration {newest} of an earlier run, where a "
+                "resume goes on"
+            )
+            self.say(
+                f"{text} until this run has saved a later one; --save elsewhere keeps them apart"
+            )
 
     def say(self, text: str) -> None:
         """Print a line, on the rank that prints."""
@@ -252,12 +317,26 @@ class Job:
         """
         if self.datasets.train is None:
             raise DataError(
-                "--split", self.config.data.split, "it leaves no training data", "Give the first part a weight"
+                "--split",
+                self.config.data.split,
+                "it leaves no training data",
+                "Give the first part a weight",
             )
-        return self._loader(self.datasets.train, replica, replicas, size, self.trainer.consumed_samples)
+        return self._loader(
+            self.datasets.train,
+            replica,
+            replicas,
+            size,
+            consumed_samples=self.trainer.consumed_samples,
+        )
 
     def _loader(
-        self, dataset, replica: int, replicas: int, size: Callable[[int], int], consumed_samples: int
+        self,
+        dataset,
+        replica: int,
+        replicas: int,
+        size: Callable[[int], int],
+        consumed_samples: int,
     ) -> BatchLoader:
         return BatchLoader(
             dataset,
@@ -285,7 +364,9 @@ class Job:
                 batches = next(loader, None)
                 if batches is None:
                     flag = "--train-iters" if train.train_samples is None else "--train-samples"
-                    length = train.train_iters if train.train_samples is None else train.train_samples
+                    length = (
+                        train.train_iters if train.train_samples is None else train.train_samples
+                    )
                     reason = f"the training data ends at {loader.consumed_samples} samples"
                     raise DataError(flag, length, reason, "Lower it, or give more data")
                 interruption.before_step()
@@ -313,14 +394,19 @@ class Job:
         if checkpoint.save is not None and saved != trainer.iteration:
             self.save()
 
-    def train_step(self, batches: list[dict[str, torch.Tensor]], before: int) -> None:
+    def train_step(
+        self, batches: list[dict[str, torch.Tensor]], before: int, part_of: int | None = None
+    ) -> None:
         """Run and report one step.
 
-        before: samples that the job had consumed at this rank's last report.
+        before:  samples that the job had consumed at this rank's last report.
+        part_of: size of the batch that the step has a part of; None if it has all of one.
         """
         trainer = self.trainer
         executor = self.trainer.model.executor(len(batches))
-        drawn = self.config.logging.timeline is not None and trainer.iteration + 1 == trainer.iterations
+        drawn = (
+            self.config.logging.timeline is not None and trainer.iteration + 1 == trainer.iterations
+        )
         executor.trace = [] if drawn else None
         began = self.mesh.clock.now()
         with self.mesh.clock.kernels():
@@ -332,7 +418,7 @@ class Job:
                 trainer.iterations,
                 trainer.consumed_samples,
                 trainer.consumed_samples - before,
-                None if self.mesh.steps_together else trainer.global_batch_size,
+                batch=part_of,
             )
             self.report.step(progress, seconds, result)
         self._count_skipped(result.skipped, batches)
@@ -343,7 +429,8 @@ class Job:
         trainer = self.trainer
 
         def first() -> str:
-            if self.mesh.workers > 1:  # its weights may have moved on
+            # others update the weights too, which may have moved on
+            if self.mesh.replicas > self.mesh.grid.dp:
                 return ""
             return trainer.model.first_not_finite(trainer.model.from_samples(batches))
 
@@ -359,22 +446,32 @@ class Job:
                 self.report.print(f"pipeline timeline: {path}")
 
     def save(self) -> int:
-        """Write a checkpoint; return its iteration. What happens on a full disk, --on-full-disk says.
+        """Write a checkpoint; return its iteration. What happens on a full disk, --on-full-disk
+        says.
 
-        Raises CheckpointError and NumericsError on every rank, and Interrupted for a signal while it waits for space.
+        Raises CheckpointError and NumericsError on every rank, and Interrupted for a signal while
+        it waits for space.
         """
         options = self.config.checkpoint
         assert options.save is not None, "without --save there is no checkpoint"
         self.saving.run(options.save, partial(self._write, options.save))
         if options.save_retain_interval:
-            store.prune(options.save, options.save_retain_interval, self.mesh.control, saved=self.trainer.iteration)
+            store.prune(
+                options.save,
+                options.save_retain_interval,
+                self.mesh.control,
+                saved=self.trainer.iteration,
+            )
         return self.trainer.iteration
 
     def _write(self, directory: str) -> None:
         began = time.perf_counter()
         assert self.lock is not None, "the directory is locked for the run"
         if self.lock.confirm():
-            self.say(f"{directory} was removed under the run, with all checkpoints in it: it is made anew")
+            self.say(
+                f"{directory} was removed under the run, with all checkpoints in it: it is made "
+                "anew"
+            )
             self.store_settings()
         path = self.trainer.save(directory)
         self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
@@ -387,9 +484,16 @@ class Job:
         if dataset is None or iterations == 0:
             return
         loader = self._loader(
-            dataset, self.mesh.dp_rank, self.plan.grid.dp, lambda consumed: trainer.global_batch_size, 0
+            dataset,
+            self.mesh.dp_rank,
+            self.plan.grid.dp,
+            lambda consumed: trainer.global_batch_size,
+            consumed_samples=0,
         )
-        losses = [trainer.model.mean_loss(batches) for _, batches in zip(range(iterations), loader, strict=False)]
+        losses = [
+            trainer.model.mean_loss(batches)
+            for _, batches in zip(range(iterations), loader, strict=False)
+        ]
         loader.close()
         known = [loss for loss in losses if loss is not None]
         if self.report is not None and known:

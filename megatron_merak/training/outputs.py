@@ -1,10 +1,11 @@
-"""Check the places that a run writes to before it starts: a path that fails after hours of training wastes them."""
+"""Check the places that a run writes to before it starts: a path that fails after hours of training
+wastes them.
+"""
 
 import tempfile
 from pathlib import Path
 
 from ..config import HFCheckpointConfig, RunConfig
-from ..config.servers import snapshot_directory
 from ..errors import ConfigError
 from ..pipeline_parallel.pictures.files import check_suffix
 from ..pipeline_parallel.pictures.library import check_drawing
@@ -23,7 +24,9 @@ def check_directory(flag: str, value: str, directory: Path, what: str = "it") ->
             file.write(b"\0")
     except (OSError, ValueError) as error:  # a ValueError: a path with a NUL
         reason = f"{what} cannot be written ({getattr(error, 'strerror', None) or error})"
-        raise ConfigError(flag, value, reason, "Name a path in a writable directory with free space") from error
+        raise ConfigError(
+            flag, value, reason, "Name a path in a writable directory with free space"
+        ) from error
 
 
 def check_file(flag: str, value: str) -> None:
@@ -33,19 +36,12 @@ def check_file(flag: str, value: str) -> None:
     check_directory(flag, value, Path(value).parent)
 
 
-def check_snapshots(config: RunConfig) -> None:
-    """Check where parameter servers write, if there are any. Raises ConfigError."""
-    save = config.checkpoint.save
-    if save is not None and config.parallel.served:
-        directory = snapshot_directory(save)
-        check_directory("--save", save, directory, f"{directory}, for the snapshots of parameter servers,")
-
-
 def check_outputs(config: RunConfig, reports: bool) -> None:
-    """Check what this rank writes: checkpoints, and if it ``reports``, logs and pictures. Raises ConfigError."""
+    """Check what this rank writes: checkpoints, and if it ``reports``, logs and pictures. Raises
+    ConfigError.
+    """
     if config.checkpoint.save is not None:
         check_directory("--save", config.checkpoint.save, Path(config.checkpoint.save))
-    check_snapshots(config)
     if isinstance(config.checkpoint, HFCheckpointConfig) and config.checkpoint.save_hf is not None:
         check_directory("--save-hf", config.checkpoint.save_hf, Path(config.checkpoint.save_hf))
     if not reports:
@@ -56,7 +52,11 @@ def check_outputs(config: RunConfig, reports: bool) -> None:
     if logging.run_dir is not None:
         check_directory("--run-dir", logging.run_dir, Path(logging.run_dir))
         starts_before(logging.run_dir)
-    for flag, value in (("--metrics", logging.metrics), ("--timeline", logging.timeline), ("--curve", logging.curve)):
+    for flag, value in (
+        ("--metrics", logging.metrics),
+        ("--timeline", logging.timeline),
+        ("--curve", logging.curve),
+    ):
         if value is not None:
             check_file(flag, value)
     if logging.timeline is not None:

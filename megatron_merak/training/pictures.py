@@ -15,29 +15,41 @@ Trace = Sequence[tuple[str, float, float]]
 
 
 def step_view(schedule: Schedule, trace: Trace, mesh: Mesh) -> View:
-    """Return the traces of the first replica's pipeline ranks (tensor rank 0) as one timeline. Collective over all
-    ranks.
+    """Return the traces of the first replica's pipeline ranks (tensor rank 0) as one timeline.
+    Collective over all ranks.
 
     trace: (op, start, end) in seconds of ``mesh.clock``, in the order of the schedule.
 
-    Ranks on hosts with different clocks cannot be compared. Messages are not timed: each is drawn from the end of its
-    producer to the start of its consumer.
+    Ranks on hosts with different clocks cannot be compared. Messages are not timed: each is drawn
+    from the end of its producer to the start of its consumer.
     """
     traces = gather_json(list(trace), mesh.control, "cpu")
     rows = [traces[mesh.grid.rank(pp=pp)] for pp in range(mesh.grid.pp)]
     origin = min(start for row in rows for _, start, _ in row)
     events: list[Event] = []
     for rank, row in enumerate(rows):
-        groups = [ops for entry in schedule.ranks[rank] if (ops := ops_of(entry))[0].kind.is_compute]
+        groups = [
+            ops for entry in schedule.ranks[rank] if (ops := ops_of(entry))[0].kind.is_compute
+        ]
         places = [(part, len(ops)) for ops in groups for part in range(len(ops))]
         for (op, start, end), (part, parts) in zip(row, places, strict=True):
-            events.append(Event(rank, Op.parse(op), start - origin, end - origin, part=part, parts=parts))
+            events.append(
+                Event(rank, Op.parse(op), start - origin, end - origin, part=part, parts=parts)
+            )
     words = f"{schedule.name}, one step"
     timeline = timeline_of(schedule, events, messages_between(schedule, events))
-    return View(timeline, words, "modelled" if mesh.clock.label else "measured", mesh.clock.label, timed=False)
+    return View(
+        timeline,
+        words,
+        "modelled" if mesh.clock.label else "measured",
+        mesh.clock.label,
+        timed=False,
+    )
 
 
-def draw_curve(records: Iterable[Mapping], path: str | Path, levels: Mapping[str, float] | None = None) -> None:
+def draw_curve(
+    records: Iterable[Mapping], path: str | Path, levels: Mapping[str, float] | None = None
+) -> None:
     """Write a PNG of training and validation loss (nats per token) over iterations.
 
     records: rows of ``Report.note``.
@@ -58,7 +70,9 @@ def draw_curve(records: Iterable[Mapping], path: str | Path, levels: Mapping[str
     )
     for kind, style in styles:
         # A run that was killed and resumed did some iterations twice: the last time counts.
-        points = {row["iteration"]: row["loss"] for row in rows if row["kind"] == kind and "loss" in row}
+        points = {
+            row["iteration"]: row["loss"] for row in rows if row["kind"] == kind and "loss" in row
+        }
         if points:
             axes.plot(
                 *zip(*sorted(points.items()), strict=True),

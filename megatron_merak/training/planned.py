@@ -1,4 +1,6 @@
-"""The plan of a command line, for tools that only examine it: made from training flags, or stored."""
+"""The plan of a command line, for tools that only examine it: made from training flags, or
+stored.
+"""
 
 import argparse
 import dataclasses
@@ -9,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import build_parser, read
-from ..cluster import CLUSTERS, DEVICES, find_cluster, profiled
-from ..config import Config, HFConfig, RunConfig, check_sizes, of_worker, worker_note
+from ..cluster import CLUSTERS, DEVICES, find_cluster, profiled, reserving
+from ..config import Config, HFConfig, RunConfig, check_sizes, planned_part
 from ..errors import ConfigError, MerakError, PlanError
-from ..pipeline_parallel.search.progress import SEARCHING, Progress
+from ..pipeline_parallel.search.progress import SEARCHING, SearchProgress
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -20,14 +22,20 @@ if TYPE_CHECKING:
 
 
 def kind_of(arguments: Sequence[str]) -> type[RunConfig]:
-    """Return the configuration class of these flags: that of pretrain_hf.py if ``--model`` is among them."""
-    return HFConfig if any(argument.split("=")[0] == "--model" for argument in arguments) else Config
+    """Return the configuration class of these flags: that of pretrain_hf.py if ``--model`` is among
+    them.
+    """
+    return (
+        HFConfig if any(argument.split("=")[0] == "--model" for argument in arguments) else Config
+    )
 
 
 def parser(
     description: str, usage: str, kind: type[RunConfig]
 ) -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup]:
-    """Return a parser of all training flags, and its group for the planned machine, to which a tool may add flags."""
+    """Return a parser of all training flags, and its group for the planned machine, to which a tool
+    may add flags.
+    """
     flags = build_parser(description, kind)
     flags.usage = usage
     own = flags.add_argument_group("plan")
@@ -38,7 +46,9 @@ def parser(
     return flags, own
 
 
-def configured(flags: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
+def configured(
+    flags: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[RunConfig, argparse.Namespace]:
     """Return the configuration and the tool's own values of a command line."""
     return read(flags, arguments, kind_of(arguments))
 
@@ -50,19 +60,19 @@ def planned(config: RunConfig, own: argparse.Namespace) -> tuple["Plan", tuple[s
 
 
 class Maker:
-    """Makes the plan of a command line, and plans with other parallel settings. A model is captured once."""
+    """Makes the plan of a command line, and plans with other parallel settings. A model is captured
+    once.
+    """
 
     def __init__(self, config: RunConfig, own: argparse.Namespace):
-        self.ranks = world_size(own.world_size)
-        self.cluster = profiled(find_cluster(own.device), config.parallel.device_profile)
-        self.worker_notes: tuple[str, ...] = ()
-        if config.parallel.served:
-            config.validate(self.ranks, training=False)
-            workers = config.data_parallel_size(self.ranks)
-            self.worker_notes = (worker_note(config.parallel, workers),)
-            config, self.ranks = of_worker(config, workers), config.parallel.ranks_of_replica
+        ranks = world_size(own.world_size)
+        cluster = profiled(find_cluster(own.device), config.parallel.device_profile)
+        self.cluster = reserving(cluster, config.parallel.memory_reserve_gb)
+        config, self.ranks, self.part_notes = planned_part(config, ranks)
         if config.parallel.plan is not None:
-            raise ConfigError("--plan", config.parallel.plan, "it is already a plan", "Use: plan.py show FILE")
+            raise ConfigError(
+                "--plan", config.parallel.plan, "it is already a plan", "Use: plan.py show FILE"
+            )
         self.config = config
 
     @functools.cached_property
@@ -84,14 +94,22 @@ class Maker:
 
     def notes(self) -> tuple[str, ...]:
         """Return notes on the plan, in sentences."""
-        notes = self.worker_notes
+        notes = self.part_notes
         if not isinstance(self.config, Config):
             captured = self._traced.captured
             notes += (f"Captured {captured.how}.", *captured.notes)
+            notes += self._beyond_positions()
         return notes + _growth(self.plan, self.config, self.ranks)
 
+    def _beyond_positions(self) -> tuple[str, ...]:
+        from .hf_model import beyond_positions
+
+        return beyond_positions(self._traced.model, self.config.model.seq_length)
+
     def remade(self, changes: Mapping[str, Any]) -> "Plan | None":
-        """Return the plan with other parallel settings, and ``world_size``; None if it is refused."""
+        """Return the plan with other parallel settings, and ``world_size``; None if it is
+        refused.
+        """
         changes = dict(changes)
         ranks = changes.pop("world_size", self.ranks)
         if "data_parallel_sharding_strategy" in changes:
@@ -103,7 +121,9 @@ class Maker:
             return None
 
     def fitting(self) -> list[str]:
-        """If no cut fits into ``--device-memory-gb``, return a line for each change with which one does."""
+        """If no cut fits into ``--device-memory-gb``, return a line for each change with which one
+        does.
+        """
         from ..planner.remedies import misfits
 
         anyhow = {"device_memory_gb": None}
@@ -120,14 +140,15 @@ class Maker:
 
     def _make(self, config: RunConfig, ranks: int) -> "Plan":
         if isinstance(config, Config):
-            from ..planner import plan  # here and below, so that a command line is answered before planning is loaded
+            # here and below, so that a command line is answered before planning is loaded
+            from ..planner import plan
 
-            with Progress(SEARCHING) as progress:
+            with SearchProgress(SEARCHING) as progress:
                 return plan(config, ranks, self.cluster, report_progress=progress)
         from .hf_model import blueprint_of
 
         config.validate(ranks, training=False)
-        with Progress(SEARCHING) as progress:
+        with SearchProgress(SEARCHING) as progress:
             assert isinstance(config, HFConfig)
             return blueprint_of(self._traced, config, ranks, self.cluster, progress=progress).plan
 
@@ -135,7 +156,8 @@ class Maker:
     def _traced(self) -> "Traced":
         from .hf_model import build_model, traced_of  # here, since it takes seconds
 
-        gc.set_threshold(200_000, 10, 10)  # most objects stay: looking for garbage among them less often saves a tenth
+        # most objects stay: looking for garbage among them less often saves a tenth
+        gc.set_threshold(200_000, 10, 10)
         assert isinstance(self.config, HFConfig)
         return traced_of(build_model(self.config.model), self.config)[0]
 
@@ -148,9 +170,13 @@ def _growth(plan: "Plan", config: RunConfig, ranks: int) -> tuple[str, ...]:
     return (f"\n{table}",) if table else ()
 
 
-def world_size(text: str | None) -> int:
+def world_size(text: str | None, flag: str = "--world-size") -> int:
+    """Return a number of ranks. Raises ConfigError, which names ``flag``."""
     if text is None or not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
         raise ConfigError(
-            "--world-size", text or "(missing)", "it is not a number of ranks", "Give a whole number of at least 1"
+            flag,
+            text or "(missing)",
+            "it is not a number of ranks",
+            "Give a whole number of at least 1",
         )
     return int(text)

@@ -1,83 +1,88 @@
-"""A pretraining job of the native model from its configuration: plan, build, run."""
+"""A pretraining job of the native model from its configuration."""
 
 import dataclasses
-import datetime
 
-from ..config import Config, of_worker
-from ..data.build import build_datasets, build_tokenizer, vocabulary
+from ..cluster import Cluster
+from ..config import Config
+from ..data.build import Datasets, build_tokenizer, vocabulary
 from ..parallel.agree import together
 from ..parallel.launch import World
-from ..parallel.mesh import build_mesh, control_group
-from ..parallel.nodes import find_nodes, located
-from ..parallel.same_software import check_same_software
-from ..pipeline_parallel.search.progress import SEARCHING, Progress
+from ..parallel.mesh import Mesh
+from ..parallel.ranks import Ranks
+from ..pipeline_parallel.search.progress import SEARCHING, SearchProgress
 from ..plan import Plan
 from ..plan.fit import check_chain
 from ..planner import plan as make_plan
 from ..planner.make import native_units
 from ..planner.predict import priced
-from ..stages.devices import cluster_of
 from ..stages.native import check_native_shardings, tensors
 from ..stages.native_model import NativeModel
 from ..stages.optimizer_state import OptimizerOf
-from .console import print_fitted
-from .job import Job, agree, opening
-from .outputs import check_outputs
+from .job import Job
 from .plan_file import plan_of
-from .run_job import run_job
-from .served import mesh_of_worker
+from .searched import resolved
+from .session import run_session
+from .strategy import ALONE, Strategy
 from .trainer import Trainer
 
 
-def pretrain(config: Config, world: World, notices: tuple[str, ...] = ()) -> None:
-    """Run the job on this rank. Raises a MerakError on every rank alike, before training where that can be known.
+def pretrain(
+    config: Config, world: World, notices: tuple[str, ...] = (), strategy: Strategy = ALONE
+) -> None:
+    """Run the job on this rank. Raises a MerakError on every rank alike, before training where that
+    can be known.
 
-    notices: further lines for the first rank to print at the start.
+    notices:  further lines for the first rank to print at the start.
+    strategy: --data-parallel-strategy.
     """
-    role = world.role
-    workers = 1 if world.role is None else world.role.workers
-    of_worker(config, workers).validate(world.size)
+    if config.parallel.parallel is None:
+        strategy.own(config).validate(world.size)
     tokenizer = build_tokenizer(config)
-    as_passed = config
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
-    )
-    timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    control = control_group(world.size, timeout)
-    check_same_software(control, world.device)
-    agree(config, control)
-    own = of_worker(config, workers)
-    nodes = find_nodes(world, control)
-    with together(control, "cpu"):
-        cluster = located(cluster_of(world, config.parallel.device_profile), nodes)
-        plan = plan_of(own, world.size, cluster)
-        if plan is None:
-            with Progress(SEARCHING, shown=world.rank == 0) as progress:
-                plan = make_plan(own, world.size, cluster, tensors(config), progress)
-        else:
-            plan = followed(plan, config)
-    mesh = build_mesh(
-        plan.grid,
-        world.rank,
-        world.device,
-        timeout=timeout,
-        clock=world.clock,
-        collectives=world.collectives,
-        control=control,
-        instances=plan.sharding_instances,
-        pulse=world.pulse,
-    )
-    mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
-    if world.rank == 0 and mesh.worker == 0:
-        print_fitted(opening(config, plan, world, nodes, notes=notices))
-    with together(mesh.control, "cpu"):
-        check_outputs(config, world.is_last)
-        datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)
+    shape = dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
+    complete = dataclasses.replace(config, model=shape)
 
-    def make(optimizer_of: OptimizerOf) -> Job:
-        return Job(Trainer(config, NativeModel(config, plan, mesh, optimizer_of)), datasets)
+    def planning(ranks: Ranks, cluster: Cluster) -> PlannedNative:
+        with (
+            together(ranks.control, "cpu"),
+            SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress,
+        ):
+            found, notices = resolved(complete, world.size, cluster, progress)
+            plan = _plan(strategy.own(found), ranks, cluster, progress)
+            return PlannedNative(found, plan, notices)
 
-    run_job(make, config, world, as_passed)
+    run_session(
+        planning,
+        complete,
+        as_passed=config,
+        world=world,
+        tokenizer=tokenizer,
+        notices=notices,
+        strategy=strategy,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedNative:
+    """The native model of a configuration, with its plan; a `Planned`."""
+
+    config: Config
+    plan: Plan
+    notices: tuple[str, ...] = ()
+
+    def build(self, mesh: Mesh, optimizer_of: OptimizerOf) -> NativeModel:
+        return NativeModel(self.config, self.plan, mesh, optimizer_of)
+
+    def job(self, trainer: Trainer, datasets: Datasets) -> Job:
+        return Job(trainer, datasets)
+
+
+def _plan(config: Config, ranks: Ranks, cluster: Cluster, progress: SearchProgress) -> Plan:
+    """Return the plan that ``--plan`` names, or one made for ``cluster``. Raises PlanError."""
+    size = ranks.world.size
+    stored = plan_of(config, size, cluster)
+    if stored is not None:
+        return followed(stored, config)
+    return make_plan(config, size, cluster, tensors(config), report_progress=progress)
 
 
 def followed(plan: Plan, config: Config) -> Plan:
@@ -85,6 +90,7 @@ def followed(plan: Plan, config: Config) -> Plan:
     units = native_units(config, plan.grid.tp, plan.cluster)
     check_chain(plan, [unit.name for unit in units])
     table = tensors(config)
-    if plan.shardings:  # tools/plan.py leaves them out for the native model, which shards its tensors in one way
+    # tools/plan.py leaves them out for the native model, which shards its tensors in one way
+    if plan.shardings:
         check_native_shardings(plan.shardings, table)
     return priced(dataclasses.replace(plan, units=units, shardings=table))

@@ -1,84 +1,106 @@
-"""A pretraining job of any HuggingFace causal language model: capture, plan, build, run, and save it as HuggingFace."""
+"""A pretraining job of any HuggingFace causal language model: capture, plan, build, run, and save
+it as HuggingFace.
+"""
 
 import dataclasses
-import datetime
 from pathlib import Path
 
 from torch import nn
 
 from ..checkpoint.save import check_finite
-from ..config import DataConfig, HFConfig, of_worker
-from ..data.build import Datasets, build_datasets, build_tokenizer
+from ..cluster import Cluster
+from ..config import DataConfig, HFConfig
+from ..data.build import Datasets, build_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError
 from ..parallel.agree import together
 from ..parallel.launch import World
-from ..parallel.mesh import build_mesh, control_group
-from ..parallel.nodes import find_nodes, located
-from ..parallel.same_software import check_same_software
-from ..planner.make import grid_of
+from ..parallel.mesh import Mesh
+from ..parallel.ranks import Ranks
+from ..pipeline_parallel.search.progress import SEARCHING, SearchProgress
+from ..plan import Plan
+from ..stages.blueprint import Blueprint
 from ..stages.captured import CapturedModel
-from ..stages.devices import cluster_of
 from ..stages.optimizer_state import OptimizerOf
-from .console import print_fitted
-from .hf_model import build_model, known_tokens
-from .job import Job, agree, opening
-from .outputs import check_outputs
-from .run_job import run_job
-from .served import mesh_of_worker
+from .hf_batches import TokenBatches
+from .hf_model import beyond_positions, blueprint_of, build_model, known_tokens, traced_of
+from .job import Job
+from .searched import resolved
+from .session import run_session
+from .strategy import ALONE, Strategy
 from .token_model import TokenModel
 from .trainer import Trainer
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "spiece.model",
+)
 
 
-def pretrain_hf(config: HFConfig, world: World, notices: tuple[str, ...] = ()) -> None:
-    """Run the job on this rank. Raises a MerakError on every rank alike, before training where that can be known.
+def pretrain_hf(
+    config: HFConfig, world: World, notices: tuple[str, ...] = (), strategy: Strategy = ALONE
+) -> None:
+    """Run the job on this rank. Raises a MerakError on every rank alike, before training where that
+    can be known.
 
-    notices: further lines for the first rank to print at the start.
+    notices:  further lines for the first rank to print at the start.
+    strategy: --data-parallel-strategy.
     """
-    role = world.role
-    workers = 1 if world.role is None else world.role.workers
-    of_worker(config, workers).validate(world.size)
+    if config.parallel.parallel is None:
+        strategy.own(config).validate(world.size)
     model = build_model(config.model)
-    as_passed = config
-    config, tokenizer = with_tokenizer(config, model)
-    timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    control = control_group(world.size, timeout)
-    check_same_software(control, world.device)
-    agree(config, control)
-    own = of_worker(config, workers)
-    nodes = find_nodes(world, control)
-    grid = grid_of(own, world.size)
-    mesh = build_mesh(
-        grid,
-        world.rank,
-        world.device,
-        timeout=timeout,
-        clock=world.clock,
-        collectives=world.collectives,
-        control=control,
-        instances=own.parallel.num_distributed_optimizer_instances,
-        pulse=world.pulse,
+    complete, tokenizer = with_tokenizer(config, model)
+
+    def planning(ranks: Ranks, cluster: Cluster) -> PlannedTokens:
+        with SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress:
+            with together(ranks.control, "cpu"):
+                found, notices = resolved(complete, world.size, cluster, progress)
+            traced, batches = traced_of(model, found, ranks)
+            own = strategy.own(found)
+            with together(ranks.control, "cpu"):
+                blueprint = blueprint_of(traced, own, world.size, cluster, progress=progress)
+        return PlannedTokens(found, blueprint, batches, notices)
+
+    run_session(
+        planning,
+        complete,
+        as_passed=config,
+        world=world,
+        tokenizer=tokenizer,
+        notices=(*notices, *beyond_positions(model, complete.model.seq_length)),
+        strategy=strategy,
     )
-    mesh = mesh if role is None else mesh_of_worker(mesh, config, role)
-    with together(mesh.control, "cpu"):
-        check_outputs(config, world.is_last)
-        datasets = build_datasets(config, tokenizer, world.size if role is None else role.size)
-    with together(mesh.control, "cpu"):
-        cluster = located(cluster_of(world, config.parallel.device_profile), nodes)
 
-    def make(optimizer_of: OptimizerOf) -> HFJob:
-        trained = TokenModel(model, config, mesh, cluster, optimizer_of=optimizer_of)
-        if world.rank == 0 and mesh.worker == 0:
-            print_fitted(opening(config, trained.plan, world, nodes, notes=(*notices, *trained.notes)))
-        return HFJob(trained, Trainer(config, trained), datasets)
 
-    run_job(make, config, world, as_passed)
+@dataclasses.dataclass(frozen=True)
+class PlannedTokens:
+    """A captured causal language model with its plan, and how its batches are made; a `Planned`."""
+
+    config: HFConfig
+    blueprint: Blueprint
+    batches: TokenBatches
+    notices: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        return self.blueprint.plan
+
+    def build(self, mesh: Mesh, optimizer_of: OptimizerOf) -> TokenModel:
+        return TokenModel(
+            self.blueprint, self.batches, self.config, mesh, optimizer_of=optimizer_of
+        )
+
+    def job(self, trainer: Trainer, datasets: Datasets) -> Job:
+        return HFJob(trainer, datasets)
 
 
 def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokenizer]:
-    """Return the run's configuration, completed by what ``--model`` determines, and its tokenizer. Raises DataError."""
+    """Return the run's configuration, completed by what ``--model`` determines, and its tokenizer.
+    Raises DataError.
+    """
     data = config.data
     known_ids = known_tokens(model)
     ids = config.model.vocab_size
@@ -86,16 +108,26 @@ def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokeni
         extra = data.tokenizer_type is not None  # a NullTokenizer adds the end of a document
         ids = known_ids - extra if ids is None else ids
         if ids + extra > known_ids:
-            reason = f"the model's embedding has {known_ids} rows" + ", and NullTokenizer adds a token" * extra
+            reason = (
+                f"the model's embedding has {known_ids} rows"
+                + ", and NullTokenizer adds a token" * extra
+            )
             raise DataError("--vocab-size", ids, reason, f"Use at most {known_ids - extra}")
     else:
         data = _own_tokenizer(data, Path(config.model.model))
         ids = None
-    config = dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, vocab_size=ids))
+    config = dataclasses.replace(
+        config, data=data, model=dataclasses.replace(config.model, vocab_size=ids)
+    )
     tokenizer = build_tokenizer(config)
     if tokenizer.vocab_size > known_ids:
-        reason = f"it has ids up to {tokenizer.vocab_size - 1}, and the model's embedding has {known_ids} rows"
-        raise DataError("--tokenizer-model", data.tokenizer_model, reason, "Use the model's own tokenizer")
+        reason = (
+            f"it has ids up to {tokenizer.vocab_size - 1}, and the model's embedding has "
+            f"{known_ids} rows"
+        )
+        raise DataError(
+            "--tokenizer-model", data.tokenizer_model, reason, "Use the model's own tokenizer"
+        )
     return config, tokenizer
 
 
@@ -105,30 +137,36 @@ def _own_tokenizer(data: DataConfig, model: Path) -> DataConfig:
         return data
     if not any((model / name).is_file() for name in TOKENIZER_FILES):
         remedy = "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer"
-        raise DataError("--tokenizer-type", data.tokenizer_type or "(missing)", f"{model} has no tokenizer", remedy)
-    return dataclasses.replace(data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(model))
+        raise DataError(
+            "--tokenizer-type",
+            data.tokenizer_type or "(missing)",
+            f"{model} has no tokenizer",
+            remedy,
+        )
+    return dataclasses.replace(
+        data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(model)
+    )
 
 
 class HFJob(Job):
     """The training loop of a job; at its end the model is saved as a HuggingFace directory."""
 
-    def __init__(self, model: CapturedModel, trainer: Trainer, datasets: Datasets):
-        super().__init__(trainer, datasets)
-        self.model = model
-
     def finish(self) -> None:
-        assert isinstance(self.config, HFConfig)
+        model = self.trainer.model
+        assert isinstance(self.config, HFConfig) and isinstance(model, CapturedModel)
         directory = self.config.checkpoint.save_hf
         if directory is not None:
             check_finite(self.trainer.kinds(True), self.mesh.control, "cpu")
             tokenizer = self._tokenizer()
-            self.saving.run(directory, lambda: self.model.save_hf(directory, tokenizer))
+            self.saving.run(directory, lambda: model.save_hf(directory, tokenizer))
             self.say(f"saved {directory} for HuggingFace")
 
     def _tokenizer(self):
         """Return the tokenizer to save with the model."""
         source = self.config.data.tokenizer_model or self.config.model.model
-        if self.mesh.rank > 0 or not any((Path(source) / name).is_file() for name in TOKENIZER_FILES):
+        if self.mesh.rank > 0 or not any(
+            (Path(source) / name).is_file() for name in TOKENIZER_FILES
+        ):
             return None
         from transformers import AutoTokenizer
 

@@ -1,4 +1,6 @@
-"""The output of a run: console lines, a JSON line per iteration, TensorBoard, the files of --run-dir."""
+"""The output of a run: console lines, a JSON line per iteration, TensorBoard, the files of
+--run-dir.
+"""
 
 import json
 import math
@@ -23,18 +25,25 @@ class Report:
 
     files: of --run-dir; None without it.
 
-    Raises ConfigError if TensorBoard is requested but not installed; that files can be written was checked before.
+    Raises ConfigError if TensorBoard is requested but not installed; that files can be written was
+    checked before.
     """
 
     def __init__(
-        self, config: LoggingConfig, work: Throughput, out: TextIO | None = None, files: RunFiles | None = None
+        self,
+        config: LoggingConfig,
+        work: Throughput,
+        out: TextIO | None = None,
+        files: RunFiles | None = None,
     ):
         self.config = config
         self.work = work
         self.out = out or sys.stdout
         self.files = files
         self.on_terminal = self.out.isatty()
-        self.short = config.log_format == "short" or (config.log_format == "auto" and self.on_terminal)
+        self.short = config.log_format == "short" or (
+            config.log_format == "auto" and self.on_terminal
+        )
         if files is not None:
             files.tell(self.print)
         self.records: list[dict] = []
@@ -50,7 +59,9 @@ class Report:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             remedy = "Install megatron-merak[tracking], or leave it out"
-            raise ConfigError("--tensorboard-dir", directory, "TensorBoard is not installed", remedy) from error
+            raise ConfigError(
+                "--tensorboard-dir", directory, "TensorBoard is not installed", remedy
+            ) from error
         return SummaryWriter(directory)
 
     def note(self, kind: str, iteration: int, **values: float) -> None:
@@ -68,13 +79,20 @@ class Report:
             except OSError as error:  # of the thread that writes, which has ended
                 self._board = None
                 place = self.config.tensorboard_dir
-                self.print(f"{place} cannot be written ({error}): TensorBoard has nothing after iteration {iteration}")
+                self.print(
+                    f"{place} cannot be written ({error}): TensorBoard has nothing after "
+                    f"iteration {iteration}"
+                )
 
     def step(self, progress: Progress, seconds: float, report) -> None:
-        """Record one training step, and print a line at each log interval. report: a StepReport with a loss."""
+        """Record one training step, and print a line at each log interval. report: a StepReport
+        with a loss.
+        """
         iteration = progress.iteration
         values = {
-            k: v for k, v in asdict(report).items() if v is not None and k != "zeros" and (k, v) != ("late", False)
+            k: v
+            for k, v in asdict(report).items()
+            if v is not None and k != "zeros" and (k, v) != ("late", False)
         }
         time = {"modelled_seconds" if self.work.clock else "seconds": seconds}
         if self.files is not None:
@@ -82,10 +100,20 @@ class Report:
         self.note("train", iteration, consumed_samples=progress.consumed_samples, **time, **values)
         self._pending.append({"samples": progress.samples, "seconds": seconds, **values})
         if report.late:
-            self.print(f" iteration {iteration}: the gradient was {report.staleness} updates old, and not applied")
+            self.print(
+                f" iteration {iteration}: the gradient was {report.staleness} updates old, and "
+                "not applied"
+            )
         if report.skipped:
-            scale = "" if report.loss_scale is None else f"; the loss scale is now {report.loss_scale:.1f}"
-            self.print(f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was skipped{scale}")
+            scale = (
+                ""
+                if report.loss_scale is None
+                else f"; the loss scale is now {report.loss_scale:.1f}"
+            )
+            self.print(
+                f" iteration {iteration}: the gradient norm is {report.grad_norm}, the step was "
+                f"skipped{scale}"
+            )
         if self._due(iteration, progress.iterations):
             self._line(self._interval(progress, report.zeros))
             self._pending.clear()
@@ -93,10 +121,12 @@ class Report:
     def _due(self, iteration: int, last: int) -> bool:
         """Whether a log interval has passed since the last step.
 
-        Workers that do not wait for each other may take several steps of an iteration, or none.
+        A job beside others that it does not wait for may take several steps of an iteration, or
+        none.
         """
         before = iteration - 1 if self._before is None else self._before
-        self._before, interval = iteration, self.config.log_interval
+        self._before = iteration
+        interval = self.config.log_interval
         return iteration // interval > before // interval or (iteration == last and before < last)
 
     def _interval(self, progress: Progress, zeros: int | None) -> Interval:
@@ -114,7 +144,9 @@ class Report:
             zeros=zeros,
             nan=sum(not math.isfinite(row["loss"]) for row in pending),
             loss_scale=pending[-1].get("loss_scale", 1.0),
-            staleness=sum(row["staleness"] for row in pending) / len(pending) if "staleness" in pending[-1] else None,
+            staleness=sum(row["staleness"] for row in pending) / len(pending)
+            if "staleness" in pending[-1]
+            else None,
         )
 
     def _line(self, interval: Interval) -> None:

@@ -26,7 +26,11 @@ _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 def files_of(trainer: Trainer, world: World, work: Throughput) -> RunFiles | None:
     """Return the files of --run-dir, with this start recorded; None without the flag."""
     directory = trainer.config.logging.run_dir
-    return None if directory is None else RunFiles(directory, start_of(trainer, world, work), trainer.plan)
+    return (
+        None
+        if directory is None
+        else RunFiles(directory, start_of(trainer, world, work), trainer.plan)
+    )
 
 
 def start_of(trainer: Trainer, world: World, work: Throughput) -> dict[str, Any]:

@@ -22,8 +22,14 @@ def check_same_files(paths: Mapping[str, str], control: dist.ProcessGroup | None
     for rank, theirs in enumerate(others, 1):
         for name, digest in theirs.items():
             if digest != first[name]:
-                absent = [each for each, value in ((0, first[name]), (rank, digest)) if value is None]
-                reason = f"rank {absent[0]} finds no such file" if absent else f"rank {rank} finds another than rank 0"
+                absent = [
+                    each for each, value in ((0, first[name]), (rank, digest)) if value is None
+                ]
+                reason = (
+                    f"rank {absent[0]} finds no such file"
+                    if absent
+                    else f"rank {rank} finds another than rank 0"
+                )
                 raise ConfigError(name, paths[name], reason, "Provide the same file on all hosts")
 
 

@@ -16,5 +16,10 @@ def store_settings(config: RunConfig, directory: str) -> None:
     directory: that of --save, which exists.
     """
     path = Path(directory) / NAME
-    with disk_errors(path, "Free space, or save to another directory"), complete_or_absent(path) as file:
-        file.write(text_of(config.to_dict(), "The settings of a run; --config reads this file.").encode())
+    with (
+        disk_errors(path, "Free space, or save to another directory"),
+        complete_or_absent(path) as file,
+    ):
+        file.write(
+            text_of(config.to_dict(), "The settings of a run; --config reads this file.").encode()
+        )

@@ -6,44 +6,45 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..cluster import Cluster
-from ..config import HFConfig, of_worker
+from ..config import HFConfig
 from ..graph.ir.operators import flops
 from ..optimizer.loss_scale import scaler_of_run
-from ..parallel.agree import together
 from ..parallel.mesh import Mesh
-from ..pipeline_parallel.search.progress import SEARCHING, Progress
+from ..stages.blueprint import Blueprint
 from ..stages.captured import CapturedModel
 from ..stages.optimizer_state import OptimizerOf, adamw_of
 from ..stages.parameter_groups import groups_of_run
-from .hf_batches import token_count
-from .hf_model import blueprint_of, outer_names, traced_of
+from .hf_batches import TokenBatches, token_count
+from .hf_model import outer_names
 
 
 class TokenModel(CapturedModel):
-    """Captures, plans and builds ``model``; its batches are those of GPT data sets. Collective over all ranks.
+    """This rank's part of a planned model; its batches are those of GPT data sets. Collective over
+    all ranks.
 
-    cluster:      what it is planned for.
+    batches:      makes the model's batches of samples.
     optimizer_of: makes the optimizer.
     """
 
     def __init__(
-        self, model: nn.Module, config: HFConfig, mesh: Mesh, cluster: Cluster, optimizer_of: OptimizerOf = adamw_of
+        self,
+        blueprint: Blueprint,
+        batches: TokenBatches,
+        config: HFConfig,
+        mesh: Mesh,
+        optimizer_of: OptimizerOf = adamw_of,
     ):
-        traced, self.batches = traced_of(model, config, mesh)
-        with together(mesh.control, "cpu"), Progress(SEARCHING, shown=mesh.rank == 0) as progress:
-            blueprint = blueprint_of(
-                traced, of_worker(config, mesh.workers), mesh.grid.size, cluster, progress=progress
-            )
+        traced = blueprint.traced
+        self.batches = batches
         self.per_token = config.train.calculate_per_token_loss
         super().__init__(
             blueprint,
             mesh,
             optimizer=config.optimizer,
             seed=config.train.seed,
-            group_of=groups_of_run(config.optimizer, outer_names(model)),
+            group_of=groups_of_run(config.optimizer, outer_names(traced.model)),
             replica_check_interval=config.train.check_weight_hash_across_dp_replicas_interval,
             scaler=scaler_of_run(config.train),
             optimizer_of=optimizer_of,
@@ -56,7 +57,9 @@ class TokenModel(CapturedModel):
         return 3 * forward * self.plan.num_microbatches * self.plan.grid.dp
 
     def from_samples(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """See `TrainedModel`. With --calculate-per-token-loss all targets count alike, whatever their micro-batch."""
+        """See `TrainedModel`. With --calculate-per-token-loss all targets count alike, whatever
+        their micro-batch.
+        """
         if not self.per_token:
             return [self.batches(batch) for batch in batches]
         count = torch.tensor(float(sum(map(token_count, batches))), device=self.mesh.device)
@@ -75,7 +78,8 @@ class TokenModel(CapturedModel):
                 counts = losses.new_tensor([token_count(batch) for batch in batches])
                 losses = losses.where(counts > 0, 0.0)  # a mean over no targets is no number
             sums += torch.stack([(losses * counts).sum(), counts.sum()])
-        for group in (self.mesh.dp, self.mesh.pp):  # only one pipeline rank has the last stage, and any may report
+        # only one pipeline rank has the last stage, and any may report
+        for group in (self.mesh.dp, self.mesh.pp):
             if group is not None:
                 dist.all_reduce(sums, group=group)
         return (sums[0] / sums[1].clamp(min=1)).item()

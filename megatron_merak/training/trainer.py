@@ -1,4 +1,6 @@
-"""One training run on this rank, whatever its model: steps, rates, evaluation, and checkpoints for any layout."""
+"""One training run on this rank, whatever its model: steps, rates, evaluation, and checkpoints for
+any layout.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,10 +13,8 @@ from torch import Tensor
 
 from ..checkpoint import store
 from ..config import RunConfig
-from ..optimizer.base import LocalOptimizer, Rates
+from ..optimizer.base import Rates
 from ..parallel.position import tell
-from ..parameter_server.kinds import served_kinds
-from ..parameter_server.optimizer import ServedAdamW
 from ..stages.optimizer_state import optimizer_kinds, weights_kind
 from ..stages.parameter_groups import rates_of_run
 from ..stages.rerun import Rerun
@@ -30,8 +30,10 @@ class Trainer:
 
     iteration:                           optimizer steps done.
     consumed_samples:                    training samples used, over all replicas.
-    skipped_iterations, skipped_samples: those of them whose step was skipped; learning rates do not follow these.
-    data:                                where samples come from, see ``data.identity``; set before loading and saving.
+    skipped_iterations, skipped_samples: those of them whose step was skipped; learning rates do not
+                                         follow these.
+    data:                                where samples come from, see ``data.identity``; set before
+                                         loading and saving.
     batch_sizes:                         samples of every step.
     iterations:                          optimizer steps of the run.
     """
@@ -45,11 +47,19 @@ class Trainer:
         self.consumed_samples = 0
         self.skipped_iterations = self.skipped_samples = 0
         self.data: dict[str, Any] = {}
-        ranks = self.mesh.grid.size * self.mesh.workers + config.parallel.num_parameter_servers
-        self.batch_sizes = config.batches(ranks)
-        self.iterations = config.iterations(ranks)
-        self.global_batch_size = self.plan.global_batch_size * self.mesh.workers
-        self.rerun = Rerun(model, checks_of(config.train), self.say, tell, name="--rerun-mode", seed=config.train.seed)
+        self.batch_sizes = config.batches_over(self.mesh.replicas)
+        self.iterations = config.iterations(self.batch_sizes)
+        self.global_batch_size = (
+            self.plan.global_batch_size * self.mesh.replicas // self.mesh.grid.dp
+        )
+        self.rerun = Rerun(
+            model,
+            checks_of(config.train),
+            self.say,
+            tell,
+            name="--rerun-mode",
+            seed=config.train.seed,
+        )
 
     def say(self, text: str) -> None:
         """Write a line for the user, on the first rank."""
@@ -106,21 +116,18 @@ class Trainer:
             late=result.late,
         )
 
-    def kinds(self, optimizer: bool) -> dict[str, store.Kind]:
+    def kinds(self, optimizer: bool) -> dict[str, store.StateKind]:
         """Return the weights, and with ``optimizer`` its state, as a checkpoint has them."""
         gatherer = self.model.gatherer
         shards = self.model.shards
         kinds = {"model": weights_kind(gatherer, shards, self.model.others())}
         if not optimizer:
             return kinds
-        if isinstance(self.optimizer, ServedAdamW):
-            return kinds | served_kinds(self.optimizer, shards)
-        assert isinstance(self.optimizer, LocalOptimizer)
         return kinds | optimizer_kinds(self.optimizer, gatherer, shards)
 
     def _own_zeros(self) -> Tensor | None:
-        """Count the elements of this rank's part of the gradient that are exactly zero, without padding: 0-d on its
-        device; None without --log-num-zeros-in-grad."""
+        """Count the elements of this rank's part of the gradient that are exactly zero, without
+        padding: 0-d on its device; None without --log-num-zeros-in-grad."""
         if not self.config.logging.log_num_zeros_in_grad:
             return None
         buffer = self.model.buffer
@@ -128,7 +135,9 @@ class Trainer:
         gradient = buffer.own_gradient()
         for buckets in buffer.turns(buffer.main_grad):
             flat = self.model.gatherer.full(gradient, buckets)
-            for shard in self.model.shards(flat, {name for bucket in buckets for name in bucket.names}):
+            for shard in self.model.shards(
+                flat, {name for bucket in buckets for name in bucket.names}
+            ):
                 if shard.owner:
                     zeros += (shard.tensor == 0).sum()
         return zeros
@@ -161,13 +170,22 @@ class Trainer:
             "model": self.model.settings(),
         }
         kinds = self.kinds(not self.config.checkpoint.no_save_optim)
-        return store.save(root, self.iteration, kinds, meta, self.mesh.control, "cpu")
+        return store.save(root, self.iteration, kinds, meta, group=self.mesh.control, device="cpu")
 
-    def load(self, root: str | Path, iteration: int | None = None, say: Callable[[str], object] | None = None) -> int:
-        """Resume from ``root``, written under any layout; return the iteration of the loaded checkpoint.
+    def load(
+        self,
+        root: str | Path,
+        iteration: int | None = None,
+        say: Callable[[str], object] | None = None,
+        state: bool = True,
+    ) -> int:
+        """Resume from ``root``, written under any layout; return the iteration of the loaded
+        checkpoint.
 
         iteration: which to load; None: the newest undamaged one.
         say:       called on every rank with each line that the user should read.
+        state:     whether to load the optimizer's state; False where others do, and this rank needs
+                   its steps only.
 
         Raises CheckpointError on every rank.
         """
@@ -179,11 +197,17 @@ class Trainer:
             saved = SavedRun.read(meta, root)
             if optimizer:
                 check_same_optimizer(meta, self.optimizer, " or --no-load-optim")
-            lines[:] = check(self.config, saved, self.model.settings(), self.data, self.global_batch_size)
+            lines[:] = check(
+                self.config,
+                saved,
+                self.model.settings(),
+                self.data,
+                batch=self.global_batch_size,
+            )
 
         control = self.mesh.control
-        kinds = self.kinds(optimizer and self.mesh.worker == 0)  # one worker loads what servers store
-        meta = store.load(root, kinds, control, "cpu", iteration, say=say, check=compare)
+        kinds = self.kinds(optimizer and state)
+        meta = store.load(root, kinds, control, "cpu", iteration=iteration, say=say, check=compare)
         if say is not None:
             for line in lines:
                 say(line)

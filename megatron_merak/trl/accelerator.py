@@ -41,11 +41,18 @@ class Accelerator:
         return nullcontext()
 
     def __getattr__(self, name: str) -> Any:
-        raise AbsentError(f"accelerator.{name}", "(read)", "accelerate is not used", "Ask trainer.args or trainer.mesh")
+        raise AbsentError(
+            f"accelerator.{name}",
+            "(read)",
+            "accelerate is not used",
+            "Ask trainer.args or trainer.mesh",
+        )
 
 
 def over_replicas(mesh: Mesh) -> Callable[[Tensor], Tensor]:
-    """Concatenate the tensors of all replicas, as accelerate's ``gather`` does; numbers become a vector."""
+    """Concatenate the tensors of all replicas, as accelerate's ``gather`` does; numbers become a
+    vector.
+    """
 
     def gather(value: Tensor) -> Tensor:
         if mesh.dp is None:

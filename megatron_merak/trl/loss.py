@@ -24,7 +24,8 @@ from .unread import Missing, Unread
 
 METRICS = ("_metrics", "_total_train_tokens")  # what a TRL trainer counts
 REPORTS = "reports"  # the graph's outputs are reports.FORWARD.FIELD
-MICRO_BATCHES = "micro_batches_of_step"  # an entry of batches, [] fp32: what TRL divides losses of experts by
+# an entry of batches, [] fp32: what TRL divides losses of experts by
+MICRO_BATCHES = "micro_batches_of_step"
 _STEPS = "current_gradient_accumulation_steps"
 _LOSSES = ("compute_loss_func", "label_smoother")  # of logits, which metrics are not made of
 _ASIDE = frozenset(f"trainer.{name}" for name in (*METRICS, "ref_model", "accelerator", _STEPS))
@@ -45,7 +46,13 @@ class LossOfTrl(LossOfTrainer):
 
     def own_loss(self) -> OwnLoss:
         trainer = self.trainer
-        return OwnLoss(self.compute, trainer.counts_items, trainer.loss_is_scaled_for_ga, False, reports=(REPORTS,))
+        return OwnLoss(
+            self.compute,
+            trainer.counts_items,
+            trainer.loss_is_scaled_for_ga,
+            False,
+            reports=(REPORTS,),
+        )
 
     def wants_outputs(self, model: nn.Module) -> bool:
         return not model.training and self.trainer.predicts
@@ -65,7 +72,9 @@ class LossOfTrl(LossOfTrainer):
             with ExitStack() as heads, self._referring(model), self._capturing(model.training):
                 heads.enter_context(head(base_model(model), self.fields, computed))
                 if self.reference:
-                    heads.enter_context(head(model.get_submodule(self.reference), self.fields, computed))
+                    heads.enter_context(
+                        head(model.get_submodule(self.reference), self.fields, computed)
+                    )
                 loss, outputs = super().compute(model, batch)
         finally:
             vars(trainer).update(before)
@@ -76,7 +85,8 @@ class LossOfTrl(LossOfTrainer):
     def _capturing(self, training: bool) -> Iterator[None]:
         accelerator = self.trainer.accelerator
         before = accelerator.num_processes
-        accelerator.num_processes = before if training else 1  # whose losses an evaluation has, whatever the layout
+        # whose losses an evaluation has, whatever the layout
+        accelerator.num_processes = before if training else 1
         try:
             with self._gathering(lambda value: Unread()):
                 yield
@@ -109,15 +119,22 @@ class LossOfTrl(LossOfTrainer):
     def _no_loss(self, result: Any) -> tuple[str, str]:
         if isinstance(result, Unread):
             remedy = "Compute the loss from log_probs, or from logits of the model's forward"
-            return "it is made of what TRL computes for metrics only (entropy, is_top1, a mask of no padding)", remedy
+            return (
+                "it is made of what TRL computes for metrics only (entropy, is_top1, a mask of "
+                "no padding)",
+                remedy,
+            )
         return super()._no_loss(result)
 
     def _picture(self, names: Collection[str] | None = None) -> dict[str, Any]:
-        return {name: value for name, value in super()._picture(names).items() if name not in _ASIDE}
+        return {
+            name: value for name, value in super()._picture(names).items() if name not in _ASIDE
+        }
 
     @torch.no_grad()
     def count(self, batch: Batch, reported: Mapping[str, Tensor], gather: Any) -> None:
-        """Let the trainer count its metrics of a micro-batch as it was loaded, from the outputs of its graph.
+        """Let the trainer count its metrics of a micro-batch as it was loaded, from the outputs of
+        its graph.
 
         gather: gathers over the replicas that compute micro-batches together; collective over them.
         """
@@ -130,7 +147,9 @@ class LossOfTrl(LossOfTrainer):
         vars(trainer).update({name: _no_loss for name in _LOSSES if before[name] is not None})
         try:
             with self._gathering(gather), _MissingWeights():
-                trainer.compute_loss(answers, inputs, num_items_in_batch=batch.get("num_items_in_batch"))
+                trainer.compute_loss(
+                    answers, inputs, num_items_in_batch=batch.get("num_items_in_batch")
+                )
         finally:
             vars(trainer).update(before)
 
@@ -140,12 +159,15 @@ def _no_loss(*args: Any, **kwargs: Any) -> Missing:
 
 
 class _MissingWeights(TorchFunctionMode):
-    """Lets a loss that reads weights (a penalty) be run again on a rank that does not have them: they are ``Missing``.
+    """Lets a loss that reads weights (a penalty) be run again on a rank that does not have them:
+    they are ``Missing``.
 
     The loss itself is not used then. A metric made of weights raises ConfigError.
     """
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not any(map(is_withheld, tree_leaves((args, kwargs)))):
             return function(*args, **kwargs)
@@ -182,8 +204,14 @@ class _Answers:
 
 
 def _evaluates_alone(trainer: Any) -> bool:
-    """Whether TRL evaluates with its own ``prediction_step``, which does not count the targets of a step."""
-    return any("prediction_step" in vars(each) for each in trainer.adapted if each.__module__.startswith("trl."))
+    """Whether TRL evaluates with its own ``prediction_step``, which does not count the targets of a
+    step.
+    """
+    return any(
+        "prediction_step" in vars(each)
+        for each in trainer.adapted
+        if each.__module__.startswith("trl.")
+    )
 
 
 def _by_forward(reported: Mapping[str, Tensor]) -> list[Scores]:

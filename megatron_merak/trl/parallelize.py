@@ -21,7 +21,7 @@ from ..hf_trainer.arguments.merak_arguments import MerakArguments
 from ..hf_trainer.batches.leaner import in_rows
 from ..hf_trainer.batches.model_facts import ModelFacts
 from ..hf_trainer.batches.order import Batch
-from ..hf_trainer.batches.predictions import Evaluation, Report
+from ..hf_trainer.batches.predictions import Evaluation, ReportedOutputs
 from ..hf_trainer.own_loss import LossOfTrainer
 from ..hf_trainer.trainer import MerakTrainer
 from ..parallel.agree import gather_json
@@ -32,7 +32,10 @@ from .scores import take_head
 
 _REFUSED = {  # fields of TRL's configs -> (why, what to do)
     "activation_offloading": ("activations stay on the device", "Set gradient_checkpointing"),
-    "precompute_ref_log_probs": ("the model runs under its plan only", "Leave it False: the reference runs beside it"),
+    "precompute_ref_log_probs": (
+        "the model runs under its plan only",
+        "Leave it False: the reference runs beside it",
+    ),
     "sync_ref_model": ("a reference model is frozen", "Leave it False"),
 }
 _TRAINERS = {  # -> what it gives to compute_metrics as labels
@@ -47,7 +50,8 @@ SERIES = "1.16."  # of TRL: its heads, losses and overrides are known
 def parallelize(kind: type) -> type:
     """Return ``kind`` under a plan.
 
-    kind: a TRL trainer or its config, or a class derived from one. A config gets the fields of ``MerakArguments`` too.
+    kind: a TRL trainer or its config, or a class derived from one. A config gets the fields of
+          ``MerakArguments`` too.
 
         Trainer, Config = parallelize(trl.SFTTrainer), parallelize(trl.SFTConfig)
         Trainer(model, Config("out", tensor_model_parallel_size=2), train_dataset=...).train()
@@ -56,7 +60,9 @@ def parallelize(kind: type) -> type:
     """
     if not trl.__version__.startswith(SERIES):
         remedy = f"Install trl {SERIES}*: pip install 'megatron_merak[trl]'"
-        raise ConfigError("trl", trl.__version__, f"what its trainers do is known of {SERIES}* alone", remedy)
+        raise ConfigError(
+            "trl", trl.__version__, f"what its trainers do is known of {SERIES}* alone", remedy
+        )
     if issubclass(kind, TrainingArguments):
         return _config(kind)
     base = next((each for each in kind.__mro__ if each in _TRAINERS), None)
@@ -82,7 +88,9 @@ def parallelize(kind: type) -> type:
             super().log(logs, start_time)
 
         def _send_telemetry(self) -> None:
-            """Do nothing: no usage data is sent. Here, since TRL's own class comes before `_Adapter`."""
+            """Do nothing: no usage data is sent. Here, since TRL's own class comes before
+            `_Adapter`.
+            """
 
     Parallel.adapted = (Parallel, *adapted, _Adapter)
     return _named(Parallel, kind)
@@ -92,7 +100,9 @@ def _refuse(args: Any) -> None:
     ours = any(each.__module__.partition(".")[0] == "trl" for each in type(args).__mro__)
     if not (ours and isinstance(args, MerakArguments)):
         remedy = "Make them with parallelize(SFTConfig), or of the config that the trainer takes"
-        raise ConfigError("args", type(args).__name__, "it is no parallelized config of TRL", remedy)
+        raise ConfigError(
+            "args", type(args).__name__, "it is no parallelized config of TRL", remedy
+        )
     for name, (reason, remedy) in _REFUSED.items():
         if getattr(args, name, False):
             raise ConfigError(name, getattr(args, name), reason, remedy)
@@ -147,18 +157,27 @@ class _Adapter(MerakTrainer, Trainer):  # type: ignore[misc]  # the first base r
         _refuse(kwargs.get("args"))
         super().__init__(*args, **kwargs)
         if getattr(self, "_is_vision_dataset", False):
-            remedy = "Train on text, or with MerakTrainer and a collator that makes the model's inputs"
-            raise ConfigError("train_dataset", "(with images)", "TRL's image batches were never tried", remedy)
+            remedy = (
+                "Train on text, or with MerakTrainer and a collator that makes the model's inputs"
+            )
+            raise ConfigError(
+                "train_dataset", "(with images)", "TRL's image batches were never tried", remedy
+            )
         learns = getattr(self.model, "active_peft_config", None)
         if getattr(learns, "is_prompt_learning", False):
             remedy = "Use LoRA, or another adapter inside of layers"
-            raise ConfigError("peft_config", type(learns).__name__, "its tokens come before the model's layers", remedy)
+            raise ConfigError(
+                "peft_config",
+                type(learns).__name__,
+                "its tokens come before the model's layers",
+                remedy,
+            )
         self.accelerator = Accelerator(self.mesh)
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
 
     def _adopt(self) -> None:
-        """Take over what TRL created: models without its fused head, the reference model as a submodule of the trained
-        one.
+        """Take over what TRL created: models without its fused head, the reference model as a
+        submodule of the trained one.
         """
         self._fields = take_head(base_model(self.model)) or ("logits",)
         if self.ref_model is not None:
@@ -175,7 +194,9 @@ class _Adapter(MerakTrainer, Trainer):  # type: ignore[misc]  # the first base r
     @property
     def predicts(self) -> bool:
         """Whether evaluations need more than losses and TRL's metrics."""
-        return (self._predicting or self.compute_metrics is not None) and not self.args.prediction_loss_only
+        return (
+            self._predicting or self.compute_metrics is not None
+        ) and not self.args.prediction_loss_only
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         self._predicting = True
@@ -192,7 +213,9 @@ class _Adapter(MerakTrainer, Trainer):  # type: ignore[misc]  # the first base r
         self._set_signature_columns_if_needed()
         columns = (*(self._signature_columns or facts.columns),)
         labels = next(names for kind, names in _TRAINERS.items() if isinstance(self, kind))
-        return replace(facts, columns=columns, predictions=("logits",), label_names=labels, return_loss=True)
+        return replace(
+            facts, columns=columns, predictions=("logits",), label_names=labels, return_loss=True
+        )
 
     def _sees_padding(self) -> bool:
         """Whether the loss reads padding: no, TRL masks it."""
@@ -208,37 +231,54 @@ class _Adapter(MerakTrainer, Trainer):  # type: ignore[misc]  # the first base r
         count = torch.tensor(float(len(batches)))  # the last step of an epoch may have fewer
         return [batch | {MICRO_BATCHES: count} for batch in prepared]
 
-    def _note_reports(self, batches: list[Batch], prepared: list[Batch]) -> None:
-        for batch, ran, reported in zip(batches, prepared, self.engine.reported(prepared) or (), strict=False):
+    def note_reports(self, batches: list[Batch], prepared: list[Batch]) -> None:
+        for batch, ran, reported in zip(
+            batches, prepared, self.engine.reported(prepared) or (), strict=False
+        ):
             self._count(batch, ran, reported, over_replicas(self.mesh))
 
     def _evaluation(self, *arguments: Any) -> Evaluation:
         def take(batch: Batch, ran: Batch, reported: Mapping[str, Tensor]) -> None:
             self._count(batch, ran, reported, lambda value: value)
 
-        return replace(super()._evaluation(*arguments), report=Report(REPORTS, take))
+        return replace(super()._evaluation(*arguments), report=ReportedOutputs(REPORTS, take))
 
     def _count(self, batch: Batch, ran: Batch, reported: Mapping[str, Tensor], gather: Any) -> None:
         if "position_ids" in ran and "position_ids" not in batch:  # its rows were made one
-            reported = {name: in_rows(value, batch["attention_mask"]) for name, value in reported.items()}
-            ran = {name: batch.get(name, value) for name, value in ran.items() if name != "position_ids"}
+            reported = {
+                name: in_rows(value, batch["attention_mask"]) for name, value in reported.items()
+            }
+            ran = {
+                name: batch.get(name, value)
+                for name, value in ran.items()
+                if name != "position_ids"
+            }
         inputs = dict(ran)
-        inputs.update({name: batch[name] for name in ("attention_mask", "position_ids") if name in batch})  # not padded
+        # not padded
+        inputs.update(
+            {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
+        )
         loss: Any = self.own_loss  # always a `LossOfTrl`
         loss.count(inputs, reported, gather)
 
     def _share_metrics(self) -> None:
         """Give every rank the metrics that ranks of the last stage counted.
 
-        In training, replicas have gathered them; in an evaluation, each has those of its batches. Collective, except in
-        training with one stage.
+        In training, replicas have gathered them; in an evaluation, each has those of its batches.
+        Collective, except in training with one stage.
         """
         mode = "train" if self.model.training else "eval"
-        if self._engine is None or self.mesh.control is None or (mode == "train" and self.mesh.pp is None):
+        if (
+            self._engine is None
+            or self.mesh.control is None
+            or (mode == "train" and self.mesh.pp is None)
+        ):
             return
         attend("log", self.mesh.control)
         replicas = range(1 if mode == "train" else self.mesh.grid.dp)
-        reports = gather_json([dict(self._metrics[mode]), self._total_train_tokens], self.mesh.control, "cpu")
+        reports = gather_json(
+            [dict(self._metrics[mode]), self._total_train_tokens], self.mesh.control, "cpu"
+        )
         merged: dict[str, list] = defaultdict(list)
         for replica in replicas:
             metrics, self._total_train_tokens = reports[self.engine.output_rank(replica)]

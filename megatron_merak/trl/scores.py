@@ -1,7 +1,8 @@
-"""What TRL's fused LM head returns for each token, computed from the logits of the model's own forward.
+"""What TRL's fused LM head returns for each token, computed from the logits of the model's own
+forward.
 
-TRL multiplies hidden states by the head's weight itself, tile by tile, in an autograd function. A captured graph can
-shard the head, and fuse the operations after it, only if it sees them.
+TRL multiplies hidden states by the head's weight itself, tile by tile, in an autograd function. A
+captured graph can shard the head, and fuse the operations after it, only if it sees them.
 """
 
 import functools
@@ -19,23 +20,27 @@ from ..errors import ConfigError
 from .unread import Unread
 
 IGNORED = -100
-TRAINED = ("log_probs", "log_sum_sq_probs", "label_mask", "aux_loss")  # what a loss reads; the rest is for metrics
+# what a loss reads; the rest is for metrics
+TRAINED = ("log_probs", "log_sum_sq_probs", "label_mask", "aux_loss")
 
 Scores = dict[str, Tensor]  # field -> values of a forward
 
 
 def scores(logits: Tensor, labels: Tensor, fields: Sequence[str]) -> Scores:
-    """Return per token, [b, s - 1], its log-probability and the other requested fields; 0 where the next token is no
-    target.
+    """Return per token, [b, s - 1], its log-probability and the other requested fields; 0 where the
+    next token is no target.
 
     logits: [b, s, v].
     labels: [b, s] int64.
-    fields: names of ``FusedCausalLMOutput``. entropy, mean_logits, log_sum_sq_probs and is_top1 have no gradient.
+    fields: names of ``FusedCausalLMOutput``. entropy, mean_logits, log_sum_sq_probs and is_top1
+            have no gradient.
     """
     logits = logits[:, :-1].float()
     labels = labels[:, 1:]
     mask = labels != IGNORED
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
     computed = {"log_probs": -losses.view_as(labels), "label_mask": mask}
     logits = logits.detach()
     if "entropy" in fields or "log_sum_sq_probs" in fields:
@@ -48,12 +53,20 @@ def scores(logits: Tensor, labels: Tensor, fields: Sequence[str]) -> Scores:
         computed["mean_logits"] = logits.mean(-1)
     if "is_top1" in fields:
         computed["is_top1"] = logits.argmax(-1) == labels
-    return {name: value if name == "log_probs" else value.masked_fill(~mask, 0) for name, value in computed.items()}
+    return {
+        name: value if name == "log_probs" else value.masked_fill(~mask, 0)
+        for name, value in computed.items()
+    }
 
 
 def at_tokens(computed: Scores) -> Scores:
-    """Return scores [b, s - 1] at the tokens that they are of, [b, s], so that they can be padded like their batch."""
-    return {name: torch.cat((x.new_zeros(len(x), 1), x), 1) if x.dim() == 2 else x for name, x in computed.items()}
+    """Return scores [b, s - 1] at the tokens that they are of, [b, s], so that they can be padded
+    like their batch.
+    """
+    return {
+        name: torch.cat((x.new_zeros(len(x), 1), x), 1) if x.dim() == 2 else x
+        for name, x in computed.items()
+    }
 
 
 def of_tokens(computed: Scores) -> Scores:
@@ -62,14 +75,21 @@ def of_tokens(computed: Scores) -> Scores:
 
 
 def take_head(model: nn.Module) -> tuple[str, ...]:
-    """Restore the forward that ``model`` had before TRL's ``add_fused_lm_head``; return the fields TRL computed."""
+    """Restore the forward that ``model`` had before TRL's ``add_fused_lm_head``; return the fields
+    TRL computed.
+    """
     forward = getattr(model.forward, "__func__", model.forward)
     if "fused_lm_head" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
         return ()
     known = inspect.getclosurevars(forward).nonlocals
     if known.get("temperature", 1.0) != 1.0 or known.get("cast_lm_head_to_fp32", False):
         remedy = "Leave temperature and cast_lm_head_to_fp32 as they are"
-        raise ConfigError("add_fused_lm_head", "(its arguments)", "logits are those of the model's forward", remedy)
+        raise ConfigError(
+            "add_fused_lm_head",
+            "(its arguments)",
+            "logits are those of the model's forward",
+            remedy,
+        )
     original = known["original_forward"]
     if getattr(original, "__func__", None) is type(model).forward:
         del model.forward
@@ -85,7 +105,8 @@ def head(model: nn.Module, fields: Sequence[str], computed: list[Scores]) -> Ite
     fields:   what to compute; ("logits",) alone: the model's outputs, without a fused head.
     computed: takes what each forward computes, in order.
 
-    Where TRL runs two forwards of one input, logits are computed once. Outputs that only metrics read are ``Unread``.
+    Where TRL runs two forwards of one input, logits are computed once. Outputs that only metrics
+    read are ``Unread``.
     """
     own = vars(model).get("forward")
     forward = _once(model, model.forward)
@@ -94,7 +115,11 @@ def head(model: nn.Module, fields: Sequence[str], computed: list[Scores]) -> Ite
     def answer(*args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, Unread)}
         if not fused_lm_head:
-            outputs = forward(*args, **kwargs) if labels is None else forward(*args, labels=labels, **kwargs)
+            outputs = (
+                forward(*args, **kwargs)
+                if labels is None
+                else forward(*args, labels=labels, **kwargs)
+            )
             if fields == ("logits",):
                 computed.append({"logits": outputs.logits.detach()})
             return outputs
@@ -104,7 +129,9 @@ def head(model: nn.Module, fields: Sequence[str], computed: list[Scores]) -> Ite
             fused["aux_loss"] = outputs.aux_loss
         computed.append({name: value.detach() for name, value in at_tokens(fused).items()})
         seen: dict[str, Any] = {name: Unread() for name in fused if name not in TRAINED}
-        return FusedCausalLMOutput(**{name: fused[name] for name in fused if name in TRAINED}, **seen)
+        return FusedCausalLMOutput(
+            **{name: fused[name] for name in fused if name in TRAINED}, **seen
+        )
 
     model.forward = answer
     try:
@@ -125,7 +152,11 @@ def _once(model: nn.Module, forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        arguments = [*args, *(part for pair in sorted(kwargs.items()) for part in pair), _adapters(model)]
+        arguments = [
+            *args,
+            *(part for pair in sorted(kwargs.items()) for part in pair),
+            _adapters(model),
+        ]
         for others, differentiable, outputs in known:
             if (differentiable or not torch.is_grad_enabled()) and len(arguments) == len(others):
                 if all(map(_same, arguments, others)):

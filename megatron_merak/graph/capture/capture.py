@@ -1,4 +1,6 @@
-"""Captures any ``nn.Module`` as one graph: traces a fake copy in several ways, most faithful first."""
+"""Captures any ``nn.Module`` as one graph: traces a fake copy in several ways, most
+faithful first.
+"""
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +28,19 @@ from megatron_merak.graph.capture.fake_model import fake_batch, forward_paramete
 from megatron_merak.graph.capture.fast_trace import fast_tracing
 from megatron_merak.graph.capture.inspected import inspected_model
 from megatron_merak.graph.capture.lengths import Axes, Lengths, SymbolicLength, digest
-from megatron_merak.graph.capture.outputs import LossFunction, output_names, pick_outputs, take_entries
+from megatron_merak.graph.capture.outputs import (
+    LossFunction,
+    output_names,
+    pick_outputs,
+    take_entries,
+)
 from megatron_merak.graph.capture.python_state import StateChanges
 from megatron_merak.graph.capture.unlift import unlift
 from megatron_merak.graph.capture.values import values_of_batch
 from megatron_merak.graph.capture.watch import TraceEvents, function_notes, model_line, watch
 
-# Keywords of transformers for the documents of a packed row. Every model accepts them, few read them.
+# Keywords of transformers for the documents of a packed row. Every model accepts them, few read
+# them.
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _UNREAD_BY_MOST = ("num_items_in_batch", *DOCUMENTS)
 
@@ -69,17 +77,20 @@ def capture(
     outputs: Sequence[str] = ("loss",),
     compute: LossFunction | None = None,
 ) -> Captured:
-    """Return the forward of ``model`` for batches like ``batch``, as a graph of aten operations without memory.
+    """Return the forward of ``model`` for batches like ``batch``, as a graph of aten operations
+    without memory.
 
     The model is not changed, except for what its forward writes into its config.
 
     model:    its parameters may be real or fake (``init_empty_weights``).
-    batch:    only shapes and dtypes of its tensors matter; values that are not tensors become part of the graph.
+    batch:    only shapes and dtypes of its tensors matter; values that are not tensors become part
+              of the graph.
     training: whether the model is in training mode (dropout is on).
     dtype:    dtype of floating-point parameters; None for their own.
-    outputs:  which of the model's outputs to return; "loss" is the tensor that is returned alone or first, "*" all
-              others (see ``pick_outputs``).
-    compute:  computes the loss from the model and the batch, in place of the model's forward, which it calls.
+    outputs:  which of the model's outputs to return; "loss" is the tensor that is returned alone or
+              first, "*" all others (see ``pick_outputs``).
+    compute:  computes the loss from the model and the batch, in place of the model's forward, which
+              it calls.
 
     Raises TraceError, which names the model's line of code, if no attempt gives a correct graph.
     """
@@ -90,7 +101,9 @@ def capture(
     reasons: dict[str, str] = {}
     while True:
         try:
-            captured = _capture(model, batch, training, dtype, outputs=outputs, compute=compute, eager=eager)
+            captured = _capture(
+                model, batch, training, dtype, outputs=outputs, compute=compute, eager=eager
+            )
             return replace(captured, notes=captured.notes + eager.notes(reasons))
         except CannotKeepModule as error:
             eager = eager.refusing(error)
@@ -112,7 +125,9 @@ def _capture(
     compute: LossFunction | None,
     eager: EagerModules,
 ) -> Captured:
-    """Capture by the first attempt that succeeds, with the modules that ``eager`` names as single nodes."""
+    """Capture by the first attempt that succeeds, with the modules that ``eager`` names as single
+    nodes.
+    """
 
     def traced(attempt: Attempt, before: StateChanges | None = None, return_changed: bool = False):
         return _trace(
@@ -137,13 +152,16 @@ def _capture(
             program, events, changes = traced(attempt)
         except TraceError:
             raise
-        except Exception as failure:  # the exporter raises whatever the model's code and its own internals raise
+        # the exporter raises whatever the model's code and its own internals raise
+        except Exception as failure:
             last_error = last_error if attempt.strict or attempt.values else failure
             continue
         if events.drawn and not attempt.no_layer_drop:
             continue
 
-        def trace(before: StateChanges | None, return_changed: bool) -> tuple[ExportedProgram, StateChanges]:
+        def trace(
+            before: StateChanges | None, return_changed: bool
+        ) -> tuple[ExportedProgram, StateChanges]:
             program, _, changes = traced(attempt, before, return_changed)  # noqa: B023  called within this iteration
             return program, changes
 
@@ -161,7 +179,9 @@ def _capture(
             continue
         _refuse_side_effects(model, events)
         captured = clean(raw, output_names(program), str(attempt))
-        notes = function_notes(events) + _notes(model, batch, captured, attempt, compute is not None)
+        notes = function_notes(events) + _notes(
+            model, batch, captured, attempt, compute is not None
+        )
         return replace(captured, notes=captured.notes + notes, origin=origin)
     raise refused or _failure(model, last_error)
 
@@ -178,7 +198,8 @@ def lengths_of(
     outputs: Sequence[str] = ("loss",),
     compute: LossFunction | None = None,
 ) -> Lengths | None:
-    """Return for which lengths a capture has the same operations as an earlier one; None if that is unknown.
+    """Return for which lengths a capture has the same operations as an earlier one; None if that is
+    unknown.
 
     batch:  a batch of another length than the earlier one.
     axes:   the batch entries and dimensions whose extent is the length.
@@ -203,12 +224,15 @@ def lengths_of(
         )
         changes.restore()
         return export.lengths(program) if digest(program, length) == like.digest else None
-    except Exception:  # the exporter raises whatever the model's code and its own internals raise for a symbol
+    # the exporter raises whatever the model's code and its own internals raise for a symbol
+    except Exception:
         return None
 
 
 def accepts_num_items(model: nn.Module) -> bool:
-    """Whether the model divides its loss by ``num_items_in_batch``, by the criterion of HuggingFace's Trainer."""
+    """Whether the model divides its loss by ``num_items_in_batch``, by the criterion of
+    HuggingFace's Trainer.
+    """
     inspected = inspected_model(model)
     if hasattr(inspected, "accepts_loss_kwargs"):
         return bool(inspected.accepts_loss_kwargs)
@@ -219,13 +243,21 @@ def _attempts(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Attempt]:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = attention if hasattr(model, "set_attn_implementation") else None
     preferred = "" if attention in (None, "sdpa", "eager") else "sdpa"
-    basic = [Attempt(preferred, is_causal=True)] if attention and "position_ids" not in batch else []
+    basic = (
+        [Attempt(preferred, is_causal=True)] if attention and "position_ids" not in batch else []
+    )
     basic += [Attempt(preferred)] + ([Attempt("eager")] if attention not in (None, "eager") else [])
     yield from basic
     yield from (replace(each, no_layer_drop=True) for each in basic)
     yield Attempt(preferred, strict=True)
-    yield from (replace(each, values=True) for each in basic if not (each.is_causal and "attention_mask" in batch))
-    yield from (replace(each, values=True, no_layer_drop=True) for each in basic if not each.is_causal)
+    yield from (
+        replace(each, values=True)
+        for each in basic
+        if not (each.is_causal and "attention_mask" in batch)
+    )
+    yield from (
+        replace(each, values=True, no_layer_drop=True) for each in basic if not each.is_causal
+    )
 
 
 def _trace(
@@ -244,7 +276,8 @@ def _trace(
     """Trace a fake copy of the model in one way; return the program and what the trace did besides.
 
     before:         state changes of an earlier trace to begin from.
-    return_changed: return the tensors that the forward writes into Python state, instead of the outputs.
+    return_changed: return the tensors that the forward writes into Python state, instead of the
+                    outputs.
     export:         what exports the fake model.
     """
     if before is None:
@@ -275,7 +308,10 @@ def _trace(
             contexts.enter_context(patches.no_layer_drop())
         if attempt.values:
             contexts.enter_context(values_of_batch())
-            inputs = {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in batch.items()}
+            inputs = {
+                k: v.detach().cpu().clone() if isinstance(v, Tensor) else v
+                for k, v in batch.items()
+            }
         else:
             inputs = fake_batch(fake, batch)
         program = export(fake, (), inputs, strict=attempt.strict)
@@ -284,19 +320,30 @@ def _trace(
 
 
 def _check_batch(model: nn.Module, batch: Mapping[str, Any], has_compute: bool) -> None:
-    """Raise TraceError for entries that the forward does not take, or that it needs and the batch lacks.
+    """Raise TraceError for entries that the forward does not take, or that it needs and the batch
+    lacks.
 
-    has_compute: a loss function is given, which may read other entries and pass others to the forward.
+    has_compute: a loss function is given, which may read other entries and pass others to the
+                 forward.
     """
     parameters, takes_any = forward_parameters(model)
     for key, value in batch.items():
         if key not in parameters and not takes_any and not has_compute:
             similar = difflib.get_close_matches(key, parameters, 1)
             reason = f"the forward of {type(model).__name__} does not take it"
-            raise TraceError("batch entry", key, reason, f"Did you mean {similar[0]}" if similar else "Leave it out")
-        if isinstance(value, list | tuple | Mapping) and any(isinstance(x, Tensor) for x in tree_leaves(value)):
+            raise TraceError(
+                "batch entry",
+                key,
+                reason,
+                f"Did you mean {similar[0]}" if similar else "Leave it out",
+            )
+        if isinstance(value, list | tuple | Mapping) and any(
+            isinstance(x, Tensor) for x in tree_leaves(value)
+        ):
             reason = "it contains several tensors, and a graph takes one tensor per entry"
-            raise TraceError("batch entry", key, reason, "Pass them as separate arguments of the forward")
+            raise TraceError(
+                "batch entry", key, reason, "Pass them as separate arguments of the forward"
+            )
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in batch]
     if missing and not has_compute:
         reason = f"the forward of {type(model).__name__} needs it"
@@ -306,23 +353,37 @@ def _check_batch(model: nn.Module, batch: Mapping[str, Any], has_compute: bool) 
 def _refuse_side_effects(model: nn.Module, events: TraceEvents) -> None:
     name = type(model).__name__
     if events.hooked:
-        reason = f"{events.hooked[0]} puts a gradient hook on a tensor, which a captured graph would not run"
-        raise TraceError("model", name, reason, "Compute the same with operations that differentiate as wanted")
+        reason = (
+            f"{events.hooked[0]} puts a gradient hook on a tensor, which a captured graph "
+            "would not run"
+        )
+        raise TraceError(
+            "model", name, reason, "Compute the same with operations that differentiate as wanted"
+        )
     if events.reseeded:
         reason = f"{events.reseeded[0]} sets the seed of torch, which a captured graph would not"
-        raise TraceError("model", name, reason, "Leave the seed alone, or keep such numbers in a buffer")
+        raise TraceError(
+            "model", name, reason, "Leave the seed alone, or keep such numbers in a buffer"
+        )
     if events.clocked:
         reason = f"{events.clocked[0]} reads the clock, which a captured graph would do once"
         raise TraceError("model", name, reason, "Pass such numbers as an entry of the batch")
     if events.drawn:
         line = events.drawn[0]
-        reason = f"{line} draws random numbers on the host, which a captured graph would repeat at every step"
+        reason = (
+            f"{line} draws random numbers on the host, which a captured graph would repeat "
+            "at every step"
+        )
         remedy = "Turn that augmentation off in the config, or draw with torch"
         raise TraceError("model", name, reason, remedy)
 
 
 def _notes(
-    model: nn.Module, batch: Mapping[str, Any], captured: Captured, attempt: Attempt, has_compute: bool
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    captured: Captured,
+    attempt: Attempt,
+    has_compute: bool,
 ) -> tuple[str, ...]:
     notes = []
     parameters, _ = forward_parameters(model)
@@ -331,7 +392,10 @@ def _notes(
             continue
         if node.target not in parameters and node.target not in _UNREAD_BY_MOST and not has_compute:
             similar = difflib.get_close_matches(node.target, parameters, 1)
-            reason = f"the forward of {type(model).__name__} takes any keyword but does not read this one"
+            reason = (
+                f"the forward of {type(model).__name__} takes any keyword but does not read "
+                "this one"
+            )
             remedy = f"Did you mean {similar[0]}" if similar else "Leave it out"
             raise TraceError("batch entry", node.target, reason, remedy)
         if node.target != "labels" or "shift_labels" not in batch:
@@ -339,19 +403,27 @@ def _notes(
     if captured.guards:
         lines = "; ".join(captured.guards.lines[:3])
         notes.append(f"Batches are captured anew where other values of the batch decide: {lines}.")
-    batch_norms = captured.module.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
+    batch_norms = captured.module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.batch_norm.default
+    )
     if any(node.args[5] for node in batch_norms):
-        notes.append("Running statistics of batch norm follow the micro-batches of each rank by itself.")
+        notes.append(
+            "Running statistics of batch norm follow the micro-batches of each rank by itself."
+        )
     config = getattr(model, "config", None)
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", {}))]
     drops = [
         f"{key} {value:g}"
         for part in parts
         for key, value in sorted(vars(part).items() if part is not None else ())
-        if "layerdrop" in key.replace("_", "").lower() and isinstance(value, float | int) and value > 0
+        if "layerdrop" in key.replace("_", "").lower()
+        and isinstance(value, float | int)
+        and value > 0
     ]
     if attempt.no_layer_drop and drops:
-        notes.append(f"No layer is ever dropped, although the config says {', '.join(dict.fromkeys(drops))}.")
+        notes.append(
+            f"No layer is ever dropped, although the config says {', '.join(dict.fromkeys(drops))}."
+        )
     return tuple(notes)
 
 
@@ -360,14 +432,18 @@ def _failure(model: nn.Module, error: Exception | None) -> TraceError:
     line = model_line(error)
     if "data-dependent" in text.lower() or "GuardOnDataDependent" in type(error).__name__:
         reason = f"{line} decides by the values of a tensor, and a graph has no branches"
-        remedy = "Pass what settles the branch (attention_mask, position or decoder inputs), use another "
+        remedy = (
+            "Pass what settles the branch (attention_mask, position or decoder inputs), use "
+            "another "
+        )
         remedy += "attn_implementation, or rewrite that line with tensor operations"
         around = around_error(error) if error else ()
         failure: TraceError = DataDependentForward(type(model).__name__, reason, remedy, around)
     else:
         reason = f"{line} raises {type(error).__name__}: {text[:300].rstrip('.')}"
         remedy = (
-            "Check that the model runs with such a batch; if it does, rewrite that line with plain tensor operations"
+            "Check that the model runs with such a batch; if it does, rewrite that line "
+            "with plain tensor operations"
         )
         failure = TraceError("model", type(model).__name__, reason, remedy)
     failure.__cause__ = error

@@ -1,4 +1,6 @@
-"""The result of a capture, which all later passes read: one graph of the unsharded model, and its parameters."""
+"""The result of a capture, which all later passes read: one graph of the unsharded model, and its
+parameters.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,24 +24,29 @@ class Origin:
 class Captured:
     """A model's forward for batches of one shape, as one graph; its parameters have no memory.
 
-    ``module.graph`` consists of the following nodes. All but the output have their value in ``meta["val"]``, which is
-    real for constants and fake for all else.
+    ``module.graph`` consists of the following nodes. All but the output have their value in
+    ``meta["val"]``, which is real for constants and fake for all else.
 
     - placeholders: one per tensor of the batch, named by its key.
-    - get_attr nodes: a parameter under its HuggingFace name (for tied ones, the first in ``named_parameters``), or a
+    - get_attr nodes: a parameter under its HuggingFace name (for tied ones, the first in
+      ``named_parameters``), or a
       constant (buffer, table) that ``module`` has as a real tensor.
-    - call_function nodes: aten overloads, ``operator.getitem``, higher-order ops and ``opaque.CustomFunction``. There
-      is no dead code and no assertion; an op works in place only where another view shows what it writes.
+    - call_function nodes: aten overloads, ``operator.getitem``, higher-order ops and
+      ``opaque.CustomFunction``. There
+      is no dead code and no assertion; an op works in place only where another view shows what it
+      writes.
     - one output whose argument is a tuple of nodes, named by ``outputs``.
 
     shapes, dtypes: shape and dtype of every parameter that the graph reads, by name.
     trainable:      names of the parameters that require a gradient.
-    untouched:      those of them that get none: what reads them is detached, or in ``torch.no_grad``.
+    untouched:      those of them that get none: what reads them is detached, or in
+                    ``torch.no_grad``.
     aliases:        other names of tied parameters -> the name in use.
     buffers:        names of the constants that are buffers in the model's state dict.
     how:            the attempt that succeeded.
     notes:          what a user should know, in sentences.
-    guards:         conditions on the values of a batch for which this graph is right; None if there are none.
+    guards:         conditions on the values of a batch for which this graph is right; None if there
+                    are none.
     origin:         to compare a trace at another length with; None if that is impossible.
     """
 

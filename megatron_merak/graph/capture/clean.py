@@ -1,4 +1,6 @@
-"""Cleans up a raw trace for later passes: flattens it, and removes assertions, no-ops and dead code."""
+"""Cleans up a raw trace for later passes: flattens it, and removes assertions, no-ops and dead
+code.
+"""
 
 import operator
 from collections.abc import Sequence
@@ -24,7 +26,12 @@ from megatron_merak.graph.ir.operators import facts
 from ..ir.nodes import constant, operand, schema
 
 aten = torch.ops.aten
-_CHECKS = ("_assert", "sym_constrain_range", "_functional_assert", "_functional_sym_constrain_range")
+_CHECKS = (
+    "_assert",
+    "sym_constrain_range",
+    "_functional_assert",
+    "_functional_sym_constrain_range",
+)
 
 
 def clean(raw: RawGraph, outputs: Sequence[str], how: str) -> Captured:
@@ -33,7 +40,8 @@ def clean(raw: RawGraph, outputs: Sequence[str], how: str) -> Captured:
     outputs: names of its outputs.
     how:     the attempt that traced it.
 
-    Raises TraceError for what a graph cannot express: a region under autocast, or a forward that changes its buffers.
+    Raises TraceError for what a graph cannot express: a region under autocast, or a forward that
+    changes its buffers.
     """
     graph = raw.module.graph
     refuse_dynamic(graph, raw.model)
@@ -50,7 +58,11 @@ def clean(raw: RawGraph, outputs: Sequence[str], how: str) -> Captured:
     used = dict.fromkeys(node.target for node in graph.find_nodes(op="get_attr"))
     module = GraphModule({name: _attribute(raw.module, name) for name in used}, graph)
     module.graph.lint()
-    parameters = {n.target: n.meta["val"] for n in module.graph.find_nodes(op="get_attr") if n.target in raw.parameters}
+    parameters = {
+        n.target: n.meta["val"]
+        for n in module.graph.find_nodes(op="get_attr")
+        if n.target in raw.parameters
+    }
     trainable = raw.trainable & parameters.keys()
     return Captured(
         module=module,
@@ -67,7 +79,9 @@ def clean(raw: RawGraph, outputs: Sequence[str], how: str) -> Captured:
 
 
 def _with_gradient(graph: Graph, outputs: Sequence[str]) -> set[str]:
-    """Return the targets of get_attr nodes that take a gradient of the loss, or without one of any output."""
+    """Return the targets of get_attr nodes that take a gradient of the loss, or without one of any
+    output.
+    """
     (output,) = graph.find_nodes(op="output")
     pairs = [*zip(outputs, output.args[0], strict=True)]
     losses = [node for name, node in pairs if "loss" in name.split(SAME)]
@@ -76,9 +90,15 @@ def _with_gradient(graph: Graph, outputs: Sequence[str]) -> set[str]:
 
 
 def _name(node: Node) -> str:
-    """Return the name of an aten operation ("linear" for aten.linear.default), "" for any other node."""
+    """Return the name of an aten operation ("linear" for aten.linear.default), "" for any other
+    node.
+    """
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if (
+        node.op != "call_function"
+        or not isinstance(target, torch._ops.OpOverload)
+        or target.namespace != "aten"
+    ):
         return ""
     return target._schema.name.removeprefix("aten::")
 
@@ -97,13 +117,22 @@ def _drop_checks(graph: Graph) -> None:
 
 
 def refuse_dynamic(graph: Graph, model: str) -> None:
-    """Raise an error for a tensor whose shape depends on values, and for what a traced vmap leaves in the graph."""
+    """Raise an error for a tensor whose shape depends on values, and for what a traced vmap leaves
+    in the graph.
+    """
     _drop_checks(graph)
     for node in graph.nodes:
         values = tree_leaves(node.meta.get("val"))
-        if any(isinstance(n, torch.SymInt) for v in values for n in (v.shape if isinstance(v, Tensor) else (v,))):
+        if any(
+            isinstance(n, torch.SymInt)
+            for v in values
+            for n in (v.shape if isinstance(v, Tensor) else (v,))
+        ):
             line = source_line(node)
-            reason = f"{line} makes a tensor whose shape depends on values, and shapes in a graph are fixed"
+            reason = (
+                f"{line} makes a tensor whose shape depends on values, and shapes in a "
+                "graph are fixed"
+            )
             remedy = "Mask what is not wanted instead of selecting the rest"
             raise DataDependentForward(model, reason, remedy, around_node(node))
         if "_batch_dim" in node.name:
@@ -111,7 +140,9 @@ def refuse_dynamic(graph: Graph, model: str) -> None:
             raise TraceError("model", model, reason, "Write it with broadcasting")
 
 
-def _inline_regions(graph: Graph, owner: torch.nn.Module, raw: RawGraph, nested: bool = False) -> None:
+def _inline_regions(
+    graph: Graph, owner: torch.nn.Module, raw: RawGraph, nested: bool = False
+) -> None:
     """Inline ``with torch.no_grad()`` regions, with a ``detach`` on each value that leaves them."""
     for node in list(graph.nodes):
         kind = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -121,7 +152,9 @@ def _inline_regions(graph: Graph, owner: torch.nn.Module, raw: RawGraph, nested:
         elif kind == "wrap_with_autocast":
             _, _, enabled, _, body, *args = node.args
             if enabled:
-                reason = f"{source_line(node)} runs under autocast, which later passes would not see"
+                reason = (
+                    f"{source_line(node)} runs under autocast, which later passes would not see"
+                )
                 raise TraceError("model", raw.model, reason, "Cast where it matters, or use dtype=")
         else:
             continue
@@ -132,14 +165,20 @@ def _inline_regions(graph: Graph, owner: torch.nn.Module, raw: RawGraph, nested:
         _inline(graph, node, inner.graph, args, no_grad=no_grad, raw=raw)
 
 
-def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_grad: bool, raw: RawGraph) -> None:
+def _inline(
+    graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_grad: bool, raw: RawGraph
+) -> None:
     copies = dict(zip(inner.find_nodes(op="placeholder"), args, strict=True))
     writes: set[Node] = set()  # into values from outside
     for part, shared in written(inner).items() if no_grad else ():
-        if shared[0].op == "placeholder" and "out" not in part.kwargs:  # out= is refused by _refuse_state_changes
+        # out= is refused by _refuse_state_changes
+        if shared[0].op == "placeholder" and "out" not in part.kwargs:
             if _may_have_gradient(graph, copies[shared[0]], raw):
                 line = source_line(part)
-                reason = f"{line} writes into a value from outside of torch.no_grad(), so the gradient would change"
+                reason = (
+                    f"{line} writes into a value from outside of torch.no_grad(), so the "
+                    "gradient would change"
+                )
                 raise TraceError("model", raw.model, reason, "Write into a copy")
             writes.add(part)
     with graph.inserting_before(node):
@@ -152,7 +191,11 @@ def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_gra
             if part in writes:
                 _detach_sources(graph, copies[part])
         for i, value in enumerate(results if no_grad else ()):
-            if isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor) and _origin(value) not in args:
+            if (
+                isinstance(value, Node)
+                and isinstance(value.meta.get("val"), Tensor)
+                and _origin(value) not in args
+            ):
                 results[i] = call(graph, value, aten.detach.default, value)
     for user in list(node.users):
         assert user.target is operator.getitem, "the results of a region are read one by one"
@@ -162,16 +205,22 @@ def _inline(graph: Graph, node: Node, inner: Graph, args: Sequence[Node], no_gra
 
 
 def _may_have_gradient(graph: Graph, value: Node, raw: RawGraph) -> bool:
-    """Whether ``value`` depends on a trainable parameter; True in a region with inputs, which are unknown."""
+    """Whether ``value`` depends on a trainable parameter; True in a region with inputs, which are
+    unknown.
+    """
     region = graph is not raw.module.graph
     nodes = reached(graph, [value])
-    return any(each.target in raw.trainable or (region and each.op == "placeholder") for each in nodes)
+    return any(
+        each.target in raw.trainable or (region and each.op == "placeholder") for each in nodes
+    )
 
 
 def _detach_sources(graph: Graph, write: Node) -> None:
-    """Let an in-place operation of a ``no_grad`` region pass no gradient of what it writes into its first argument.
+    """Let an in-place operation of a ``no_grad`` region pass no gradient of what it writes into its
+    first argument.
 
-    The written value has none. It is read after the region under its own name, not as one of the region's results.
+    The written value has none. It is read after the region under its own name, not as one of the
+    region's results.
     """
 
     def detached(source: Node) -> Node:
@@ -185,14 +234,21 @@ def _detach_sources(graph: Graph, write: Node) -> None:
 
 
 def _origin(node: Node) -> Node:
-    """Follow operations that return their input tensor itself, so that its gradient is kept, back to that tensor."""
+    """Follow operations that return their input tensor itself, so that its gradient is kept, back
+    to that tensor.
+    """
     while isinstance(node, Node) and node.args and isinstance(node.args[0], Node):
         value = node.meta["val"]
         source = node.args[0].meta.get("val")
         if not isinstance(source, Tensor):
             break
         name = _name(node)
-        unchanged = name == "contiguous" and len(node.args) == 1 and not node.kwargs and source.is_contiguous()
+        unchanged = (
+            name == "contiguous"
+            and len(node.args) == 1
+            and not node.kwargs
+            and source.is_contiguous()
+        )
         no_op = name in ("to", "type_as", "dropout") and _is_no_op(name, node, copy_matters=True)
         if not (unchanged or no_op) or value.shape != source.shape:
             break
@@ -201,26 +257,40 @@ def _origin(node: Node) -> Node:
 
 
 def _refuse_state_changes(graph: Graph) -> None:
-    """Raise an error if the forward changes a parameter or buffer; drop the unused counter of batch norm."""
+    """Raise an error if the forward changes a parameter or buffer; drop the unused counter of batch
+    norm.
+    """
     for node in graph.nodes:
         out = node.kwargs.get("out") if isinstance(node.target, torch._ops.OpOverload) else None
         if isinstance(out, Node):
             what, name = ("buffer", out.target) if out.op == "get_attr" else ("tensor", out.name)
-            reason = f"{source_line(node)} writes into it in the forward (out=), and a captured graph keeps no state"
-            raise TraceError(what, name, reason, "Leave out=, or for spectral_norm use a plain layer")
+            reason = (
+                f"{source_line(node)} writes into it in the forward (out=), and a captured "
+                "graph keeps no state"
+            )
+            raise TraceError(
+                what, name, reason, "Leave out=, or for spectral_norm use a plain layer"
+            )
     for node, shared in written(graph).items():
         if shared[0].op != "get_attr":
             continue
         buffer = str(shared[0].target)
         if not buffer.endswith("num_batches_tracked"):
-            reason = f"{source_line(node)} changes it in the forward, and a captured graph keeps no state"
-            raise TraceError("buffer", buffer, reason, "Keep it constant, or compute it from the batch")
+            reason = (
+                f"{source_line(node)} changes it in the forward, and a captured graph keeps "
+                "no state"
+            )
+            raise TraceError(
+                "buffer", buffer, reason, "Keep it constant, or compute it from the batch"
+            )
         node.replace_all_uses_with(operand(node))
         graph.erase_node(node)
 
 
 def _drop_dead_code(graph: Graph) -> None:
-    """Erase nodes that nothing reads, random ones too; an in-place write stays if a later node reads its memory."""
+    """Erase nodes that nothing reads, random ones too; an in-place write stays if a later node
+    reads its memory.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     writes = written(graph)
     for node in reversed(list(graph.nodes)):
@@ -228,7 +298,11 @@ def _drop_dead_code(graph: Graph) -> None:
             continue
         shared = [x for x in writes.get(node, ()) if x is not node]
         if not any(order[user] > order[node] for x in shared for user in x.users):
-            writes = {k: [x for x in v if x is not node] for k, v in writes.items()} if writes else writes
+            writes = (
+                {k: [x for x in v if x is not node] for k, v in writes.items()}
+                if writes
+                else writes
+            )
             graph.erase_node(node)
 
 
@@ -241,7 +315,9 @@ def _drop_identities(graph: Graph, trainable: frozenset[str]) -> None:
         if node.op == "get_attr":
             differentiable[node] = node.target in trainable
         else:
-            differentiable[node] = passes_gradient(node) and any(differentiable[x] for x in node.all_input_nodes)
+            differentiable[node] = passes_gradient(node) and any(
+                differentiable[x] for x in node.all_input_nodes
+            )
         if not name or not node.args or not isinstance(node.args[0], Node):
             continue
         source = node.args[0]
@@ -260,7 +336,9 @@ def _is_no_op(name: str, node: Node, copy_matters: bool) -> bool:
     if not isinstance(value, Tensor) or not isinstance(source, Tensor):
         return False
     sizes = zip(value.shape, source.shape, strict=False)  # some are known only when values are
-    same_shape = value.dim() == source.dim() and all(statically_known_true(one == other) for one, other in sizes)
+    same_shape = value.dim() == source.dim() and all(
+        statically_known_true(one == other) for one, other in sizes
+    )
     if name in ("alias", "lift_fresh"):
         return True
     if name == "lift_fresh_copy" or facts(node).converts:

@@ -1,4 +1,5 @@
-"""Modules with data-dependent control flow, such as a loop over the chosen experts, captured as single nodes.
+"""Modules with data-dependent control flow, such as a loop over the chosen experts, captured as
+single nodes.
 
 Such a node runs the module's own eager code, replicated on every rank.
 """
@@ -21,13 +22,21 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.overriding import overriding
-from megatron_merak.graph.ir.opaque import CustomFunction, Opaque, SideEffects, sharing, without_tensors
+from megatron_merak.graph.ir.opaque import (
+    CustomFunction,
+    Opaque,
+    SideEffects,
+    sharing,
+    without_tensors,
+)
 
 _CONSTANT = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
 class DataDependentForward(TraceError):
-    """The forward branches on values, inside modules of the classes named ``around``, innermost first."""
+    """The forward branches on values, inside modules of the classes named ``around``, innermost
+    first.
+    """
 
     def __init__(self, model: str, reason: str, remedy: str, around: Sequence[str]):
         super().__init__("model", model, reason, remedy)
@@ -40,16 +49,26 @@ class CannotKeepModule(TraceError):
 
 @dataclass(frozen=True)
 class EagerModules:
-    """The names of module classes to capture as single nodes, ``chosen``, and of those that cannot be, ``refused``."""
+    """The names of module classes to capture as single nodes, ``chosen``, and of those that cannot
+    be, ``refused``.
+    """
 
     chosen: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
-    def with_innermost(self, model: nn.Module, error: DataDependentForward) -> "EagerModules | None":
-        """Return a copy that also has the innermost class around ``error`` that may be kept; None if there is none."""
+    def with_innermost(
+        self, model: nn.Module, error: DataDependentForward
+    ) -> "EagerModules | None":
+        """Return a copy that also has the innermost class around ``error`` that may be kept; None
+        if there is none.
+        """
         classes = {title(type(m)): type(m) for m in model.modules()}
         for name in error.around:
-            if name in classes and name not in self.refused + self.chosen and _may_be_kept(classes[name], model):
+            if (
+                name in classes
+                and name not in self.refused + self.chosen
+                and _may_be_kept(classes[name], model)
+            ):
                 return replace(self, chosen=(*self.chosen, name))
         return None
 
@@ -58,7 +77,10 @@ class EagerModules:
         return EagerModules(tuple(x for x in self.chosen if x != name), (*self.refused, name))
 
     def notes(self, reasons: Mapping[str, str]) -> tuple[str, ...]:
-        return tuple(f"{name} runs as it is, replicated on every rank: {reasons[name]}." for name in self.chosen)
+        return tuple(
+            f"{name} runs as it is, replicated on every rank: {reasons[name]}."
+            for name in self.chosen
+        )
 
 
 def title(cls: type) -> str:
@@ -66,7 +88,9 @@ def title(cls: type) -> str:
 
 
 def around_error(error: BaseException) -> list[str]:
-    """Return the names of the classes of the modules in whose methods an error was raised, innermost first."""
+    """Return the names of the classes of the modules in whose methods an error was raised,
+    innermost first.
+    """
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return list(dict.fromkeys(title(type(x)) for x in reversed(owners) if isinstance(x, nn.Module)))
 
@@ -80,12 +104,16 @@ def around_node(node: Node) -> list[str]:
 def _may_be_kept(cls: type, model: nn.Module) -> bool:
     """Whether modules of a class may be captured as single nodes, which every rank runs in full.
 
-    Not so for classes of torch, for whole models, and for a module with most of the parameters: the model would then
-    hardly be distributed.
+    Not so for classes of torch, for whole models, and for a module with most of the parameters: the
+    model would then hardly be distributed.
     """
     from transformers import PreTrainedModel
 
-    if cls.__module__.startswith("torch.") or issubclass(cls, PreTrainedModel) or isinstance(model, cls):
+    if (
+        cls.__module__.startswith("torch.")
+        or issubclass(cls, PreTrainedModel)
+        or isinstance(model, cls)
+    ):
         return False
     largest = max(_numel(m) for m in model.modules() if type(m) is cls)
     return 2 * largest <= _numel(model)
@@ -104,7 +132,9 @@ def keep_modules(model: nn.Module, eager: EagerModules, opaque: Opaque) -> Itera
     with ExitStack() as patches:
         for name in eager.chosen:
             cls = classes[name]
-            patches.enter_context(overriding(cls, "forward", _patched_forward(cls, opaque, inside, probes)))
+            patches.enter_context(
+                overriding(cls, "forward", _patched_forward(cls, opaque, inside, probes))
+            )
         yield
 
 
@@ -141,12 +171,18 @@ class _Forward(nn.Module):
 class _Run:
     module: _Forward
 
-    def __call__(self, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         return functional_call(self.module, state, args, kwargs)
 
 
 def _run_as_node(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opaque: Opaque, probes: dict[Any, Any]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    opaque: Opaque,
+    probes: dict[Any, Any],
 ) -> Any:
     run = _Run(_Forward(module))
     state = {**dict(run.module.named_parameters()), **dict(run.module.named_buffers())}
@@ -163,9 +199,14 @@ def _run_as_node(
     mode = next(x.fake_mode for x in flat if hasattr(x, "fake_mode"))
     with _disable_current_modes(), mode:
         outputs = [torch.empty(x[0], dtype=x[1]) if x else None for x in probe.results]
-    constant = [id(x) for x in outputs if x is not None and not (x.is_floating_point() or x.is_complex())]
-    custom = CustomFunction(run, (cls.__module__, f"{cls.__name__}_forward"), without_tensors(flat), spec)
-    custom.random = True  # for other values it may draw random numbers, or return tensors with a gradient
+    constant = [
+        id(x) for x in outputs if x is not None and not (x.is_floating_point() or x.is_complex())
+    ]
+    custom = CustomFunction(
+        run, (cls.__module__, f"{cls.__name__}_forward"), without_tensors(flat), spec
+    )
+    # for other values it may draw random numbers, or return tensors with a gradient
+    custom.random = True
     custom.flops = probe.flops
     custom.saved_bytes = probe.saved_bytes
     return opaque.put(custom, flat, tree_unflatten(outputs, probe.spec), probe.aliased, constant)
@@ -192,7 +233,8 @@ class _ProbeResult:
 def _probe(run: _Run, flat: list[Any], spec: TreeSpec) -> _ProbeResult:
     """Run the module on random values, with indices all 0 or all 1, and describe what it does.
 
-    Raises CannotKeepModule if the shapes that it returns depend on values, or if it has side effects.
+    Raises CannotKeepModule if the shapes that it returns depend on values, or if it has side
+    effects.
     """
     cls = type(run.module.module)
     results: list[_ProbeResult] = []
@@ -206,8 +248,14 @@ def _probe(run: _Run, flat: list[Any], spec: TreeSpec) -> _ProbeResult:
             why = f"{type(error).__name__}: {error}"
     if not results:
         raise _cannot_keep(cls, f"it does not run on random values ({why[:200]})")
-    if any((x.results, x.spec, x.aliased) != (y.results, y.spec, y.aliased) for x in results for y in results):
-        raise _cannot_keep(cls, "the shapes, dtypes or aliasing of what it returns depend on values")
+    if any(
+        (x.results, x.spec, x.aliased) != (y.results, y.spec, y.aliased)
+        for x in results
+        for y in results
+    ):
+        raise _cannot_keep(
+            cls, "the shapes, dtypes or aliasing of what it returns depend on values"
+        )
     flops = max(x.flops for x in results)
     saved_bytes = max(x.saved_bytes for x in results)
     return replace(results[-1], flops=flops, saved_bytes=saved_bytes)
@@ -258,12 +306,18 @@ def _run_once(run: _Run, flat: list[Any], spec: TreeSpec, trial: int) -> _ProbeR
 
 def _random_like(like: Tensor, value: int, generator: torch.Generator) -> Tensor:
     if like.is_floating_point():
-        return torch.randn(like.shape, generator=generator).mul_(0.1).to(like.dtype).requires_grad_()
+        return (
+            torch.randn(like.shape, generator=generator).mul_(0.1).to(like.dtype).requires_grad_()
+        )
     return torch.full(like.shape, value, dtype=like.dtype)
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, str, int]]:
-    attributes = [(name, key, id(value)) for name, part in module.named_modules() for key, value in vars(part).items()]
+    attributes = [
+        (name, key, id(value))
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+    ]
     return sorted(attributes)
 
 

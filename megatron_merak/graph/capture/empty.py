@@ -1,4 +1,6 @@
-"""Builds models without memory: parameters become fake when they are registered, and are not initialised."""
+"""Builds models without memory: parameters become fake when they are registered, and are not
+initialised.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,24 +16,27 @@ from torch.overrides import TorchFunctionMode
 from megatron_merak.graph.capture.overriding import overriding
 
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
-_LARGE = 1 << 28  # elements; more than any buffer has, and maybe more than the host can allocate even for a moment
+# elements; more than any buffer has, and maybe more than the host can allocate even for a moment
+_LARGE = 1 << 28
 _INITIALIZED = "_is_hf_initialized"  # transformers' mark of a tensor that needs no initialisation
 
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Build modules whose parameters have a shape and a dtype, but no values and no memory, inside the context.
+    """Build modules whose parameters have a shape and a dtype, but no values and no memory, inside
+    the context.
 
-    Buffers and Python numbers stay real, since they are part of the model's definition. A HuggingFace model draws no
-    initial weights, but fills its buffers and ties its weights as usual. Modules may be moved and converted, which
-    torch refuses for fake parameters. May be nested.
+    Buffers and Python numbers stay real, since they are part of the model's definition. A
+    HuggingFace model draws no initial weights, but fills its buffers and ties its weights as usual.
+    Modules may be moved and converted, which torch refuses for fake parameters. May be nested.
     """
     from transformers.modeling_utils import PreTrainedModel  # here, since it takes a second
 
     mode = fake_mode()
     register = nn.Module.register_parameter
     apply = nn.Module._apply
-    # Keyed by the ids of parameter and function, which are kept alive so that their ids stay unique.
+    # Keyed by the ids of parameter and function, which are kept alive so that their ids stay
+    # unique.
     converted: dict[tuple[int, int], tuple] = {}
     initialise = PreTrainedModel.initialize_weights
 
@@ -74,7 +79,9 @@ def init_empty_weights() -> Iterator[None]:
 
 
 class _LargeAreFake(TorchFunctionMode):
-    """Creates large tensors fake; they are about to become parameters (all experts of a layer in one)."""
+    """Creates large tensors fake; they are about to become parameters (all experts of a layer in
+    one).
+    """
 
     def __init__(self, mode: FakeTensorMode):
         super().__init__()
@@ -82,7 +89,9 @@ class _LargeAreFake(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _FACTORIES:
-            size = (kwargs or {}).get("size", args[0] if args and isinstance(args[0], list | tuple) else args)
+            size = (kwargs or {}).get(
+                "size", args[0] if args and isinstance(args[0], list | tuple) else args
+            )
             if prod(size) > _LARGE:
                 with self.mode:
                     return func(*args, **(kwargs or {}))
@@ -99,8 +108,14 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
-def fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Return a parameter like this one without memory, on the fake device "cpu", of ``dtype`` if given."""
+def fake_parameter(
+    parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype | None = None
+) -> nn.Parameter:
+    """Return a parameter like this one without memory, on the fake device "cpu", of ``dtype`` if
+    given.
+    """
     with mode:
-        fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype or parameter.dtype, device="cpu")
+        fake = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=dtype or parameter.dtype, device="cpu"
+        )
     return nn.Parameter(fake, requires_grad=parameter.requires_grad)

@@ -19,13 +19,14 @@ from megatron_merak.graph.capture.rebound import rebind_functions
 def make_fake_model(
     model: nn.Module, training: bool, dtype: torch.dtype | None, copy_buffers: bool = False
 ) -> nn.Module:
-    """Return a copy of a model in which every parameter is fake; buffers are the model's own, or copies.
+    """Return a copy of a model in which every parameter is fake; buffers are the model's own, or
+    copies.
 
-    dtype: dtype of floating-point parameters, except for those that a HuggingFace model keeps in fp32; None for their
-           own.
+    dtype: dtype of floating-point parameters, except for those that a HuggingFace model keeps in
+           fp32; None for their own.
 
-    Caches and activation checkpointing are off, since a training graph has neither. Raises TraceError for gradient
-    hooks, which a graph cannot run.
+    Caches and activation checkpointing are off, since a training graph has neither. Raises
+    TraceError for gradient hooks, which a graph cannot run.
     """
     _refuse_hooks(model)
     mode = fake_mode()
@@ -33,7 +34,9 @@ def make_fake_model(
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         cast = torch.float32 if keeps_float32(name) else dtype
-        memo[id(parameter)] = fake_parameter(parameter, mode, cast if parameter.is_floating_point() else None)
+        memo[id(parameter)] = fake_parameter(
+            parameter, mode, cast if parameter.is_floating_point() else None
+        )
     for buffer in model.buffers():
         if is_fake(buffer):
             memo[id(buffer)] = _without_values(buffer, mode)
@@ -51,7 +54,9 @@ def make_fake_model(
 
 
 def fake_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the tensors of a batch by fake tensors of the fake model's mode; other values stay as they are."""
+    """Replace the tensors of a batch by fake tensors of the fake model's mode; other values stay as
+    they are.
+    """
     mode = next((p.fake_mode for p in model.parameters()), None) or fake_mode()  # type: ignore[attr-defined]
     tensors = {k: v.detach().cpu() for k, v in batch.items() if isinstance(v, Tensor)}
     return {**batch, **{k: mode.from_tensor(v, static_shapes=True) for k, v in tensors.items()}}
@@ -67,17 +72,25 @@ def forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter], 
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if inspected is not model:
         parameters = dict(inspect.signature(model.forward).parameters) | parameters
-    return {k: p for k, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, takes_any
+    return {
+        k: p for k, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }, takes_any
 
 
 def _float32_rule(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return which parameters stay in fp32 by the rule of transformers' ``from_pretrained(dtype=...)``."""
+    """Return which parameters stay in fp32 by the rule of transformers'
+    ``from_pretrained(dtype=...)``.
+    """
     fields: tuple[str, ...] = ()
     if dtype == torch.float16:
         fields = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     elif dtype == torch.bfloat16:
         fields = ("_keep_in_fp32_modules_strict",)
-    patterns = [pattern.replace("*", ".*") for field in fields for pattern in getattr(model, field, None) or ()]
+    patterns = [
+        pattern.replace("*", ".*")
+        for field in fields
+        for pattern in getattr(model, field, None) or ()
+    ]
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
@@ -87,8 +100,14 @@ def _without_values(buffer: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    hooked = [name or "(the model)" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
-    hooked += [k for k, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    hooked = [
+        name or "(the model)"
+        for name, m in model.named_modules()
+        if m._backward_hooks or m._backward_pre_hooks
+    ]
+    hooked += [
+        k for k, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
+    ]
     if hooked:
         reason = "it has a gradient hook, which a captured graph would not run"
         raise TraceError("module or parameter", hooked[0], reason, "Remove the hook")

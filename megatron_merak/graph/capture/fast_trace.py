@@ -1,4 +1,6 @@
-"""Faster tracing: no generated code for graphs that never run, and only the model's line of each node's call stack."""
+"""Faster tracing: no generated code for graphs that never run, and only the model's line of each
+node's call stack.
+"""
 
 import gc
 import sys
@@ -18,7 +20,9 @@ _NOT_OF_THE_MODEL = ("/torch/", "/unittest/", "/contextlib.py", "<")
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collection, which would scan the many objects that a trace keeps again and again."""
+    """Pause garbage collection, which would scan the many objects that a trace keeps again and
+    again.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -32,8 +36,8 @@ def gc_paused() -> Iterator[None]:
 def fast_tracing() -> Iterator[None]:
     """Make tracing faster, inside the context.
 
-    A graph module generates its code when it is first called, not whenever its graph changes. The ``stack_trace`` of a
-    node has only the line of the model that made it, without the lines above.
+    A graph module generates its code when it is first called, not whenever its graph changes. The
+    ``stack_trace`` of a node has only the line of the model that made it, without the lines above.
     """
     with ExitStack() as patches:
         patches.enter_context(overriding(GraphModule, "recompile", _recompile_when_called))
@@ -45,7 +49,9 @@ _recompile = GraphModule.recompile
 
 
 def _recompile_when_called(module: GraphModule) -> None:
-    """Replace ``GraphModule.recompile``. Each graph module has a class of its own, whose ``forward`` is replaced."""
+    """Replace ``GraphModule.recompile``. Each graph module has a class of its own, whose
+    ``forward`` is replaced.
+    """
     generator = module.graph._codegen
     if isinstance(generator, _PyTreeCodeGen):
         module._in_spec = generator.pytree_info.in_spec
@@ -68,8 +74,13 @@ def _model_lines(captured: CapturedTraceback) -> StackSummary:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not any(part in code.co_filename for part in _NOT_OF_THE_MODEL) and code.co_filename != __file__:
-            summary = FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False)
+        if (
+            not any(part in code.co_filename for part in _NOT_OF_THE_MODEL)
+            and code.co_filename != __file__
+        ):
+            summary = FrameSummary(
+                code.co_filename, frame.f_lineno, code.co_name, lookup_line=False
+            )
             if code.co_name == "forward":
                 return StackSummary.from_list([summary] if line is None else [summary, line])
             line = line or summary

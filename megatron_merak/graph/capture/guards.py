@@ -1,4 +1,6 @@
-"""Guards: conditions on the values of a batch under which a captured graph does what the model would do."""
+"""Guards: conditions on the values of a batch under which a captured graph does what the model
+would do.
+"""
 
 from collections.abc import Mapping
 
@@ -25,14 +27,18 @@ class Guards:
     def __init__(self, module: GraphModule):
         self.module = module
         self.lines = tuple(
-            dict.fromkeys(node.args[1].removeprefix(GUARD) for node in module.graph.nodes if is_guard(node))
+            dict.fromkeys(
+                node.args[1].removeprefix(GUARD) for node in module.graph.nodes if is_guard(node)
+            )
         )
         self._reads = tuple(str(node.target) for node in module.graph.find_nodes(op="placeholder"))
         self._writes = any(aliased(node)[1] for node in module.graph.nodes)
 
     @torch.no_grad()
     def broken(self, batch: Mapping[str, Tensor]) -> str:
-        """Return the first line of the model that branches otherwise for ``batch``; "" if the graph is right for it."""
+        """Return the first line of the model that branches otherwise for ``batch``; "" if the graph
+        is right for it.
+        """
         values = (batch[name].cpu() for name in self._reads)
         try:
             _Check(self.module).run(*(value.clone() if self._writes else value for value in values))
@@ -46,7 +52,9 @@ class _GuardFailedError(Exception):
 
 
 class _Check(Interpreter):
-    """Checks the conditions in the order of the model's lines, up to the first that does not hold."""
+    """Checks the conditions in the order of the model's lines, up to the first that does
+    not hold.
+    """
 
     def call_function(self, target, args, kwargs):
         if target is not _MARK:
@@ -61,7 +69,8 @@ def is_guard(node: Node) -> bool:
 
 
 def take_guards(raw: RawGraph) -> Guards | None:
-    """Move the guard assertions, with a copy of what they depend on, out of the graph; None if there are none.
+    """Move the guard assertions, with a copy of what they depend on, out of the graph; None if
+    there are none.
 
     Raises TraceError for a guard that depends on a parameter or on random numbers.
     """
@@ -79,7 +88,9 @@ def take_guards(raw: RawGraph) -> Guards | None:
     for node in graph.nodes:
         if node in needed:
             _check_guardable(node, raw, needed[node])
-            copies[node] = guards.node_copy(node, lambda x: copies[x] if x in copies else _empty_like(guards, x))
+            copies[node] = guards.node_copy(
+                node, lambda x: copies[x] if x in copies else _empty_like(guards, x)
+            )
     guards.output(())
     for mark in [node for node in graph.nodes if is_guard(node)]:
         graph.erase_node(mark)
@@ -87,7 +98,9 @@ def take_guards(raw: RawGraph) -> Guards | None:
 
 
 def value_dependencies(node: Node, after: Mapping[Node, tuple[Node, ...]]) -> dict[Node, None]:
-    """Return all nodes whose values a node depends on, itself included; not those of which only the shape matters."""
+    """Return all nodes whose values a node depends on, itself included; not those of which only the
+    shape matters.
+    """
     nodes: dict[Node, None] = {}
     pending = [node]
     while pending:
@@ -96,7 +109,9 @@ def value_dependencies(node: Node, after: Mapping[Node, tuple[Node, ...]]) -> di
             nodes[node] = None
             shape_only = shape_only_argument(node.target)
             inputs = [x for i, x in enumerate(node.args) if i != shape_only]
-            pending += [x for x in tree_leaves((inputs, node.kwargs)) if isinstance(x, Node)] + [*after.get(node, ())]
+            pending += [x for x in tree_leaves((inputs, node.kwargs)) if isinstance(x, Node)] + [
+                *after.get(node, ())
+            ]
     return nodes
 
 
@@ -109,7 +124,9 @@ def _compared(mark: Node) -> tuple[Node, object]:
     """Return the tensor and the value that a guard compares."""
     compared, value = operand(mark).args
     assert isinstance(compared, Node)
-    return operand(compared) if compared.target is torch.ops.aten.reshape.default else compared, value
+    return operand(
+        compared
+    ) if compared.target is torch.ops.aten.reshape.default else compared, value
 
 
 def _check_guardable(node: Node, raw: RawGraph, line: str) -> None:

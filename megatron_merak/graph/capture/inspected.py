@@ -1,4 +1,6 @@
-"""Whose forward says what a model takes: a model of peft hands on what it is called with, whatever its signature."""
+"""Whose forward says what a model takes: a model of peft hands on what it is called with, whatever
+its signature.
+"""
 
 import sys
 
@@ -6,10 +8,11 @@ from torch import nn
 
 
 def inspected_model(model: nn.Module) -> nn.Module:
-    """Return the model whose class and forward are inspected in place of ``model``, as transformers.Trainer does.
+    """Return the model whose class and forward are inspected in place of ``model``, as
+    transformers.Trainer does.
 
-    model: for one of peft it is the base model, else the model itself. peft is never imported here: if a model has
-           adapters, it is in ``sys.modules``.
+    model: for one of peft it is the base model, else the model itself. peft is never imported here:
+           if a model has adapters, it is in ``sys.modules``.
     """
     peft = sys.modules.get("peft")
     if peft is None:

@@ -1,8 +1,10 @@
-"""Finds the sequence lengths for which a model's forward does the same work, by a trace with a symbolic length.
+"""Finds the sequence lengths for which a model's forward does the same work, by a trace with a
+symbolic length.
 
-Every branch on the length, in the forward or in an operation, leaves a condition in that trace (a sliding window longer
-than the row, padding to whole chunks). For a length that meets all conditions a trace has the same operations, and each
-number that depends on the length is given by the expression in the symbolic trace.
+Every branch on the length, in the forward or in an operation, leaves a condition in that trace (a
+sliding window longer than the row, padding to whole chunks). For a length that meets all conditions
+a trace has the same operations, and each number that depends on the length is given by the
+expression in the symbolic trace.
 """
 
 import hashlib
@@ -34,7 +36,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """The lengths from ``least`` to ``most`` that meet ``conditions``, expressions of the symbol ``length``."""
+    """The lengths from ``least`` to ``most`` that meet ``conditions``, expressions of the symbol
+    ``length``.
+    """
 
     length: sympy.Symbol
     conditions: tuple[Any, ...]
@@ -62,7 +66,9 @@ def _lines(module: GraphModule, length: int | None):
     names: dict[Node, str] = {}
     number = 0
     for node in module.graph.nodes:
-        if _is_number(node) or getattr(node.target, "__name__", str(node.target)).startswith(_CHECKS):
+        if _is_number(node) or getattr(node.target, "__name__", str(node.target)).startswith(
+            _CHECKS
+        ):
             continue
         if _is_identity(node):
             names[node] = names[node.args[0]]
@@ -74,8 +80,12 @@ def _lines(module: GraphModule, length: int | None):
         def describe(x: Node) -> Any:
             return _value(x, length) if _is_number(x) else names.get(x, "?")
 
-        yield _ADDRESS.sub("", f"{node.op} {node.target} {map_arg((args, node.kwargs), describe)}\n")
-        if node.op == "get_attr" and isinstance(inner := getattr(module, str(node.target), None), GraphModule):
+        yield _ADDRESS.sub(
+            "", f"{node.op} {node.target} {map_arg((args, node.kwargs), describe)}\n"
+        )
+        if node.op == "get_attr" and isinstance(
+            inner := getattr(module, str(node.target), None), GraphModule
+        ):
             yield from _lines(inner, length)
 
 
@@ -84,7 +94,9 @@ def _is_number(node: object) -> bool:
 
 
 def _is_identity(node: Node) -> bool:
-    """Whether a node is an alias or a full slice, which torch leaves out where it knows the extent."""
+    """Whether a node is an alias or a full slice, which torch leaves out where it knows
+    the extent.
+    """
     if node.target is torch.ops.aten.alias.default:
         return True
     return node.target is torch.ops.aten.slice.Tensor and node.args[2:] in ((0, _END), (0, _END, 1))
@@ -104,14 +116,18 @@ def _value(node: Node, length: int | None) -> int | str:
 
 
 class SymbolicLength:
-    """Replaces ``torch.export.export``: exports with ``axes`` of the batch symbolic. ``batch`` has real tensors."""
+    """Replaces ``torch.export.export``: exports with ``axes`` of the batch symbolic. ``batch`` has
+    real tensors.
+    """
 
     def __init__(self, batch: Mapping[str, Any], axes: Axes):
         self.batch = batch
         self.axes = axes
         self.env: ShapeEnv | None = None
 
-    def __call__(self, fake: nn.Module, args: tuple, inputs: Mapping[str, Any], strict: bool) -> ExportedProgram:
+    def __call__(
+        self, fake: nn.Module, args: tuple, inputs: Mapping[str, Any], strict: bool
+    ) -> ExportedProgram:
         mode: FakeTensorMode = next(p.fake_mode for p in fake.parameters())  # type: ignore[attr-defined]
 
         def fake_mode(**options: Any) -> FakeTensorMode:
@@ -124,21 +140,26 @@ class SymbolicLength:
 
         take_entries(fake, tuple(inputs))
         real = {
-            k: v.detach().cpu() if isinstance(v := self.batch.get(k, each), Tensor) else v for k, each in inputs.items()
+            k: v.detach().cpu() if isinstance(v := self.batch.get(k, each), Tensor) else v
+            for k, each in inputs.items()
         }
         sizes = {k: {dim: Dim.AUTO for name, dim in self.axes if name == k} or None for k in real}
         with overriding(non_strict_utils, "FakeTensorMode", fake_mode):
             return torch.export.export(fake, args, real, dynamic_shapes=sizes, strict=strict)
 
     def lengths(self, program: ExportedProgram) -> Lengths | None:
-        """Return the lengths that the program is right for; None if a number in it is not affine in the length."""
+        """Return the lengths that the program is right for; None if a number in it is not affine in
+        the length.
+        """
         length = sympy.Symbol("length", integer=True, positive=True)
 
         def of_length(expression: Any) -> Any:
             return expression.subs(dict.fromkeys(expression.free_symbols, length))
 
         assert self.env is not None
-        if not all(_is_affine(of_length(each), length) for each in _expressions(program.graph_module)):
+        if not all(
+            _is_affine(of_length(each), length) for each in _expressions(program.graph_module)
+        ):
             return None
         conditions = tuple(dict.fromkeys(of_length(guard.expr) for guard in self.env.guards))
         ranges = list(self.env.var_to_range.values())
@@ -162,5 +183,7 @@ def _expressions(module: GraphModule):
         for value in tree_leaves(node.meta.get("val")):
             numbers = [*value.shape] if isinstance(value, Tensor) else [value]
             yield from (x.node.expr for x in numbers if isinstance(x, torch.SymInt))
-        if node.op == "get_attr" and isinstance(inner := getattr(module, str(node.target), None), GraphModule):
+        if node.op == "get_attr" and isinstance(
+            inner := getattr(module, str(node.target), None), GraphModule
+        ):
             yield from _expressions(inner)

@@ -25,14 +25,18 @@ SAME = "|"
 LossFunction = Callable[[nn.Module, dict[str, Any]], tuple[Any, Any]]
 
 
-def pick_outputs(fake_model: nn.Module, names: Sequence[str], compute: LossFunction | None = None) -> None:
+def pick_outputs(
+    fake_model: nn.Module, names: Sequence[str], compute: LossFunction | None = None
+) -> None:
     """Make the fake model's forward return the outputs ``names``, a dictionary of tensors.
 
-    What a forward leaves elsewhere is lost where the exporter runs its bytecode (strict), so the result has the names.
+    What a forward leaves elsewhere is lost where the exporter runs its bytecode (strict), so the
+    result has the names.
 
-    names:   "loss" is the tensor that is returned alone or first, or that ``compute`` returns; "*" is all outputs but
-             the loss and those excluded by "!name". Tensors in tuples and dictionaries are named by their path
-             ("hidden_states.0"); a tensor that is several outputs has all their names, joined by ``SAME``.
+    names:   "loss" is the tensor that is returned alone or first, or that ``compute`` returns; "*"
+             is all outputs but the loss and those excluded by "!name". Tensors in tuples and
+             dictionaries are named by their path ("hidden_states.0"); a tensor that is several
+             outputs has all their names, joined by ``SAME``.
     compute: replaces the model's forward.
     """
     forward = fake_model.forward
@@ -49,7 +53,9 @@ def pick_outputs(fake_model: nn.Module, names: Sequence[str], compute: LossFunct
         if loss is None:
             return _named(model, outputs, names)
         outputs_by_name = {} if outputs is None else _named(model, outputs, ("loss", EVERY))
-        return {"loss": loss} | {name: value for name, value in outputs_by_name.items() if name != "loss"}
+        return {"loss": loss} | {
+            name: value for name, value in outputs_by_name.items() if name != "loss"
+        }
 
     @functools.wraps(forward)
     def forward_outputs(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -75,7 +81,9 @@ def output_names(program: ExportedProgram) -> tuple[str, ...]:
 
 
 def take_entries(fake_model: nn.Module, entries: Sequence[str]) -> None:
-    """Give the fake model's forward a signature of these batch entries, whatever the model's own takes."""
+    """Give the fake model's forward a signature of these batch entries, whatever the model's own
+    takes.
+    """
     kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in entries]
     fake_model.forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
 
@@ -86,7 +94,10 @@ def nested(outputs: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in outputs.items():
         first, _, rest = name.partition(".")
         parts.setdefault(first, {})[rest] = value
-    return {name: each[""] if "" in each else _as_tuple_or_dict(nested(each)) for name, each in parts.items()}
+    return {
+        name: each[""] if "" in each else _as_tuple_or_dict(nested(each))
+        for name, each in parts.items()
+    }
 
 
 def _as_tuple_or_dict(inner: dict[str, Any]) -> Any:
@@ -100,9 +111,17 @@ def _named(model: str, output: Any, names: Sequence[str]) -> dict[str, Any]:
         return {str(name): value for name, value in output.items()}
     if isinstance(output, Sequence):
         first = ("loss", "logits") if "loss" in names or EVERY not in names else ()
-        return dict(zip((*first, *(f"output_{i}" for i in range(len(first), len(output)))), output, strict=False))
+        return dict(
+            zip(
+                (*first, *(f"output_{i}" for i in range(len(first), len(output)))),
+                output,
+                strict=False,
+            )
+        )
     reason = f"its forward returns a {type(output).__name__}"
-    raise TraceError("model", model, reason, "Return a tensor (the loss), a tuple (loss first) or a dict")
+    raise TraceError(
+        "model", model, reason, "Return a tensor (the loss), a tuple (loss first) or a dict"
+    )
 
 
 def _check(model: str, outputs: Mapping[str, Any], names: Sequence[str], remedy: str) -> None:
@@ -110,7 +129,12 @@ def _check(model: str, outputs: Mapping[str, Any], names: Sequence[str], remedy:
     missing = [name for name in requested if outputs.get(name) is None]
     if missing:
         reason = f"its forward returns no {', '.join(missing)}, only {', '.join(outputs)}"
-        raise TraceError("model", model, reason, remedy if "loss" in missing else f"Ask for {' or '.join(outputs)}")
+        raise TraceError(
+            "model",
+            model,
+            reason,
+            remedy if "loss" in missing else f"Ask for {' or '.join(outputs)}",
+        )
     if "loss" in names and not isinstance(outputs["loss"], Tensor):
         reason = f"its loss is a {type(outputs['loss']).__name__}"
         raise TraceError("model", model, reason, "Return a loss that is a tensor")
@@ -119,7 +143,9 @@ def _check(model: str, outputs: Mapping[str, Any], names: Sequence[str], remedy:
         raise TraceError("model", model, reason, "Return a loss of one value, the mean or the sum")
 
 
-def _selected(model: str, outputs: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+def _selected(
+    model: str, outputs: Mapping[str, Any], names: Sequence[str]
+) -> Iterator[tuple[str, Tensor]]:
     every = [name for name in outputs if name != "loss" and NOT + name not in names]
     for name in names:
         for each in every if name == EVERY else [] if name.startswith(NOT) else [name]:
@@ -134,4 +160,6 @@ def _leaves(model: str, name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _leaves(model, f"{name}.{key}", each)
     elif value is not None:
         reason = f"{name} is a {type(value).__name__}, and a graph returns tensors"
-        raise TraceError("output of", model, reason, "Leave it out: name the others in prediction_outputs")
+        raise TraceError(
+            "output of", model, reason, "Leave it out: name the others in prediction_outputs"
+        )

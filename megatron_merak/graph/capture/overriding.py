@@ -1,4 +1,6 @@
-"""The one way in which a capture replaces attributes of torch, transformers and Python while it runs."""
+"""The one way in which a capture replaces attributes of torch, transformers and Python while it
+runs.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -17,14 +19,17 @@ def overriding(owner: Any, name: str, value: Any) -> Iterator[None]:
 
     owner: a module, a class or an object.
 
-    Raises TraceError if there is no such attribute, as in a release of torch or transformers that renamed it.
+    Raises TraceError if there is no such attribute, as in a release of torch or transformers that
+    renamed it.
     """
     if not hasattr(owner, name):
         where = _name_of(owner)
         library = where.partition(".")[0]
         version = getattr(sys.modules.get(library), "__version__", "(unknown)")
         reason = f"it has no {where}.{name}, which a capture replaces"
-        raise TraceError(library, version, reason, "Install a release that megatron_merak's metadata names")
+        raise TraceError(
+            library, version, reason, "Install a release that megatron_merak's metadata names"
+        )
     # As it is stored: getattr would bind a classmethod, and find what a base class has.
     own = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)

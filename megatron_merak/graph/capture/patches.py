@@ -1,4 +1,6 @@
-"""Patches that are active while a model is traced: gradient stops, the causal mask, layer drop, warnings."""
+"""Patches that are active while a model is traced: gradient stops, the causal mask, layer drop,
+warnings.
+"""
 
 import io
 import linecache
@@ -25,20 +27,30 @@ aten = torch.ops.aten
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Silence the exporter, which prints the partial graph of a failed attempt and warnings of a successful one."""
+    """Silence the exporter, which prints the partial graph of a failed attempt and warnings of a
+    successful one.
+    """
     exporter = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    with warnings.catch_warnings(), redirect_stderr(io.StringIO()), overriding(exporter, "disabled", True):
+    with (
+        warnings.catch_warnings(),
+        redirect_stderr(io.StringIO()),
+        overriding(exporter, "disabled", True),
+    ):
         warnings.simplefilter("ignore")
         yield
 
 
 @contextmanager
 def explicit_gradient_stops() -> Iterator[None]:
-    """Record in the graph where eager code stops gradients: in ``inference_mode`` and after ``autograd.grad``."""
+    """Record in the graph where eager code stops gradients: in ``inference_mode`` and after
+    ``autograd.grad``.
+    """
     grad = torch.autograd.grad
 
     def enter(mode: Any) -> None:  # a torch.inference_mode
-        mode._inference_mode_context = torch.set_grad_enabled(torch.is_grad_enabled() and not mode.mode)
+        mode._inference_mode_context = torch.set_grad_enabled(
+            torch.is_grad_enabled() and not mode.mode
+        )
         mode._inference_mode_context.__enter__()
 
     def detached_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,41 +68,57 @@ def explicit_gradient_stops() -> Iterator[None]:
 def eager_branches() -> Iterator[None]:
     """Make transformers and torch take the branches of eager training although they are traced.
 
-    - A model with a special branch for export takes the one for training, except where it also checks for compilation.
-    - Masks from functions of positions are computed by broadcasting, since a graph cannot contain ``vmap``.
+    - A model with a special branch for export takes the one for training, except where it also
+      checks for compilation.
+    - Masks from functions of positions are computed by broadcasting, since a graph cannot contain
+      ``vmap``.
     - ``bincount`` with ``minlength`` returns exactly that many bins.
-    - ``module.to(dtype)`` that changes nothing is skipped, and distributions do not validate their arguments.
+    - ``module.to(dtype)`` that changes nothing is skipped, and distributions do not validate their
+      arguments.
     """
     from transformers import masking_utils
 
     def by_broadcasting(mask_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def broadcast_mask(*positions: Tensor) -> Tensor:
-            axes = [[None] * i + [slice(None)] + [None] * (len(positions) - 1 - i) for i in range(len(positions))]
+            axes = [
+                [None] * i + [slice(None)] + [None] * (len(positions) - 1 - i)
+                for i in range(len(positions))
+            ]
             mask = mask_function(*(p[tuple(axis)] for p, axis in zip(positions, axes, strict=True)))
             return mask.expand([p.numel() for p in positions])
 
         return broadcast_mask
 
-    modelling_modules = [m for name, m in sorted(sys.modules.items()) if name.startswith("transformers.models.")]
+    modelling_modules = [
+        m for name, m in sorted(sys.modules.items()) if name.startswith("transformers.models.")
+    ]
     with ExitStack() as patches:
         patches.enter_context(overriding(Distribution, "_validate_args", False))
         patches.enter_context(overriding(nn.Module, "_apply", _skip_no_op_apply(nn.Module._apply)))
         patches.enter_context(overriding(torch, "bincount", _fixed_bins(torch.bincount)))
         patches.enter_context(overriding(Tensor, "bincount", _fixed_bins(Tensor.bincount)))
         if hasattr(masking_utils, "_vmap_expansion_sdpa"):
-            patches.enter_context(overriding(masking_utils, "_vmap_expansion_sdpa", by_broadcasting))
+            patches.enter_context(
+                overriding(masking_utils, "_vmap_expansion_sdpa", by_broadcasting)
+            )
         if hasattr(masking_utils, "TransformGetItemToIndex"):
             patches.enter_context(overriding(masking_utils, "TransformGetItemToIndex", nullcontext))
         for module in modelling_modules:
-            if "is_torchdynamo_exporting" in vars(module) and "is_torchdynamo_compiling" not in vars(module):
+            if "is_torchdynamo_exporting" in vars(
+                module
+            ) and "is_torchdynamo_compiling" not in vars(module):
                 patches.enter_context(overriding(module, "is_torchdynamo_exporting", lambda: False))
         yield
 
 
 def _skip_no_op_apply(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Skip ``module.to(dtype)`` where it changes nothing: fake parameters cannot be replaced, even by equal ones."""
+    """Skip ``module.to(dtype)`` where it changes nothing: fake parameters cannot be replaced, even
+    by equal ones.
+    """
 
-    def applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def applied(
+        module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
         with torch.no_grad():
             pairs = [(x, fn(x)) for x in (*module.parameters(recurse), *module.buffers(recurse))]
         same = all(x.dtype == y.dtype and x.device == y.device for x, y in pairs)
@@ -100,7 +128,8 @@ def _skip_no_op_apply(apply: Callable[..., nn.Module]) -> Callable[..., nn.Modul
 
 
 def _fixed_bins(bincount: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make the number of bins ``minlength``, so that it does not depend on values; a larger value is an error.
+    """Make the number of bins ``minlength``, so that it does not depend on values; a larger value
+    is an error.
 
     MoE losses count the tokens of each expert this way, in releases of transformers before 5.23.
     """
@@ -108,7 +137,9 @@ def _fixed_bins(bincount: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def with_fixed_bins(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         if weights is not None or not minlength:
             return bincount(input, weights, minlength)
-        return input.new_zeros(minlength, dtype=torch.long).scatter_add(0, input.long(), torch.ones_like(input).long())
+        return input.new_zeros(minlength, dtype=torch.long).scatter_add(
+            0, input.long(), torch.ones_like(input).long()
+        )
 
     return with_fixed_bins
 
@@ -117,13 +148,15 @@ def _fixed_bins(bincount: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def is_causal() -> Iterator[None]:
     """Keep ``is_causal`` of attention instead of a materialised [batch, 1, length, length] mask.
 
-    transformers builds the mask while tracing, since it cannot search the positions for packed sequences. Here it does
-    not search; instead the positions are marked in the graph for ``positions_from_batch``.
+    transformers builds the mask while tracing, since it cannot search the positions for packed
+    sequences. Here it does not search; instead the positions are marked in the graph for
+    ``positions_from_batch``.
     """
     from transformers import masking_utils
 
     def find_packed_sequence_indices(position_ids: Tensor) -> None:
-        aten._assert_tensor_metadata(position_ids, dtype=position_ids.dtype)  # those of the exporter pass a layout too
+        # those of the exporter pass a layout too
+        aten._assert_tensor_metadata(position_ids, dtype=position_ids.dtype)
 
     with ExitStack() as patches:
         for name, value in (
@@ -137,22 +170,32 @@ def is_causal() -> Iterator[None]:
 
 
 def positions_from_batch(graph: Graph) -> bool:
-    """Whether positions that ``is_causal`` did not search depend on the batch, and so may be of packed sequences."""
+    """Whether positions that ``is_causal`` did not search depend on the batch, and so may be of
+    packed sequences.
+    """
     marks = graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default)
     after = mutation_deps(graph)
-    dependencies = [value_dependencies(mark, after) for mark in marks if "layout" not in mark.kwargs]
+    dependencies = [
+        value_dependencies(mark, after) for mark in marks if "layout" not in mark.kwargs
+    ]
     return any(node.op == "placeholder" for nodes in dependencies for node in nodes)
 
 
 @contextmanager
 def no_layer_drop() -> Iterator[None]:
-    """Never drop a layer: a scalar random number drawn in a line of code that contains "drop" is 1."""
+    """Never drop a layer: a scalar random number drawn in a line of code that contains
+    "drop" is 1.
+    """
 
     def without_drop(draw: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            shape = () if draw in uniforms else (args[0] if args and isinstance(args[0], list | tuple) else args)
+            shape = (
+                ()
+                if draw in uniforms
+                else (args[0] if args and isinstance(args[0], list | tuple) else args)
+            )
             scalar = tuple(shape) in ((), (1,)) and "size" not in kwargs
             return 1.0 if scalar and "drop" in line else draw(*args, **kwargs)
 

@@ -1,6 +1,8 @@
-"""Detects Python state that a forward changes, which a graph would not, by snapshots before and after a trace.
+"""Detects Python state that a forward changes, which a graph would not, by snapshots before and
+after a trace.
 
-State that a second forward leaves as it is, and that does not change the graph, is a cache. Any other is refused.
+State that a second forward leaves as it is, and that does not change the graph, is a cache. Any
+other is refused.
 """
 
 import functools
@@ -51,14 +53,24 @@ class StateChanges:
     @property
     def changed(self) -> list[AttributeKey]:
         before = self.before
-        return [name for name, snapshot in self.after.items() if before.get(name, "(absent)") != snapshot]
+        return [
+            name
+            for name, snapshot in self.after.items()
+            if before.get(name, "(absent)") != snapshot
+        ]
 
     def differing(self, other: "StateChanges") -> list[AttributeKey]:
         """Return the attributes that another forward changed to other values than this one."""
-        return [attribute for attribute in other.changed if self.after.get(attribute) != other.after[attribute]]
+        return [
+            attribute
+            for attribute in other.changed
+            if self.after.get(attribute) != other.after[attribute]
+        ]
 
     def replay(self) -> nn.Module:
-        """Return ``model`` as its forward left it, with new tensors; the exporter undoes such changes."""
+        """Return ``model`` as its forward left it, with new tensors; the exporter undoes such
+        changes.
+        """
         model = self.model
         modules = dict(model.named_modules())
         mode = next((p.fake_mode for p in model.parameters()), None)  # type: ignore[attr-defined]
@@ -85,7 +97,8 @@ class StateChanges:
 def record_changes(model: nn.Module) -> StateChanges:
     """Make the forward of ``model`` record what it changes.
 
-    That is attributes of its modules, and plain globals and class attributes in the files that define these.
+    That is attributes of its modules, and plain globals and class attributes in the files that
+    define these.
     """
     changes = StateChanges(model)
     forward = model.forward
@@ -94,24 +107,33 @@ def record_changes(model: nn.Module) -> StateChanges:
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         if not changes.before:
-            changes.before = {attribute: snapshot for attribute, _, snapshot, _ in _snapshots(owners)}
+            changes.before = {
+                attribute: snapshot for attribute, _, snapshot, _ in _snapshots(owners)
+            }
         result = forward(*args, **kwargs)
         snapshots = list(_snapshots(owners))
         changes.after = {attribute: snapshot for attribute, _, snapshot, _ in snapshots}
         changed = frozenset(changes.changed)
-        changes.values = {attribute: value for attribute, value, _, _ in snapshots if attribute in changed}
-        changes.owners = {attribute: owner for attribute, _, _, owner in snapshots if attribute in changed}
+        changes.values = {
+            attribute: value for attribute, value, _, _ in snapshots if attribute in changed
+        }
+        changes.owners = {
+            attribute: owner for attribute, _, _, owner in snapshots if attribute in changed
+        }
         return result
 
     model.forward = recorded
     return changes
 
 
-def refuse_changes(model: nn.Module, first: StateChanges, trace: Callable, program: ExportedProgram) -> None:
-    """Raise TraceError if what the forward of ``model`` changed in ``first`` may affect its next forward.
+def refuse_changes(
+    model: nn.Module, first: StateChanges, trace: Callable, program: ExportedProgram
+) -> None:
+    """Raise TraceError if what the forward of ``model`` changed in ``first`` may affect its next
+    forward.
 
-    trace:   function (changes to begin from, whether to return changed tensors) -> (program, StateChanges) that traces
-             a new fake model.
+    trace:   function (changes to begin from, whether to return changed tensors) -> (program,
+             StateChanges) that traces a new fake model.
     program: the program of the first trace.
     """
     try:
@@ -133,19 +155,27 @@ def refuse_changes(model: nn.Module, first: StateChanges, trace: Callable, progr
         reason = next(reasons, "the next forward computes something else")
     finally:
         first.restore()
-    with_tensors = [p for p in changed if any(isinstance(leaf, Tensor) for leaf in tree_leaves(first.values[p]))]
+    with_tensors = [
+        p for p in changed if any(isinstance(leaf, Tensor) for leaf in tree_leaves(first.values[p]))
+    ]
     if with_tensors and not unstable and _is_constant(trace(None, True)[0]):
         return
     name, key = (unstable or changed)[0]
     kind, _, module = name.rpartition(" ")
     what = ".".join(part for part in ("" if kind else type(model).__name__, module, key) if part)
     where = _assignment_line(first.owners[(unstable or changed)[0]], key)
-    reason = f"its forward writes this{where}, and a captured graph would keep the first value: {reason}"
-    raise TraceError("Python value", what, reason, "Make it a buffer or an entry of the batch, or do without it")
+    reason = (
+        f"its forward writes this{where}, and a captured graph would keep the first value: {reason}"
+    )
+    raise TraceError(
+        "Python value", what, reason, "Make it a buffer or an entry of the batch, or do without it"
+    )
 
 
 def keep_config(model: nn.Module, changes: StateChanges) -> None:
-    """Copy what the forward wrote into the fake model's config, such as ``problem_type``, to that of ``model``."""
+    """Copy what the forward wrote into the fake model's config, such as ``problem_type``, to that
+    of ``model``.
+    """
     attribute = ("", "config")
     if attribute not in changes.changed or attribute not in changes.before:
         return
@@ -162,14 +192,18 @@ def return_changed_tensors(model: nn.Module, changes: StateChanges) -> None:
     @functools.wraps(forward)
     def changed_tensors(*args: Any, **kwargs: Any) -> Any:
         forward(*args, **kwargs)
-        return tuple(leaf for leaf in tree_leaves(list(changes.values.values())) if isinstance(leaf, Tensor))
+        return tuple(
+            leaf for leaf in tree_leaves(list(changes.values.values())) if isinstance(leaf, Tensor)
+        )
 
     model.forward = changed_tensors
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from model.named_modules()
-    kinds = {type(m): None for m in model.modules() if type(m).__module__.split(".")[0] not in _LIBRARIES}
+    kinds = {
+        type(m): None for m in model.modules() if type(m).__module__.split(".")[0] not in _LIBRARIES
+    }
     for kind in kinds:
         yield f"class {kind.__name__}", kind
     for file in {kind.__module__: None for kind in kinds}:
@@ -185,7 +219,11 @@ def snapshot_modules(model: nn.Module) -> Iterator[tuple[AttributeKey, Any]]:
     for attribute, value, snapshot, _ in _snapshots([*model.named_modules()]):
         if isinstance(value, FunctionType | BuiltinFunctionType):
             yield attribute, (getattr(value, "__qualname__", ""), id(value))
-        elif isinstance(value, Tensor) and value.numel() <= _MAX_ELEMENTS and type(value) in (Tensor, nn.Parameter):
+        elif (
+            isinstance(value, Tensor)
+            and value.numel() <= _MAX_ELEMENTS
+            and type(value) in (Tensor, nn.Parameter)
+        ):
             yield attribute, (snapshot, repr(value.tolist()))
         else:
             yield attribute, snapshot
@@ -215,12 +253,22 @@ def _snapshot(value: Any, visited: set[int], depth: int) -> Any:
     visited.add(id(value))
     if isinstance(value, Mapping):
         items = list(value.items())[:_MAX_ITEMS]
-        return type(value).__name__, len(value), [(str(k), _snapshot(v, visited, depth - 1)) for k, v in items]
+        return (
+            type(value).__name__,
+            len(value),
+            [(str(k), _snapshot(v, visited, depth - 1)) for k, v in items],
+        )
     if isinstance(value, list | tuple | set | frozenset):
         members = sorted(map(repr, value)) if isinstance(value, set | frozenset) else list(value)
-        return type(value).__name__, len(value), [_snapshot(v, visited, depth - 1) for v in members[-_MAX_ITEMS:]]
+        return (
+            type(value).__name__,
+            len(value),
+            [_snapshot(v, visited, depth - 1) for v in members[-_MAX_ITEMS:]],
+        )
     if hasattr(value, "__dict__"):
-        return type(value).__name__, [(k, _snapshot(v, visited, depth - 1)) for k, v in list(vars(value).items())]
+        return type(value).__name__, [
+            (k, _snapshot(v, visited, depth - 1)) for k, v in list(vars(value).items())
+        ]
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text[:1000]
 
@@ -232,14 +280,22 @@ def _normalized(program: ExportedProgram) -> str:
     for node in graph.nodes:
         if node not in live and _writes(node) and node.args[0] in live:
             live |= _with_dependencies([node])
-    number = {node: f"%{index}" for index, node in enumerate(node for node in graph.nodes if node in live)}
-    constants = {k: v.tolist() for k, v in program.constants.items() if isinstance(v, Tensor) and v.numel() < 64}
+    number = {
+        node: f"%{index}" for index, node in enumerate(node for node in graph.nodes if node in live)
+    }
+    constants = {
+        k: v.tolist()
+        for k, v in program.constants.items()
+        if isinstance(v, Tensor) and v.numel() < 64
+    }
     lines = [f"{n.op} {n.target} {map_arg((n.args, n.kwargs), number.get)}" for n in number]
     return _ADDRESS.sub("", "\n".join([*lines, repr(constants)]))
 
 
 def _writes(node: Node) -> bool:
-    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False)) and bool(node.args)
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False)) and bool(
+        node.args
+    )
 
 
 def _with_dependencies(nodes: list[Node]) -> set[Node]:
@@ -282,9 +338,13 @@ def _assignment_line(owner: Any, key: str) -> str:
         matches = [n for n, line in enumerate(lines) if pattern.search(line)]
         outside_init = [n for n in matches if "__init__" not in _function(lines, n)]
         if outside_init:
-            return f" ({file}:{max(first, 1) + outside_init[-1]}: {lines[outside_init[-1]].strip()})"
+            return (
+                f" ({file}:{max(first, 1) + outside_init[-1]}: {lines[outside_init[-1]].strip()})"
+            )
     return ""
 
 
 def _function(lines: list[str], number: int) -> str:
-    return next((line for line in reversed(lines[: number + 1]) if line.lstrip().startswith("def ")), "")
+    return next(
+        (line for line in reversed(lines[: number + 1]) if line.lstrip().startswith("def ")), ""
+    )

@@ -1,4 +1,6 @@
-"""Converts an exported program to a graph with parameters and constants as get_attr nodes, named as in the model."""
+"""Converts an exported program to a graph with parameters and constants as get_attr nodes, named as
+in the model.
+"""
 
 from dataclasses import dataclass
 
@@ -31,7 +33,9 @@ class RawGraph:
 
 
 def unlift(program: ExportedProgram, model: nn.Module) -> RawGraph:
-    """Convert an exported program of ``model``. Raises TraceError for a constant that has no values."""
+    """Convert an exported program of ``model``. Raises TraceError for a constant that has no
+    values.
+    """
     owner = program.graph_module
     graph = program.graph_module.graph
     values = {}
@@ -40,7 +44,9 @@ def unlift(program: ExportedProgram, model: nn.Module) -> RawGraph:
     nodes: dict[str, Node] = {}
     buffers: dict[str, None] = {}
     keys = iter(program.call_spec.in_spec.child(1).context)
-    for node, spec in zip(graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
+    for node, spec in zip(
+        graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True
+    ):
         if spec.kind == InputKind.USER_INPUT:
             key = next(keys)
             if isinstance(node.meta["val"], Tensor):
@@ -57,7 +63,11 @@ def unlift(program: ExportedProgram, model: nn.Module) -> RawGraph:
         if name not in nodes:
             with graph.inserting_before(node):
                 nodes[name] = graph.create_node("get_attr", name)
-            value = node.meta["val"] if spec.kind == InputKind.PARAMETER else _constant(program, model, name, node)
+            value = (
+                node.meta["val"]
+                if spec.kind == InputKind.PARAMETER
+                else _constant(program, model, name, node)
+            )
             nodes[name].meta["val"] = values[name] = value
             if spec.kind == InputKind.BUFFER and spec.persistent:
                 buffers[name] = None
@@ -90,15 +100,34 @@ def source_line(node: Node) -> str:
 def _constant(program: ExportedProgram, model: nn.Module, name: str, node: Node) -> Tensor:
     value = dict(model.named_buffers(remove_duplicate=False)).get(name)
     if value is not None and is_fake(value):
-        reason = "it has no values (it was made on device 'meta' or from a parameter), and they are part of the model"
-        raise TraceError("buffer", name, reason, "Build the model under init_empty_weights(), or with its weights")
+        reason = (
+            "it has no values (it was made on device 'meta' or from a parameter), and they "
+            "are part of the model"
+        )
+        raise TraceError(
+            "buffer",
+            name,
+            reason,
+            "Build the model under init_empty_weights(), or with its weights",
+        )
     value = program.constants[name] if value is None else value
     if is_fake(value):
         line = source_line(node)
-        if line == node.name or "grad(" in line:  # what only autograd reads comes from no line of the model's
-            reason = "its forward or loss calls torch.autograd.grad, which reads values from outside of the graph"
-            remedy = "Compute this gradient with differentiable operations, without torch.autograd.grad"
+        # what only autograd reads comes from no line of the model's
+        if line == node.name or "grad(" in line:
+            reason = (
+                "its forward or loss calls torch.autograd.grad, which reads values from "
+                "outside of the graph"
+            )
+            remedy = (
+                "Compute this gradient with differentiable operations, without torch.autograd.grad"
+            )
             raise TraceError("model", type(model).__name__, reason, remedy)
-        reason = f"{line} uses the values of a parameter apart from its gradient (.data, or a copy of it)"
-        raise TraceError("model", type(model).__name__, reason, "Use the parameter itself, or a buffer")
+        reason = (
+            f"{line} uses the values of a parameter apart from its gradient (.data, or a "
+            "copy of it)"
+        )
+        raise TraceError(
+            "model", type(model).__name__, reason, "Use the parameter itself, or a buffer"
+        )
     return value.detach().cpu()

@@ -1,7 +1,9 @@
-"""Tracing with the values of an example batch: where a model reads a value, the trace uses it and adds a guard.
+"""Tracing with the values of an example batch: where a model reads a value, the trace uses it and
+adds a guard.
 
-While the model is traced, what depends on the batch and constants alone is computed with and without values. What
-depends on parameters or random numbers has no values; reading them fails as in any trace.
+While the model is traced, what depends on the batch and constants alone is computed with and
+without values. What depends on parameters or random numbers has no values; reading them fails as in
+any trace.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +26,19 @@ from megatron_merak.graph.capture.watch import model_line
 from megatron_merak.graph.ir.operators import facts_named
 
 aten = torch.ops.aten
-GUARD = "guard of "  # start of the message of an assertion that is a guard; the model's line follows
+# start of the message of an assertion that is a guard; the model's line follows
+GUARD = "guard of "
 
 
 def shape_only_argument(func: Any) -> int | None:
-    """Return the index of the argument of which only shape and dtype matter; None if there is none."""
-    return facts_named(func._schema.name.removeprefix("aten::")).like if isinstance(func, OpOverload) else None
+    """Return the index of the argument of which only shape and dtype matter; None if there
+    is none.
+    """
+    return (
+        facts_named(func._schema.name.removeprefix("aten::")).like
+        if isinstance(func, OpOverload)
+        else None
+    )
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class ValueRead:
     """One read of a tensor's value by the model.
 
     value:    the only element of ``tensor``; if ``is_count``, its number of nonzero elements.
-    is_count: whether the model read the positions of nonzero elements, so that a shape depends on their number.
+    is_count: whether the model read the positions of nonzero elements, so that a shape depends on
+              their number.
     line:     the model's line of code.
     """
 
@@ -66,7 +76,9 @@ class ValueTrackingMode(FakeTensorMode):
             self.values[fake] = tensor
         return fake
 
-    def dispatch(self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if not isinstance(func, OpOverload) or not func._schema.returns:
             return super().dispatch(func, types, args, kwargs)
@@ -98,21 +110,33 @@ class ValueTrackingMode(FakeTensorMode):
     def _compute(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         like = shape_only_argument(func)
         with no_dispatch(), torch.no_grad():
-            inputs = [torch.empty(x.shape, dtype=x.dtype) if i == like else x for i, x in enumerate(args)]
-            inputs, kwargs = tree_map(lambda x: self._value(x) if isinstance(x, Tensor) else x, (inputs, kwargs))
+            inputs = [
+                torch.empty(x.shape, dtype=x.dtype) if i == like else x for i, x in enumerate(args)
+            ]
+            inputs, kwargs = tree_map(
+                lambda x: self._value(x) if isinstance(x, Tensor) else x, (inputs, kwargs)
+            )
             return func(*inputs, **kwargs)
 
     def _remember(self, result: Any, values: Any) -> None:
         for fake, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
-            if isinstance(fake, FakeTensor) and fake.shape == value.shape and fake.dtype == value.dtype:
+            if (
+                isinstance(fake, FakeTensor)
+                and fake.shape == value.shape
+                and fake.dtype == value.dtype
+            ):
                 self.values[fake] = value
 
     def _forget(self, func: OpOverload, args: Any, kwargs: Any) -> None:
-        """Forget the values of tensors that are written to with unknown values, and of their views."""
+        """Forget the values of tensors that are written to with unknown values, and of
+        their views.
+        """
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            for x in tree_leaves(kwargs.get(argument.name, args[index] if index < len(args) else None)):
+            for x in tree_leaves(
+                kwargs.get(argument.name, args[index] if index < len(args) else None)
+            ):
                 value = self._value(x) if isinstance(x, Tensor) else None
                 if value is not None:
                     self._forgotten[value.untyped_storage()._cdata] = value.untyped_storage()
@@ -120,7 +144,9 @@ class ValueTrackingMode(FakeTensorMode):
     def _read(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         value = self._compute(func, args, kwargs)
         is_count = isinstance(value, Tensor)
-        self.reads.append(ValueRead(args[0], value.shape[0] if is_count else value, is_count, model_line()))
+        self.reads.append(
+            ValueRead(args[0], value.shape[0] if is_count else value, is_count, model_line())
+        )
         if not is_count:
             return value
         with self:
@@ -151,15 +177,23 @@ class _GuardMarks(TorchFunctionMode):
             values, mask = torch.broadcast_tensors(args[0], kwargs.pop("mask", args[-1]))
             func = Tensor.__getitem__
             args = (values, self._positions_of(mask))
-        elif func in (torch.repeat_interleave, Tensor.repeat_interleave) and "output_size" not in kwargs:
+        elif (
+            func in (torch.repeat_interleave, Tensor.repeat_interleave)
+            and "output_size" not in kwargs
+        ):
             repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
             if isinstance(repeats, Tensor) and repeats.dim() == 1:
                 kwargs = {**kwargs, "output_size": int(repeats.sum())}
         elif func in (torch.narrow, Tensor.narrow):
             args = args[0], *(int(x) if isinstance(x, Tensor) else x for x in args[1:])
-            kwargs = {name: int(x) if isinstance(x, Tensor) and name == "start" else x for name, x in kwargs.items()}
+            kwargs = {
+                name: int(x) if isinstance(x, Tensor) and name == "start" else x
+                for name, x in kwargs.items()
+            }
         elif func is torch.tensor and args and _of_scalars(args[0]):
-            to = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
+            to = {
+                name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None
+            }
             func = Tensor.to
             args = (torch.stack(tuple(args[0])).detach(),)
             kwargs = to
@@ -175,7 +209,9 @@ class _GuardMarks(TorchFunctionMode):
         return result
 
     def _positions_of(self, index: Any) -> Any:
-        """Replace masks with known values in an index by the positions that they select, which is equivalent."""
+        """Replace masks with known values in an index by the positions that they select, which is
+        equivalent.
+        """
         parts: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
             mask = isinstance(part, FakeTensor) and part.dtype == torch.bool and part.dim() > 0
@@ -188,7 +224,9 @@ class _GuardMarks(TorchFunctionMode):
         for mode in self.modes:
             while mode.reads:
                 read = mode.reads.pop(0)
-                tensor = torch.count_nonzero(read.tensor) if read.is_count else read.tensor.reshape(())
+                tensor = (
+                    torch.count_nonzero(read.tensor) if read.is_count else read.tensor.reshape(())
+                )
                 aten._assert_async.msg(torch.eq(tensor, read.value), GUARD + read.line)
 
 
@@ -198,8 +236,14 @@ def _alone(args: Any, kwargs: Any) -> bool:
 
 
 def _of_scalars(data: Any) -> bool:
-    """Whether ``data`` is a list of tensors of one element, whose values ``torch.tensor`` would read."""
-    return isinstance(data, list | tuple) and len(data) > 0 and all(isinstance(x, Tensor) and not x.dim() for x in data)
+    """Whether ``data`` is a list of tensors of one element, whose values ``torch.tensor`` would
+    read.
+    """
+    return (
+        isinstance(data, list | tuple)
+        and len(data) > 0
+        and all(isinstance(x, Tensor) and not x.dim() for x in data)
+    )
 
 
 @contextmanager

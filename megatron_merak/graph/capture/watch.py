@@ -1,4 +1,6 @@
-"""Watches a trace for what it does not record: custom Functions, gradient hooks, host random numbers, the clock."""
+"""Watches a trace for what it does not record: custom Functions, gradient hooks, host random
+numbers, the clock.
+"""
 
 import pickle
 import random
@@ -42,8 +44,8 @@ class TraceEvents:
     """What a forward did during a trace. Lines are those of the model's code.
 
     opaque:    the custom Functions that are kept as single nodes.
-    functions: (custom Function, its arguments) -> how its backward differs from the gradient of its forward's
-               operations; "" if it does not.
+    functions: (custom Function, its arguments) -> how its backward differs from the gradient of its
+               forward's operations; "" if it does not.
     hooked:    lines that put a gradient hook on a tensor.
     drawn:     lines that drew a random number on the host.
     reseeded:  lines that set torch's seed.
@@ -62,10 +64,12 @@ class TraceEvents:
 
 @contextmanager
 def watch() -> Iterator[TraceEvents]:
-    """Record what happens in a trace. Restores the host's random generators afterwards; torch's seed is not changed.
+    """Record what happens in a trace. Restores the host's random generators afterwards; torch's
+    seed is not changed.
 
-    A custom Function is traced through if its backward equals the gradient of its forward, else kept as a single node.
-    What other threads do meanwhile (loggers, downloads, prefetching) is not the model's, and is not recorded.
+    A custom Function is traced through if its backward equals the gradient of its forward, else
+    kept as a single node. What other threads do meanwhile (loggers, downloads, prefetching) is not
+    the model's, and is not recorded.
     """
     before = _state()
     here = threading.get_ident()
@@ -103,7 +107,9 @@ def watch() -> Iterator[TraceEvents]:
         return generator(seed)
 
     def compare() -> None:
-        """Compare generator states too, since functions that the model imported by name are not patched."""
+        """Compare generator states too, since functions that the model imported by name are not
+        patched.
+        """
         known = events.drawn or events.seeded or others_drew
         if not known and pickle.dumps(before) != pickle.dumps(_state()):
             events.drawn.append("its forward")
@@ -155,8 +161,14 @@ def _state() -> tuple[Any, Any]:
 
 def _drawing_functions() -> list[tuple[Any, str]]:
     """Return (module, name) of every function that draws from the host's generators."""
-    every = [(random, name) for name in random.__all__] + [(numpy.random, name) for name in numpy.random.__all__]
-    bound = [(owner, name) for owner, name in every if isinstance(_generator_of(owner, name), _GENERATORS)]
+    every = [(random, name) for name in random.__all__] + [
+        (numpy.random, name) for name in numpy.random.__all__
+    ]
+    bound = [
+        (owner, name)
+        for owner, name in every
+        if isinstance(_generator_of(owner, name), _GENERATORS)
+    ]
     return [(owner, name) for owner, name in bound if name not in _NO_DRAWS]
 
 
@@ -175,13 +187,17 @@ def _patched_apply(events: TraceEvents) -> Any:
         custom = cls.__module__ == "torch._library.autograd"
         if custom or inside[0] or threading.get_ident() != here:
             return apply(cls, *args, **kwargs)
-        specs = tuple(TensorSpec(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args)
+        specs = tuple(
+            TensorSpec(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args
+        )
         key = (cls, repr((specs, kwargs)))
         inside[0] = True
         try:
             if key not in events.functions:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
-                    events.functions[key] = "it takes keyword arguments" if kwargs else _gradient_difference(cls, specs)
+                    events.functions[key] = (
+                        "it takes keyword arguments" if kwargs else _gradient_difference(cls, specs)
+                    )
             if events.functions[key]:
                 return events.opaque.apply(cls, args, kwargs)
         finally:
@@ -192,16 +208,27 @@ def _patched_apply(events: TraceEvents) -> Any:
 
 
 def model_line(error: BaseException | None = None) -> str:
-    """Return the model's line in the current stack, or where ``error`` was raised: "file:line in function: code"."""
+    """Return the model's line in the current stack, or where ``error`` was raised: "file:line in
+    function: code".
+    """
     frames = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()[:-2]
     own = [f for f in frames if not _is_library(f.filename)]
     frame = own[-1] if own else frames[-1] if frames else None
-    return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else "an unknown line"
+    return (
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        if frame
+        else "an unknown line"
+    )
 
 
 def _is_library(path: str) -> bool:
     parts = path.replace("\\", "/").split("/")
-    return "torch" in parts or "megatron_merak" in parts or path.startswith("<") or "contextlib.py" in parts
+    return (
+        "torch" in parts
+        or "megatron_merak" in parts
+        or path.startswith("<")
+        or "contextlib.py" in parts
+    )
 
 
 def function_notes(events: TraceEvents) -> tuple[str, ...]:
@@ -210,15 +237,22 @@ def function_notes(events: TraceEvents) -> tuple[str, ...]:
     for (cls, _), difference in events.functions.items():
         name = f"{cls.__module__}.{cls.__qualname__}"
         if difference:
-            note = f"{name} is computed as it is, replicated on every rank, for its backward is its own: {difference}."
+            note = (
+                f"{name} is computed as it is, replicated on every rank, for its backward is "
+                f"its own: {difference}."
+            )
         else:
-            note = f"The gradient of {name} is taken from its forward's operations, which give the same."
+            note = (
+                f"The gradient of {name} is taken from its forward's operations, which give "
+                "the same."
+            )
         notes[note] = None
     return tuple(notes)
 
 
 def _gradient_difference(cls: type[Function], args: tuple[Any, ...]) -> str:
-    """Return "" if a Function's backward is the gradient of its forward, else how it differs or why that is unknown.
+    """Return "" if a Function's backward is the gradient of its forward, else how it differs or why
+    that is unknown.
 
     Both are computed in fp64 on random values of several ranges.
     """
@@ -247,25 +281,48 @@ def _gradient_difference(cls: type[Function], args: tuple[Any, ...]) -> str:
     return why
 
 
-def _max_error(cls: type[Function], args: tuple[Any, ...], sizes: dict[int, int], trial: int) -> float | None:
-    """Return the largest relative difference of the two gradients in one trial; None if the forward is not finite."""
+def _max_error(
+    cls: type[Function], args: tuple[Any, ...], sizes: dict[int, int], trial: int
+) -> float | None:
+    """Return the largest relative difference of the two gradients in one trial; None if the forward
+    is not finite.
+    """
     results = []
     for own in (True, False):
         generator = torch.Generator().manual_seed(trial)
-        values = [_random_values(a, sizes, trial, generator) if isinstance(a, TensorSpec) else a for a in args]
+        values = [
+            _random_values(a, sizes, trial, generator) if isinstance(a, TensorSpec) else a
+            for a in args
+        ]
         torch.default_generator.manual_seed(trial)
         outputs = cls.apply(*values) if own else forward_of(cls, tuple(values), {})[0]
-        outputs = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(o, Tensor)]
+        outputs = [
+            o
+            for o in (outputs if isinstance(outputs, tuple) else (outputs,))
+            if isinstance(o, Tensor)
+        ]
         outputs = [o for o in outputs if o.is_floating_point()]
         if not all(o.isfinite().all() for o in outputs):
             return None
         scale = (1.0, 1e6, 1e-6)[trial % 3]  # some Functions clamp the gradient that they receive
-        weights = [scale * torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
-        total = sum(((o.double() * w).sum() for o, w in zip(outputs, weights, strict=True)), torch.zeros(()).double())
+        weights = [
+            scale * torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs
+        ]
+        total = sum(
+            ((o.double() * w).sum() for o, w in zip(outputs, weights, strict=True)),
+            torch.zeros(()).double(),
+        )
         inputs = [m for m in values if isinstance(m, Tensor) and m.requires_grad]
-        grads = torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else (None,) * len(inputs)
+        grads = (
+            torch.autograd.grad(total, inputs, allow_unused=True)
+            if total.requires_grad
+            else (None,) * len(inputs)
+        )
         pairs = zip(grads, inputs, strict=True)
-        results.append([torch.zeros_like(x) if g is None else g for g, x in pairs] + [o.detach() for o in outputs])
+        results.append(
+            [torch.zeros_like(x) if g is None else g for g, x in pairs]
+            + [o.detach() for o in outputs]
+        )
     return max((_relative_error(a, b) for a, b in zip(*results, strict=True)), default=0.0)
 
 
@@ -277,7 +334,9 @@ def _relative_error(a: Tensor, b: Tensor) -> float:
     return ((a - b).abs().max() / (a.abs().max() + 1e-30)).item() if a.numel() else 0.0
 
 
-def _random_values(like: TensorSpec, sizes: dict[int, int], trial: int, generator: torch.Generator) -> Tensor:
+def _random_values(
+    like: TensorSpec, sizes: dict[int, int], trial: int, generator: torch.Generator
+) -> Tensor:
     shape = [sizes.get(n, n) for n in like.shape]
     if like.dtype.is_complex:
         raise TypeError("complex arguments")

@@ -7,6 +7,7 @@ from torch.fx import Graph, Node
 from ... import ops
 from ..ir.inplace import call as new_node
 from ..ir.nodes import constant, is_op, operand
+from ..sharding import local
 from .patterns import Either, Match, Var, add, call, mul, narrowed
 from .pointwise import put, value
 
@@ -53,7 +54,11 @@ def _rotary(graph: Graph, root: Node, match: Match) -> Node | None:
     size = value(x).shape[-1]
     last = value(x).dim() - 1
     dims = (match["dim"], match["last"])
-    if any(dim % (last + 1) != last for dim in dims) or 2 * match["half"] != size or match["end"] < size:
+    if (
+        any(dim % (last + 1) != last for dim in dims)
+        or 2 * match["half"] != size
+        or match["end"] < size
+    ):
         return None
     return _fuse_rotary(graph, root, match, x, rotated=size)
 
@@ -74,10 +79,17 @@ def _rotary_by_halves(graph: Graph, root: Node, match: Match) -> Node | None:
     x = match["x"]
     tables = (match["cos"], match["sin"])
     last = value(x).dim() - 1
-    if any(dim % (last + 1) != last for dim in (match["dim"], match["last"])) or value(x).dtype != value(root).dtype:
+    if (
+        any(dim % (last + 1) != last for dim in (match["dim"], match["last"]))
+        or value(x).dtype != value(root).dtype
+    ):
         return None
     for table in tables:
-        common = isinstance(table, Node) and table.meta.get("unit") is None and value(table).dim() == last + 1
+        common = (
+            isinstance(table, Node)
+            and table.meta.get("unit") is None
+            and value(table).dim() == last + 1
+        )
         if not common or 2 * value(table).shape[-1] != value(x).shape[-1]:
             return None
     return put(graph, root, ops.rotary, x, *tables)
@@ -86,7 +98,11 @@ def _rotary_by_halves(graph: Graph, root: Node, match: Match) -> Node | None:
 def _fuse_rotary(graph: Graph, root: Node, match: Match, x: Node, rotated: int) -> Node | None:
     tables = (match["cos"], match["sin"])
     for table in tables:
-        fits = isinstance(table, Node) and table.meta.get("unit") is None and value(table).dim() == value(x).dim()
+        fits = (
+            isinstance(table, Node)
+            and table.meta.get("unit") is None
+            and value(table).dim() == value(x).dim()
+        )
         if not fits or value(table).shape[-1] != rotated or not _repeats(table):
             return None
     if value(x).dtype != value(root).dtype:
@@ -95,7 +111,9 @@ def _fuse_rotary(graph: Graph, root: Node, match: Match, x: Node, rotated: int) 
 
 
 def _repeats(table: Node) -> bool:
-    """Whether the two halves of the last dimension are surely equal, because they come from cat((angles, angles))."""
+    """Whether the two halves of the last dimension are surely equal, because they come from
+    cat((angles, angles)).
+    """
     while table.op == "call_function":
         last = value(table).dim() - 1
         if is_op(table, "cat"):
@@ -108,10 +126,24 @@ def _repeats(table: Node) -> bool:
             dim %= before + is_op(table, "unsqueeze")
             if dim == (before if is_op(table, "unsqueeze") else before - 1):
                 return False
+        elif table.target is local.take:  # of some positions
+            if constant(table, 1) == last:
+                return False
         elif is_op(table, "mul", "div", "add"):
             if isinstance(table.args[1], Node):
                 return False
-        elif not is_op(table, "cos", "sin", "to", "_to_copy", "type_as", "expand", "detach", "contiguous", "clone"):
+        elif not is_op(
+            table,
+            "cos",
+            "sin",
+            "to",
+            "_to_copy",
+            "type_as",
+            "expand",
+            "detach",
+            "contiguous",
+            "clone",
+        ):
             return False
         table = operand(table)
     return False
@@ -130,7 +162,9 @@ def _first_half(graph: Graph, table: Node) -> Node:
 
 
 def _repeated(name: str):
-    """Return a pattern for key or value heads, which may be repeated for grouped-query attention."""
+    """Return a pattern for key or value heads, which may be repeated for grouped-query
+    attention.
+    """
     spread = call("expand", call("unsqueeze", Var(name), 2), Var(f"{name} spread"))
     return Either((call("reshape|view|_unsafe_view", spread, Var(f"{name} heads")), Var(name)))
 
@@ -142,7 +176,9 @@ _ATTENTION = call(
 )
 _TRANSPOSED = call("transpose", _ATTENTION, 1, 2)
 _JOINED = call(
-    "reshape|view|_unsafe_view|flatten", Either((call("contiguous|clone", _TRANSPOSED), _TRANSPOSED)), Var("to")
+    "reshape|view|_unsafe_view|flatten",
+    Either((call("contiguous|clone", _TRANSPOSED), _TRANSPOSED)),
+    Var("to"),
 )
 
 
@@ -158,7 +194,12 @@ def _attention(graph: Graph, root: Node, match: Match) -> Node | None:
 
 def _joined_attention(graph: Graph, root: Node, match: Match) -> Node | None:
     query, key, values = (value(match[name]) for name in ("query", "key", "value"))
-    if query.dim() != 4 or key.dim() != 4 or query.shape[2:] != key.shape[2:] or key.shape != values.shape:
+    if (
+        query.dim() != 4
+        or key.dim() != 4
+        or query.shape[2:] != key.shape[2:]
+        or key.shape != values.shape
+    ):
         return None
     batch, heads, length, dim = query.shape
     if heads % key.shape[1] or value(root).numel() != query.numel() or key.shape[0] != batch:
@@ -167,9 +208,9 @@ def _joined_attention(graph: Graph, root: Node, match: Match) -> Node | None:
         return None
     operands = [_to_bsnd(graph, root, match[name]) for name in ("query", "key", "value")]
     like = query.new_empty((batch, length, heads * dim))
-    attention = put(graph, root, ops.causal_attention, *operands, match["dropout"], match["scale"], like=like)
-    attention.meta["random"] = match["dropout"] > 0
-    return attention
+    return put(
+        graph, root, ops.causal_attention, *operands, match["dropout"], match["scale"], like=like
+    )
 
 
 def _to_bsnd(graph: Graph, root: Node, heads: Node) -> Node:
@@ -185,7 +226,9 @@ _GENERAL = call(
     *(Var("query"), _repeated("key"), _repeated("value")),
     *(Var("mask"), Var("dropout"), False, Var("scale")),
 )
-_SCORES = call("matmul", Var("query"), call("transpose", _repeated("key"), Var("dim"), Var("other dim")))
+_SCORES = call(
+    "matmul", Var("query"), call("transpose", _repeated("key"), Var("dim"), Var("other dim"))
+)
 _SCALED = Either((mul(_SCORES, Var("factor")), call("div", _SCORES, Var("divisor")), _SCORES))
 _SOFTMAX = call("softmax", Either((add(_SCALED, Var("mask")), _SCALED)), -1, Var("type"))
 _WEIGHTS = Either((call("dropout", narrowed(_SOFTMAX), Var("dropout"), True), narrowed(_SOFTMAX)))
@@ -197,7 +240,11 @@ def _general_attention(graph: Graph, root: Node, match: Match) -> Node | None:
     mask = match.values.get("mask")
     if any(x.dim() != 4 or x.dtype != value(root).dtype for x in (query, key, values)):
         return None
-    if key.shape[:3] != values.shape[:3] or query.shape[0] != key.shape[0] or query.shape[1] % key.shape[1]:
+    if (
+        key.shape[:3] != values.shape[:3]
+        or query.shape[0] != key.shape[0]
+        or query.shape[1] % key.shape[1]
+    ):
         return None
     if query.shape[3] != key.shape[3] or value(root).shape != (*query.shape[:3], values.shape[3]):
         return None
@@ -208,16 +255,20 @@ def _general_attention(graph: Graph, root: Node, match: Match) -> Node | None:
     documents: tuple[Node, ...] = ()
     if mask is not None and dropout == 0 and _may_separate_documents(mask, query, key):
         documents = (_documents(graph, mask),)
-    attention = put(graph, root, ops.attention, *operands, mask, dropout, match.values["scale"], *documents)
-    attention.meta["random"] = dropout > 0
-    return attention
+    return put(
+        graph, root, ops.attention, *operands, mask, dropout, match.values["scale"], *documents
+    )
 
 
 def _may_separate_documents(mask: Node | None, query: Tensor, key: Tensor) -> bool:
     """Whether a mask may separate the documents of packed rows: boolean, [b, 1, s, s]."""
     if mask is None or value(mask).dtype != torch.bool:
         return False
-    return query.shape[2] == key.shape[2] and tuple(value(mask).shape[1:]) == (1, query.shape[2], query.shape[2])
+    return query.shape[2] == key.shape[2] and tuple(value(mask).shape[1:]) == (
+        1,
+        query.shape[2],
+        query.shape[2],
+    )
 
 
 def _documents(graph: Graph, mask: Node) -> Node:
@@ -233,12 +284,18 @@ def _documents(graph: Graph, mask: Node) -> Node:
 
 
 def _is_mask(mask: Node, query: Tensor, key: Tensor) -> bool:
-    """Whether ``mask`` is a common value, thus without gradient, of a shape and dtype that fit the scores."""
+    """Whether ``mask`` is a common value, thus without gradient, of a shape and dtype that fit the
+    scores.
+    """
     if not isinstance(mask, Node) or mask.meta.get("unit") is not None or value(mask).dim() != 4:
         return False
     scores = (*query.shape[:3], key.shape[2])
     fits = all(extent in (1, n) for extent, n in zip(value(mask).shape, scores, strict=True))
-    return fits and value(mask).shape[3] == scores[3] and value(mask).dtype in (torch.bool, query.dtype)
+    return (
+        fits
+        and value(mask).shape[3] == scores[3]
+        and value(mask).dtype in (torch.bool, query.dtype)
+    )
 
 
 def _written_out_attention(graph: Graph, root: Node, match: Match) -> Node | None:
@@ -253,7 +310,9 @@ def _written_out_attention(graph: Graph, root: Node, match: Match) -> Node | Non
     divisor = match.values.get("divisor", 1.0)
     if not isinstance(factor, int | float) or not isinstance(divisor, int | float):
         return None
-    return _general_attention(graph, root, Match({**match.values, "scale": factor / divisor}, match.nodes))
+    return _general_attention(
+        graph, root, Match({**match.values, "scale": factor / divisor}, match.nodes)
+    )
 
 
 ROWS = (

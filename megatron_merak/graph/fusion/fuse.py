@@ -1,4 +1,6 @@
-"""Replaces groups of aten operations by operations of ``ops`` that are equal within rounding but access less memory."""
+"""Replaces groups of aten operations by operations of ``ops`` that are equal within rounding but
+access less memory.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,8 +18,8 @@ class Rule:
     """One fusion.
 
     pattern: matched backwards from its last node, ``root``.
-    build:   build(graph, root, match) adds nodes before ``root`` and returns the one that replaces it, or returns None
-             if the match does not qualify, because of shapes or dtypes.
+    build:   build(graph, root, match) adds nodes before ``root`` and returns the one that replaces
+             it, or returns None if the match does not qualify, because of shapes or dtypes.
     """
 
     name: str
@@ -26,8 +28,15 @@ class Rule:
 
 
 def _rules(loss_chunk: int, recompute_activations: bool) -> tuple[Rule, ...]:
-    """Return the rules in order of preference: a longer pattern before a shorter one that it contains."""
-    tables: list[Sequence[tuple]] = [loss.rows(loss_chunk), attention.ROWS, pointwise.ROWS, linear.ROWS]
+    """Return the rules in order of preference: a longer pattern before a shorter one that it
+    contains.
+    """
+    tables: list[Sequence[tuple]] = [
+        loss.rows(loss_chunk),
+        attention.ROWS,
+        pointwise.ROWS,
+        linear.ROWS,
+    ]
     if recompute_activations:
         tables.append(linear.RECOMPUTED_ROWS)
     return tuple(Rule(*row) for rows in tables for row in rows)
@@ -36,11 +45,12 @@ def _rules(loss_chunk: int, recompute_activations: bool) -> tuple[Rule, ...]:
 def fuse(graph: Graph, loss_chunk: int = 0, recompute_activations: bool = False) -> Counter[str]:
     """Apply every fusion to a rewritten graph in place; return how often each was applied, by name.
 
-    Fusions stay inside one unit. A match is left as it is if another node reads one of its intermediate values, or if
-    memory that it reads is written in place.
+    Fusions stay inside one unit. A match is left as it is if another node reads one of its
+    intermediate values, or if memory that it reads is written in place.
 
     loss_chunk:            rows whose logits a fused loss computes at a time; 0 for all.
-    recompute_activations: whether linear layers after an activation recompute it in the backward instead of saving it.
+    recompute_activations: whether linear layers after an activation recompute it in the backward
+                           instead of saving it.
     """
     counts: Counter[str] = Counter()
     written = changing(graph)
@@ -74,7 +84,9 @@ def _apply(rule: Rule, graph: Graph, root: Node, written: set[Node]) -> bool:
 
 
 def _can_replace(match: Match, root: Node, written: set[Node]) -> bool:
-    """Whether all nodes are in one unit, all sharded or all replicated, and only the root is read by other nodes."""
+    """Whether all nodes are in one unit, all sharded or all replicated, and only the root is read
+    by other nodes.
+    """
     home = (root.meta.get("unit"), root.meta.get("sharded", False))
     for node in match.nodes:
         if (node.meta.get("unit"), node.meta.get("sharded", home[1])) != home or node in written:

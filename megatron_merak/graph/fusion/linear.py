@@ -1,7 +1,12 @@
-"""Fusions of linear layers: those that share an input, and those that recompute an activation before them."""
+"""Fusions of linear layers: those that share an input, and those that recompute an activation
+before them.
+"""
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from ... import ops
@@ -31,11 +36,15 @@ ROWS = (("gate and up as one", _GATED, _join_gate_and_up),)
 
 # A linear layer after an activation recomputes its input in the backward instead of saving it.
 _HALVES = Either((call("gated_halves", Var("x"), Var("activation")), call("swiglu", Var("x"))))
-_GELU = Either((call("bias_gelu", Var("x"), Var("inner"), Var("activation")), call("gelu_tanh", Var("x"))))
+_GELU = Either(
+    (call("bias_gelu", Var("x"), Var("inner"), Var("activation")), call("gelu_tanh", Var("x")))
+)
 
 
 def _linears_of(inner: Either) -> Either:
-    """Return a pattern for linear layers with input ``inner`` and a weight stored as [out, in] or [in, out]."""
+    """Return a pattern for linear layers with input ``inner`` and a weight stored as [out, in] or
+    [in, out].
+    """
     rows = call("view|reshape|_unsafe_view", inner, Var("rows"))
     stored = call("addmm", Var("bias"), rows, Var("weight"), 1, 1)
     return Either(
@@ -47,22 +56,41 @@ def _linears_of(inner: Either) -> Either:
 
 
 def _recompute_gated(graph: Graph, root: Node, match: Match) -> Node | None:
-    return _fuse_recomputed(graph, root, match, ops.gated_linear, match.values.get("activation", "silu"))
+    features = value(match["x"]).shape[-1] // 2
+    activation = match.values.get("activation", "silu")
+    return _fuse_recomputed(
+        graph, root, match, ops.gated_linear, features=features, more=(activation,)
+    )
 
 
 def _recompute_gelu(graph: Graph, root: Node, match: Match) -> Node | None:
-    inner = match.values.get("inner"), match.values.get("activation", "gelu_tanh")
-    return _fuse_recomputed(graph, root, match, ops.gelu_linear, *inner)
+    features = value(match["x"]).shape[-1]
+    activation = match.values.get("activation", "gelu_tanh")
+    more = (match.values.get("inner"), activation)
+    return _fuse_recomputed(graph, root, match, ops.gelu_linear, features=features, more=more)
 
 
-def _fuse_recomputed(graph: Graph, root: Node, match: Match, operation, *more) -> Node | None:
+def _fuse_recomputed(
+    graph: Graph,
+    root: Node,
+    match: Match,
+    operation: Callable[..., Tensor],
+    features: int,
+    more: tuple[Any, ...],
+) -> Node | None:
+    """Fuse a linear layer with the activation before it.
+
+    operation: of ``ops``; ``more`` are its arguments after the bias.
+    features:  number that the activation has.
+    """
     transposed = "shape" in match.values
-    width = value(match["x"]).shape[-1] // (1 + (operation is ops.gated_linear))
-    if not _is_weight(match["weight"]) or value(match["weight"]).shape[not transposed] != width:
+    if not _is_weight(match["weight"]) or value(match["weight"]).shape[not transposed] != features:
         return None
     if transposed and tuple(match["shape"][:-1]) != tuple(value(match["x"]).shape[:-1]):
         return None
-    return put(graph, root, operation, match["x"], match["weight"], match["bias"], *more, transposed)
+    return put(
+        graph, root, operation, match["x"], match["weight"], match["bias"], *more, transposed
+    )
 
 
 RECOMPUTED = "recomputed activation"
@@ -73,14 +101,17 @@ RECOMPUTED_ROWS = (
 
 
 def share_inputs(graph: Graph, written: set[Node]) -> int:
-    """Fuse linear layers that read the same input in one unit, all sharded or all replicated; return how many groups.
+    """Fuse linear layers that read the same input in one unit, all sharded or all replicated;
+    return how many groups.
 
     written: nodes whose memory is written in place.
     """
     groups: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
         if is_op(node, "linear") and _can_share(node, written):
-            groups.setdefault((node.args[0], node.meta["unit"], node.meta.get("sharded", False)), []).append(node)
+            groups.setdefault(
+                (node.args[0], node.meta["unit"], node.meta.get("sharded", False)), []
+            ).append(node)
     shared = [nodes for nodes in groups.values() if len(nodes) > 1]
     for nodes in shared:
         _share(graph, nodes)
@@ -98,20 +129,34 @@ def _share(graph: Graph, nodes: list[Node]) -> None:
             first.prepend(parameter)
     with graph.inserting_before(first):
         linears = new_node(graph, first, ops.linears, input, weights, biases)
-        outputs = [new_node(graph, node, operator.getitem, linears, index) for index, node in enumerate(nodes)]
+        outputs = [
+            new_node(graph, node, operator.getitem, linears, index)
+            for index, node in enumerate(nodes)
+        ]
     for node, output in zip(nodes, outputs, strict=True):
         node.replace_all_uses_with(output)
         graph.erase_node(node)
 
 
 def _can_share(node: Node, written: set[Node]) -> bool:
-    """Whether a linear layer may join a group: it reads parameters directly and its result is not all-reduced."""
+    """Whether a linear layer may join a group: it reads parameters directly and its result is not
+    all-reduced.
+    """
     input, weight = operands(node, 0, 1)
     bias = _bias(node)
     reduced = any(user.target in REDUCTIONS for user in node.users)
-    if node.meta.get("unit") is None or reduced or written & {node, input, weight, bias} or not node.meta.get("grad"):
+    if (
+        node.meta.get("unit") is None
+        or reduced
+        or written & {node, input, weight, bias}
+        or not node.meta.get("grad")
+    ):
         return False
-    return input.meta.get("grad", False) and _is_weight(weight) and (bias is None or bias.op == "get_attr")
+    return (
+        input.meta.get("grad", False)
+        and _is_weight(weight)
+        and (bias is None or bias.op == "get_attr")
+    )
 
 
 def _bias(node: Node) -> Node | None:

@@ -1,4 +1,6 @@
-"""Fusion of the output layer with cross entropy, which saves a copy of the logits and of their gradient."""
+"""Fusion of the output layer with cross entropy, which saves a copy of the logits and of their
+gradient.
+"""
 
 from functools import partial
 
@@ -16,15 +18,30 @@ _SUM = 2
 
 _LOGITS = widened(call("linear", Var("x"), Var("weight"), None))
 _ROW_BY_ROW = widened(call("view|reshape|flatten", _LOGITS, Var("rows")))
-_LOSS = call("cross_entropy_loss", _ROW_BY_ROW, Var("target"), None, Var("reduction"), Var("ignored"), 0.0)
+_LOSS = call(
+    "cross_entropy_loss", _ROW_BY_ROW, Var("target"), None, Var("reduction"), Var("ignored"), 0.0
+)
 
-_STATS = call("cross_entropy_stats", Either((_ROW_BY_ROW, _LOGITS)), Var("target"), Var("start"), Var("classes"), False)
+_STATS = call(
+    "cross_entropy_stats",
+    Either((_ROW_BY_ROW, _LOGITS)),
+    Var("target"),
+    Var("start"),
+    Var("classes"),
+    False,
+)
 
 
 def _loss(graph: Graph, root: Node, match: Match, chunk: int) -> Node | None:
-    """Fuse the sum or mean over rows whose target is not ignored. ``target`` must be a common value."""
+    """Fuse the sum or mean over rows whose target is not ignored. ``target`` must be a common
+    value.
+    """
     x, weight, target = (match[name] for name in ("x", "weight", "target"))
-    if match["reduction"] not in (_MEAN, _SUM) or target.meta.get("unit") is not None or value(target).dim() != 1:
+    if (
+        match["reduction"] not in (_MEAN, _SUM)
+        or target.meta.get("unit") is not None
+        or value(target).dim() != 1
+    ):
         return None
     if weight.op != "get_attr" or value(x).numel() != value(target).numel() * value(x).shape[-1]:
         return None
@@ -33,9 +50,13 @@ def _loss(graph: Graph, root: Node, match: Match, chunk: int) -> Node | None:
     with graph.inserting_after(ignored):
         safe_target = new_node(graph, target, aten.masked_fill.Scalar, target, ignored, 0)
     rows = new_node(graph, root, aten.reshape.default, x, [-1, value(x).shape[-1]])
-    like = value(x).new_empty(value(target).shape, dtype=torch.promote_types(value(x).dtype, torch.float32))
+    like = value(x).new_empty(
+        value(target).shape, dtype=torch.promote_types(value(x).dtype, torch.float32)
+    )
     options = {"chunk": chunk} if chunk else {}
-    losses = put(graph, root, ops.linear_cross_entropy, rows, weight, safe_target, like=like, **options)
+    losses = put(
+        graph, root, ops.linear_cross_entropy, rows, weight, safe_target, like=like, **options
+    )
     counted = new_node(graph, root, aten.masked_fill.Scalar, losses, ignored, 0.0)
     loss = new_node(graph, root, aten.sum.default, counted)
     if match["reduction"] == _MEAN:
@@ -61,7 +82,12 @@ def _stats(graph: Graph, root: Node, match: Match, chunk: int) -> Node | None:
 def rows(chunk: int) -> tuple:
     """Return the fusion rules for the loss.
 
-    chunk: rows whose logits are computed at a time; 0 for all, and then the vocabulary-parallel loss is not fused.
+    chunk: rows whose logits are computed at a time; 0 for all, and then the vocabulary-parallel
+           loss is not fused.
     """
     loss = ("output layer with loss", _LOSS, partial(_loss, chunk=chunk))
-    return (loss, ("output layer with loss", _STATS, partial(_stats, chunk=chunk))) if chunk else (loss,)
+    return (
+        (loss, ("output layer with loss", _STATS, partial(_stats, chunk=chunk)))
+        if chunk
+        else (loss,)
+    )

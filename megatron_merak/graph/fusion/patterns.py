@@ -25,7 +25,8 @@ class Var:
 class Call:
     """Matches a node that calls one of ``names`` with ``args``.
 
-    args:     patterns of the leading arguments, in the order of the operator's schema with defaults filled in.
+    args:     patterns of the leading arguments, in the order of the operator's schema with defaults
+              filled in.
     commutes: whether the first two arguments may come in either order.
     """
 
@@ -43,10 +44,11 @@ class Either:
 
 @dataclass(frozen=True)
 class Cast:
-    """Matches ``pattern`` followed by any number of floating-point casts to wider dtypes, or to narrower ones.
+    """Matches ``pattern`` followed by any number of floating-point casts to wider dtypes, or to
+    narrower ones.
 
-    Casts in the other direction do not match: a model that narrows a value that the fused operation would not narrow,
-    such as one written for fp32 that runs in fp64, is left as it is.
+    Casts in the other direction do not match: a model that narrows a value that the fused operation
+    would not narrow, such as one written for fp32 that runs in fp64, is left as it is.
     """
 
     pattern: Any
@@ -138,7 +140,9 @@ def _match_all(patterns: Sequence, values: Sequence, match: Match) -> Iterator[M
 
 
 def arguments(node: Node) -> tuple:
-    """Return all arguments of a node in the order of its operator's schema; of a function, those given by position."""
+    """Return all arguments of a node in the order of its operator's schema; of a function, those
+    given by position.
+    """
     if not isinstance(node.target, OpOverload):
         return node.args
     schema = node.target._schema.arguments

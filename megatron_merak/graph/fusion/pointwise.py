@@ -1,4 +1,6 @@
-"""Fusions of elementwise and row-wise operations: norms, activations, interleaved rotary embedding, residual adds."""
+"""Fusions of elementwise and row-wise operations: norms, activations, interleaved rotary embedding,
+residual adds.
+"""
 
 import math
 import operator
@@ -9,7 +11,7 @@ from torch.fx import Graph, Node
 
 from ... import ops
 from ..ir.inplace import call as new_node
-from ..ir.nodes import is_op
+from ..ir.nodes import constant, is_op
 from .patterns import Call, Either, Match, Var, add, call, mul, narrowed, widened
 
 aten = torch.ops.aten
@@ -19,15 +21,25 @@ def value(node: Node) -> Tensor:
     return node.meta["val"]
 
 
-def put(graph: Graph, root: Node, target, *args, like: Tensor | tuple[Tensor, ...] | None = None, **kwargs) -> Node:
-    """Add a call of a fused operation with the meta of ``root``, and the shape and dtype of ``root`` or of ``like``."""
+def put(
+    graph: Graph,
+    root: Node,
+    target,
+    *args,
+    like: Tensor | tuple[Tensor, ...] | None = None,
+    **kwargs,
+) -> Node:
+    """Add a call of a fused operation with the meta of ``root``, and the shape and dtype of
+    ``root`` or of ``like``.
+    """
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: each for key, each in root.meta.items() if key != "tensor_meta"}
     node.meta["val"] = root.meta["val"] if like is None else like
     return node
 
 
-# x / sqrt(mean(x^2) + eps), and then the weight, before or after a conversion back to the type of x.
+# x / sqrt(mean(x^2) + eps), and then the weight, before or after a conversion back to the type of
+# x.
 _X = widened(Var("x"))
 _SQUARE = Either((call("pow", _X, 2), mul(_X, _X), call("square", _X)))
 _NORMED = mul(_X, call("rsqrt", add(call("mean", _SQUARE, [-1], True), Var("eps"))))
@@ -37,8 +49,14 @@ _RMS_NORM = mul(Var("weight"), narrowed(_NORMED))
 def _rms_norm(graph: Graph, root: Node, match: Match) -> Node | None:
     x = match["x"]
     weight = match["weight"]
-    per_feature = isinstance(weight, Node) and tuple(value(weight).shape) == tuple(value(x).shape[-1:])
-    if not per_feature or value(x).dtype != value(root).dtype or not isinstance(match["eps"], float):
+    per_feature = isinstance(weight, Node) and tuple(value(weight).shape) == tuple(
+        value(x).shape[-1:]
+    )
+    if (
+        not per_feature
+        or value(x).dtype != value(root).dtype
+        or not isinstance(match["eps"], float)
+    ):
         return None
     return put(graph, root, ops.rms_norm, x, weight, match["eps"])
 
@@ -57,7 +75,9 @@ def _torch_rms_norm(graph: Graph, root: Node, match: Match) -> Node | None:
 def _layer_norm(graph: Graph, root: Node, match: Match) -> Node | None:
     if len(match["shape"]) != 1 or match["weight"] is None or match["bias"] is None:
         return None
-    return put(graph, root, ops.layer_norm, *(match[name] for name in ("x", "weight", "bias", "eps")))
+    return put(
+        graph, root, ops.layer_norm, *(match[name] for name in ("x", "weight", "bias", "eps"))
+    )
 
 
 # GELU by tanh, written out: with x^3 (GPT-2), or with x (1 + 0.044715 x^2) (BLOOM and others).
@@ -70,7 +90,9 @@ _GELU_TANH = mul(mul(_Y, 0.5), add(call("tanh", _INNER), 1))
 
 
 def _gelu_tanh(graph: Graph, root: Node, match: Match) -> Node | None:
-    """Compares the constant loosely: models round it to the precision that they were written for."""
+    """Compares the constant loosely: models round it to the precision that they were
+    written for.
+    """
     constant = match["root"]
     precision = torch.finfo(value(root).dtype).eps
     if not isinstance(constant, float) or not math.isclose(constant, _ROOT, rel_tol=precision):
@@ -78,7 +100,8 @@ def _gelu_tanh(graph: Graph, root: Node, match: Match) -> Node | None:
     return put(graph, root, ops.gelu_tanh, match["x"])
 
 
-# An activation of a biased value; where a linear layer adds the bias, it is taken out of that layer.
+# An activation of a biased value; where a linear layer adds the bias, it is taken out of that
+# layer.
 _ADDMM = call("addmm", Var("bias"), Var("rows"), Var("weight"), 1, 1)
 _BIASED = Either(
     (
@@ -93,11 +116,19 @@ def _bias_gelu(name: str, activation: Call) -> tuple:
     def build(graph: Graph, root: Node, match: Match) -> Node | None:
         bias = match["bias"]
         features = value(root).shape[-1:]
-        if not isinstance(bias, Node) or value(bias).shape != features or value(bias).dtype != value(root).dtype:
+        if (
+            not isinstance(bias, Node)
+            or value(bias).shape != features
+            or value(bias).dtype != value(root).dtype
+        ):
             return None
         if "rows" not in match.values:
             x = match["x"]
-            fits = isinstance(x, Node) and value(x).shape == value(root).shape and value(x).dtype == value(root).dtype
+            fits = (
+                isinstance(x, Node)
+                and value(x).shape == value(root).shape
+                and value(x).dtype == value(root).dtype
+            )
             return put(graph, root, ops.bias_gelu, x, bias, name) if fits else None
         product = next(node for node in match.nodes if is_op(node, "linear", "addmm"))
         target = aten.linear.default if is_op(product, "linear") else aten.mm.default
@@ -125,14 +156,19 @@ def _gated(name: str, activation: Call) -> tuple:
     def build(graph: Graph, root: Node, match: Match) -> Node | None:
         gate = match["gate"]
         up = match["up"]
-        if not isinstance(up, Node) or value(gate).shape != value(up).shape or value(gate).dtype != value(up).dtype:
+        if (
+            not isinstance(up, Node)
+            or value(gate).shape != value(up).shape
+            or value(gate).dtype != value(up).dtype
+        ):
             return None
         return put(graph, root, ops.gated, gate, up, name)
 
     return f"gated {name}", mul(activation, Var("up")), build
 
 
-_DROPPED = call("dropout", Either((add(Var("x"), Var("bias")), Var("x"))), Var("p"), True)
+_DROPS = ("dropout", "dropout_of_parts")
+_DROPPED = call("|".join(_DROPS), Either((add(Var("x"), Var("bias")), Var("x"))), Var("p"), True)
 
 
 def _bias_dropout_add(graph: Graph, root: Node, match: Match) -> Node | None:
@@ -145,14 +181,19 @@ def _bias_dropout_add(graph: Graph, root: Node, match: Match) -> Node | None:
         return None
     if value(x).dtype != value(root).dtype or value(residual).dtype != value(root).dtype:
         return None
-    node = put(graph, root, ops.bias_dropout_add, x, bias, residual, match["p"], True)
-    node.meta["random"] = match["p"] > 0
-    return node
+    dropout = next(node for node in match.nodes if is_op(node, *_DROPS))
+    place = constant(dropout, 3) if dropout.target is ops.dropout_of_parts else None
+    if place is not None and value(x).numel() // place[0] % 2:
+        return None
+    return put(graph, root, ops.bias_dropout_add, x, bias, residual, match["p"], True, place)
 
 
-# Interleaved rotary embedding: x cos + (-odd, even) sin, with tables that repeat each feature twice.
+# Interleaved rotary embedding: x cos + (-odd, even) sin, with tables that repeat each feature
+# twice.
 def _interleaved(x: Var | Call) -> Call:
-    even, odd = (call("slice", x, Var("dim"), start, Var("end"), 2) for start in (Either((0, None)), 1))
+    even, odd = (
+        call("slice", x, Var("dim"), start, Var("end"), 2) for start in (Either((0, None)), 1)
+    )
     turned = call("flatten", call("stack", [call("neg", odd), even], Var("new")), Var("from"))
     return add(mul(x, Var("cos")), mul(turned, Var("sin")))
 
@@ -170,19 +211,31 @@ def _rotary_interleaved(graph: Graph, root: Node, match: Match) -> Node | None:
     of_last = ("dim", "joined") if "joined" in match.values else ("dim",)
     if any(match[name] % dims != dims - 1 for name in of_last) or match["new"] % (dims + 1) != dims:
         return None
-    if match["from"] % (dims + 1) != dims - 1 or match["end"] < rotated or match.values.get("end of rest", size) < size:
+    if (
+        match["from"] % (dims + 1) != dims - 1
+        or match["end"] < rotated
+        or match.values.get("end of rest", size) < size
+    ):
         return None
-    if value(x).dtype != value(root).dtype or not all(_repeats_pairs(table, dims, rotated) for table in tables):
+    if value(x).dtype != value(root).dtype or not all(
+        _repeats_pairs(table, dims, rotated) for table in tables
+    ):
         return None
     return put(graph, root, ops.rotary, x, *(table.args[0] for table in tables), True)
 
 
 def _repeats_pairs(table: Node, dims: int, rotated: int) -> bool:
     """Whether a table is a common value that repeats every feature twice, side by side."""
-    if not is_op(table, "repeat_interleave") or table.meta.get("unit") is not None or len(table.args) < 3:
+    if (
+        not is_op(table, "repeat_interleave")
+        or table.meta.get("unit") is not None
+        or len(table.args) < 3
+    ):
         return False
     return (
-        value(table).dim() == dims and value(table).shape[-1] == rotated and table.args[1:] in ((2, dims - 1), (2, -1))
+        value(table).dim() == dims
+        and value(table).shape[-1] == rotated
+        and table.args[1:] in ((2, dims - 1), (2, -1))
     )
 
 
@@ -199,11 +252,20 @@ def _norm_of_sum(norm, of_sum, *parameters: str) -> tuple:
         if any((value(each).shape, value(each).dtype) != expected for each in operands):
             return None
         pair = put(
-            graph, root, of_sum, *operands, *(match[name] for name in parameters), like=(value(root), value(root))
+            graph,
+            root,
+            of_sum,
+            *operands,
+            *(match[name] for name in parameters),
+            like=(value(root), value(root)),
         )
         return put(graph, root, operator.getitem, pair, 0)
 
-    return f"add {norm.__name__.replace('_', ' ')}", call(norm.__name__, _SUM, *map(Var, parameters)), build
+    return (
+        f"add {norm.__name__.replace('_', ' ')}",
+        call(norm.__name__, _SUM, *map(Var, parameters)),
+        build,
+    )
 
 
 _NORM_ARGUMENTS = (Var("x"), Var("shape"), Var("weight"))
@@ -222,7 +284,11 @@ ROWS = (
     _bias_gelu("gelu_tanh", call("gelu_tanh", _BIASED)),
     _bias_gelu("gelu_tanh", call("gelu", _BIASED, "tanh")),
     _bias_gelu("gelu", call("gelu", _BIASED, "none")),
-    ("partial rotary", call("cat", [_interleaved(_PART), _REST], Var("joined")), _rotary_interleaved),
+    (
+        "partial rotary",
+        call("cat", [_interleaved(_PART), _REST], Var("joined")),
+        _rotary_interleaved,
+    ),
     ("rotary", _interleaved(Var("x")), _rotary_interleaved),
     ("bias dropout add", add(Var("residual"), _DROPPED), _bias_dropout_add),
     _norm_of_sum(ops.layer_norm, ops.add_layer_norm, "weight", "bias", "eps"),

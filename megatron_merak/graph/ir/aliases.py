@@ -10,9 +10,13 @@ from .opaque import CustomFunction
 
 
 def aliased(node: Node) -> tuple[list[Node], list[Node]]:
-    """Return the inputs that share memory with a node's result, and those of them that it writes to in place."""
+    """Return the inputs that share memory with a node's result, and those of them that it writes to
+    in place.
+    """
     if node.target is operator.getitem:
-        return [] if _allocates(node.args[0]) else [x for x in node.args[:1] if isinstance(x, Node)], []
+        return [] if _allocates(node.args[0]) else [
+            x for x in node.args[:1] if isinstance(x, Node)
+        ], []
     if isinstance(node.target, CustomFunction) and node.target.aliases_input:
         return [x for x in node.args[:1] if isinstance(x, Node)], []
     if not isinstance(node.target, OpOverload):
@@ -23,7 +27,11 @@ def aliased(node: Node) -> tuple[list[Node], list[Node]]:
         if argument.alias_info is None:
             continue
         value = node.kwargs.get(argument.name, node.args[index] if index < len(node.args) else None)
-        nodes = [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Node)]
+        nodes = [
+            x
+            for x in (value if isinstance(value, list | tuple) else [value])
+            if isinstance(x, Node)
+        ]
         shared += nodes
         written += nodes if argument.alias_info.is_write else []
     return shared, written
@@ -35,7 +43,9 @@ def _allocates(source: Any) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's value may share memory with its first argument, and the node does not write to it."""
+    """Whether a node's value may share memory with its first argument, and the node does not write
+    to it.
+    """
     shared, written = aliased(node)
     return not written and bool(node.args) and node.args[0] in shared
 
@@ -53,7 +63,9 @@ class Storages:
         self._results: dict[tuple[Node, Any], Node] = {}
 
     def add(self, node: Node) -> list[Node]:
-        """Add a node, after all that it reads; return the nodes that allocated the memory that it writes to."""
+        """Add a node, after all that it reads; return the nodes that allocated the memory that it
+        writes to.
+        """
         shared, written = aliased(node)
         root = self.root[shared[0]] if shared else node
         if node.target is operator.getitem and not shared:
@@ -66,7 +78,9 @@ class Storages:
 
 
 def storages(graph: Graph) -> dict[Node, Node]:
-    """Return, for every node, the one that allocated its memory: itself, or the base of its chain of views."""
+    """Return, for every node, the one that allocated its memory: itself, or the base of its chain
+    of views.
+    """
     memory = Storages()
     for node in graph.nodes:
         memory.add(node)
@@ -74,7 +88,9 @@ def storages(graph: Graph) -> dict[Node, Node]:
 
 
 def writers(graph: Graph) -> dict[Node, list[Node]]:
-    """Return, for each node that allocated memory, the nodes that write to it in place, in order."""
+    """Return, for each node that allocated memory, the nodes that write to it in place, in
+    order.
+    """
     memory = Storages()
     by_root: dict[Node, list[Node]] = {}
     for node in graph.nodes:
@@ -87,7 +103,11 @@ def written(graph: Graph) -> dict[Node, list[Node]]:
     """Return, for every node that writes in place, all nodes that share the memory it writes to."""
     memory = Storages()
     written_roots = {node: memory.add(node) for node in graph.nodes}
-    return {node: [x for root in roots for x in memory.shared[root]] for node, roots in written_roots.items() if roots}
+    return {
+        node: [x for root in roots for x in memory.shared[root]]
+        for node, roots in written_roots.items()
+        if roots
+    }
 
 
 def changing(graph: Graph) -> set[Node]:
@@ -98,14 +118,17 @@ def changing(graph: Graph) -> set[Node]:
 def mutation_deps(graph: Graph) -> dict[Node, tuple[Node, ...]]:
     """Return, for a node, the earlier nodes that wrote in place to memory that it reads.
 
-    A node must run after all of these, which the dataflow alone does not show. Nodes without any are left out.
+    A node must run after all of these, which the dataflow alone does not show. Nodes without any
+    are left out.
     """
     memory = Storages()
     earlier: dict[Node, list[Node]] = {}
     deps: dict[Node, tuple[Node, ...]] = {}
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        writes = [writer for x in inputs for writer in earlier.get(memory.root[x], ()) if writer is not x]
+        writes = [
+            writer for x in inputs for writer in earlier.get(memory.root[x], ()) if writer is not x
+        ]
         if writes:
             deps[node] = tuple(dict.fromkeys(writes))
         for root in memory.add(node):

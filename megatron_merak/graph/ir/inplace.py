@@ -1,4 +1,6 @@
-"""Replaces in-place operations of a graph by out-of-place ones where every reader of their result is known."""
+"""Replaces in-place operations of a graph by out-of-place ones where every reader of their result
+is known.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +23,13 @@ _SCATTER: dict[Any, OpOverload] = {
 
 
 def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """Add a call at the graph's insertion point, with its fake value and with the other meta of ``like``."""
+    """Add a call at the graph's insertion point, with its fake value and with the other meta of
+    ``like``.
+    """
     node = graph.call_function(target, args, kwargs)
-    node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta")}
+    node.meta = {
+        key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta")
+    }
     values = map_arg((args, kwargs), lambda n: n.meta["val"])
     mode = next((v.fake_mode for v in _tensors(values) if isinstance(v, FakeTensor)), None)
     with mode or torch.no_grad(), torch.no_grad():
@@ -32,10 +38,11 @@ def call(graph: Graph, like: Node, target: Callable[..., Any], *args: Any, **kwa
 
 
 def out_of_place(graph: Graph) -> None:
-    """Replace each write into a tensor, or into a slice of one, by a new value that later readers read instead.
+    """Replace each write into a tensor, or into a slice of one, by a new value that later readers
+    read instead.
 
-    Writes into a constant, and writes that another live view would show, stay in place. A write into an entry of the
-    batch is replaced, so the caller's tensor is not changed.
+    Writes into a constant, and writes that another live view would show, stay in place. A write
+    into an entry of the batch is replaced, so the caller's tensor is not changed.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     storages = Storages()
@@ -63,7 +70,12 @@ def _replace(graph: Graph, node: Node, storages: Storages, order: dict[Node, int
     if path is None:
         return
     other_views = [x for x in storages.shared[root] if x not in (root, target, node)]
-    rewritten = [user for x in (target, node) for user in later(x) if _writes_first(user) and user.args[0] is x]
+    rewritten = [
+        user
+        for x in (target, node)
+        for user in later(x)
+        if _writes_first(user) and user.args[0] is x
+    ]
     if any(later(x) for x in other_views) or (target is not root and rewritten):
         return
     start = node.prev
@@ -73,7 +85,9 @@ def _replace(graph: Graph, node: Node, storages: Storages, order: dict[Node, int
             return
         new_root = value
         for view in path:
-            new_root = call(graph, node, _SCATTER[called(view)], view.args[0], new_root, *view.args[1:])
+            new_root = call(
+                graph, node, _SCATTER[called(view)], view.args[0], new_root, *view.args[1:]
+            )
     added = start.next
     while added is not node:
         order[added] = order[node]
@@ -88,7 +102,9 @@ def _replace(graph: Graph, node: Node, storages: Storages, order: dict[Node, int
 
 
 def _views_between(target: Node, root: Node) -> list[Node] | None:
-    """Return the slices that lead from ``target`` back to ``root``, innermost first; None if there is another view."""
+    """Return the slices that lead from ``target`` back to ``root``, innermost first; None if there
+    is another view.
+    """
     path = []
     while target is not root:
         if target.target not in _SCATTER:
@@ -99,7 +115,9 @@ def _views_between(target: Node, root: Node) -> list[Node] | None:
 
 
 def _out_of_place_value(graph: Graph, node: Node) -> Node | None:
-    """Add nodes that compute what ``node`` writes, of the same shape and dtype; return the last, or None if unknown."""
+    """Add nodes that compute what ``node`` writes, of the same shape and dtype; return the last, or
+    None if unknown.
+    """
     target = operand(node)
     expected = node.meta["val"]
     name = schema(node).name.removeprefix("aten::")
@@ -108,7 +126,11 @@ def _out_of_place_value(graph: Graph, node: Node) -> Node | None:
     elif name == "zero_":
         return call(graph, node, aten.zeros_like.default, target)
     else:
-        overload = getattr(getattr(aten, name.removesuffix("_"), None), schema(node).overload_name or "default", None)
+        overload = getattr(
+            getattr(aten, name.removesuffix("_"), None),
+            schema(node).overload_name or "default",
+            None,
+        )
         if overload is None:
             return None
         value = call(graph, node, overload, *node.args, **node.kwargs)

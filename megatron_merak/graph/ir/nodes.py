@@ -1,4 +1,6 @@
-"""Facts about the nodes of a captured graph: values, randomness, and their kind when the graph is cut."""
+"""Facts about the nodes of a captured graph: values, randomness, and their kind when the graph is
+cut.
+"""
 
 from collections.abc import Callable, Container
 from typing import Any
@@ -8,6 +10,7 @@ from torch import FunctionSchema
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from ... import ops
 from .aliases import mutation_deps, storages, writers
 from .opaque import CustomFunction
 
@@ -15,7 +18,8 @@ from .opaque import CustomFunction
 def op_name(node: Node) -> str:
     """Return the name of what a node calls, without overload; "" if it calls nothing.
 
-    That is "linear" for an aten operator, "namespace.name" for other operators, and the name of a Python function.
+    That is "linear" for an aten operator, "namespace.name" for other operators, and the name of a
+    Python function.
     """
     if node.op != "call_function":
         return ""
@@ -44,7 +48,8 @@ def operands(node: Node, *positions: int) -> tuple[Node, ...]:
 
 
 def constant(node: Node, position: int) -> Any:
-    """Return what a node takes at ``position`` of its arguments where that is a number, or a list of numbers or values.
+    """Return what a node takes at ``position`` of its arguments where that is a number, or a list
+    of numbers or values.
 
     What an operator takes there is in its schema, which no type knows.
     """
@@ -68,7 +73,11 @@ def values(node: Node) -> tuple[torch.Tensor, ...]:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return (value,)
-    return tuple(x for x in value if isinstance(x, torch.Tensor)) if isinstance(value, list | tuple) else ()
+    return (
+        tuple(x for x in value if isinstance(x, torch.Tensor))
+        if isinstance(value, list | tuple)
+        else ()
+    )
 
 
 def nbytes(node: Node) -> int:
@@ -79,14 +88,24 @@ def nbytes(node: Node) -> int:
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers; dropout with probability 0 or in evaluation does not."""
     target = node.target
+    rate = ops.row(target).dropout
+    if rate is not None:
+        return bool(constant(node, rate) > 0)
     if isinstance(target, CustomFunction):
         return target.random
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    arguments = {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)}
+    arguments = {
+        argument.name: value
+        for argument, value in zip(target._schema.arguments, node.args, strict=False)
+    }
     defaults = {argument.name: argument.default_value for argument in target._schema.arguments}
     arguments = defaults | arguments | dict(node.kwargs)
-    if arguments.get("train") is False or arguments.get("training") is False or arguments.get("dropout_p") == 0:
+    if (
+        arguments.get("train") is False
+        or arguments.get("training") is False
+        or arguments.get("dropout_p") == 0
+    ):
         return False
     return not ("dropout" in op_name(node) and arguments.get("p") == 0)
 
@@ -94,11 +113,16 @@ def is_random(node: Node) -> bool:
 def classify(graph: Graph, parameters: Container[str]) -> dict[Node, str]:
     """Return the kind of every node, which decides where it is computed when the graph is cut.
 
-    - "param": reads one of ``parameters`` (names); "leaf": a placeholder or a constant; "output": the output.
-    - "common": depends on no parameter (masks, positions, rotary tables); every stage recomputes it.
-    - "side": depends on parameters, but neither on the batch nor on random numbers (a relative position bias).
-    - "main": all else, computed by one stage only. This includes whatever draws random numbers, and whatever shares a
-      storage that a main node writes to in place, or that is written to after a main or side node has read it.
+    - "param": reads one of ``parameters`` (names); "leaf": a placeholder or a constant; "output":
+      the output.
+    - "common": depends on no parameter (masks, positions, rotary tables); every stage recomputes
+      it.
+    - "side": depends on parameters, but neither on the batch nor on random numbers (a relative
+      position bias).
+    - "main": all else, computed by one stage only. This includes whatever draws random numbers, and
+      whatever shares a
+      storage that a main node writes to in place, or that is written to after a main or side node
+      has read it.
     """
     after = mutation_deps(graph)
     root = storages(graph)
@@ -119,12 +143,16 @@ def classify(graph: Graph, parameters: Container[str]) -> dict[Node, str]:
         required = forced
 
 
-def _read_before(storage: Node, writer: Node, root: dict[Node, Node], kinds: dict[Node, str]) -> bool:
+def _read_before(
+    storage: Node, writer: Node, root: dict[Node, Node], kinds: dict[Node, str]
+) -> bool:
     """Whether a main or side node reads a storage that ``writer`` changes later."""
     for node in kinds:
         if node is writer:
             return False
-        if kinds[node] in ("main", "side") and any(root[x] is storage for x in node.all_input_nodes):
+        if kinds[node] in ("main", "side") and any(
+            root[x] is storage for x in node.all_input_nodes
+        ):
             return True
     return False
 

@@ -1,4 +1,6 @@
-"""Python code as single nodes of a graph, such as custom autograd Functions, which so keep their own backward."""
+"""Python code as single nodes of a graph, such as custom autograd Functions, which so keep their
+own backward.
+"""
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -30,15 +32,18 @@ class CustomFunction:
     constants:     the flattened arguments of ``code``, with None in place of tensors.
     spec:          the tree that they are flattened from.
     positions:     for each tensor argument, its index in ``constants``.
-    shapes:        shape and dtype of each tensor returned, as in the trace; every call must return the same shapes.
+    shapes:        shape and dtype of each tensor returned, as in the trace; every call must return
+                   the same shapes.
     random:        whether it draws random numbers.
     aliases_input: whether its results may share memory with the first tensor argument.
     flops:         FLOPs of its forward.
-    saved_bytes:   for code that cannot run on fake tensors, the bytes that its backward needs besides its arguments;
-                   None for other code.
+    saved_bytes:   for code that cannot run on fake tensors, the bytes that its backward needs
+                   besides its arguments; None for other code.
     """
 
-    def __init__(self, code: Callable[..., Any], title: tuple[str, str], constants: list[Any], spec: TreeSpec):
+    def __init__(
+        self, code: Callable[..., Any], title: tuple[str, str], constants: list[Any], spec: TreeSpec
+    ):
         self.code = code
         self.constants = constants
         self.spec = spec
@@ -64,18 +69,28 @@ class CustomFunction:
             actual = [tuple(x.shape) for x in tensors_out]
             expected = [tuple(x) for x, _ in self.shapes]
             reason = f"it returned {actual} instead of {expected}"
-            raise TraceError("opaque operation", self.__name__, reason, "Shapes in a captured model must be fixed")
+            raise TraceError(
+                "opaque operation",
+                self.__name__,
+                reason,
+                "Shapes in a captured model must be fixed",
+            )
         if self.saved_bytes is None or not torch.is_grad_enabled():
             return tensors_out
         anchors = [x for x in tensors if x.requires_grad]
-        return [x if x.requires_grad or not anchors else _Attached.apply(x, *anchors) for x in tensors_out]
+        return [
+            x if x.requires_grad or not anchors else _Attached.apply(x, *anchors)
+            for x in tensors_out
+        ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CustomFunction":
         return self
 
 
 class _Attached(Function):
-    """Makes a value require grad that depends on ``anchors`` in other calls but not in this one; passes no gradient."""
+    """Makes a value require grad that depends on ``anchors`` in other calls but not in this one;
+    passes no gradient.
+    """
 
     @staticmethod
     def forward(ctx, x, *anchors):
@@ -140,7 +155,12 @@ class Opaque:
         return self.put(custom, flat, outputs, shared, constant)
 
     def put(
-        self, custom: CustomFunction, flat: list[Any], outputs: Any, shared: list[int], constant: Container[int] = ()
+        self,
+        custom: CustomFunction,
+        flat: list[Any],
+        outputs: Any,
+        shared: list[int],
+        constant: Container[int] = (),
     ) -> Any:
         """Add a node that calls ``custom``; return values like ``outputs``.
 
@@ -159,14 +179,18 @@ class Opaque:
         self.results.append([x for x in results if isinstance(x, Tensor)])
         assert self.operator is not None, "used outside of its context"
         returned = iter(self.operator(len(self.functions) - 1, [flat[i] for i in positions]))
-        values = [_next_result(returned, x, constant) if isinstance(x, Tensor) else x for x in results]
+        values = [
+            _next_result(returned, x, constant) if isinstance(x, Tensor) else x for x in results
+        ]
         return tree_unflatten(values, spec)
 
     def settle(self, module: nn.Module) -> None:
         """Make the nodes of a traced graph call their functions instead of the operator."""
         graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
         for node in [node for graph in graphs for node in graph.nodes]:
-            if getattr(node.target, "namespace", "") == _LIBRARY and node.target._schema.name.endswith(_NAME):
+            if getattr(
+                node.target, "namespace", ""
+            ) == _LIBRARY and node.target._schema.name.endswith(_NAME):
                 custom = self.functions[node.args[0]]
                 node.target, node.args = custom, tuple(node.args[1])
                 node._rename(custom.__name__)
@@ -196,8 +220,12 @@ def keep_functions() -> Iterator[Opaque]:
         yield opaque
 
 
-def forward_of(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, FunctionCtx]:
-    """Run the Function's forward with its operations visible to autograd; return its outputs and its context."""
+def forward_of(
+    function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, FunctionCtx]:
+    """Run the Function's forward with its operations visible to autograd; return its outputs and
+    its context.
+    """
     ctx = FunctionCtx()
     if function.setup_context is not Function.setup_context:
         outputs = function.forward(*args, **kwargs)
@@ -210,7 +238,8 @@ def forward_of(function: type[Function], args: tuple[Any, ...], kwargs: dict[str
 class SideEffects(TorchDispatchMode):
     """Records what code does besides computing its results from its arguments.
 
-    written: it writes to an argument in place. why: it reads a tensor that is neither an argument nor its own.
+    written: it writes to an argument in place. why: it reads a tensor that is neither an argument
+             nor its own.
     tensors: its arguments and all that it computes, by id.
     """
 
@@ -225,14 +254,19 @@ class SideEffects(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for x in tree_leaves((args, kwargs or {})):
             if isinstance(x, FakeTensor) and id(x) not in self.tensors:
-                self.why = "it reads a parameter, or a value of the model, that is not one of its arguments"
+                self.why = (
+                    "it reads a parameter, or a value of the model, that is not one of "
+                    "its arguments"
+                )
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.written |= any(id(x) in self.inputs for x in tree_leaves(value))
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in flop_registry:
-            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+            self.flops += flop_registry[func.overloadpacket](
+                *args, **(kwargs or {}), out_val=result
+            )
         self.tensors.update((id(x), x) for x in tree_leaves(result) if isinstance(x, Tensor))
         return result
 
@@ -261,5 +295,10 @@ def _next_result(tensors: Iterator[Tensor], like: Tensor, constant: Container[in
 
 
 def _refusal(name: str, why: str) -> TraceError:
-    remedy = "Pass it tensors and let it return new ones, or replace it by operations that differentiate the same way"
-    return TraceError("autograd.Function", name, f"its backward would be lost in a graph: {why}", remedy)
+    remedy = (
+        "Pass it tensors and let it return new ones, or replace it by operations that "
+        "differentiate the same way"
+    )
+    return TraceError(
+        "autograd.Function", name, f"its backward would be lost in a graph: {why}", remedy
+    )

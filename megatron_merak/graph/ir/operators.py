@@ -1,4 +1,5 @@
-"""What passes know of operators: one table, a row per kind of operator. Sharding rules have a table of their own."""
+"""What passes know of operators: one table, a row per kind of operator. Sharding rules, and the
+operations of ``ops``, have tables of their own."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from ... import ops
 from .nodes import constant, is_op, op_name, values
 from .opaque import CustomFunction
 
@@ -18,8 +20,9 @@ Shape = tuple[int, ...]
 class Operator:
     """What is known of an operator, whatever its overload.
 
-    flops:           of a forward, a multiply-add counting as two, from the node, the number of elements of its first
-                     result and the shapes of its arguments. None: nothing that counts.
+    flops:           of a forward, a multiply-add counting as two, from the node, the number of
+                     elements of its first result and the shapes of its arguments. None: nothing
+                     that counts.
     linear:          linear in its first argument, the only one that takes a gradient.
     result_unread:   no backward reads the result.
     stops_gradient:  no gradient flows back, although the result has a floating-point dtype.
@@ -50,8 +53,9 @@ class Operator:
 
 
 def facts(node: Node) -> Operator:
-    """Return what is known of the operator that a node calls."""
-    return facts_named(op_name(node))
+    """Return what is known of the operator, or of the operation of ``ops``, that a node calls."""
+    known = _OPERATIONS.get(node.target)
+    return facts_named(op_name(node)) if known is None else known
 
 
 def facts_named(name: str) -> Operator:
@@ -60,7 +64,8 @@ def facts_named(name: str) -> Operator:
 
 
 def flops(node: Node) -> int:
-    """Return the FLOPs of the matrix products and convolutions in a node's forward; a multiply-add counts as two.
+    """Return the FLOPs of the matrix products and convolutions in a node's forward; a multiply-add
+    counts as two.
 
     Attention with ``is_causal`` counts half. All other operations count as zero.
     """
@@ -140,7 +145,9 @@ def _einsum(node: Node, numel: int, shapes: list[Shape]) -> int:
     if "..." in "".join(letters):
         return 2 * numel * operands[0][-1]
     extents = {
-        letter: n for term, shape in zip(letters, operands, strict=True) for letter, n in zip(term, shape, strict=True)
+        letter: n
+        for term, shape in zip(letters, operands, strict=True)
+        for letter, n in zip(term, shape, strict=True)
     }
     return 2 * prod(extents.values())
 
@@ -154,17 +161,17 @@ _ROWS = (
     ("transformers.grouped_mm_fallback", Operator(_product)),
     ("addmm baddbmm", Operator(_added_product, one_dtype=True, result_unread=True)),
     ("addbmm addmv", Operator(_added_product, one_dtype=True)),
-    ("gated_linear gelu_linear", Operator(result_unread=True)),
     ("bilinear tensordot inner outer chain_matmul", Operator(one_dtype=True)),
     ("einsum", Operator(_einsum, one_dtype=True)),
     ("conv1d conv2d conv3d convolution", Operator(_convolution, one_dtype=True)),
-    ("conv_transpose1d conv_transpose2d conv_transpose3d", Operator(_transposed_convolution, one_dtype=True)),
+    (
+        "conv_transpose1d conv_transpose2d conv_transpose3d",
+        Operator(_transposed_convolution, one_dtype=True),
+    ),
     ("scaled_dot_product_attention", Operator(_attention, one_dtype=True, attends=True)),
-    ("causal_attention attention", Operator(attends=True)),
     # tables
     ("embedding", Operator(looks_up=True, result_unread=True)),
     ("embedding_bag", Operator(looks_up=True)),
-    ("embedding_part", Operator(result_unread=True)),
     # shape, position and dtype
     ("view reshape", Operator(linear=True, reshapes=True)),
     ("expand", Operator(linear=True, reshapes=True)),
@@ -187,6 +194,13 @@ _ROWS = (
     ("dropout feature_dropout alpha_dropout feature_alpha_dropout", Operator(drops=True)),
     # others that take one dtype, or two
     ("index_add scatter scatter_add masked_scatter index_put prelu lerp", Operator(one_dtype=True)),
-    ("layer_norm native_layer_norm group_norm native_group_norm batch_norm", Operator(normalizes=True)),
+    (
+        "layer_norm native_layer_norm group_norm native_group_norm batch_norm",
+        Operator(normalizes=True),
+    ),
 )
 OPERATORS = {name: row for names, row in _ROWS for name in names.split()}
+_OPERATIONS = {
+    operation: Operator(attends=row.scores is not None, result_unread=row.result_unread)
+    for operation, row in ops.OPERATIONS.items()
+}

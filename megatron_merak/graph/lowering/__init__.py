@@ -1,1 +1,3 @@
-"""Lowers the captured graph to what one rank runs: local shapes, and segments of code between collectives."""
+"""Lowers the captured graph to what one rank runs: local shapes, and segments of code between
+collectives.
+"""

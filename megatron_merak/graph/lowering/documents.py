@@ -14,11 +14,14 @@ from ..ir.nodes import called, operand
 POSITIONS = "position_ids"
 
 
-def known_documents(graph: Graph, constants: Mapping[str, Any], positions: Tensor) -> dict[Node, Tensor]:
-    """Return the result of each ``ops.documents`` node of ``graph`` for a batch with these position ids.
+def known_documents(
+    graph: Graph, constants: Mapping[str, Any], positions: Tensor
+) -> dict[Node, Tensor]:
+    """Return the result of each ``ops.documents`` node of ``graph`` for a batch with these position
+    ids.
 
-    Nodes whose mask depends on any other entry of the batch are left out: all ranks must plan alike, and the positions
-    are all that every rank knows.
+    Nodes whose mask depends on any other entry of the batch are left out: all ranks must plan
+    alike, and the positions are all that every rank knows.
 
     constants: values of the graph's get_attr nodes that are not parameters.
     positions: ``position_ids`` of the batch.
@@ -36,7 +39,9 @@ class _NotConstantError(Exception):
     """A value depends on more than positions and constants."""
 
 
-def _evaluate(node: Node, constants: Mapping[str, Any], positions: Tensor, values: dict[Node, Any]) -> Any:
+def _evaluate(
+    node: Node, constants: Mapping[str, Any], positions: Tensor, values: dict[Node, Any]
+) -> Any:
     if node in values:
         return values[node]
     if node.op == "placeholder" and node.target == POSITIONS:
@@ -48,7 +53,9 @@ def _evaluate(node: Node, constants: Mapping[str, Any], positions: Tensor, value
     elif node.target is copy_in:
         value = _evaluate(operand(node), constants, positions, values)
     else:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda each: _evaluate(each, constants, positions, values))
+        args, kwargs = map_arg(
+            (node.args, node.kwargs), lambda each: _evaluate(each, constants, positions, values)
+        )
         value = called(node)(*args, **kwargs)
     values[node] = value
     return value

@@ -1,6 +1,7 @@
 """Generates plain Python functions from nodes of a rewritten graph."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,23 +10,33 @@ from torch.fx.node import Argument, map_aggregate
 
 from ... import ops
 from ..ir.nodes import called
-from ..sharding.local import embedding_part
 from .flow import Flow
 
-# Operations that take a sink, to which they pass the gradient of their second argument: a weight, or several.
-_LOSSES: tuple[Callable, ...] = (  # without a sink they compute the gradient
-    ops.linear_cross_entropy,
-    ops.linear_cross_entropy_stats,
-)
-_TAKE_SINK: tuple[Callable, ...] = (
-    ops.linear,
-    ops.linears,
-    ops.joined_linear,
-    ops.gated_linear,
-    ops.gelu_linear,
-    ops.embedding,
-    *_LOSSES,
-)
+
+@dataclass(frozen=True)
+class SinkCall:
+    """A call that passes the gradients of its weights to a sink.
+
+    operation: one of ``ops.OPERATIONS`` that takes a sink.
+    args:      its input, its weight or a list of weights, and others.
+    """
+
+    operation: Callable[..., Any]
+    args: tuple
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> list[Any]:
+        given = self.args[1]
+        return list(given) if isinstance(given, list | tuple) else [given]
+
+    def kept(self, *args: Any, **options: Any) -> ops.Kept:
+        """Return what the sink keeps if it computes them later. args, options: those of the call,
+        with values.
+        """
+        keeps = ops.row(self.operation).sink
+        assert keeps is not None
+        return keeps(*args, **options)
 
 
 class Emitter:
@@ -47,7 +58,9 @@ class Emitter:
         self._sink: Node | None = None
 
     def arguments(self, groups: Sequence[tuple[str, Iterable[Node]]]) -> None:
-        """Add one argument per (name, nodes that read as this argument), and ``sink`` last if there is one."""
+        """Add one argument per (name, nodes that read as this argument), and ``sink`` last if there
+        is one.
+        """
         for name, nodes in groups:
             argument = self._graph.placeholder(name)
             self._emitted.update((node, argument) for node in nodes)
@@ -85,81 +98,78 @@ class Emitter:
         return self._emitted[node]
 
     def _with_sink(self, node: Node, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
-        """Replace a call by the one that passes the gradient of its weight to the sink, if there is such a call."""
+        """Replace a call by the one that passes the gradient of its weight to the sink, if there is
+        such a call.
+        """
         call = call_with_sink(self.flow, node) if self._sink is not None else None
         if call is None:
             return called(node), args, kwargs
-        function, operands, options = call
-        return function, self._translated(operands), {**self._translated(options), "sink": self._sink}
+        options = {**self._translated(call.options), "sink": self._sink}
+        return call.operation, self._translated(call.args), options
 
 
-def call_with_sink(flow: Flow, node: Node) -> tuple[Callable, tuple, dict] | None:
-    """Return (operation, args, kwargs) that computes ``node`` and passes the gradient of its weight to a sink.
+def call_with_sink(flow: Flow, node: Node) -> SinkCall | None:
+    """Return the call that computes ``node`` and passes the gradient of its weight to a sink.
 
-    None if there is no such operation, if the weight is not directly a parameter of two dimensions, if no weight is
-    trained (the plain operation then does not save its input), or if the result is written in place (autograd forbids
-    writing to a view that a custom Function returns).
+    None if there is no such operation, if the weight is not directly a parameter of two dimensions,
+    if no weight is trained (the plain operation then does not save its input), or if the result is
+    written in place (autograd forbids writing to a view that a custom Function returns).
     """
-    target = node.target
-    operands = node.args
     if node in flow.written:
         return None
-    call: tuple[Callable, tuple, dict] | None = None
-    if target in _TAKE_SINK:
-        call = called(node), operands, dict(node.kwargs)
-    elif target in _AS_SINK_CALL and not node.kwargs:
-        call = _AS_SINK_CALL[target](operands)
-    if call is None:
+    call: SinkCall | None = None
+    if ops.row(node.target).sink is not None:
+        call = SinkCall(called(node), node.args, dict(node.kwargs))
+    elif node.target in _AS_SINK_CALL and not node.kwargs:
+        call = _AS_SINK_CALL[node.target](node.args)
+    if call is None or not all(_is_matrix(flow, weight) for weight in call.weights):
         return None
-    given = call[1][1]
-    weights = given if isinstance(given, list | tuple) else [given]
-    if not all(_is_matrix(flow, weight) for weight in weights):
-        return None
-    return call if target in _LOSSES or any(flow.differentiable[flow.resolve(weight)] for weight in weights) else None
+    return call if any(flow.trains(weight) for weight in call.weights) else None
 
 
 def _is_matrix(flow: Flow, weight: object) -> bool:
-    return isinstance(weight, Node) and flow.is_parameter(flow.resolve(weight)) and _dims(weight) == 2
+    return (
+        isinstance(weight, Node) and flow.is_parameter(flow.resolve(weight)) and _dims(weight) == 2
+    )
 
 
 def _dims(node: Node) -> int:
     return node.meta["val"].dim()
 
 
-def _linear(operands: tuple) -> tuple:
-    return ops.linear, operands, {}
+def _linear(operands: tuple) -> SinkCall:
+    return SinkCall(ops.linear, operands)
 
 
-def _product(operands: tuple) -> tuple | None:
+def _product(operands: tuple) -> SinkCall | None:
     input, weight = operands
-    return (ops.linear, (input, weight), {"transposed": True}) if _dims(input) > 1 else None
+    return SinkCall(ops.linear, (input, weight), {"transposed": True}) if _dims(input) > 1 else None
 
 
-def _addmm(operands: tuple) -> tuple | None:
+def _addmm(operands: tuple) -> SinkCall | None:
     bias, input, weight = operands
-    return (ops.linear, (input, weight, bias), {"transposed": True}) if _dims(bias) == 1 else None
+    return (
+        SinkCall(ops.linear, (input, weight, bias), {"transposed": True})
+        if _dims(bias) == 1
+        else None
+    )
 
 
-def _embedding(operands: tuple) -> tuple | None:
+def _embedding(operands: tuple) -> SinkCall | None:
     weight, index = operands[:2]
     given = operands[2:]
     padding, by_frequency, sparse = given + (-1, False, False)[len(given) :]
     if by_frequency or sparse:
         return None
-    return ops.embedding, (index, weight), {"padding": padding} if padding >= 0 else {}
+    return SinkCall(ops.embedding, (index, weight), {"padding": padding} if padding >= 0 else {})
 
 
-def _embedding_part(operands: tuple) -> tuple:
-    weight, index, start, padding = operands
-    return ops.embedding_part, (index, weight, start), {} if padding is None else {"padding": padding}
-
-
-# Call target -> function of its args that returns (operation, args with the weight second, kwargs), or None to keep it.
-_AS_SINK_CALL = {
+# ATen's operators that an operation with a sink computes: function of their args that returns the
+# call; None: keep it.
+_AS_SINK_CALL: dict[object, Callable[[tuple], SinkCall | None]] = {
     torch.ops.aten.linear.default: _linear,
     torch.ops.aten.mm.default: _product,
     torch.ops.aten.matmul.default: _product,
     torch.ops.aten.addmm.default: _addmm,
     torch.ops.aten.embedding.default: _embedding,
-    embedding_part: _embedding_part,
 }

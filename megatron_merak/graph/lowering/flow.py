@@ -1,4 +1,6 @@
-"""The dataflow of a rewritten graph: which unit computes each value, and which values take a gradient."""
+"""The dataflow of a rewritten graph: which unit computes each value, and which values take a
+gradient.
+"""
 
 import operator
 from collections.abc import Mapping
@@ -9,23 +11,40 @@ from torch.fx import GraphModule, Node
 from ...segment import Collective
 from ..ir.aliases import changing, mutation_deps
 from ..ir.gradients import passes_gradient
-from ..ir.marks import copy_in, reduce_sum, stack
+from ..ir.marks import (
+    all_gather,
+    copy_in,
+    exchange,
+    exchange_rows,
+    reduce_scatter,
+    reduce_sum,
+    stack,
+)
 from ..ir.nodes import operand
 from .rewrite import Rewritten
 
-REDUCTIONS = {reduce_sum: Collective.ALL_REDUCE, stack: Collective.STACK}
+REDUCTIONS = {
+    reduce_sum: Collective.ALL_REDUCE,
+    stack: Collective.STACK,
+    reduce_scatter: Collective.REDUCE_SCATTER,
+    all_gather: Collective.ALL_GATHER,
+    exchange: Collective.EXCHANGE,
+    exchange_rows: Collective.ROWS,
+}
 
 
 class Flow:
     """Facts about the nodes of a rewritten graph.
 
-    unit:           node -> the unit that computes it, in graph order. A node without a unit is a common value, a
-                    parameter or a constant. A reduced value has the unit of its partial value, an item of a tuple that
-                    of the tuple, and a ``copy_in`` the first unit that reads it.
+    unit:           node -> the unit that computes it, in graph order. A node without a unit is a
+                    common value, a parameter or a constant. A reduced value has the unit of its
+                    partial value, an item of a tuple that of the tuple, and a ``copy_in`` the first
+                    unit that reads it.
     after:          node -> earlier nodes that write in place to what it reads.
     written:        nodes whose memory is written in place at some time.
     differentiable: node -> whether its value receives a gradient.
     documents:      results of ``ops.documents`` nodes that are known before the graph runs.
+    outputs:        the nodes that the graph returns, resolved.
     """
 
     def __init__(self, rewritten: Rewritten, documents: Mapping[Node, Tensor] | None = None):
@@ -40,6 +59,8 @@ class Flow:
             unit = self._unit_of(node)
             if unit is not None:
                 self.unit[node] = unit
+        (output,) = graph.find_nodes(op="output")
+        self.outputs = tuple(map(self.resolve, output.args[0]))
         self.after = mutation_deps(graph)
         changed = changing(graph)
         self.written = {node: None for node in graph.nodes if node in changed}
@@ -53,7 +74,11 @@ class Flow:
         if node.target is operator.getitem or node.target in REDUCTIONS:
             return self.unit.get(operand(node))
         if node.target is copy_in:
-            return min(map(_declared_unit, node.users), default=None) if node.args[0] in self.unit else None
+            return (
+                min(map(_declared_unit, node.users), default=None)
+                if node.args[0] in self.unit
+                else None
+            )
         unit = node.meta.get("unit")
         misplaced = [x.name for x in node.all_input_nodes if x in self.unit and unit is None]
         assert not misplaced, f"{node.name} is common, but reads {misplaced}"
@@ -61,13 +86,21 @@ class Flow:
 
     def is_module(self, node: Node) -> bool:
         """Whether a node is the body of a higher-order operation, a GraphModule."""
-        return node.op == "get_attr" and isinstance(self.constants.get(str(node.target)), GraphModule)
+        return node.op == "get_attr" and isinstance(
+            self.constants.get(str(node.target)), GraphModule
+        )
 
     def is_parameter(self, node: Node) -> bool:
         return node.op == "get_attr" and node.target not in self.constants
 
+    def trains(self, weight: Node) -> bool:
+        """Whether a weight, or what it is a copy of, receives a gradient."""
+        return self.differentiable[self.resolve(weight)]
+
     def resolve(self, node: Node) -> Node:
-        """Return what a ``copy_in`` of a parameter, constant or common value copies; any other node itself."""
+        """Return what a ``copy_in`` of a parameter, constant or common value copies; any other node
+        itself.
+        """
         while node.target is copy_in and node not in self.unit:
             node = operand(node)
         return node

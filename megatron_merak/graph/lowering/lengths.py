@@ -1,13 +1,14 @@
 """Generalizes the parts of captures at two sequence lengths to any length.
 
-The code of both is the same but for integers that differ. These become arguments, affine functions of the length:
+The code of both is the same but for integers that differ. These become arguments, affine functions
+of the length:
 
     length 64   view(x, [1, 64, 4, 16])   slice(table, 2, 0, 65)
     length 96   view(x, [1, 96, 4, 16])   slice(table, 2, 0, 97)
     length n    view(x, [1, n, 4, 16])    slice(table, 2, 0, n + 1)
 
-Two lengths determine an affine function, but not that a number is one. ``capture.lengths`` determines whether all of
-them are, and for which other lengths the model runs the same code.
+Two lengths determine an affine function, but not that a number is one. ``capture.lengths``
+determines whether all of them are, and for which other lengths the model runs the same code.
 """
 
 from collections.abc import Callable
@@ -74,7 +75,9 @@ class _Code:
             _same(a.keys(), b.keys())
             return {key: self._merged(a[key], b[key]) for key in a}
         if isinstance(a, slice):
-            return slice(*(self._merged(getattr(a, k), getattr(b, k)) for k in ("start", "stop", "step")))
+            return slice(
+                *(self._merged(getattr(a, k), getattr(b, k)) for k in ("start", "stop", "step"))
+            )
         if type(a) is int and a != b:
             return self._number(_affine(a, b, self.lengths))
         _same(a, b)
@@ -98,7 +101,8 @@ def _affine(a: int, b: int, lengths: tuple[int, int]) -> Affine:
 
 @dataclass(frozen=True, eq=False)
 class AnyLength:
-    """Returns, for a sequence length, the parts of a range of units: those of ``parts`` with other numbers.
+    """Returns, for a sequence length, the parts of a range of units: those of ``parts`` with other
+    numbers.
 
     codes:            the code of each part.
     first, then:      the code of the prelude.
@@ -116,7 +120,10 @@ class AnyLength:
     targets: tuple[tuple[Affine, ...], ...]
 
     def __call__(self, length: int) -> Parts:
-        parts = tuple(replace(part, code=code(length)) for part, code in zip(self.parts.parts, self.codes, strict=True))
+        parts = tuple(
+            replace(part, code=code(length))
+            for part, code in zip(self.parts.parts, self.codes, strict=True)
+        )
         prelude = self.parts.prelude.with_code(self.first(length), self.then(length))
         lookups = self.parts.lookups.with_code(self.once(length), self.varying(length))
         sources, targets = (
@@ -126,11 +133,20 @@ class AnyLength:
             )
             for border in ((self.parts.sources, self.sources), (self.parts.targets, self.targets))
         )
-        return replace(self.parts, parts=parts, prelude=prelude, lookups=lookups, sources=sources, targets=targets)
+        return replace(
+            self.parts,
+            parts=parts,
+            prelude=prelude,
+            lookups=lookups,
+            sources=sources,
+            targets=targets,
+        )
 
 
 def any_length(parts: Parts, length: int, other: Parts, other_length: int) -> AnyLength | None:
-    """Generalize the parts of two captures with these lengths; None if their code differs by more than numbers."""
+    """Generalize the parts of two captures with these lengths; None if their code differs by more
+    than numbers.
+    """
     lengths = (length, other_length)
     one = parts.prelude
     two = other.prelude
@@ -138,13 +154,22 @@ def any_length(parts: Parts, length: int, other: Parts, other_length: int) -> An
     others = other.lookups
     try:
         for a, b in zip(parts.parts, other.parts, strict=True):
-            _same(*([getattr(each, f.name) for f in fields(Part) if f.name != "code"] for each in (a, b)))
+            _same(
+                *(
+                    [getattr(each, f.name) for f in fields(Part) if f.name != "code"]
+                    for each in (a, b)
+                )
+            )
         _same((parts.results, parts.named), (other.results, other.named))
         _same((one.names, one.reads, one.device), (two.names, two.reads, two.device))
         _same(*((each.fixed, each.varying, each.reads) for each in (numbers, others)))
-        for a, b in zip((*one.constants, *numbers.constants), (*two.constants, *others.constants), strict=True):
+        for a, b in zip(
+            (*one.constants, *numbers.constants), (*two.constants, *others.constants), strict=True
+        ):
             _same_tensor(a, b)
-        codes = tuple(_code(a.code, b.code, lengths) for a, b in zip(parts.parts, other.parts, strict=True))
+        codes = tuple(
+            _code(a.code, b.code, lengths) for a, b in zip(parts.parts, other.parts, strict=True)
+        )
         return AnyLength(
             parts=parts,
             codes=codes,
@@ -170,7 +195,9 @@ def _border(
     extents = []
     for a, b in zip(one, other, strict=True):
         _same((a.name, a.dtype, a.grad), (b.name, b.dtype, b.grad))
-        extents.append(tuple(_affine(*pair, lengths) for pair in zip(a.shape, b.shape, strict=True)))
+        extents.append(
+            tuple(_affine(*pair, lengths) for pair in zip(a.shape, b.shape, strict=True))
+        )
     return tuple(extents)
 
 

@@ -1,23 +1,26 @@
-"""Assigns the nodes of a unit to segments, by the number of collectives on the longest path to each node."""
+"""Assigns the nodes of a unit to segments, by the number of collectives on the longest path to each
+node.
+"""
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.fx import Node
 
 from ...errors import TraceError
 from ..ir.aliases import aliased, storages, writers
+from ..ir.kinds import NodeKind, kinds
 from ..ir.marks import copy_in
-from ..ir.nodes import operand
 from .flow import REDUCTIONS, Flow
 
 
 def segment_levels(flow: Flow, unit: int) -> dict[Node, int]:
-    """Return the level of each node of a unit, in graph order. Reductions are left out: they separate segments.
+    """Return the level of each node of a unit, in graph order. Reductions are left out: they
+    separate segments.
 
-    Nodes of one level form a segment. Replicated nodes have even levels, sharded nodes odd ones, so a segment is either
-    replicated or sharded, and forward and backward launch and wait for collectives at the same borders. A ``copy_in``
-    belongs to the sharded work that reads it.
+    Nodes of one level form a segment for each of their kinds, which run in the order of these: no
+    node reads one of its level whose kinds come later. Nodes that compute with shards of features
+    have odd levels, the others even ones, so that forward and backward launch and wait for
+    collectives at the same borders. A ``copy_in`` belongs to the sharded work that reads it.
     """
     nodes = [node for node, node_unit in flow.unit.items() if node_unit == unit]
     level: dict[Node, int] = {}
@@ -28,18 +31,13 @@ def segment_levels(flow: Flow, unit: int) -> dict[Node, int]:
         if node.target in REDUCTIONS:
             reached[node] = base + 1
             continue
-        reached[node] = level[node] = base + (base % 2 != is_sharded(node))
+        own = base + (base % 2 != (NodeKind.SHARDS in kinds(node)))
+        if any(level.get(x) == own and kinds(x) > kinds(node) for x in above):
+            own += 2
+        reached[node] = own
+        level[node] = own
     _delay_parameter_work(flow, nodes, level)
     return level
-
-
-def is_sharded(node: Node) -> bool:
-    """Whether a node computes with this rank's shard; an item of a tuple is sharded if the tuple is."""
-    if node.target is copy_in:
-        return True
-    if node.target is operator.getitem and "sharded" not in node.meta:
-        return is_sharded(operand(node))
-    return bool(node.meta.get("sharded", False))
 
 
 def _delay_parameter_work(flow: Flow, nodes: Sequence[Node], level: dict[Node, int]) -> None:
@@ -50,24 +48,30 @@ def _delay_parameter_work(flow: Flow, nodes: Sequence[Node], level: dict[Node, i
     free: dict[Node, bool] = {}
     for node in nodes:
         above = [x for x in node.all_input_nodes if x in flow.unit]
-        free[node] = node in level and node.target is not copy_in and all(free.get(x, False) for x in above)
+        free[node] = (
+            node in level and node.target is not copy_in and all(free.get(x, False) for x in above)
+        )
         free[node] &= node not in flow.after and not aliased(node)[1]
     present = sorted(dict.fromkeys(level.values()))
     for node in reversed(nodes):
         users = list(node.users)
         if not free[node] or not users or any(user not in level for user in users):
             continue
-        limit = min(level[user] for user in users)
-        level[node] = max(x for x in present if x <= limit and x % 2 == level[node] % 2)
+        last = min((level[user], kinds(user)) for user in users)
+        level[node] = max(
+            x for x in present if (x, kinds(node)) <= last and x % 2 == level[node] % 2
+        )
 
 
-def check_in_place(flow: Flow, segment_of: dict[Node, tuple[int, int]]) -> None:
+def check_in_place(
+    flow: Flow, segment_of: Mapping[Node, tuple[int, int, tuple[NodeKind, ...]]]
+) -> None:
     """Check that memory written in place is used by one segment only, up to its last write.
 
-    segment_of: node -> (unit, level).
+    segment_of: node -> (unit, level, kinds).
 
-    Raises TraceError if a segment writes to what another one computes, or reads before that write: segments exchange
-    values only and do not keep the graph's order.
+    Raises TraceError if a segment writes to what another one computes, or reads before that write:
+    segments exchange values only and do not keep the graph's order.
     """
     root = storages(flow.graph)
     for storage, writes in writers(flow.graph).items():
@@ -76,6 +80,13 @@ def check_in_place(flow: Flow, segment_of: dict[Node, tuple[int, int]]) -> None:
         for node in flow.unit if home is not None else ():
             if flow.order[node] > last or node.target in REDUCTIONS:
                 continue
-            if any(root[x] is storage for x in (node, *node.all_input_nodes)) and segment_of.get(node) != home:
-                reason = "it is changed in place in another segment than one that computes or reads it"
-                raise TraceError("value", storage.name, reason, "Write the model's operation out of place")
+            if (
+                any(root[x] is storage for x in (node, *node.all_input_nodes))
+                and segment_of.get(node) != home
+            ):
+                reason = (
+                    "it is changed in place in another segment than one that computes or reads it"
+                )
+                raise TraceError(
+                    "value", storage.name, reason, "Write the model's operation out of place"
+                )

@@ -1,7 +1,9 @@
-"""Lookups of a captured graph by whole numbers of the batch: token ids in a table, targets among the classes of a loss.
+"""Lookups of a captured graph by whole numbers of the batch: token ids in a table, targets among
+the classes of a loss.
 
-A number without a row is an error of one process's PyTorch, but a rank that has a shard of the table takes it for a row
-of another rank, and trains without a word. So numbers are looked at before a batch runs, on the CPU, where it is made.
+A number without a row is an error of one process's PyTorch, but a rank that has a shard of the
+table takes it for a row of another rank, and trains without a word. So numbers are looked at before
+a batch runs, on the CPU, where it is made.
 """
 
 import operator
@@ -77,8 +79,10 @@ def _none(*leaves: Tensor) -> tuple[tuple[Tensor, int], ...]:
 class Lookups:
     """The lookups whose numbers depend on the batch and constants alone; none by default.
 
-    fixed, varying: lookups by numbers that depend on constants alone (the positions of a row), and all others.
-    once, then:     functions of ``constants``, and of these and the batch, that return (numbers, rows) of each.
+    fixed, varying: lookups by numbers that depend on constants alone (the positions of a row), and
+                    all others.
+    once, then:     functions of ``constants``, and of these and the batch, that return (numbers,
+                    rows) of each.
     constants:      the graph's constants that are needed.
     reads:          keys of the batch that are needed.
     writes:         whether ``once`` and ``then`` write into their arguments.
@@ -145,7 +149,9 @@ def lookups_of(captured: Captured) -> Lookups:
 
 @dataclass(frozen=True)
 class _Found:
-    """A lookup of a graph: the node of its numbers, how many rows there are, and the nodes that the numbers need."""
+    """A lookup of a graph: the node of its numbers, how many rows there are, and the nodes that the
+    numbers need.
+    """
 
     lookup: Lookup
     numbers: Node
@@ -193,8 +199,15 @@ def _lookups_of(node: Node, captured: Captured) -> list[tuple[Lookup, Node, int]
 
 
 def _parameter(node: Node, captured: Captured) -> str:
-    """Return the name of the parameter that a table is, maybe in another dtype or shape; "" for another value."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node) and len(node.all_input_nodes) < 2:
+    """Return the name of the parameter that a table is, maybe in another dtype or shape; "" for
+    another value.
+    """
+    while (
+        node.op == "call_function"
+        and node.args
+        and isinstance(node.args[0], Node)
+        and len(node.all_input_nodes) < 2
+    ):
         node = node.args[0]
     return str(node.target) if node.op == "get_attr" and node.target in captured.shapes else ""
 

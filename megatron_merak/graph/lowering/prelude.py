@@ -1,4 +1,6 @@
-"""Computes the common values of a stage, which its segments share and which take no gradient, from the batch."""
+"""Computes the common values of a stage, which its segments share and which take no gradient, from
+the batch.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +18,10 @@ class Prelude:
     """Maps a batch to the values of the ``wanted`` nodes, by node name, on ``device``.
 
     constants: the graph's constants that are needed.
-    first:     function of ``constants`` for values that depend on them alone (rotary tables, causal masks). It runs
-               once, at the first batch.
-    then:      function of the results of ``first`` and the batch for the other values. It runs for every batch.
+    first:     function of ``constants`` for values that depend on them alone (rotary tables, causal
+               masks). It runs once, at the first batch.
+    then:      function of the results of ``first`` and the batch for the other values. It runs for
+               every batch.
     reads:     keys of the batch that are needed.
     """
 
@@ -49,7 +52,9 @@ class Prelude:
         return other
 
     def state(self) -> tuple[Tensor, ...] | None:
-        """Return a copy of the values computed once, which a model may write to; None before the first batch."""
+        """Return a copy of the values computed once, which a model may write to; None before the
+        first batch.
+        """
         return None if self._fixed is None else tuple(value.clone() for value in self._fixed)
 
     @torch.no_grad()
@@ -60,7 +65,8 @@ class Prelude:
         else:
             assert self._fixed is not None
             for value, saved in zip(self._fixed, state, strict=True):
-                if not torch.equal(value, saved):  # tables may be expanded views, which cannot be written to
+                # tables may be expanded views, which cannot be written to
+                if not torch.equal(value, saved):
                     value.copy_(saved)
 
     @torch.no_grad()
@@ -72,7 +78,9 @@ class Prelude:
 
 
 def _upstream(flow: Flow, targets: Sequence[Node]) -> dict[Node, None]:
-    """Return all nodes that ``targets`` depend on, including those that write in place to what they depend on."""
+    """Return all nodes that ``targets`` depend on, including those that write in place to what they
+    depend on.
+    """
     of_storage = writers(flow.graph)
     needed: dict[Node, None] = {}
     pending = list(targets)
@@ -85,17 +93,27 @@ def _upstream(flow: Flow, targets: Sequence[Node]) -> dict[Node, None]:
 
 
 def _varies(flow: Flow, nodes: Sequence[Node]) -> dict[Node, bool]:
-    """Return, for each node, whether it must be computed for every batch; memory written in place always is."""
+    """Return, for each node, whether it must be computed for every batch; memory written in place
+    always is.
+    """
     root = storages(flow.graph)
     written = writers(flow.graph)
     varies: dict[Node, bool] = {}
     for node in nodes:
-        varies[node] = node.op == "placeholder" or root[node] in written or any(map(varies.get, node.all_input_nodes))
+        varies[node] = (
+            node.op == "placeholder"
+            or root[node] in written
+            or any(map(varies.get, node.all_input_nodes))
+        )
     return varies
 
 
 def _code(
-    flow: Flow, leaves: Sequence[Node], nodes: Sequence[Node], results: Sequence[Node], device: torch.device
+    flow: Flow,
+    leaves: Sequence[Node],
+    nodes: Sequence[Node],
+    results: Sequence[Node],
+    device: torch.device,
 ) -> Callable[..., tuple[Tensor, ...]]:
     emitter = Emitter(flow, device)
     emitter.arguments([(leaf.name, (leaf,)) for leaf in leaves])

@@ -1,6 +1,12 @@
-"""Rewrites the captured graph for one tensor-parallel rank: local shapes, and marks where collectives belong."""
+"""Rewrites the captured graph for one rank of a layer: local shapes, and marks where collectives
+belong.
 
-from collections.abc import Callable, Collection, Mapping
+Weights are divided first, which makes the program of one tensor-parallel rank. Context-parallel
+ranks then divide the sequences of that program, whatever is left of a weight in it. What neither
+divides may be divided along the sequence again, over the tensor-parallel ranks.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +16,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from ...segment import LayerAxis
 from ..capture.captured import Captured
 from ..ir.gradients import passes_gradient
-from ..ir.marks import copy_in, reduce_sum, stack
-from ..ir.nodes import values
+from ..ir.kinds import AXES, NodeKind, kind, over
+from ..ir.marks import MARKS, copy_in, reduce_sum, stack
+from ..ir.nodes import operand, values
 from ..partition.cut import Chain
 from ..sharding import local
 from ..sharding.placement import Decision, Layout, ShardSpec
 from ..sharding.shard import Sharding
 from ..sharding.writer import Writer
 from .collectives import move_collectives
+from .context import shard_contexts
+from .sequence import shard_sequences
 
 aten = torch.ops.aten
 
@@ -32,45 +42,76 @@ class Rewritten:
 
     val:     the value, fake or real, of the local shape.
     unit:    index of its unit in the chain; None for common values, parameters and constants.
-    sharded: whether the value is a shard, a partial sum, or an input of sharded work marked by ``copy_in``. Its random
-             numbers, and the gradients that it passes back, differ between ranks.
     grad:    whether a gradient may flow to it.
+    tp, cp:  what it computes with along each axis, see ``kinds``: with shards also where the value
+             is a partial sum, or an input of sharded work marked by ``copy_in``.
+    over:    of a mark, the axis of the ranks of its collective.
 
     Attributes:
 
     constants: values of the get_attr nodes that are not parameters, by target.
-    outputs:   the nodes returned, all replicated; ``names`` are the names of these outputs.
-    partial:   replicated parameters whose gradients must be all-reduced over the tensor-parallel ranks.
+    names:     of the nodes that the output returns, all replicated.
+    partial:   replicated parameters whose gradients must be all-reduced over the tensor-parallel
+               ranks. Over the context-parallel ranks all gradients are partial.
     trainable: parameters that take a gradient.
     """
 
     graph: Graph
     constants: Mapping[str, Any]
-    outputs: tuple[Node, ...]
     names: tuple[str, ...]
     partial: tuple[str, ...]
     trainable: frozenset[str]
 
 
 def rewrite(
-    captured: Captured, chain: Chain, sharding: Sharding, tp_rank: int, tp: int, partial: Collection[str] = ()
+    captured: Captured,
+    chain: Chain,
+    sharding: Sharding,
+    tp_rank: int,
+    tp: int,
+    partial: Collection[str] = (),
+    sequence_parallel: bool = False,
+    cp_rank: int = 0,
+    cp: int = 1,
 ) -> Rewritten:
     """Apply the decisions of ``sharding`` for one rank; the captured graph is not changed.
 
-    partial: replicated parameters whose gradients must be partial sums even where they could be complete on each rank.
+    partial:           replicated parameters whose gradients must be partial sums even where they
+                       could be complete on each rank.
+    sequence_parallel: whether replicated work is sharded along the sequence where it can be.
+    cp_rank, cp:       of the ranks that divide sequences.
     """
-    assert sharding.tp == tp and 0 <= tp_rank < tp
+    assert sharding.tp == tp and 0 <= tp_rank < tp and 0 <= cp_rank < cp
     writer = GraphWriter(captured, chain, sharding, tp_rank)
-    outputs = writer.run()
+    writer.run()
     move_collectives(writer.graph, tp)
-    summed = _separate_partial_parameters(writer.graph, captured, sharding, tp_rank, also=partial) if tp > 1 else ()
+    if cp > 1:
+        shard_contexts(writer.graph, captured, cp_rank, cp, mode=writer.mode)
+    if sequence_parallel and tp > 1:
+        divided = frozenset(name for name, t in sharding.tensors.items() if t.dim == 0)
+        shard_sequences(writer.graph, captured, tp_rank, tp, mode=writer.mode, divided=divided)
+    summed: tuple[str, ...] = ()
+    trained = _trained(writer.graph, captured)
+    if tp > 1:
+        whole = [node for node in trained if sharding.tensors[str(node.target)].dim is None]
+        summed = _separate_partial(writer.graph, whole, LayerAxis.TP, tp_rank, also=partial)
+    if cp > 1:
+        _separate_partial(writer.graph, trained, LayerAxis.CP, cp_rank, also=captured.trainable)
+    if tp > 1 and cp > 1:
+        _part_marks(writer.graph)
     writer.graph.eliminate_dead_code()
     constants = {
         str(node.target): _attribute(captured, str(node.target))
         for node in writer.graph.nodes
         if node.op == "get_attr" and node.target not in captured.shapes
     }
-    return Rewritten(writer.graph, constants, outputs, captured.outputs, partial=summed, trainable=captured.trainable)
+    return Rewritten(
+        writer.graph,
+        constants,
+        captured.outputs,
+        partial=summed,
+        trainable=captured.trainable,
+    )
 
 
 def _attribute(captured: Captured, path: str) -> Any:
@@ -81,7 +122,9 @@ def _attribute(captured: Captured, path: str) -> Any:
 
 
 class GraphWriter(Writer):
-    """Writes the graph of one rank node by node; ``Decision.write`` functions build new nodes with it."""
+    """Writes the graph of one rank node by node; ``Decision.write`` functions build new nodes with
+    it.
+    """
 
     def __init__(self, captured: Captured, chain: Chain, sharding: Sharding, rank: int):
         self.captured = captured
@@ -91,16 +134,19 @@ class GraphWriter(Writer):
         self.tp = sharding.tp
         self.graph = Graph()
         self.new: dict[Node, Node] = {}
-        self.operands: dict[Any, Node] = {}  # operands of sharded work made from replicated values, to be shared
+        # operands of sharded work made from replicated values, to be shared
+        self.operands: dict[Any, Node] = {}
         self.units = {node: index for index, unit in enumerate(chain.units) for node in unit}
         self.empty: dict[Any, Tensor] = {}
         all_values = (value for node in captured.module.graph.nodes for value in values(node))
-        mode = next((value.fake_mode for value in all_values if isinstance(value, FakeTensor)), None)
+        mode = next(
+            (value.fake_mode for value in all_values if isinstance(value, FakeTensor)), None
+        )
         self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
         self.unit: int | None = None
         self.decision: Decision | None = None
 
-    def run(self) -> tuple[Node, ...]:
+    def run(self) -> None:
         for node in self.captured.module.graph.nodes:
             self.unit = self.units.get(node)
             self.decision = self.sharding.decisions.get(node)
@@ -110,7 +156,7 @@ class GraphWriter(Writer):
                 outputs = map_arg(node.args[0], self._output)
                 outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
                 self.graph.output(tuple(outputs))
-                return tuple(outputs)
+                return
             self.new[node] = self._write(node)
         raise AssertionError("a graph without output")
 
@@ -128,7 +174,10 @@ class GraphWriter(Writer):
             return decision.write(self, node)
         if decision.layout is None and not decision.reduce:
             return self._copy(
-                node, lambda x: self._gather(x) if x in decision.gathered else self.new[x], None, decision
+                node,
+                lambda x: self._gather(x) if x in decision.gathered else self.new[x],
+                None,
+                decision,
             )
         new = self._copy(node, self.operand, decision.layout, decision)
         if not decision.reduce:
@@ -137,14 +186,24 @@ class GraphWriter(Writer):
             new = self.call(aten.mul.Tensor, (new, decision.scale), like=node)
         return self.sum(new)
 
-    def _copy(self, node: Node, operand: Callable[[Node], Node], layout: Any, decision: Decision | None = None) -> Node:
-        """Copy a node with its operands replaced; its value has the local shape that ``layout`` gives."""
+    def _copy(
+        self,
+        node: Node,
+        operand: Callable[[Node], Node],
+        layout: Any,
+        decision: Decision | None = None,
+    ) -> Node:
+        """Copy a node with its operands replaced; its value has the local shape that ``layout``
+        gives.
+        """
         args = node.args if decision is None or decision.args is None else decision.args
         new = self.graph.create_node(
             node.op,
             node.target if decision is None or decision.target is None else decision.target,
             map_arg(args, operand),
-            {} if decision is not None and decision.target is not None else map_arg(node.kwargs, operand),
+            {}
+            if decision is not None and decision.target is not None
+            else map_arg(node.kwargs, operand),
             name=node.name,
         )
         new.meta = dict(node.meta)
@@ -188,7 +247,9 @@ class GraphWriter(Writer):
         else:
             val = like.meta["val"]
             new.meta = {
-                k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace", "source_fn_stack")
+                k: v
+                for k, v in like.meta.items()
+                if k in ("nn_module_stack", "stack_trace", "source_fn_stack")
             }
         new.meta["val"] = val
         self._set_meta(new, sharded)
@@ -199,7 +260,9 @@ class GraphWriter(Writer):
             grad = node.target in self.captured.trainable
         else:
             grad = passes_gradient(node) and any(x.meta["grad"] for x in node.all_input_nodes)
-        node.meta.update(unit=self.unit, sharded=sharded, grad=grad)
+        node.meta.update(unit=self.unit, grad=grad)
+        node.meta[LayerAxis.TP] = NodeKind.SHARDS if sharded else NodeKind.FULL
+        node.meta[LayerAxis.CP] = NodeKind.FULL
 
     def sum(self, node: Node) -> Node:
         return self._mark(reduce_sum, node, False)
@@ -217,7 +280,9 @@ class GraphWriter(Writer):
         return new
 
     def enter(self, full: Node) -> Node:
-        """Mark a replicated value as an operand of sharded work; parameters need no mark, see ``Rewritten.partial``."""
+        """Mark a replicated value as an operand of sharded work; parameters need no mark, see
+        ``Rewritten.partial``.
+        """
         if full.op != "call_function" or not full.meta["grad"]:
             return full
         key = ("enter", full)
@@ -241,7 +306,9 @@ class GraphWriter(Writer):
         return self.operands[key]
 
     def _fill(self, node: Node, shard: Node, cut: ShardSpec) -> Node:
-        """Replace the padding of a shard by the value that the decision wants; one node for all readers in a unit."""
+        """Replace the padding of a shard by the value that the decision wants; one node for all
+        readers in a unit.
+        """
         assert self.decision is not None
         filler = self.decision.fills[node]
         key = ("fill", shard, filler, self.unit)
@@ -263,7 +330,9 @@ class GraphWriter(Writer):
 
     def _shard_of(self, val: Any, layout: Any) -> Any:
         if isinstance(layout, Layout):
-            shape = tuple(layout.extent(self.tp) if d == layout.dim else n for d, n in enumerate(val.shape))
+            shape = tuple(
+                layout.extent(self.tp) if d == layout.dim else n for d, n in enumerate(val.shape)
+            )
             key = (shape, val.dtype, val.device)
             if key not in self.empty:
                 with self.mode:
@@ -274,33 +343,57 @@ class GraphWriter(Writer):
         return val
 
 
-def _separate_partial_parameters(
-    graph: Graph, captured: Captured, sharding: Sharding, rank: int, also: Collection[str]
-) -> tuple[str, ...]:
-    """Return the replicated parameters that sharded work reads, and those of ``also``: their gradients are partial.
+def _trained(graph: Graph, captured: Captured) -> list[Node]:
+    """Return the parameters of a graph that take a gradient."""
+    parameters = graph.find_nodes(op="get_attr")
+    return [node for node in parameters if node.target in captured.trainable]
 
-    Replicated work that reads such a parameter too is made to read it through ``local.grad_on_rank_0``.
+
+def _separate_partial(
+    graph: Graph, parameters: Sequence[Node], axis: LayerAxis, rank: int, also: Collection[str]
+) -> tuple[str, ...]:
+    """Return the parameters that sharded work reads, and those of ``also``: their gradients are
+    partial over the ranks of an axis.
+
+    Replicated work that reads such a parameter too is made to read it through
+    ``local.grad_on_rank_0``.
+
+    parameters: those that all ranks of the axis have.
     """
     partial = []
-    for node in list(graph.nodes):
-        if (
-            node.op != "get_attr"
-            or node.target not in captured.trainable
-            or sharding.tensors[node.target].dim is not None
-        ):
-            continue
+    (other,) = (each for each in AXES if each is not axis)
+    for node in parameters:
         users = list(node.users)
-        sharded_users = [user for user in users if user.meta.get("sharded")]
-        replicated_users = [user for user in users if not user.meta.get("sharded")]
-        if not sharded_users and node.target not in also:
+        replicated = [user for user in users if not kind(user, axis)]
+        if len(replicated) == len(users) and node.target not in also:
             continue
         partial.append(str(node.target))
-        # One node per unit, so that none crosses between units.
-        for unit in dict.fromkeys(user.meta["unit"] for user in replicated_users):
+        # One node for each unit and kind of reader: none crosses between units, and its gradient
+        # is partial over the other axis where that of its readers is.
+        places = dict.fromkeys((user.meta["unit"], kind(user, other)) for user in replicated)
+        for unit, kind_of_readers in places:
             with graph.inserting_after(node):
                 owned = graph.call_function(local.grad_on_rank_0, (node, rank))
-            owned.meta = dict(node.meta) | {"unit": unit, "sharded": False}
-            for user in replicated_users:
-                if user.meta["unit"] == unit:
+            owned.meta = dict(node.meta) | {"unit": unit, axis: NodeKind.FULL}
+            owned.meta[other] = kind_of_readers
+            for user in replicated:
+                if (user.meta["unit"], kind(user, other)) == (unit, kind_of_readers):
                     user.replace_input_with(node, owned)
     return tuple(partial)
+
+
+def _part_marks(graph: Graph) -> None:
+    """Put a node between two marks that follow one another, for ranks of two axes: a value has one
+    collective.
+    """
+    for node in list(graph.nodes):
+        if node.target not in MARKS:
+            continue
+        before = operand(node)
+        if before.target not in MARKS or over(before) is over(node):
+            continue
+        with graph.inserting_before(node):
+            between = graph.call_function(aten.alias.default, (before,))
+        between.meta = {name: before.meta[name] for name in ("val", "grad", *AXES)}
+        between.meta["unit"] = node.meta["unit"]
+        node.replace_input_with(before, between)

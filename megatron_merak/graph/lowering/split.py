@@ -1,9 +1,11 @@
-"""Splits units of a rewritten graph at collectives into parts; each part becomes a ``Segment`` of the runtime.
+"""Splits units of a rewritten graph at collectives into parts; each part becomes a ``Segment`` of
+the runtime.
 
-Only the units of one pipeline stage are split. Values are named after their nodes, alike on every rank.
+Only the units of one pipeline stage are split. Values are named after their nodes, alike on every
+rank.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -12,19 +14,29 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ...ops import WeightGradientSink
-from ...segment import Collective, Common, Crossing, In, Out, Segment
+from ...segment import Collective, Common, Crossing, In, LayerAxis, Out, Segment
 from ..capture.outputs import SAME
-from ..ir.marks import copy_in
+from ..ir.kinds import NodeKind, kinds, over
+from ..ir.marks import all_gather, copy_in, exchange, exchange_rows, reduce_scatter
 from ..ir.nodes import called, is_random, operand
 from ..ir.operators import facts
 from .emit import Emitter
 from .flow import REDUCTIONS, Flow
-from .levels import check_in_place, is_sharded, segment_levels
+from .levels import check_in_place, segment_levels
 from .lookups import Lookups
 from .prelude import Prelude
+from .regathered import is_regathered
 from .rewrite import Rewritten
 
 LOSS = "loss"
+SegmentKey = tuple[int, int, tuple[NodeKind, ...]]  # unit, level, what is computed with
+# What is done with the gradient of a mark: where it is read as it is, and through a ``copy_in``.
+_OF_GRADIENT: dict[object, Collective] = {
+    reduce_scatter: Collective.ALL_GATHER,
+    exchange: Collective.EXCHANGE,
+    exchange_rows: Collective.ROWS,
+}
+_OF_COPIED_GRADIENT: dict[object, Collective] = {all_gather: Collective.REDUCE_SCATTER}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +58,15 @@ class Part:
     outs: tuple[Out, ...]
     sharded: bool = False
     random: bool = False
+    along_sequence: bool = False
+    own_context: bool = False
 
-    def segment(self, parameters: Mapping[str, nn.Parameter], sink: WeightGradientSink | None) -> Segment:
-        """Bind the code to a rank's parameters, by name; ``sink`` receives the gradients of weights, if given."""
+    def segment(
+        self, parameters: Mapping[str, nn.Parameter], sink: WeightGradientSink | None
+    ) -> Segment:
+        """Bind the code to a rank's parameters, by name; ``sink`` receives the gradients of
+        weights, if given.
+        """
         bound = tuple(parameters[name] for name in self.parameters)
         run = partial(_run, self.code, bound, self.common, sink)
         return Segment(
@@ -60,6 +78,8 @@ class Part:
             parameters=bound,
             sharded=self.sharded,
             random=self.random,
+            along_sequence=self.along_sequence,
+            own_context=self.own_context,
         )
 
 
@@ -81,9 +101,11 @@ class Parts:
     parts:   in order of execution, unit by unit.
     sources: values that enter the range, including those that only pass through it, in graph order.
     targets: values that leave the range, likewise.
-    results: if the range contains the last unit, the values of the captured outputs in their order; else empty.
+    results: if the range contains the last unit, the values of the captured outputs in their order;
+             else empty.
     prelude: maps a batch to the common values that the parts read.
-    named:   the output name of each result; several names joined by ``SAME`` if one value is several outputs.
+    named:   the output name of each result; several names joined by ``SAME`` if one value is
+             several outputs.
     lookups: what all units look up by numbers of the batch, as far as that is known.
     touched: the parameters of all units that get a gradient, likewise.
     """
@@ -102,49 +124,63 @@ class Parts:
         """The names of the parameters that these units read, in order of first use."""
         return tuple(dict.fromkeys(name for part in self.parts for name in part.parameters))
 
-    def segments(self, parameters: Mapping[str, nn.Parameter], sink: WeightGradientSink | None = None) -> list[Segment]:
+    def segments(
+        self, parameters: Mapping[str, nn.Parameter], sink: WeightGradientSink | None = None
+    ) -> list[Segment]:
         return [part.segment(parameters, sink) for part in self.parts]
 
 
 def split(
-    rewritten: Rewritten, units: range, device: torch.device | None = None, lookups: Lookups | None = None
+    rewritten: Rewritten,
+    units: range,
+    device: torch.device | None = None,
+    lookups: Lookups | None = None,
 ) -> Parts:
     """Split ``units`` of a rewritten graph into parts.
 
-    device:  the device that the code runs on and the prelude puts common values on; None for the CPU.
+    device:  the device that the code runs on and the prelude puts common values on; None for the
+             CPU.
     lookups: of the graph before it was rewritten; None if nobody asks for them.
 
     Raises TraceError if memory that one segment uses is written in place by another.
     """
-    flow = Flow(rewritten)
-    (output,) = rewritten.graph.find_nodes(op="output")
-    parts = _Splitter(flow, output.args[0], rewritten.names, units, device=device or torch.device("cpu")).split()
+    device = device or torch.device("cpu")
+    parts = _Splitter(Flow(rewritten), rewritten.names, units, device).split()
     return parts if lookups is None else replace(parts, lookups=lookups)
 
 
 class _Splitter:
-    def __init__(self, flow: Flow, outputs: Sequence[Node], names: Sequence[str], units: range, device: torch.device):
+    def __init__(
+        self,
+        flow: Flow,
+        names: Sequence[str],
+        units: range,
+        device: torch.device,
+    ):
         self.flow = flow
         self.units = units
         self.device = device
         self.outputs: dict[Node, str] = {}
-        for node, name in zip(map(flow.resolve, outputs), names, strict=True):
-            self.outputs[node] = f"{self.outputs[node]}{SAME}{name}" if node in self.outputs else name
+        for node, name in zip(flow.outputs, names, strict=True):
+            self.outputs[node] = (
+                f"{self.outputs[node]}{SAME}{name}" if node in self.outputs else name
+            )
         self.last = max(flow.unit.values())
-        self.segment = {n: (unit, level) for unit in units for n, level in segment_levels(flow, unit).items()}
+        self.segment: dict[Node, SegmentKey] = {}
+        for unit in units:
+            for node, level in segment_levels(flow, unit).items():
+                self.segment[node] = (unit, level, kinds(node))
         check_in_place(flow, self.segment)
 
     def split(self) -> Parts:
-        members: dict[tuple[int, int], list[Node]] = {key: [] for key in sorted(self.segment.values())}
+        members = {key: list[Node]() for key in sorted(self.segment.values())}
         for node in self.flow.unit:
             if node in self.segment:
                 members[self.segment[node]].append(node)
         parts = []
-        indices = dict.fromkeys(self.units, 0)
         shared: dict[Node, None] = {}
-        for (unit, _), nodes in members.items():
-            part, common = self._part(unit, indices[unit], nodes)
-            indices[unit] += 1
+        for nodes, (unit, index) in zip(members.values(), _numbers(members), strict=True):
+            part, common = self._part(unit, index, nodes)
             parts.append(part)
             shared |= dict.fromkeys(common)
         ends = self.last in self.units
@@ -167,7 +203,12 @@ class _Splitter:
         """Build one part from its nodes; also return the common nodes that it reads."""
         flow = self.flow
         members = dict.fromkeys(nodes)
-        reads = dict.fromkeys(x for n in nodes if n.target is not copy_in for x in map(flow.resolve, n.all_input_nodes))
+        reads = dict.fromkeys(
+            x
+            for n in nodes
+            if n.target is not copy_in
+            for x in map(flow.resolve, n.all_input_nodes)
+        )
         copies = [n for n in nodes if n.target is copy_in]
         outer = [x for x in reads if x not in members and not flow.is_module(x)]
         parameters: dict[str, list[Node]] = {}
@@ -176,52 +217,116 @@ class _Splitter:
                 parameters.setdefault(str(node.target), []).append(node)
         values = [x for x in outer if x in flow.unit]
         common = [x for x in outer if x not in flow.unit and not flow.is_parameter(x)]
-        ins = [In(self._name(x), grad=flow.differentiable[x]) for x in values]
+        ins = [self._in(x, _OF_GRADIENT.get(x.target, Collective.NONE), over(x)) for x in values]
         for node in copies:
             source = operand(node)
-            grad = flow.differentiable[source]
-            ins.append(In(self._name(source), collective=Collective.ALL_REDUCE if grad else Collective.NONE, grad=grad))
+            collective = _OF_COPIED_GRADIENT.get(source.target, Collective.ALL_REDUCE)
+            regather = is_regathered(flow, node, members)
+            ins.append(replace(self._in(source, collective, over(node)), regather=regather))
         outs, results = self._outs(nodes, members)
         emitter = Emitter(flow, self.device, sink=True)
-        groups = [(attribute_nodes[0].name, attribute_nodes) for attribute_nodes in parameters.values()]
+        groups = [
+            (attribute_nodes[0].name, attribute_nodes) for attribute_nodes in parameters.values()
+        ]
         emitter.arguments([*groups, *((x.name, (x,)) for x in (*common, *values, *copies))])
         for node in nodes:
             if node.target is not copy_in:
                 emitter.add(node)
-        sharded = is_sharded(nodes[0])
-        random = any(is_random(n) or n.meta.get("random", False) for n in nodes)
+        weights, contexts = kinds(nodes[0])
+        random = any(map(is_random, nodes))
         names = tuple(x.name for x in common)
         code = emitter.finish(results)
-        return Part(unit, index, code, tuple(parameters), names, tuple(ins), outs, sharded, random), common
+        part = Part(
+            unit,
+            index,
+            code,
+            tuple(parameters),
+            common=names,
+            ins=tuple(ins),
+            outs=outs,
+            sharded=weights is not NodeKind.FULL,
+            random=random,
+            along_sequence=weights is NodeKind.PARTS,
+            own_context=contexts is NodeKind.SHARDS,
+        )
+        return part, common
 
-    def _outs(self, nodes: Iterable[Node], inside: Mapping[Node, None]) -> tuple[tuple[Out, ...], list[Node]]:
+    def _in(self, source: Node, collective: Collective, axis: LayerAxis) -> In:
+        grad = self.flow.differentiable[source]
+        of_gradient = collective if grad else Collective.NONE
+        return In(self._name(source), collective=of_gradient, grad=grad, axis=axis)
+
+    def _outs(
+        self, nodes: Iterable[Node], inside: Mapping[Node, None]
+    ) -> tuple[tuple[Out, ...], list[Node]]:
         """Return the outs of a segment and, for each, the node that computes it."""
         outs = []
         results = []
         for node in nodes:
-            reductions = [user for user in node.users if user.target in REDUCTIONS]
+            reductions = [
+                user for user in node.users if user.target in REDUCTIONS and operand(user) is node
+            ]
             for user in reductions:
                 alone = len(node.users) == 1 and facts(node).result_unread
-                outs.append(Out(self._name(user), REDUCTIONS[called(user)], inplace=alone))
+                counts = self._name(operand(user, 1)) if user.target is exchange_rows else ""
+                collective = REDUCTIONS[called(user)]
+                out = Out(
+                    self._name(user), collective, inplace=alone, counts=counts, axis=over(user)
+                )
+                outs.append(out)
                 results.append(node)
-            read = any(user not in inside and user in self.flow.unit and user not in reductions for user in node.users)
+            read = any(
+                user not in inside and user in self.flow.unit and user not in reductions
+                for user in node.users
+            )
             if read or node in self.outputs:
                 outs.append(Out(self._name(node)))
                 results.append(node)
         return tuple(outs), results
 
     def _live(self, border: int) -> tuple[Crossing, ...]:
-        """Return the values computed in units before ``border`` and read in unit ``border`` or later."""
         crossing = []
-        for node, unit in self.flow.unit.items():
-            if unit < border <= self._read_until(node):
-                value = node.meta["val"]
-                grad = self.flow.differentiable[node]
-                crossing.append(Crossing(self._name(node), tuple(value.shape), value.dtype, grad))
+        for node in crossing_nodes(self.flow, border):
+            value = node.meta["val"]
+            grad = self.flow.differentiable[node]
+            crossing.append(Crossing(self._name(node), tuple(value.shape), value.dtype, grad))
         return tuple(crossing)
 
-    def _read_until(self, node: Node) -> int:
-        """Return the last unit that reads a value; an output counts as read by the last unit."""
-        if node in self.outputs:
-            return self.last
-        return max((self.flow.unit.get(user, -1) for user in node.users), default=-1)
+
+def crossing_nodes(flow: Flow, border: int) -> list[Node]:
+    """Return the values computed in units before ``border`` and read in unit ``border`` or later.
+
+    The graph's outputs count as read by the last unit.
+    """
+    last = max(flow.unit.values())
+    crossing = []
+    for node, unit in flow.unit.items():
+        read_until = max((flow.unit.get(user, -1) for user in node.users), default=-1)
+        if unit < border <= (last if node in flow.outputs else read_until):
+            crossing.append(node)
+    return crossing
+
+
+def _numbers(
+    members: Mapping[SegmentKey, Sequence[Node]],
+) -> Iterator[tuple[int, int]]:
+    """Yield (unit, number in the unit) of each segment, from which its random numbers follow.
+
+    They are those without sequence parallelism: a segment that does nothing but gather has the
+    number of the next one, and one on parts of sequences that of the replicated work beside it,
+    unless both draw random numbers.
+    """
+    number = 0
+    counts = False
+    drawn = False
+    before = (-1, -1)
+    for (unit, level, _), nodes in members.items():
+        draws = any(map(is_random, nodes))
+        if (unit, level) != before or draws and drawn:
+            number = number + counts if unit == before[0] else 0
+            counts = False
+            drawn = False
+        yield unit, number
+        counts |= not all(node.meta.get("moves", False) for node in nodes)
+        drawn |= draws
+        before = (unit, level)

@@ -1,9 +1,12 @@
-"""Turns off dropout and noise in a rewritten graph, so that two ways to run a batch can be compared."""
+"""Turns off dropout and noise in a rewritten graph, so that two ways to run a batch can be
+compared.
+"""
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from ... import ops
 from ..ir.nodes import is_random, op_name, schema
 from ..ir.operators import facts
 
@@ -14,14 +17,18 @@ def undropped(graph: Graph) -> None:
     Other random numbers stay.
     """
     for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, OpOverload) or not is_random(node):
+        if node.op != "call_function" or not is_random(node):
             continue
-        if facts(node).drops:
+        on_parts = node.target is ops.dropout_of_parts
+        if not on_parts and not isinstance(node.target, OpOverload):
+            continue
+        if on_parts or facts(node).drops:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif op_name(node) == "rand_like":
             node.target, node.args = torch.ops.aten.full_like.default, (node.args[0], 0.5)
-        elif "dropout" in op_name(node):  # an in-place variant, whose input other nodes may read after it
+        # an in-place variant, whose input other nodes may read after it
+        elif "dropout" in op_name(node):
             _set_to_zero(node, "p")
         elif any(argument.name == "dropout_p" for argument in schema(node).arguments):
             _set_to_zero(node, "dropout_p")

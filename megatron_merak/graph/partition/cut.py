@@ -18,17 +18,21 @@ from .node_sequence import NodeSequence
 
 ALGORITHMS = ("cut", "farthest-dependency")
 ABOUT = 1.5  # cuts whose bytes differ by less than this factor count as equal
-REMEDY = "Train and evaluate with batches for which the model runs the same layers in the same order"
+REMEDY = (
+    "Train and evaluate with batches for which the model runs the same layers in the same order"
+)
 SMALL = 8  # a value of at most 1/8 of the largest that crosses does not count towards the limit
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """A model as units that run one after the other, each reading only values that the previous one passes on.
+    """A model as units that run one after the other, each reading only values that the previous one
+    passes on.
 
     units:      the main and side nodes of the captured graph in its order, each in one unit.
     names:      unique names of the units, from module paths.
-    crossing:   for each unit but the last, the main and side values that it passes on, computed by it or before it.
+    crossing:   for each unit but the last, the main and side values that it passes on, computed by
+                it or before it.
     kinds:      the kind of every node, see ``ir.nodes.classify``.
     parameters: for each unit, the names of the parameters that it reads, in order of first use.
     """
@@ -43,8 +47,9 @@ class Chain:
 def cut(captured: Captured, algorithm: str = "cut", max_crossing: int = 2) -> Chain:
     """Cut a captured model into a chain of units; a model that cannot be cut is one unit.
 
-    algorithm:    "cut" cuts wherever the number of main values that cross has a minimum of at most ``max_crossing``;
-                  "farthest-dependency" is the rule of the Merak paper, which has no such limit.
+    algorithm:    "cut" cuts wherever the number of main values that cross has a minimum of at most
+                  ``max_crossing``; "farthest-dependency" is the rule of the Merak paper, which has
+                  no such limit.
     max_crossing: values that are small beside the largest one do not count.
 
     Raises PlanError for an unknown algorithm.
@@ -64,12 +69,15 @@ def cut(captured: Captured, algorithm: str = "cut", max_crossing: int = 2) -> Ch
 def fewest_crossing(sequence: NodeSequence, max_crossing: int) -> list[int]:
     """Return the cuts at local minima of the number of main values that cross.
 
-    The candidates are the cheapest cut between each two matrix products. A run of candidates with equal counts is a
-    minimum if the counts on both sides are larger. Next to a smaller count (as with a branch beside a residual) it is
-    cut only in its interior, and only where a layer begins or ends. Cuts that more than ``max_crossing`` values cross,
-    small ones not counted, are left out.
+    The candidates are the cheapest cut between each two matrix products. A run of candidates with
+    equal counts is a minimum if the counts on both sides are larger. Next to a smaller count (as
+    with a branch beside a residual) it is cut only in its interior, and only where a layer begins
+    or ends. Cuts that more than ``max_crossing`` values cross, small ones not counted, are left
+    out.
     """
-    candidates = [cheapest_cut(sequence, range(first, last)) for first, last in _product_gaps(sequence)]
+    candidates = [
+        cheapest_cut(sequence, range(first, last)) for first, last in _product_gaps(sequence)
+    ]
     counts = [inf if cut is None else len(sequence.main(cut)) for cut in candidates]
     beside = [inf, *counts, inf]
     cuts = []
@@ -88,7 +96,9 @@ def fewest_crossing(sequence: NodeSequence, max_crossing: int) -> list[int]:
 
 
 def _product_gaps(sequence: NodeSequence) -> list[tuple[int, int]]:
-    """Return (first, last) of the gaps between matrix products; the last embedding before the first counts as one."""
+    """Return (first, last) of the gaps between matrix products; the last embedding before the first
+    counts as one.
+    """
     products = [i for i, flops in enumerate(sequence.flops) if flops]
     first = products[0] if products else len(sequence.nodes)
     lookups = [i for i in range(first) if facts(sequence.nodes[i]).looks_up]
@@ -98,8 +108,8 @@ def _product_gaps(sequence: NodeSequence) -> list[tuple[int, int]]:
 def cheapest_cut(sequence: NodeSequence, candidates: range) -> int | None:
     """Return the legal cut that the fewest main values cross; None if no cut is legal.
 
-    Of those that send about the fewest bytes, it prefers one where a layer begins or ends, then one between the largest
-    modules, then the last.
+    Of those that send about the fewest bytes, it prefers one where a layer begins or ends, then one
+    between the largest modules, then the last.
     """
     legal = [cut for cut in candidates if sequence.legal[cut]]
     fewest = min((len(sequence.main(cut)) for cut in legal), default=0)
@@ -110,7 +120,9 @@ def cheapest_cut(sequence: NodeSequence, candidates: range) -> int | None:
 
 
 def _tie_break(sequence: NodeSequence, cut: int) -> tuple[bool, int]:
-    common_module = commonprefix([module_path(sequence.nodes[cut]), module_path(sequence.nodes[cut + 1])])
+    common_module = commonprefix(
+        [module_path(sequence.nodes[cut]), module_path(sequence.nodes[cut + 1])]
+    )
     return not _between_layers(sequence, cut), len(common_module)
 
 
@@ -128,7 +140,8 @@ def _chain(sequence: NodeSequence, cuts: Sequence[int]) -> Chain:
     units = tuple(sequence.nodes[first:last] for first, last in pairwise(bounds))
     read = [sequence.parameters(i) for i in range(len(sequence.nodes))]
     parameters = tuple(
-        tuple(dict.fromkeys(name for names in read[first:last] for name in names)) for first, last in pairwise(bounds)
+        tuple(dict.fromkeys(name for names in read[first:last] for name in names))
+        for first, last in pairwise(bounds)
     )
     crossing = tuple(sequence.live[cut] if cut >= 0 else () for cut in cuts)
     return Chain(units, unit_names(units), crossing, sequence.kinds, parameters)
@@ -137,8 +150,9 @@ def _chain(sequence: NodeSequence, cuts: Sequence[int]) -> Chain:
 def align(chain: Chain, reference: Chain) -> Chain:
     """Cut another capture of the same model (another shape, or evaluation) as ``reference`` is cut.
 
-    Unit k of both has the same name and reads the same parameters, or fewer if this capture does not use some of them
-    (those that only training uses). A unit none of whose parameters are used is empty.
+    Unit k of both has the same name and reads the same parameters, or fewer if this capture does
+    not use some of them (those that only training uses). A unit none of whose parameters are used
+    is empty.
 
     Raises PlanError if that is impossible.
     """
@@ -166,7 +180,9 @@ def align(chain: Chain, reference: Chain) -> Chain:
             raise _cannot_align(reference.names[k], "the graph cannot be cut after it")
         cuts.append(cut)
     aligned = replace(_chain(sequence, cuts), names=reference.names)
-    for name, actual, expected_names in zip(aligned.names, aligned.parameters, reference.parameters, strict=True):
+    for name, actual, expected_names in zip(
+        aligned.names, aligned.parameters, reference.parameters, strict=True
+    ):
         if extra := [key for key in actual if key not in expected_names]:
             raise _cannot_align(name, f"in this capture it reads {', '.join(extra[:3])} too")
     return aligned
@@ -177,7 +193,9 @@ def _graph(chain: Chain) -> Graph:
 
 
 def _landmarks(sequence: NodeSequence) -> list[tuple[Node, tuple[str, tuple[str, ...]]]]:
-    """Return the nodes that read parameters or are matrix products, each with (op name, parameters) to identify it."""
+    """Return the nodes that read parameters or are matrix products, each with (op name, parameters)
+    to identify it.
+    """
     landmarks = []
     for i, node in enumerate(sequence.nodes):
         names = sequence.parameters(i)
@@ -194,10 +212,18 @@ def _landmark_units(read: Sequence[tuple[str, ...]], reference: Chain) -> list[i
     units = []
     k = 0
     for names in read:
-        unit = next((j for j in range(k, len(reference.units)) if set(names) <= set(reference.parameters[j])), None)
+        unit = next(
+            (
+                j
+                for j in range(k, len(reference.units))
+                if set(names) <= set(reference.parameters[j])
+            ),
+            None,
+        )
         if unit is None:
             raise _cannot_align(
-                reference.names[k], f"{', '.join(names)} is read after it in this capture, not in the first"
+                reference.names[k],
+                f"{', '.join(names)} is read after it in this capture, not in the first",
             )
         k = unit
         units.append(k)
@@ -205,4 +231,6 @@ def _landmark_units(read: Sequence[tuple[str, ...]], reference: Chain) -> list[i
 
 
 def _cannot_align(unit: str, reason: str) -> PlanError:
-    return PlanError("unit", unit, f"another capture of the model does not fit it: {reason}", REMEDY)
+    return PlanError(
+        "unit", unit, f"another capture of the model does not fit it: {reason}", REMEDY
+    )

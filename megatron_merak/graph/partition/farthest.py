@@ -1,4 +1,6 @@
-"""The farthest-dependency rule of the Merak paper: a node joins the piece of the farthest node that it depends on."""
+"""The farthest-dependency rule of the Merak paper: a node joins the piece of the farthest node that
+it depends on.
+"""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -20,19 +22,27 @@ def farthest_dependency(
     count: int | None = None,
     common_users: int = COMMON_USERS,
 ) -> list[int]:
-    """Return the cuts that divide a sequence into about ``count`` pieces with equally many parameters.
+    """Return the cuts that divide a sequence into about ``count`` pieces with equally many
+    parameters.
 
-    Nodes join the newest piece one by one. A node that depends on an older piece, other than on its last value, merges
-    all pieces from that one on, so a border survives only if nothing reaches back over it. Once a piece has its share
-    of the parameters, a new piece begins after every node, to see which of these borders survive.
+    Nodes join the newest piece one by one. A node that depends on an older piece, other than on its
+    last value, merges all pieces from that one on, so a border survives only if nothing reaches
+    back over it. Once a piece has its share of the parameters, a new piece begins after every node,
+    to see which of these borders survive.
 
     shapes:       the shape of each parameter.
     count:        default 2 per layer + 4.
-    common_users: values with more users than this do not count as dependencies; they are passed on between pieces.
+    common_users: values with more users than this do not count as dependencies; they are passed on
+                  between pieces.
     """
     nodes = sequence.nodes
     count = count or 2 * _layers(nodes) + 4
-    embeddings = {name for i, node in enumerate(nodes) if facts(node).looks_up for name in sequence.parameters(i)}
+    embeddings = {
+        name
+        for i, node in enumerate(nodes)
+        if facts(node).looks_up
+        for name in sequence.parameters(i)
+    }
     share = sum(prod(shape) for name, shape in shapes.items() if name not in embeddings) / count
     end = max((i for i, flops in enumerate(sequence.flops) if flops), default=0)
     starts = [0]
@@ -52,7 +62,9 @@ def farthest_dependency(
 
 
 def _farthest(sequence: NodeSequence, starts: list[int], i: int, common_users: int) -> int:
-    """Return the oldest piece that ``nodes[i]`` must join, given where each piece starts; by default the newest."""
+    """Return the oldest piece that ``nodes[i]`` must join, given where each piece starts; by
+    default the newest.
+    """
     node = sequence.nodes[i]
     newest = len(starts) - 1
     far = newest
@@ -74,6 +86,8 @@ def _layers(nodes: Sequence[Node]) -> int:
     layers = {}
     for node in nodes:
         path = module_path(node)
-        if (first := next((depth for depth, part in enumerate(path) if part.isdigit()), None)) is not None:
+        if (
+            first := next((depth for depth, part in enumerate(path) if part.isdigit()), None)
+        ) is not None:
             layers[path[: first + 1]] = True
     return len(layers)

@@ -27,10 +27,14 @@ class Load:
 
 def unit_loads(chain: Chain) -> tuple[Load, ...]:
     """Return the load of every unit, for batches of the captured shape."""
-    outputs: list[Node] = [x for node, kind in chain.kinds.items() if kind == "output" for x in node.all_input_nodes]
+    outputs: list[Node] = [
+        x for node, kind in chain.kinds.items() if kind == "output" for x in node.all_input_nodes
+    ]
     seen: dict[str, bool] = {}
     loads = []
-    for unit, crossing, names in zip(chain.units, (*chain.crossing, outputs), chain.parameters, strict=True):
+    for unit, crossing, names in zip(
+        chain.units, (*chain.crossing, outputs), chain.parameters, strict=True
+    ):
         own = tuple(name for name in names if name not in seen)
         shared = tuple(name for name in names if name in seen)
         loads.append(Load(sum(map(flops, unit)), sum(map(nbytes, crossing)), own, shared))

@@ -1,4 +1,6 @@
-"""The main and side nodes of a graph in order, the values live between them, and where the graph may be cut."""
+"""The main and side nodes of a graph in order, the values live between them, and where the graph
+may be cut.
+"""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -27,9 +29,14 @@ class NodeSequence:
         self.nodes = tuple(node for node in graph.nodes if kinds[node] in ("main", "side"))
         self.index = {node: i for i, node in enumerate(self.nodes)}
         end = len(self.nodes)
-        self.last = [max([i, *(self.index.get(user, end) for user in node.users)]) for i, node in enumerate(self.nodes)]
+        self.last = [
+            max([i, *(self.index.get(user, end) for user in node.users)])
+            for i, node in enumerate(self.nodes)
+        ]
         self.live = self._live()
-        self.legal = [all(isinstance(x.meta.get("val"), torch.Tensor) for x in live) for live in self.live]
+        self.legal = [
+            all(isinstance(x.meta.get("val"), torch.Tensor) for x in live) for live in self.live
+        ]
         for first, last in self._written_spans(graph):
             self.legal[first:last] = [False] * (last - first)
 
@@ -47,7 +54,9 @@ class NodeSequence:
 
     def parameters(self, i: int) -> tuple[str, ...]:
         """Return the names of the parameters that ``nodes[i]`` reads."""
-        return tuple(str(x.target) for x in self.nodes[i].all_input_nodes if self.kinds[x] == "param")
+        return tuple(
+            str(x.target) for x in self.nodes[i].all_input_nodes if self.kinds[x] == "param"
+        )
 
     def _live(self) -> list[tuple[Node, ...]]:
         live: list[tuple[Node, ...]] = []
@@ -60,10 +69,11 @@ class NodeSequence:
         return live
 
     def _written_spans(self, graph: Graph) -> list[tuple[int, int]]:
-        """Return the span (first, last) of every storage that nodes of the sequence write to in place.
+        """Return the span (first, last) of every storage that nodes of the sequence write to in
+        place.
 
-        It reaches from the node that allocates it to its last writer; for a placeholder or constant, from its first use
-        to its last.
+        It reaches from the node that allocates it to its last writer; for a placeholder or
+        constant, from its first use to its last.
         """
         root = storages(graph)
         spans = []
@@ -72,7 +82,9 @@ class NodeSequence:
             if not indices:
                 continue
             if storage not in self.index:
-                users = (user for node in graph.nodes if root[node] is storage for user in node.users)
+                users = (
+                    user for node in graph.nodes if root[node] is storage for user in node.users
+                )
                 indices += [self.index[user] for user in users if user in self.index]
                 spans.append((min(indices), max(indices)))
             else:

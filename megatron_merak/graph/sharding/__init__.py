@@ -1,1 +1,3 @@
-"""Which weights and values of a captured graph are sharded over tensor-parallel ranks, by one rule per operator."""
+"""Which weights and values of a captured graph are sharded over tensor-parallel ranks, by one rule
+per operator.
+"""

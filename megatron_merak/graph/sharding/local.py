@@ -1,4 +1,6 @@
-"""Functions that a rewritten graph calls beside aten and marks: of one rank's shard, with literals for the rank."""
+"""Functions that a rewritten graph calls beside aten and marks: of one rank's shard, with literals
+for the rank.
+"""
 
 from collections.abc import Sequence
 
@@ -10,7 +12,8 @@ from ... import ops
 
 
 def take(x: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int, padded: int = 0) -> Tensor:
-    """Return a rank's shard of a replicated x: an even share of every block along ``dim``, in order.
+    """Return a rank's shard of a replicated x: an even share of every block along ``dim``, in
+    order.
 
     blocks: extents along ``dim``.
     padded: extent to which the one block is padded with zeros first; 0: no padding.
@@ -34,7 +37,9 @@ def take(x: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int, padded:
 
 
 def fill(shard: Tensor, dim: int, valid: int, value: float) -> Tensor:
-    """Return a shard with ``value`` in place of its padding, which are the entries along ``dim`` from ``valid`` on."""
+    """Return a shard with ``value`` in place of its padding, which are the entries along ``dim``
+    from ``valid`` on.
+    """
     missing = shard.shape[dim] - valid
     dims_after = shard.dim() - 1 - dim % shard.dim()
     if not missing:
@@ -48,7 +53,8 @@ def take_heads(x: Tensor, dim: int, heads: int, repeats: int, rank: int, tp: int
     heads:   number of query heads.
     repeats: number of query heads that read one key-value head.
 
-    One head per group of query heads where the share consists of full groups or lies in one, else one per query head.
+    One head per group of query heads where the share consists of full groups or lies in one, else
+    one per query head.
     """
     share = heads // tp
     needed = [head // repeats for head in range(rank * share, (rank + 1) * share)]
@@ -59,7 +65,8 @@ def take_heads(x: Tensor, dim: int, heads: int, repeats: int, rank: int, tp: int
 
 
 def embed_in_zeros(shard: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int) -> Tensor:
-    """Return a full-size tensor with the shard in its place and zeros elsewhere; the sum over ranks is the full tensor.
+    """Return a full-size tensor with the shard in its place and zeros elsewhere; the sum over ranks
+    is the full tensor.
 
     blocks: full extents along ``dim``, without padding; the padding of the shard is dropped.
     """
@@ -83,18 +90,89 @@ def embed_in_zeros(shard: Tensor, dim: int, blocks: Sequence[int], rank: int, tp
     return torch.cat(pieces, dim)
 
 
-def embedding_part(weight: Tensor, index: Tensor, start: int, padding_idx: int | None) -> Tensor:
-    """Return the embeddings [..., h] of index int64 [...], with zeros for rows that this rank does not have.
+def joined(stacked: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a value of ``shape`` from all ranks' parts, [tp, samples, length / tp, ...]."""
+    return stacked.transpose(0, 1).reshape(*shape)
 
-    weight:      the rank's shard of the table, [n, h].
-    start:       row of the table that the shard starts with.
-    padding_idx: row of the full table that takes no gradient.
+
+def shares(x: Tensor, dim: int, blocks: Sequence[int], tp: int) -> Tensor:
+    """Return the share of every rank along ``dim``, [tp, ...].
+
+    blocks: equal extents along ``dim``, of each of which every rank has an even share.
     """
-    return ops.embedding_part(index, weight, start, padding=padding_idx)
+    divided = x.unflatten(dim, (len(blocks), tp, blocks[0] // tp))
+    return divided.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+
+
+def united(pieces: Tensor, dim: int, blocks: Sequence[int]) -> Tensor:
+    """Return the value of which [tp, ...] are the ranks' shares along ``dim``; see ``shares``."""
+    tp = len(pieces)
+    divided = pieces.unflatten(dim + 1, (len(blocks), blocks[0] // tp))
+    return divided.movedim(0, dim + 1).flatten(dim, dim + 2)
+
+
+def row_counts(own: Tensor, got: Tensor) -> Tensor:
+    """Return how many rows are sent to each rank, and got of each, [2, tp].
+
+    own: rows of this rank for each rank's experts, [tp, experts / tp].
+    got: rows of each rank for this rank's experts, likewise.
+    """
+    return torch.stack([own.sum(1), got.sum(1)])
+
+
+def rows_to_send(x: Tensor, counts: Tensor) -> Tensor:
+    """Return x, when it is known how many of its rows go to each rank."""
+    return x
+
+
+def order_by_expert(got: Tensor, rows: Tensor) -> Tensor:
+    """Return the number of each row by expert, int64 [rows].
+
+    got:  see ``row_counts``.
+    rows: that lie by the rank that they came from, and then by expert.
+    """
+    tp, experts = got.shape
+    expert = torch.arange(experts, device=got.device).repeat(tp)
+    of_row = expert.repeat_interleave(got.flatten(), output_size=len(rows))
+    return of_row.argsort(stable=True)
+
+
+def expert_offsets(got: Tensor) -> Tensor:
+    """Return where the rows of each expert end, int32 [experts / tp]."""
+    return got.sum(0).cumsum(0).to(torch.int32)
+
+
+def expert_ids(got: Tensor, first: int, rows: Tensor) -> Tensor:
+    """Return the expert of each of ``rows``. first: this rank's first expert."""
+    experts = torch.arange(first, first + got.shape[1], device=got.device)
+    return experts.repeat_interleave(got.sum(0), output_size=len(rows))
+
+
+def pick_rows(x: Tensor, counts: Tensor, rank: int) -> Tensor:
+    """Return those of all rows that are of a rank's experts. The host waits for their number.
+
+    x:      rows by expert.
+    counts: rows of each rank's experts, [tp, experts / tp].
+    """
+    of_ranks = counts.sum(1).tolist()
+    return x.narrow(0, sum(of_ranks[:rank]), of_ranks[rank])
+
+
+def place_rows(rows: Tensor, counts: Tensor, rank: int) -> Tensor:
+    """Undo ``pick_rows``, with zeros for the rows of other ranks' experts."""
+    of_ranks = counts.sum(1).tolist()
+    before = sum(of_ranks[:rank])
+    after = sum(of_ranks[rank + 1 :])
+    return F.pad(rows, [0, 0] * (rows.dim() - 1) + [before, after])
 
 
 def loss_of_stats(
-    stats: Tensor, target: Tensor, ignore_index: int, reduction: int, smoothing: float, dtype: torch.dtype
+    stats: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    reduction: int,
+    smoothing: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return PyTorch's cross entropy.
 
@@ -125,7 +203,8 @@ class _GradOnRank0(torch.autograd.Function):
 def grad_on_rank_0(x: Tensor, tp_rank: int) -> Tensor:
     """Return x; its gradient is zero on all ranks but the first.
 
-    For a parameter that is read both by sharded work, where its gradient is a partial sum, and by replicated work,
-    where every rank computes the same gradient: one all-reduce is then right for both.
+    For a parameter that is read both by sharded work, where its gradient is a partial sum, and by
+    replicated work, where every rank computes the same gradient: one all-reduce is then right for
+    both.
     """
     return _GradOnRank0.apply(x, tp_rank)

@@ -1,10 +1,11 @@
 """What the padding of sharded values contains, found by running each operator on it.
 
-A dimension that is not divisible by the ranks is padded. Two things hold for padding everywhere: its gradient is zero,
-so that the padding of parameters stays zero in training; and its value is either known (``Layout.padding_value``) or
-not used. An operator keeps the first if its derivatives at the padding are finite; the second is tracked from value to
-value. Where an operator needs other padding (zeros for a sum, anything else for a divisor), the padding of its operand
-is overwritten first (``Decision.fills``), which also stops the gradient of the padding.
+A dimension that is not divisible by the ranks is padded. Two things hold for padding everywhere:
+its gradient is zero, so that the padding of parameters stays zero in training; and its value is
+either known (``Layout.padding_value``) or not used. An operator keeps the first if its derivatives
+at the padding are finite; the second is tracked from value to value. Where an operator needs other
+padding (zeros for a sum, anything else for a divisor), the padding of its operand is overwritten
+first (``Decision.fills``), which also stops the gradient of the padding.
 """
 
 import math
@@ -19,15 +20,23 @@ from torch.utils._pytree import tree_leaves
 
 from ..ir.aliases import aliased
 from ..ir.nodes import called, is_random, op_name, operand, values
+from .known import Known
 from .placement import Layout, PaddingValue, ShardSpec
-from .propagate import Propagation
 
 # Sample values of a replicated operand that is combined with the padding.
-_SAMPLES = {"float": (-25.0, -3.7, -0.6, 0.3, 1.9, 7.0), "int": (-7, -2, -1, 1, 3), "bool": (True, False)}
+_SAMPLES = {
+    "float": (-25.0, -3.7, -0.6, 0.3, 1.9, 7.0),
+    "int": (-7, -2, -1, 1, 3),
+    "bool": (True, False),
+}
 
 
-def padding_values(p: Propagation, node: Node, to_shard: Mapping[Node, ShardSpec]) -> dict[Node, PaddingValue]:
-    """Return the padding value of each padded operand of a node; operands in ``to_shard`` are padded with zeros."""
+def padding_values(
+    p: Known, node: Node, to_shard: Mapping[Node, ShardSpec]
+) -> dict[Node, PaddingValue]:
+    """Return the padding value of each padded operand of a node; operands in ``to_shard`` are
+    padded with zeros.
+    """
     result: dict[Node, PaddingValue] = {}
     for x in node.all_input_nodes:
         layout = p.layout(x)
@@ -38,13 +47,17 @@ def padding_values(p: Propagation, node: Node, to_shard: Mapping[Node, ShardSpec
     return result
 
 
-def zeros(p: Propagation, node: Node, to_shard: Mapping[Node, ShardSpec]) -> dict[Node, PaddingValue]:
+def zeros(p: Known, node: Node, to_shard: Mapping[Node, ShardSpec]) -> dict[Node, PaddingValue]:
     """Return the fills after which the padding of every operand is zero."""
-    return {x: 0 for x, value in padding_values(p, node, to_shard).items() if value is None or value != 0}
+    return {
+        x: 0
+        for x, value in padding_values(p, node, to_shard).items()
+        if value is None or value != 0
+    }
 
 
 def equal_padding(
-    p: Propagation, node: Node, to_shard: Mapping[Node, ShardSpec]
+    p: Known, node: Node, to_shard: Mapping[Node, ShardSpec]
 ) -> tuple[dict[Node, PaddingValue], PaddingValue]:
     """Return (the fills after which the padding of all operands is the same, its value then)."""
     distinct = dict.fromkeys(padding_values(p, node, to_shard).values())
@@ -54,11 +67,13 @@ def equal_padding(
 
 
 def settle(
-    p: Propagation, node: Node, layout: Layout, to_shard: Mapping[Node, ShardSpec], pointwise: bool
+    p: Known, node: Node, layout: Layout, to_shard: Mapping[Node, ShardSpec], pointwise: bool
 ) -> tuple[dict[Node, PaddingValue], tuple[PaddingValue, ...]]:
-    """Return (fills, the padding value of each result after these) of a node whose padded operands share a dimension.
+    """Return (fills, the padding value of each result after these) of a node whose padded operands
+    share a dimension.
 
-    layout:    its ``dim`` is that dimension, counted in the result if ``pointwise``, else in each operand.
+    layout:    its ``dim`` is that dimension, counted in the result if ``pointwise``, else in each
+               operand.
     pointwise: whether the operator is elementwise.
 
     Raises CannotShard if no fills give finite derivatives.
@@ -78,11 +93,15 @@ def settle(
                 why = "writes into the padding of a dimension that the ranks do not share evenly"
                 raise p.cannot_shard(node, why, (x,))
         return fills, results
-    raise p.cannot_shard(node, "is singular in the padding of a dimension that the ranks do not share evenly")
+    raise p.cannot_shard(
+        node, "is singular in the padding of a dimension that the ranks do not share evenly"
+    )
 
 
 def _candidate_fills(padding: Mapping[Node, PaddingValue]) -> Iterator[dict[Node, PaddingValue]]:
-    """Yield fills to try: as few as possible, then ones where zeros are singular, in one operand, then in all."""
+    """Yield fills to try: as few as possible, then ones where zeros are singular, in one operand,
+    then in all.
+    """
     unknown: dict[Node, PaddingValue] = {x: 0 for x, value in padding.items() if value is None}
     numbers = [x for x in padding if values(x)[0].is_floating_point()]
     yield unknown
@@ -91,44 +110,68 @@ def _candidate_fills(padding: Mapping[Node, PaddingValue]) -> Iterator[dict[Node
 
 
 def _run(
-    p: Propagation, node: Node, layout: Layout, padding: Mapping[Node, PaddingValue], pointwise: bool
+    p: Known, node: Node, layout: Layout, padding: Mapping[Node, PaddingValue], pointwise: bool
 ) -> tuple[PaddingValue, ...] | None:
     """Return the padding value of each result; None if a gradient of zero does not stay zero."""
-    samples = _padding_beside_samples(node, padding) if pointwise else _one_padding_entry(node, layout, padding)
+    samples = (
+        _padding_beside_samples(node, padding)
+        if pointwise
+        else _one_padding_entry(node, layout, padding)
+    )
     operands = {x: t.requires_grad_() if t.is_floating_point() else t for x, t in samples.items()}
     leaves = [x for x in operands.values() if x.requires_grad]
     written = aliased(node)[1]
     with torch.enable_grad():
-        args, kwargs = map_arg((node.args, node.kwargs), lambda x: operands[x].clone() if x in written else operands[x])
+        args, kwargs = map_arg(
+            (node.args, node.kwargs), lambda x: operands[x].clone() if x in written else operands[x]
+        )
         results = [x for x in tree_leaves(called(node)(*args, **kwargs)) if isinstance(x, Tensor)]
     roots = [x for x in results if x.requires_grad]
     if roots:
-        grads = torch.autograd.grad(roots, leaves, [torch.zeros_like(x) for x in roots], allow_unused=True)
+        grads = torch.autograd.grad(
+            roots, leaves, [torch.zeros_like(x) for x in roots], allow_unused=True
+        )
         if any(grad is not None and grad.any() for grad in grads):
             return None
     return tuple(_constant(x.detach()) for x in results)
 
 
 def _padding_beside_samples(node: Node, padding: Mapping[Node, PaddingValue]) -> dict[Node, Tensor]:
-    """Return 1-D operands: the padding beside every combination of sample values of the other operands."""
+    """Return 1-D operands: the padding beside every combination of sample values of the other
+    operands.
+    """
     others = [x for x in node.all_input_nodes if x not in padding]
     combinations = list(product(*(_SAMPLES[_kind(values(x)[0].dtype)] for x in others)))
     columns = dict(zip(others, zip(*combinations, strict=True), strict=True))
     full = {
-        x: torch.full((len(combinations),), _known(value), dtype=values(x)[0].dtype) for x, value in padding.items()
+        x: torch.full((len(combinations),), _known(value), dtype=values(x)[0].dtype)
+        for x, value in padding.items()
     }
-    return full | {x: torch.tensor(column, dtype=values(x)[0].dtype) for x, column in columns.items()}
+    return full | {
+        x: torch.tensor(column, dtype=values(x)[0].dtype) for x, column in columns.items()
+    }
 
 
-def _one_padding_entry(node: Node, layout: Layout, padding: Mapping[Node, PaddingValue]) -> dict[Node, Tensor]:
-    """Return operands whose padded dimension is one entry of padding; other operands have sample values."""
+def _one_padding_entry(
+    node: Node, layout: Layout, padding: Mapping[Node, PaddingValue]
+) -> dict[Node, Tensor]:
+    """Return operands whose padded dimension is one entry of padding; other operands have sample
+    values.
+    """
     operands: dict[Node, Tensor] = {}
     for x in node.all_input_nodes:
         value = values(x)[0]
-        shape = [1 if x in padding and dim == layout.dim else extent for dim, extent in enumerate(value.shape)]
+        shape = [
+            1 if x in padding and dim == layout.dim else extent
+            for dim, extent in enumerate(value.shape)
+        ]
         samples = torch.tensor(_SAMPLES[_kind(value.dtype)], dtype=value.dtype)
-        samples = samples.repeat(-(-math.prod(shape) // len(samples)))[: math.prod(shape)].view(shape)
-        operands[x] = torch.full(shape, _known(padding[x]), dtype=value.dtype) if x in padding else samples
+        samples = samples.repeat(-(-math.prod(shape) // len(samples)))[: math.prod(shape)].view(
+            shape
+        )
+        operands[x] = (
+            torch.full(shape, _known(padding[x]), dtype=value.dtype) if x in padding else samples
+        )
     return operands
 
 
@@ -138,11 +181,22 @@ def _known(value: PaddingValue) -> float | int | bool:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point or dtype.is_complex else "int"
+    return (
+        "bool"
+        if dtype == torch.bool
+        else "float"
+        if dtype.is_floating_point or dtype.is_complex
+        else "int"
+    )
 
 
 def _constant(x: Tensor) -> PaddingValue:
     """Return the number that every entry of a tensor is; None if they differ or are not finite."""
-    if x.is_complex() or not x.numel() or not bool((x == x.flatten()[0]).all()) or not bool(x.isfinite().all()):
+    if (
+        x.is_complex()
+        or not x.numel()
+        or not bool((x == x.flatten()[0]).all())
+        or not bool(x.isfinite().all())
+    ):
         return None
     return x.flatten()[0].item()

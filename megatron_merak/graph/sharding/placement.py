@@ -1,4 +1,6 @@
-"""The data types of sharding: how a value is sharded over tensor-parallel ranks, and what one rank does for a node."""
+"""The data types of sharding: how a value is sharded over tensor-parallel ranks, and what one rank
+does for a node.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,7 +10,8 @@ from torch.fx import Node
 
 from .writer import Writer
 
-PaddingValue = float | int | bool | None  # what every padding entry of a shard contains; None: not known
+# what every padding entry of a shard contains; None: not known
+PaddingValue = float | int | bool | None
 
 
 @dataclass(frozen=True)
@@ -16,13 +19,15 @@ class Layout:
     """How a tensor is sharded over the tensor-parallel ranks.
 
     dim:           the sharded dimension.
-    blocks:        full extents of the blocks that ``dim`` is a concatenation of; each is sharded evenly by itself.
+    blocks:        full extents of the blocks that ``dim`` is a concatenation of; each is sharded
+                   evenly by itself.
     origins:       names of the parameters whose sharding led to this one.
-    padded:        extent of ``dim`` with padding, where its one block is not divisible by the ranks; 0: no padding. The
-                   padding is at the end of the last ranks' shards and means nothing.
+    padded:        extent of ``dim`` with padding, where its one block is not divisible by the
+                   ranks; 0: no padding. The padding is at the end of the last ranks' shards and
+                   means nothing.
     renormalized:  whether the value was scaled by a statistic that took an all-reduce.
-    features:      (first, per entry): which output features of the origins the entries of ``dim`` stand for; None where
-                   that is not known.
+    features:      (first, per entry): which output features of the origins the entries of ``dim``
+                   stand for; None where that is not known.
     padding_value: what the padding contains, see padding.py.
     """
 
@@ -43,7 +48,9 @@ class Layout:
         return (self.dim, self.blocks, self.padded) == (other.dim, other.blocks, other.padded)
 
     def piece(self, start: int, blocks: tuple[int, ...]) -> "Layout":
-        """Return the layout of the range of ``dim`` that starts at ``start`` and consists of ``blocks``."""
+        """Return the layout of the range of ``dim`` that starts at ``start`` and consists of
+        ``blocks``.
+        """
         features = self.features and (self.features[0] + start * self.features[1], self.features[1])
         return replace(self, blocks=blocks, features=features)
 
@@ -60,8 +67,8 @@ NodeLayout = Layout | None | tuple[Layout | None, ...]
 class ShardSpec:
     """Which shard of a replicated tensor each rank takes. dim, blocks, padded: see ``Layout``.
 
-    repeats: ``dim`` is sharded as if each of its entries were repeated this often (key-value heads, each of which
-             serves several query heads).
+    repeats: ``dim`` is sharded as if each of its entries were repeated this often (key-value heads,
+             each of which serves several query heads).
     """
 
     dim: int
@@ -74,7 +81,8 @@ class ShardSpec:
 class Decision:
     """What one rank does for one node of the captured graph.
 
-    Sharded operands are used as they are, unless ``gathered``; replicated ones too, unless ``to_shard``.
+    Sharded operands are used as they are, unless ``gathered``; replicated ones too, unless
+    ``to_shard``.
 
     layout:   of the result.
     to_shard: replicated operands of which the rank takes its shard.
@@ -101,17 +109,33 @@ class Decision:
 
 
 class CannotShard(Exception):
-    """An operator cannot work on shards of ``operands``. ``why`` continues the sentence '<op> in <module> ...'."""
+    """An operator cannot work on shards of ``operands``. ``why`` continues the sentence '<op> in
+    <module> ...'.
+
+    origins: the parameters whose sharding led to that of the operands.
+    """
 
     def __init__(self, node: Node, operands: tuple[Node, ...], why: str):
         super().__init__(why)
         self.node = node
         self.operands = operands
         self.why = why
+        self.origins: tuple[str, ...] = ()
+
+
+class NeedsBlocks(CannotShard):
+    """An operator takes pieces of the sharded dimension. blocks: see ``Assumptions``, those that
+    parameters need.
+    """
+
+    def __init__(self, node: Node, blocks: Mapping[tuple[str, int], tuple[int, ...]]):
+        super().__init__(node, (), "takes pieces of the sharded dimension")
+        self.blocks = blocks
 
 
 class PlanConflict(Exception):
-    """A node cannot work on shards of values, but a plan shards the parameters ``origins`` that they depend on.
+    """A node cannot work on shards of values, but a plan shards the parameters ``origins`` that
+    they depend on.
 
     ``why`` continues the sentence '<op> in <module> ...'.
     """
@@ -121,7 +145,3 @@ class PlanConflict(Exception):
         self.node = node
         self.origins = origins
         self.why = why
-
-
-class Restart(Exception):
-    """The assumptions about parameters have changed: propagation starts again."""

@@ -1,4 +1,6 @@
-"""Which parameters play the same role in different layers. What propagation learns of one, it assumes of all."""
+"""Which parameters play the same role in different layers. What propagation learns of one, it
+assumes of all.
+"""
 
 import re
 from collections.abc import Iterator
@@ -12,15 +14,16 @@ from ..ir.nodes import op_name
 def roles(captured: Captured) -> dict[str, str]:
     """Return the role of every parameter that the graph reads.
 
-    That is its name without numbers, its shape, the lines of the model's source that read it, and the operators that
-    follow. ``l0.weight`` and ``l1.weight`` of one module have different roles.
+    That is its name without numbers, its shape, the lines of the model's source that read it, and
+    the operators that follow. ``l0.weight`` and ``l1.weight`` of one module have different roles.
     """
     readers: dict[str, list[Node]] = {name: [] for name in captured.shapes}
     for node in captured.module.graph.find_nodes(op="get_attr"):
         if node.target in readers:
             readers[str(node.target)] += node.users
     return {
-        name: f"{_without_numbers(name)} {tuple(captured.shapes[name])} {' '.join(dict.fromkeys(_uses(nodes)))}"
+        name: f"{_without_numbers(name)} {tuple(captured.shapes[name])} "
+        f"{' '.join(dict.fromkeys(_uses(nodes)))}"
         for name, nodes in readers.items()
     }
 

@@ -3,7 +3,7 @@
 An operator without a rule needs replicated operands.
 """
 
-from .propagate import Rule
+from .known import Rule
 from .rules_across import amax, gather, index, logsumexp, maximum, nll_loss, softmax
 from .rules_einsum import einsum
 from .rules_product import addmm, attention, depthwise, grouped, linear, matmul
@@ -76,7 +76,9 @@ RULES: dict[str, Rule] = {
     "unfold": unfold,
     **_rows("linalg_solve_triangular linalg_inv triangular_solve", batched),
     # reductions, scans and the like
-    **_rows("mean sum prod var std amin linalg_vector_norm argmin any all count_nonzero", reduction),
+    **_rows(
+        "mean sum prod var std amin linalg_vector_norm argmin any all count_nonzero", reduction
+    ),
     "min.dim": reduction,
     **_rows("max.dim argmax", maximum),
     **_rows("cumsum cumprod logcumsumexp glu", along),

@@ -10,16 +10,18 @@ from torch.fx import Node
 from ..ir.gradients import passes_gradient
 from ..ir.nodes import constant, op_name, operand, operands, values
 from . import across, rules_shape
+from .known import VOCABULARY_ROWS, Known
 from .placement import Decision, Layout, PaddingValue
-from .propagate import VOCABULARY_ROWS, Propagation
 from .rules_value import along, argument, dims_of, reduction
 from .writer import Writer
 
 aten = torch.ops.aten
 
 
-def _along_vocabulary(p: Propagation, node: Node, dims: tuple[int, ...]) -> bool:
-    """Whether a node works along the sharded dimension, and that is large enough for a vocabulary."""
+def _along_vocabulary(p: Known, node: Node, dims: tuple[int, ...]) -> bool:
+    """Whether a node works along the sharded dimension, and that is large enough for a
+    vocabulary.
+    """
     layout = p.input_layout(node)
     floating = values(operand(node))[0].is_floating_point()
     return layout.dim in dims and sum(layout.blocks) >= VOCABULARY_ROWS and floating
@@ -31,7 +33,7 @@ def _fill_lowest(node: Node, layout: Layout) -> dict[Node, PaddingValue]:
     return {x: torch.finfo(values(x)[0].dtype).min} if layout.padded else {}
 
 
-def logsumexp(p: Propagation, node: Node) -> Decision:
+def logsumexp(p: Known, node: Node) -> Decision:
     dims = dims_of(p, node, "dim")
     if not _along_vocabulary(p, node, dims):
         return reduction(p, node)
@@ -40,12 +42,14 @@ def logsumexp(p: Propagation, node: Node) -> Decision:
 
     def write(writer: Writer, node: Node) -> Node:
         own = writer.call(across.log_sum_exp, (writer.operand(operand(node)), dims, keepdim))
-        return writer.call(across.combined_log_sum_exp, (writer.stack(own), dtype), like=node, sharded=False)
+        return writer.call(
+            across.combined_log_sum_exp, (writer.stack(own), dtype), like=node, sharded=False
+        )
 
     return Decision(None, fills=_fill_lowest(node, p.input_layout(node)), write=write)
 
 
-def softmax(p: Propagation, node: Node) -> Decision:
+def softmax(p: Known, node: Node) -> Decision:
     """softmax, log_softmax: the ranks exchange the log-sum-exp of every row."""
     dims = dims_of(p, node, "dim")
     if not _along_vocabulary(p, node, dims):
@@ -63,10 +67,12 @@ def softmax(p: Propagation, node: Node) -> Decision:
         return writer.call(function, (shard, writer.enter(total), dtype))
 
     layout = p.input_layout(node)
-    return Decision(replace(layout, padding_value=None), fills=_fill_lowest(node, layout), write=write)
+    return Decision(
+        replace(layout, padding_value=None), fills=_fill_lowest(node, layout), write=write
+    )
 
 
-def amax(p: Propagation, node: Node) -> Decision:
+def amax(p: Known, node: Node) -> Decision:
     dims = dims_of(p, node, "dim")
     if not _along_vocabulary(p, node, dims):
         return reduction(p, node)
@@ -78,16 +84,22 @@ def amax(p: Propagation, node: Node) -> Decision:
         largest = writer.call(aten.amax.default, (maxima, [0]), sharded=False)
         if shard.meta["grad"] and any(map(passes_gradient, node.users)):
             count = writer.sum(writer.call(across.count_of_max, (detached, largest, dims)))
-            gradient = writer.sum(writer.call(across.gradient_of_max, (shard, largest, count, dims)))
+            gradient = writer.sum(
+                writer.call(across.gradient_of_max, (shard, largest, count, dims))
+            )
             largest = writer.call(aten.add.Tensor, (largest, gradient), sharded=False)
-        return writer.call(aten.reshape.default, (largest, list(p.shape(node))), like=node, sharded=False)
+        return writer.call(
+            aten.reshape.default, (largest, list(p.shape(node))), like=node, sharded=False
+        )
 
     return Decision(None, fills=_fill_lowest(node, p.input_layout(node)), write=write)
 
 
-def _reduced(p: Propagation, layout: Layout, function: Callable, *args: Any) -> Callable[[Writer, Node], Node]:
-    """Return a ``Decision.write`` for the all-reduce of function(shard of the first operand, *args, start of the
-    shard)."""
+def _reduced(
+    p: Known, layout: Layout, function: Callable, *args: Any
+) -> Callable[[Writer, Node], Node]:
+    """Return a ``Decision.write`` for the all-reduce of function(shard of the first operand, *args,
+    start of the shard)."""
 
     def write(writer: Writer, node: Node) -> Node:
         operands = [[writer.get(x) for x in a] if isinstance(a, list) else a for a in args]
@@ -98,7 +110,7 @@ def _reduced(p: Propagation, layout: Layout, function: Callable, *args: Any) -> 
     return write
 
 
-def gather(p: Propagation, node: Node) -> Decision:
+def gather(p: Known, node: Node) -> Decision:
     x, index = operands(node, 0, 2)
     dim = constant(node, 1)
     layout = p.layout(x)
@@ -108,13 +120,19 @@ def gather(p: Propagation, node: Node) -> Decision:
     return Decision(None, write=_reduced(p, layout, across.gather_own, dim, index))
 
 
-def index(p: Propagation, node: Node) -> Decision:
+def index(p: Known, node: Node) -> Decision:
     """x[i, j, ...] with an index for every dimension: each rank has some of the entries."""
     x = operand(node)
     indices = constant(node, 1)
     layout = p.input_layout(node)
-    full = len(indices) == len(p.shape(x)) and all(isinstance(i, Node) and p.layout(i) is None for i in indices)
-    if not full or len(layout.blocks) > 1 or any(values(i)[0].dtype in (torch.bool, torch.uint8) for i in indices):
+    full = len(indices) == len(p.shape(x)) and all(
+        isinstance(i, Node) and p.layout(i) is None for i in indices
+    )
+    if (
+        not full
+        or len(layout.blocks) > 1
+        or any(values(i)[0].dtype in (torch.bool, torch.uint8) for i in indices)
+    ):
         return rules_shape.index(p, node)
 
     def write(writer: Writer, node: Node) -> Node:
@@ -126,10 +144,14 @@ def index(p: Propagation, node: Node) -> Decision:
     return Decision(None, write=write)
 
 
-def nll_loss(p: Propagation, node: Node) -> Decision:
+def nll_loss(p: Known, node: Node) -> Decision:
     x, target = operands(node, 0, 1)
     layout = p.input_layout(node)
-    if layout.dim != min(len(p.shape(x)) - 1, 1) or len(layout.blocks) > 1 or p.layout(target) is not None:
+    if (
+        layout.dim != min(len(p.shape(x)) - 1, 1)
+        or len(layout.blocks) > 1
+        or p.layout(target) is not None
+    ):
         raise p.cannot_shard(node, "has classes in several blocks, or another dimension sharded")
     if argument(node, "weight") is not None:
         raise p.cannot_shard(node, "weights the classes")
@@ -137,13 +159,18 @@ def nll_loss(p: Propagation, node: Node) -> Decision:
 
     def write(writer: Writer, node: Node) -> Node:
         log_probs = write_log_probs(writer, node)
-        args = (log_probs, writer.get(target), argument(node, "reduction"), argument(node, "ignore_index"))
+        args = (
+            log_probs,
+            writer.get(target),
+            argument(node, "reduction"),
+            argument(node, "ignore_index"),
+        )
         return writer.call(across.nll_of_log_probs, args, like=node, sharded=False)
 
     return Decision(None, write=write)
 
 
-def maximum(p: Propagation, node: Node) -> Decision:
+def maximum(p: Known, node: Node) -> Decision:
     """max(x, dim), argmax(x, dim): the first of several maxima counts."""
     x = operand(node)
     dims = dims_of(p, node, "dim")

@@ -1,4 +1,6 @@
-"""Rules of operators that move positions: views, permutations, pieces, joins, and indexing of other dimensions."""
+"""Rules of operators that move positions: views, permutations, pieces, joins, and indexing of other
+dimensions.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,17 +10,17 @@ import torch
 from torch.fx import Node
 
 from ..ir.nodes import constant, op_name, operand, operands, values
+from .known import Known
 from .padding import equal_padding, padding_values, settle
 from .placement import Decision, Layout, PaddingValue, ShardSpec
-from .propagate import Propagation
 from .rules_value import argument
 
 aten = torch.ops.aten
 
 
-def view(p: Propagation, node: Node) -> Decision:
-    """Find the smallest groups of input and output dimensions of equal product around the sharded dimension, and where
-    its shards are in the output."""
+def view(p: Known, node: Node) -> Decision:
+    """Find the smallest groups of input and output dimensions of equal product around the sharded
+    dimension, and where its shards are in the output."""
     x = operand(node)
     layout = p.input_layout(node)
     before = p.shape(x)
@@ -45,16 +47,24 @@ def view(p: Propagation, node: Node) -> Decision:
                 features = _features(layout, before, first, extent) if product == 1 else None
                 blocks = (extent // pieces,) * pieces
                 return _viewed(p, node, replace(layout, dim=dim, blocks=blocks, features=features))
-            contiguous = len(layout.blocks) == 1 and layout.dim == first and before[first] % extent == 0
+            contiguous = (
+                len(layout.blocks) == 1 and layout.dim == first and before[first] % extent == 0
+            )
             if rest == 0 and pieces == 1 and contiguous:
-                raise p.needs_blocks(node, layout, range(0, before[first] + 1, before[first] // extent))
+                raise p.needs_blocks(
+                    node, layout, range(0, before[first] + 1, before[first] // extent)
+                )
             break
         product *= extent
     raise p.cannot_shard(node, f"views {before} as {after}")
 
 
-def _features(layout: Layout, before: Sequence[int], first: int, extent: int) -> tuple[int, int] | None:
-    """Return ``Layout.features`` of the sharded dimension when it has ``extent`` entries after a view."""
+def _features(
+    layout: Layout, before: Sequence[int], first: int, extent: int
+) -> tuple[int, int] | None:
+    """Return ``Layout.features`` of the sharded dimension when it has ``extent`` entries after a
+    view.
+    """
     if not layout.features or prod(before[first : layout.dim]) != 1:
         return None
     start, per_entry = layout.features
@@ -62,17 +72,27 @@ def _features(layout: Layout, before: Sequence[int], first: int, extent: int) ->
     return (start, total // extent) if total % extent == 0 else None
 
 
-def _viewed(p: Propagation, node: Node, layout: Layout) -> Decision:
-    return Decision(layout, args=(operand(node), local_shape(p, p.shape(node), layout)), target=aten.reshape.default)
+def _viewed(p: Known, node: Node, layout: Layout) -> Decision:
+    return Decision(
+        layout,
+        args=(operand(node), local_shape(p, p.shape(node), layout)),
+        target=aten.reshape.default,
+    )
 
 
-def local_shape(p: Propagation, shape: Sequence[int], layout: Layout) -> list[int]:
+def local_shape(p: Known, shape: Sequence[int], layout: Layout) -> list[int]:
     """Return the shape of one rank's shard."""
-    return [layout.extent(p.tp) if dim == layout.dim else extent for dim, extent in enumerate(shape)]
+    return [
+        layout.extent(p.tp) if dim == layout.dim else extent for dim, extent in enumerate(shape)
+    ]
 
 
-def _groups(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return dimensions [first, last) of ``before`` that include ``dim``, and those of ``after`` of equal product."""
+def _groups(
+    before: Sequence[int], after: Sequence[int], dim: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return dimensions [first, last) of ``before`` that include ``dim``, and those of ``after`` of
+    equal product.
+    """
     i = j = 0
     while True:
         first = i
@@ -98,7 +118,7 @@ def _groups(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[tupl
             return (first, i), (start, j)
 
 
-def permute(p: Propagation, node: Node) -> Decision:
+def permute(p: Known, node: Node) -> Decision:
     x = operand(node)
     order = list(range(len(p.shape(x))))
     if len(node.args) == 3:
@@ -114,13 +134,15 @@ def permute(p: Propagation, node: Node) -> Decision:
     return Decision(replace(layout, dim=order.index(layout.dim)))
 
 
-def movedim(p: Propagation, node: Node) -> Decision:
+def movedim(p: Known, node: Node) -> Decision:
     x = operand(node)
     rank = len(p.shape(x))
     source = _dims(constant(node, 1))
     target = _dims(constant(node, 2))
     order = [dim for dim in range(rank) if dim not in [s % rank for s in source]]
-    for position, dim in sorted(zip((t % rank for t in target), (s % rank for s in source), strict=True)):
+    for position, dim in sorted(
+        zip((t % rank for t in target), (s % rank for s in source), strict=True)
+    ):
         order.insert(position, dim)
     layout = p.input_layout(node)
     return Decision(replace(layout, dim=order.index(layout.dim)))
@@ -130,13 +152,13 @@ def _dims(dims: int | Sequence[int]) -> list[int]:
     return [dims] if isinstance(dims, int) else list(dims)
 
 
-def unsqueeze(p: Propagation, node: Node) -> Decision:
+def unsqueeze(p: Known, node: Node) -> Decision:
     layout = p.input_layout(node)
     dim = constant(node, 1) % len(p.shape(node))
     return Decision(replace(layout, dim=layout.dim + (dim <= layout.dim)))
 
 
-def squeeze(p: Propagation, node: Node) -> Decision:
+def squeeze(p: Known, node: Node) -> Decision:
     x = operand(node)
     layout = p.input_layout(node)
     shape = p.shape(x)
@@ -147,7 +169,7 @@ def squeeze(p: Propagation, node: Node) -> Decision:
     return _viewed(p, node, result)
 
 
-def expand(p: Propagation, node: Node) -> Decision:
+def expand(p: Known, node: Node) -> Decision:
     x = operand(node)
     layout = p.input_layout(node)
     shape = p.shape(node)
@@ -155,7 +177,7 @@ def expand(p: Propagation, node: Node) -> Decision:
     return Decision(result, args=(x, local_shape(p, shape, result)), target=aten.expand.default)
 
 
-def like(p: Propagation, node: Node) -> Decision:
+def like(p: Known, node: Node) -> Decision:
     """expand_as, view_as: a replicated value stays replicated, however the other is sharded."""
     x = operand(node)
     target = aten.expand.default if op_name(node) == "expand_as" else aten.reshape.default
@@ -164,7 +186,7 @@ def like(p: Propagation, node: Node) -> Decision:
     return expand(p, node) if target is aten.expand.default else view(p, node)
 
 
-def repeat(p: Propagation, node: Node) -> Decision:
+def repeat(p: Known, node: Node) -> Decision:
     x = operand(node)
     layout = p.input_layout(node)
     repeats = constant(node, 1)
@@ -172,10 +194,14 @@ def repeat(p: Propagation, node: Node) -> Decision:
     times = repeats[result.dim]
     if times != 1 and layout.padded:
         raise p.cannot_shard(node, "repeats a padded dimension")
-    return Decision(replace(result, blocks=layout.blocks * times, features=layout.features if times == 1 else None))
+    return Decision(
+        replace(
+            result, blocks=layout.blocks * times, features=layout.features if times == 1 else None
+        )
+    )
 
 
-def repeat_interleave(p: Propagation, node: Node) -> Decision:
+def repeat_interleave(p: Known, node: Node) -> Decision:
     x = operand(node)
     times = constant(node, 1)
     layout = p.input_layout(node)
@@ -191,7 +217,9 @@ def repeat_interleave(p: Propagation, node: Node) -> Decision:
     return Decision(result, args=(x, times, dim), target=aten.repeat_interleave.self_int)
 
 
-def _pieces(p: Propagation, node: Node, layout: Layout, bounds: Sequence[tuple[int, int]]) -> list[Layout]:
+def _pieces(
+    p: Known, node: Node, layout: Layout, bounds: Sequence[tuple[int, int]]
+) -> list[Layout]:
     """Return the layout of each piece (start, stop) of the sharded dimension."""
     edges = [0]
     for block in layout.blocks:
@@ -203,7 +231,7 @@ def _pieces(p: Propagation, node: Node, layout: Layout, bounds: Sequence[tuple[i
     raise p.needs_blocks(node, layout, sorted({edge for bound in bounds for edge in bound}))
 
 
-def split(p: Propagation, node: Node) -> Decision:
+def split(p: Known, node: Node) -> Decision:
     """split, chunk, split_with_sizes, tensor_split."""
     x = operand(node)
     layout = p.input_layout(node)
@@ -217,7 +245,7 @@ def split(p: Propagation, node: Node) -> Decision:
     return Decision(result, args=args, target=aten.split_with_sizes.default)
 
 
-def unbind(p: Propagation, node: Node) -> Decision:
+def unbind(p: Known, node: Node) -> Decision:
     x = operand(node)
     layout = p.input_layout(node)
     dim = argument(node, "dim") % len(p.shape(x))
@@ -226,7 +254,7 @@ def unbind(p: Propagation, node: Node) -> Decision:
     return Decision((replace(layout, dim=layout.dim - (dim < layout.dim)),) * len(values(node)))
 
 
-def select(p: Propagation, node: Node) -> Decision:
+def select(p: Known, node: Node) -> Decision:
     x = operand(node)
     layout = p.input_layout(node)
     dim = constant(node, 1) % len(p.shape(x))
@@ -236,15 +264,19 @@ def select(p: Propagation, node: Node) -> Decision:
 
 
 def _bounds(node: Node, extent: int) -> tuple[int, int, int]:
-    """Return start, stop and step of a slice of a dimension of ``extent``, with both ends in [0, extent]."""
+    """Return start, stop and step of a slice of a dimension of ``extent``, with both ends in [0,
+    extent].
+    """
     start = argument(node, "start") or 0
     stop = argument(node, "end")
     stop = extent if stop is None else stop
-    start, stop = (max(0, min(extent, edge + extent if edge < 0 else edge)) for edge in (start, stop))
+    start, stop = (
+        max(0, min(extent, edge + extent if edge < 0 else edge)) for edge in (start, stop)
+    )
     return start, stop, argument(node, "step")
 
 
-def slice_(p: Propagation, node: Node) -> Decision:
+def slice_(p: Known, node: Node) -> Decision:
     x = operand(node)
     layout = p.input_layout(node)
     rank = len(p.shape(x))
@@ -252,19 +284,29 @@ def slice_(p: Propagation, node: Node) -> Decision:
     extent = p.shape(x)[dim]
     start, stop, step = _bounds(node, extent)
     if dim != layout.dim or (start, stop, step) == (0, extent, 1):
-        return Decision(layout, args=(x, dim, 0, layout.extent(p.tp)) if dim == layout.dim else None)
+        return Decision(
+            layout, args=(x, dim, 0, layout.extent(p.tp)) if dim == layout.dim else None
+        )
     if step > 1:
-        if len(layout.blocks) > 1 or (extent // p.tp) % step or start >= step or stop != extent or layout.padded:
+        if (
+            len(layout.blocks) > 1
+            or (extent // p.tp) % step
+            or start >= step
+            or stop != extent
+            or layout.padded
+        ):
             raise p.cannot_shard(node, "takes every k-th entry of the sharded dimension")
         result = replace(layout, blocks=(extent // step,), features=None)
         return Decision(result, args=(x, dim, start, extent // p.tp, step))
     siblings = [u for u in x.users if u.target is node.target and argument(u, "dim") % rank == dim]
-    others = [bound[:2] for u in siblings if (bound := _bounds(u, extent))[2] == 1 and bound[0] < bound[1]]
+    others = [
+        bound[:2] for u in siblings if (bound := _bounds(u, extent))[2] == 1 and bound[0] < bound[1]
+    ]
     result = _pieces(p, node, layout, [(start, stop), *others])[0]
     return Decision(result, args=(x, dim, start // p.tp, stop // p.tp))
 
 
-def narrow(p: Propagation, node: Node) -> Decision:
+def narrow(p: Known, node: Node) -> Decision:
     x = operand(node)
     dim = constant(node, 1)
     start = constant(node, 2)
@@ -278,8 +320,10 @@ def narrow(p: Propagation, node: Node) -> Decision:
     return Decision(result, args=(x, dim, start // p.tp, length // p.tp))
 
 
-def join(p: Propagation, node: Node) -> Decision:
-    """cat, stack. Along the sharded dimension the operands' blocks are concatenated; else all are sharded alike."""
+def join(p: Known, node: Node) -> Decision:
+    """cat, stack. Along the sharded dimension the operands' blocks are concatenated; else all are
+    sharded alike.
+    """
     joined: Sequence[Node] = constant(node, 0)
     new = node.target is aten.stack.default
     dim = argument(node, "dim") % len(p.shape(node))
@@ -287,7 +331,9 @@ def join(p: Propagation, node: Node) -> Decision:
     first = p.sharded_layout(sharded[0])
     if not new and first.dim == dim:
         layouts = [p.layout(x) for x in joined]
-        pieces = [layout for layout in layouts if layout and layout.dim == dim and not layout.padded]
+        pieces = [
+            layout for layout in layouts if layout and layout.dim == dim and not layout.padded
+        ]
         if len(pieces) < len(joined):
             raise p.cannot_shard(node, "joins sharded and replicated values")
         blocks = tuple(block for piece in pieces for block in piece.blocks)
@@ -306,7 +352,7 @@ def join(p: Propagation, node: Node) -> Decision:
     return Decision(result, to_shard, fills=fills)
 
 
-def index(p: Propagation, node: Node) -> Decision:
+def index(p: Known, node: Node) -> Decision:
     """x[i, j]: the sharded dimension must not be indexed, and the indices must be replicated."""
     indices = constant(node, 1)
     layout = p.input_layout(node)
@@ -319,11 +365,17 @@ def index(p: Propagation, node: Node) -> Decision:
     rank = max(len(p.shape(indices[dim])) for dim in used)
     adjacent = used[-1] - used[0] + 1 == len(used)
     front = layout.dim > used[0] or not adjacent
-    return Decision(replace(layout, dim=layout.dim - sum(dim < layout.dim for dim in used) + (rank if front else 0)))
+    return Decision(
+        replace(
+            layout, dim=layout.dim - sum(dim < layout.dim for dim in used) + (rank if front else 0)
+        )
+    )
 
 
-def gather(p: Propagation, node: Node) -> Decision:
-    """gather(x, dim, index) along another dimension than the sharded one; the index is sharded like x."""
+def gather(p: Known, node: Node) -> Decision:
+    """gather(x, dim, index) along another dimension than the sharded one; the index is sharded like
+    x.
+    """
     x, index = operands(node, 0, 2)
     dim = constant(node, 1)
     layout = p.layout(x) or p.sharded_layout(index)
@@ -337,11 +389,13 @@ def gather(p: Propagation, node: Node) -> Decision:
             p.shard_operand(to_shard, value, layout.spec())
     padding = padding_values(p, node, to_shard)
     fills: dict[Node, PaddingValue] = {index: 0} if padding.get(index, 0) != 0 else {}
-    result = replace(layout, origins=p.origins(p.sharded([x, index])), padding_value=padding.get(x, 0))
+    result = replace(
+        layout, origins=p.origins(p.sharded([x, index])), padding_value=padding.get(x, 0)
+    )
     return Decision(result, to_shard, fills=fills)
 
 
-def index_select(p: Propagation, node: Node) -> Decision:
+def index_select(p: Known, node: Node) -> Decision:
     x = operand(node)
     dim = constant(node, 1)
     layout = p.input_layout(node)
@@ -350,16 +404,20 @@ def index_select(p: Propagation, node: Node) -> Decision:
     return Decision(layout)
 
 
-def other_dims(p: Propagation, node: Node) -> Decision:
-    """Operators along other dimensions that keep the sharded one as it is (roll, flip, tril, pad at the end)."""
+def other_dims(p: Known, node: Node) -> Decision:
+    """Operators along other dimensions that keep the sharded one as it is (roll, flip, tril, pad at
+    the end).
+    """
     layout = p.input_layout(node)
     if layout.dim in _dims_worked_on(p, node):
         raise p.cannot_shard(node, "works along the sharded dimension")
-    fills, (padding_value,) = settle(p, node, layout, {}, pointwise=False) if layout.padded else ({}, (0,))
+    fills, (padding_value,) = (
+        settle(p, node, layout, {}, pointwise=False) if layout.padded else ({}, (0,))
+    )
     return Decision(replace(layout, padding_value=padding_value), fills=fills)
 
 
-def _dims_worked_on(p: Propagation, node: Node) -> list[int]:
+def _dims_worked_on(p: Known, node: Node) -> list[int]:
     rank = len(p.shape(operand(node)))
     name = str(node.target)
     if name.startswith("aten.tri"):
@@ -371,7 +429,7 @@ def _dims_worked_on(p: Propagation, node: Node) -> list[int]:
     return [dim % rank for dim in dims] or list(range(rank))
 
 
-def view_as_complex(p: Propagation, node: Node) -> Decision:
+def view_as_complex(p: Known, node: Node) -> Decision:
     """A last dimension of 2 appears or disappears; it must not be the sharded one."""
     layout = p.input_layout(node)
     if layout.dim >= min(len(p.shape(operand(node))), len(p.shape(node))):

@@ -1,4 +1,6 @@
-"""Rules of operators that keep positions: elementwise ones, and those that reduce or scan along dimensions."""
+"""Rules of operators that keep positions: elementwise ones, and those that reduce or scan along
+dimensions.
+"""
 
 from dataclasses import replace
 from math import prod
@@ -9,9 +11,9 @@ from torch.fx import Node
 
 from ..ir.aliases import aliased
 from ..ir.nodes import op_name, operand, schema, values
+from .known import Known
 from .padding import settle
 from .placement import Decision, Layout, ShardSpec
-from .propagate import Propagation
 
 POINTWISE = """
     add sub mul div rsub neg exp exp2 log log2 log10 sqrt rsqrt pow tanh tan sigmoid silu gelu relu relu6 to
@@ -30,7 +32,9 @@ POINTWISE = """
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
-    """Return the value of an argument of a node's operator, which may be the operator's default for it."""
+    """Return the value of an argument of a node's operator, which may be the operator's default for
+    it.
+    """
     if name in node.kwargs:
         return node.kwargs[name]
     for position, parameter in enumerate(schema(node).arguments):
@@ -39,9 +43,9 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     return default
 
 
-def pointwise(p: Propagation, node: Node) -> Decision:
-    """Sharded operands must be sharded alike; replicated ones are sharded too, unless they broadcast along that
-    dimension."""
+def pointwise(p: Known, node: Node) -> Decision:
+    """Sharded operands must be sharded alike; replicated ones are sharded too, unless they
+    broadcast along that dimension."""
     rank = len(p.shape(node))
     inputs = node.all_input_nodes
     sharded = p.sharded(inputs)
@@ -66,24 +70,34 @@ def pointwise(p: Propagation, node: Node) -> Decision:
                 and first.dim == rank - 1 > 0
                 and prod(shape) == prod(p.shape(node))
             ):
-                raise p.cannot_shard(node, "combines shards with a replicated value of the same size")
+                raise p.cannot_shard(
+                    node, "combines shards with a replicated value of the same size"
+                )
         elif not renormalized:
             renormalized = _is_reduced_statistic(p, x)
-    features = first.features if all(p.sharded_layout(x).features == first.features for x in sharded) else None
-    result = replace(first, origins=p.origins(sharded), renormalized=renormalized, features=features)
+    features = (
+        first.features
+        if all(p.sharded_layout(x).features == first.features for x in sharded)
+        else None
+    )
+    result = replace(
+        first, origins=p.origins(sharded), renormalized=renormalized, features=features
+    )
     if not first.padded:
         return Decision(result, to_shard)
     fills, (padding_value,) = settle(p, node, first, to_shard, pointwise=True)
     return Decision(replace(result, padding_value=padding_value), to_shard, fills=fills)
 
 
-def aligned(p: Propagation, node: Node, rank: int) -> Layout:
-    """Return an operand's layout with its dimension counted in a result of ``rank`` dimensions, as in broadcasting."""
+def aligned(p: Known, node: Node, rank: int) -> Layout:
+    """Return an operand's layout with its dimension counted in a result of ``rank`` dimensions, as
+    in broadcasting.
+    """
     layout = p.sharded_layout(node)
     return replace(layout, dim=layout.dim + rank - len(p.shape(node)))
 
 
-def _is_reduced_statistic(p: Propagation, node: Node, depth: int = 8) -> bool:
+def _is_reduced_statistic(p: Known, node: Node, depth: int = 8) -> bool:
     """Whether a replicated value is a statistic (a mean square, say) that was all-reduced."""
     for _ in range(depth):
         decision = p.decisions.get(node)
@@ -96,7 +110,7 @@ def _is_reduced_statistic(p: Propagation, node: Node, depth: int = 8) -> bool:
     return False
 
 
-def dims_of(p: Propagation, node: Node, name: str) -> tuple[int, ...]:
+def dims_of(p: Known, node: Node, name: str) -> tuple[int, ...]:
     """Return the dimensions an operator works along, as indices >= 0; all if it names none."""
     rank = len(p.shape(operand(node)))
     value = argument(node, name)
@@ -104,8 +118,10 @@ def dims_of(p: Propagation, node: Node, name: str) -> tuple[int, ...]:
     return tuple(dim % rank for dim in dims) or tuple(range(rank))
 
 
-def reduction(p: Propagation, node: Node) -> Decision:
-    """Reducing other dimensions keeps the shards; a sum or mean along the sharded one is a partial sum."""
+def reduction(p: Known, node: Node) -> Decision:
+    """Reducing other dimensions keeps the shards; a sum or mean along the sharded one is a partial
+    sum.
+    """
     x = operand(node)
     layout = p.input_layout(node)
     dims = dims_of(p, node, "dim")
@@ -116,38 +132,50 @@ def reduction(p: Propagation, node: Node) -> Decision:
     name = op_name(node)
     if name not in ("sum", "mean") or not values(x)[0].is_floating_point():
         raise p.cannot_shard(node, "reduces the sharded dimension")
-    # A fill also stops the gradient of the padding, so that it is needed even if the padding is zero.
+    # A fill also stops the gradient of the padding, so that it is needed even if the padding is
+    # zero.
     scale = layout.extent(p.tp) / sum(layout.blocks) if name == "mean" else 1.0
     return Decision(None, reduce=True, scale=scale, fills={x: 0} if layout.padded else {})
 
 
-def _decision(p: Propagation, node: Node, layout: Layout, result: Layout) -> Decision:
-    """Return the decision for a node whose operand has ``layout`` and of which every result has the layout ``result``,
-    apart from the value of its padding."""
-    fills, padding = settle(p, node, layout, {}, pointwise=False) if layout.padded else ({}, (0,) * len(values(node)))
+def _decision(p: Known, node: Node, layout: Layout, result: Layout) -> Decision:
+    """Return the decision for a node whose operand has ``layout`` and of which every result has the
+    layout ``result``, apart from the value of its padding."""
+    fills, padding = (
+        settle(p, node, layout, {}, pointwise=False)
+        if layout.padded
+        else ({}, (0,) * len(values(node)))
+    )
     several = not isinstance(node.meta["val"], Tensor)
     results = tuple(replace(result, padding_value=padding_value) for padding_value in padding)
     return Decision(results if several else results[0], fills=fills)
 
 
-def along(p: Propagation, node: Node) -> Decision:
-    """Operators along one dimension that keep the shape (softmax, cumsum): it must not be the sharded one."""
+def along(p: Known, node: Node) -> Decision:
+    """Operators along one dimension that keep the shape (softmax, cumsum): it must not be the
+    sharded one.
+    """
     layout = p.input_layout(node)
     if layout.dim in dims_of(p, node, "dim"):
         raise p.cannot_shard(node, "works along the sharded dimension")
     return _decision(p, node, layout, layout)
 
 
-def norm(p: Propagation, node: Node) -> Decision:
-    """layer_norm, rms_norm: the normalised dimensions, which are the last ones, must not be sharded."""
+def norm(p: Known, node: Node) -> Decision:
+    """layer_norm, rms_norm: the normalised dimensions, which are the last ones, must not be
+    sharded.
+    """
     layout = p.input_layout(node)
     count = len(argument(node, "normalized_shape"))
-    if layout.dim >= len(p.shape(operand(node))) - count or len(p.sharded(node.all_input_nodes)) > 1:
+    if (
+        layout.dim >= len(p.shape(operand(node))) - count
+        or len(p.sharded(node.all_input_nodes)) > 1
+    ):
         raise p.cannot_shard(node, "normalises over the sharded dimension")
     return _decision(p, node, layout, layout)
 
 
-def selection(p: Propagation, node: Node) -> Decision:
+def selection(p: Known, node: Node) -> Decision:
     """topk, sort: several results along a dimension that must not be the sharded one."""
     layout = p.input_layout(node)
     if layout.dim == argument(node, "dim") % len(p.shape(operand(node))):

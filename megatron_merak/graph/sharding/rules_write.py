@@ -1,4 +1,6 @@
-"""Rules of tensors that are created and then written piece by piece, and of solvers over batches."""
+"""Rules of tensors that are created and then written piece by piece, and of solvers over
+batches.
+"""
 
 from dataclasses import replace
 
@@ -7,23 +9,27 @@ from torch.fx import Node
 
 from ..ir.aliases import aliased
 from ..ir.nodes import constant, op_name, operand, operands, values
+from .known import Known
 from .padding import equal_padding, zeros
 from .placement import Decision, ShardSpec
-from .propagate import Propagation
 from .rules_value import argument
 from .writer import Writer
 
 aten = torch.ops.aten
 
 
-def new_tensor(p: Propagation, node: Node) -> Decision:
-    """new_zeros and the like: the result is replicated, as only the dtype of the sharded operand matters."""
+def new_tensor(p: Known, node: Node) -> Decision:
+    """new_zeros and the like: the result is replicated, as only the dtype of the sharded operand
+    matters.
+    """
     fill = {"new_ones": 1, "new_full": argument(node, "fill_value")}.get(op_name(node), 0)
 
     def write(writer: Writer, node: Node) -> Node:
         value = values(node)[0]
         kwargs = {"dtype": value.dtype, "device": value.device}
-        return writer.call(aten.full.default, (list(value.shape), fill), like=node, sharded=False, kwargs=kwargs)
+        return writer.call(
+            aten.full.default, (list(value.shape), fill), like=node, sharded=False, kwargs=kwargs
+        )
 
     return Decision(None, write=write, common=not _is_written(node))
 
@@ -37,8 +43,10 @@ def _is_written(node: Node) -> bool:
     return False
 
 
-def scatter_piece(p: Propagation, node: Node) -> Decision:
-    """slice_scatter, select_scatter: a piece along ``dim`` is replaced; another dimension is sharded."""
+def scatter_piece(p: Known, node: Node) -> Decision:
+    """slice_scatter, select_scatter: a piece along ``dim`` is replaced; another dimension is
+    sharded.
+    """
     x, piece = operands(node, 0, 1)
     rank = len(p.shape(x))
     dim = argument(node, "dim") % rank
@@ -58,12 +66,16 @@ def scatter_piece(p: Propagation, node: Node) -> Decision:
         elif not layout.same_shards(replace(first, dim=value_dim)):
             raise p.cannot_shard(node, "combines values that are sharded differently")
     fills, padding_value = equal_padding(p, node, to_shard)
-    result = replace(first, origins=p.origins(p.sharded([x, piece])), features=None, padding_value=padding_value)
+    result = replace(
+        first, origins=p.origins(p.sharded([x, piece])), features=None, padding_value=padding_value
+    )
     return Decision(result, to_shard, fills=fills)
 
 
-def batched(p: Propagation, node: Node) -> Decision:
-    """Solvers and decompositions of the last two dimensions: the sharded one is a batch dimension of all operands."""
+def batched(p: Known, node: Node) -> Decision:
+    """Solvers and decompositions of the last two dimensions: the sharded one is a batch dimension
+    of all operands.
+    """
     inputs = node.all_input_nodes
     sharded = p.sharded(inputs)
     rank = len(p.shape(sharded[0]))
@@ -80,7 +92,7 @@ def batched(p: Propagation, node: Node) -> Decision:
     return Decision(result if len(values(node)) == 1 else (result,) * len(values(node)), to_shard)
 
 
-def unfold(p: Propagation, node: Node) -> Decision:
+def unfold(p: Known, node: Node) -> Decision:
     """Windows along another dimension; their entries become the last one."""
     layout = p.input_layout(node)
     if argument(node, "dimension") % len(p.shape(operand(node))) == layout.dim:
@@ -88,8 +100,10 @@ def unfold(p: Propagation, node: Node) -> Decision:
     return Decision(layout)
 
 
-def index_put(p: Propagation, node: Node) -> Decision:
-    """x[indices] = value, where the indexed dimensions are the first ones, and the sharded one comes after them."""
+def index_put(p: Known, node: Node) -> Decision:
+    """x[indices] = value, where the indexed dimensions are the first ones, and the sharded one
+    comes after them.
+    """
     x, value = operands(node, 0, 2)
     indices = constant(node, 1)
     layout = p.layout(x)
@@ -111,15 +125,20 @@ def index_put(p: Propagation, node: Node) -> Decision:
             raise p.cannot_shard(node, "combines values that are sharded differently")
         if own is None and dim >= 0 and shape[dim] != 1:
             p.shard_operand(to_shard, written, ShardSpec(dim, layout.blocks, layout.padded))
-    result = replace(layout, origins=p.origins(p.sharded([x, value])), features=None, padding_value=0)
-    broadcast = value not in to_shard and p.layout(value) is None  # it is written into the padding, too
+    result = replace(
+        layout, origins=p.origins(p.sharded([x, value])), features=None, padding_value=0
+    )
+    # it is written into the padding, too
+    broadcast = value not in to_shard and p.layout(value) is None
     fills = zeros(p, node, to_shard)
-    return Decision(replace(result, padding_value=None) if broadcast else result, to_shard, fills=fills)
+    return Decision(
+        replace(result, padding_value=None) if broadcast else result, to_shard, fills=fills
+    )
 
 
-def index_add(p: Propagation, node: Node) -> Decision:
-    """index_add, index_copy, scatter along another dimension than the sharded one, which all operands but a 1-D index
-    have."""
+def index_add(p: Known, node: Node) -> Decision:
+    """index_add, index_copy, scatter along another dimension than the sharded one, which all
+    operands but a 1-D index have."""
     x, index = operands(node, 0, 2)
     dim = constant(node, 1)
     source = constant(node, 3)
@@ -133,7 +152,11 @@ def index_add(p: Propagation, node: Node) -> Decision:
     to_shard: dict[Node, ShardSpec] = {}
     for value in combined:
         layout = p.layout(value)
-        if p.shape(value)[first.dim] != p.shape(x)[first.dim] or layout and not layout.same_shards(first):
+        if (
+            p.shape(value)[first.dim] != p.shape(x)[first.dim]
+            or layout
+            and not layout.same_shards(first)
+        ):
             raise p.cannot_shard(node, "combines values that are sharded differently")
         if layout is None:
             p.shard_operand(to_shard, value, first.spec())

@@ -1,8 +1,9 @@
 """Which parameters of a captured model are sharded over the tensor-parallel ranks, how, and why."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 
 from torch.fx import Node
@@ -14,35 +15,41 @@ from ..capture.captured import Captured
 from ..ir.names import place
 from ..ir.nodes import op_name
 from .assumptions import AS_PLANNED, Assumptions
+from .known import ALIKE, Known
 from .pins import Pins, check_pins, conflict_error, spec_of
-from .placement import Decision, Layout, NodeLayout, PlanConflict, Restart
-from .propagate import ALIKE, Propagation
+from .placement import Decision, Layout, NodeLayout, PlanConflict
+from .propagate import propagated
 from .roles import roles
 from .rules import RULES, STARTERS
+from .rules_product import EXPERTS
 
 CHOICES = ("column", "row", "replicate", "vocabulary")
-RESTARTS_PER_WEIGHT = 4  # every walk but the last bans a weight, or finds that one needs another block
 
 
 @dataclass(frozen=True)
 class TensorRules:
-    """How the user wants parameters to be sharded: (glob pattern of names, choice) pairs; the first match counts.
+    """How the user wants parameters to be sharded: (glob pattern of names, choice) pairs; the first
+    match counts.
 
-    ``column`` shards the output features (a table's rows count as such), ``row`` the input features, ``vocabulary`` the
-    rows of an embedding or output layer, ``replicate`` nothing.
+    ``column`` shards the output features (a table's rows count as such), ``row`` the input
+    features, ``vocabulary`` the rows of an embedding or output layer, ``replicate`` nothing.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "TensorRules":
-        """Return the rules of "PATTERN=CHOICE; PATTERN=CHOICE". Raises PlanError for anything else."""
+        """Return the rules of "PATTERN=CHOICE; PATTERN=CHOICE". Raises PlanError for
+        anything else.
+        """
         rules = []
         for part in filter(None, (part.strip() for part in text.replace("\n", ";").split(";"))):
             pattern, sign, choice = (piece.strip() for piece in part.partition("="))
             if not sign or not pattern or choice not in CHOICES:
                 reason = f"a rule is PATTERN=CHOICE with one of {', '.join(CHOICES)}"
-                raise PlanError("tensor-parallel rule", repr(part), reason, "Write e.g. '*.o_proj.weight=row'")
+                raise PlanError(
+                    "tensor-parallel rule", repr(part), reason, "Write e.g. '*.o_proj.weight=row'"
+                )
             rules.append((pattern, choice))
         return cls(tuple(rules))
 
@@ -59,7 +66,9 @@ class TensorRules:
             if not matched:
                 example = next(iter(names), "")
                 reason = f"it matches none of the model's parameters, such as {example}"
-                raise PlanError("tensor-parallel rule", pattern, reason, "Correct the pattern, or leave it out")
+                raise PlanError(
+                    "tensor-parallel rule", pattern, reason, "Correct the pattern, or leave it out"
+                )
             for name in matched:
                 matches.setdefault(name, (choice, pattern))
         return matches
@@ -71,7 +80,8 @@ class Sharding:
 
     tensors:   by parameter, how it is sharded.
     reasons:   by parameter, why it is sharded so, or replicated.
-    decisions: by node, what a rank does for it; a node without one is computed as captured, by every rank.
+    decisions: by node, what a rank does for it; a node without one is computed as captured, by
+               every rank.
     layouts:   by node, how its value is sharded.
     """
 
@@ -87,6 +97,10 @@ class Sharding:
         return stored / sum(prod(t.shape) for t in self.tensors.values())
 
 
+def _replicated(captured: Captured) -> dict[str, TensorSharding]:
+    return {name: TensorSharding(name, tuple(shape)) for name, shape in captured.shapes.items()}
+
+
 def shard(
     captured: Captured,
     tp: int,
@@ -94,13 +108,17 @@ def shard(
     pins: Pins | None = None,
     vocabulary_multiple: int = 1,
     complete: bool = False,
+    experts: bool = False,
 ) -> Sharding:
     """Decide how every parameter and value of a capture is sharded.
 
-    pins:                how a plan, or another capture of the same model, shards parameters, by name; these are sharded
-                         just so.
-    vocabulary_multiple: a vocabulary is padded to a multiple of this x tp, unless pins say otherwise.
-    complete:            pins are those of a plan and must name every parameter of the capture, and no other.
+    pins:                how a plan, or another capture of the same model, shards parameters, by
+                         name; these are sharded just so.
+    vocabulary_multiple: a vocabulary is padded to a multiple of this x tp, unless pins say
+                         otherwise.
+    experts:             whether ranks divide the experts of grouped products.
+    complete:            pins are those of a plan and must name every parameter of the capture, and
+                         no other.
 
     Raises PlanError if a rule or pin cannot be met, or no weight can be sharded.
     """
@@ -109,27 +127,40 @@ def shard(
     names = {name: name for name in captured.shapes} | dict(captured.aliases)
     names = {name: canonical for name, canonical in names.items() if canonical in captured.shapes}
     requested = (rules or TensorRules()).match(names)
-    replicated = {name: TensorSharding(name, tuple(shape)) for name, shape in captured.shapes.items()}
+    whole = _replicated(captured)
     if tp == 1:
-        return Sharding(1, replicated, dict.fromkeys(replicated, "replicated: one tensor-parallel rank"))
-    pins = {name: pin for name, pin in pins.items() if name in replicated}
-    free = p = _propagate(captured, tp, _assumptions(captured, requested), vocabulary_multiple)
-    unpinned = {name: _tensor(t, p.sharded_parameters.get(name)) for name, t in replicated.items()}
+        return Sharding(1, whole, dict.fromkeys(whole, "replicated: one tensor-parallel rank"))
+    pins = {name: pin for name, pin in pins.items() if name in whole}
+    walk = partial(
+        propagated, captured, tp, RULES, STARTERS, vocabulary_multiple=vocabulary_multiple
+    )
+    free = p = walk(assumptions=replace(_assumptions(captured, requested), experts=experts))
+    unpinned = {name: _tensor(t, p.sharded_parameters.get(name)) for name, t in whole.items()}
     edited = [name for name, pin in pins.items() if spec_of(pin) != spec_of(unpinned[name])]
     if edited:
-        assumptions = _assumptions(captured, requested)
+        assumptions = replace(_assumptions(captured, requested), experts=experts)
         assumptions.pins = {name: spec_of(pin) for name, pin in pins.items()}
         try:
-            p = _propagate(captured, tp, assumptions, vocabulary_multiple)
+            p = walk(assumptions=assumptions)
         except PlanConflict as conflict:
             raise conflict_error(conflict, pins, unpinned, edited) from conflict
-    tensors = {name: pins.get(name) or _tensor(t, p.sharded_parameters.get(name)) for name, t in replicated.items()}
+    tensors = {
+        name: pins.get(name) or _tensor(t, p.sharded_parameters.get(name))
+        for name, t in whole.items()
+    }
     reasons = {name: _reason(p, free, name, name in edited) for name in tensors}
     _check_requests(reasons, requested, pins)
+    if experts and not pins and EXPERTS not in p.reasons.values():
+        reason = "the model has no grouped product of experts whose number it divides"
+        raise PlanError("--expert-model-parallel-size", tp, reason, "Use 1, or another size")
     if not p.sharded_parameters and not pins:
-        why = next((f"{name} is {text}" for name, text in reasons.items()), "the graph reads no parameter")
+        why = next(
+            (f"{name} is {text}" for name, text in reasons.items()), "the graph reads no parameter"
+        )
         reason = f"no weight can be sharded over {tp} ranks: {why}"
-        raise PlanError("tensor parallel size", tp, reason, "Use 1, or a size that divides heads and features")
+        raise PlanError(
+            "tensor parallel size", tp, reason, "Use 1, or a size that divides heads and features"
+        )
     return Sharding(tp, tensors, reasons, p.decisions, p.layouts)
 
 
@@ -142,30 +173,20 @@ def _assumptions(captured: Captured, requested: Mapping[str, tuple[str, str]]) -
     return assumptions
 
 
-def _propagate(captured: Captured, tp: int, assumptions: Assumptions, multiple: int) -> Propagation:
-    most = RESTARTS_PER_WEIGHT * len(captured.shapes) + 1
-    for _ in range(most):
-        try:
-            return Propagation(
-                captured, tp, RULES, STARTERS, assumptions=assumptions, vocabulary_multiple=multiple
-            ).run()
-        except Restart:
-            continue
-    raise AssertionError(f"propagation did not settle in {most} walks")
-
-
 def _tensor(replicated: TensorSharding, layout: Layout | None) -> TensorSharding:
     if layout is None:
         return replicated
     even = len(dict.fromkeys(layout.blocks)) == 1
     blocks = len(layout.blocks) if even else layout.blocks
-    return TensorSharding(replicated.name, replicated.shape, layout.dim, blocks, padded=layout.padded or None)
+    return TensorSharding(
+        replicated.name, replicated.shape, layout.dim, blocks, padded=layout.padded or None
+    )
 
 
-def _reason(p: Propagation, free: Propagation, name: str, edited: bool) -> str:
+def _reason(p: Known, free: Known, name: str, edited: bool) -> str:
     """Return why a parameter is sharded as it is, or replicated.
 
-    free:   the propagation without a plan.
+    free:   what is known without a plan.
     edited: whether the plan shards this parameter otherwise.
     """
     if name not in p.sharded_parameters:
@@ -180,12 +201,12 @@ def _reason(p: Propagation, free: Propagation, name: str, edited: bool) -> str:
     return f"{kind}: {AS_PLANNED}" + (f"; {remark}" if remark else "")
 
 
-def _why_replicated(p: Propagation, name: str) -> str:
+def _why_replicated(p: Known, name: str) -> str:
     banned = p.assumptions.ban_reason(name)
     if banned:
         return f"replicated: {banned}"
-    if name in p.assumptions.replicated:
-        return f"replicated: {p.assumptions.replicated[name]}"
+    if name in p.replicated:
+        return f"replicated: {p.replicated[name]}"
     node = next((node for node, parameter in p.parameter_names.items() if parameter == name), None)
     users = [user for user in node.users if user.op == "call_function"] if node else []
     if not users:
@@ -194,13 +215,28 @@ def _why_replicated(p: Propagation, name: str) -> str:
 
 
 def _check_requests(
-    reasons: Mapping[str, str], requested: Mapping[str, tuple[str, str]], pins: Mapping[str, TensorSharding]
+    reasons: Mapping[str, str],
+    requested: Mapping[str, tuple[str, str]],
+    pins: Mapping[str, TensorSharding],
 ) -> None:
     """Raise PlanError if a parameter is not sharded as the user's rules want it."""
-    acceptable = {"column": ("column", "vocabulary"), "row": ("row",), "vocabulary": ("vocabulary", "column")}
+    acceptable = {
+        "column": ("column", "vocabulary"),
+        "row": ("row",),
+        "vocabulary": ("vocabulary", "column"),
+    }
     for name, (choice, pattern) in requested.items():
         kind = reasons[name].partition(" ")[0].rstrip(":")
         if kind not in acceptable.get(choice, ("replicated",)):
-            cannot = f"the plan says otherwise: {name}" if name in pins else f"{name} cannot be sharded so: it"
+            cannot = (
+                f"the plan says otherwise: {name}"
+                if name in pins
+                else f"{name} cannot be sharded so: it"
+            )
             reason = f"{cannot} is {reasons[name]}"
-            raise PlanError("tensor-parallel rule", f"{pattern}={choice}", reason, "Leave the rule out, or change it")
+            raise PlanError(
+                "tensor-parallel rule",
+                f"{pattern}={choice}",
+                reason,
+                "Leave the rule out, or change it",
+            )

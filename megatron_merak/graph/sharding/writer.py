@@ -1,4 +1,6 @@
-"""What a rule of ``sharding`` may use to write one rank's nodes itself; ``lowering/rewrite.py`` implements it."""
+"""What a rule of ``sharding`` may use to write one rank's nodes itself; ``lowering/rewrite.py``
+implements it.
+"""
 
 from typing import Any, Protocol
 
@@ -17,7 +19,9 @@ class Writer(Protocol):
         """Return the new node of a captured node, in whatever layout it has."""
 
     def operand(self, node: Node) -> Node:
-        """Return a value as the decision wants it as an operand of sharded work: this rank's shard, or all of it."""
+        """Return a value as the decision wants it as an operand of sharded work: this rank's shard,
+        or all of it.
+        """
 
     def call(
         self,
@@ -27,7 +31,9 @@ class Writer(Protocol):
         sharded: bool = True,
         kwargs: dict[str, Any] | None = None,
     ) -> Node:
-        """Add a node; its value is that of the captured node ``like``, or computed by ``target`` on fake values."""
+        """Add a node; its value is that of the captured node ``like``, or computed by ``target`` on
+        fake values.
+        """
 
     def sum(self, node: Node) -> Node:
         """All-reduce a partial sum over the tensor-parallel ranks."""

@@ -1,6 +1,8 @@
-"""The keys of a DeepSpeed configuration: those that are read, those without effect, and those that are refused.
+"""The keys of a DeepSpeed configuration: those that are read, those without effect, and those that
+are refused.
 
-Without effect are settings of when, in which pieces and through which memory data is transferred, and of logging.
+Without effect are settings of when, in which pieces and through which memory data is transferred,
+and of logging.
 """
 
 from collections.abc import Mapping
@@ -11,19 +13,37 @@ from typing import Any
 from .fsdp import OFFLOAD
 
 _OFF = (None, False)
-QUANTISED = ("weights travel in the dtype of the model, gradients in fp32", "Leave it out, or set grad_reduce_in_bf16")
+QUANTISED = (
+    "weights travel in the dtype of the model, gradients in fp32",
+    "Leave it out, or set grad_reduce_in_bf16",
+)
 _MASTERS = ("weights and moments that are updated are kept in fp32", "Leave it out")
 _PRECISION = ("bf16 and fp16 of MerakArguments decide what is computed in what", "Leave it out")
-_ADDED = ("gradients are added up in fp32", "Leave it out; grad_reduce_in_bf16=True sends them in bf16")
+_ADDED = (
+    "gradients are added up in fp32",
+    "Leave it out; grad_reduce_in_bf16=True sends them in bf16",
+)
 _REPORTS = ("it is DeepSpeed's monitor", "Leave it out, and set report_to")
-_DATA = ("samples are those of the dataset, in the order of the sampler", "Leave it out, and change the dataset")
+_DATA = (
+    "samples are those of the dataset, in the order of the sampler",
+    "Leave it out, and change the dataset",
+)
 _CHANGES = ("it changes the model", "Leave it out, and change the model")
 _BATCHES = ("the plan fixes the batch sizes", "Leave it out, and set per_device_train_batch_size")
-_PROFILES = ("nothing is profiled by DeepSpeed", "Leave it out, and use torch.profiler in a callback")
+_PROFILES = (
+    "nothing is profiled by DeepSpeed",
+    "Leave it out, and use torch.profiler in a callback",
+)
 _PIPELINE = ("stages are cut by the plan", "Leave it out, and set pipeline_model_parallel_size")
-_EXPERTS = ("experts are divided by tensor parallelism", "Leave it out, and set tensor_model_parallel_size")
+_EXPERTS = (
+    "experts are divided by tensor parallelism",
+    "Leave it out, and set tensor_model_parallel_size",
+)
 _SERVES = ("it is for inference", "Leave it out")
-_RECOMPUTES = ("units of the plan recompute", "Leave it out, and set activation_checkpointing of MerakArguments")
+_RECOMPUTES = (
+    "units of the plan recompute",
+    "Leave it out, and set activation_checkpointing of MerakArguments",
+)
 _COMPILES = ("the captured program is run by this library", "Leave it out")
 _FILES = ("output_dir is one directory that all nodes see", "Leave it out")
 
@@ -51,7 +71,10 @@ def _names(text: str) -> frozenset[str]:
 
 
 TOP = Keys(
-    _names("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping scheduler"),
+    _names(
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+        "gradient_clipping scheduler"
+    ),
     _names(
         """steps_per_print wall_clock_breakdown memory_breakdown dump_state timers log_level disable_python_gc
         prescale_gradients gradient_predivide_factor disable_allgather sparse_gradients aio graph_harvesting
@@ -61,7 +84,11 @@ TOP = Keys(
     {
         "bfloat16": ((None,), "transformers does not fill it in", "Call it bf16"),
         "communication_data_type": ((None, "fp32"), *_ADDED),
-        "gradient_allreduce_op": ((None, "mean"), "replicas' gradients are averaged", "Leave it out"),
+        "gradient_allreduce_op": (
+            (None, "mean"),
+            "replicas' gradients are averaged",
+            "Leave it out",
+        ),
     },
     {
         "amp": _PRECISION,
@@ -118,7 +145,11 @@ SECTIONS: Mapping[str, Keys] = MappingProxyType(
                     "DeepSpeed has no MiCS any more",
                     "Leave it out, and set num_distributed_optimizer_instances",
                 ),
-                "mics_hierarchical_params_gather": (_OFF, "DeepSpeed has no MiCS any more", "Leave it out"),
+                "mics_hierarchical_params_gather": (
+                    _OFF,
+                    "DeepSpeed has no MiCS any more",
+                    "Leave it out",
+                ),
                 "zenflow": ((None,), *OFFLOAD),
             },
         ),
@@ -126,16 +157,26 @@ SECTIONS: Mapping[str, Keys] = MappingProxyType(
             _names("enabled"),
             _names("immediate_grad_update"),
             {
-                "check_grad_overflow": ((None, True), "steps whose gradient is not finite are skipped", "Leave it out"),
+                "check_grad_overflow": (
+                    (None, True),
+                    "steps whose gradient is not finite are skipped",
+                    "Leave it out",
+                ),
                 "bf16_master_weights_and_grads": (_OFF, *_MASTERS),
                 "bf16_optimizer_states": (_OFF, *_MASTERS),
             },
         ),
         "fp16": Keys(
-            _names("enabled loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"),
+            _names(
+                "enabled loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
+            ),
             _names("auto_cast"),
             {
-                "consecutive_hysteresis": (_OFF, "overflows are forgiven until the scale grows", "Leave it out"),
+                "consecutive_hysteresis": (
+                    _OFF,
+                    "overflows are forgiven until the scale grows",
+                    "Leave it out",
+                ),
                 "fp16_master_weights_and_grads": (_OFF, *_MASTERS),
             },
         ),

@@ -1,7 +1,7 @@
 """The learning-rate schedules of a DeepSpeed configuration, with DeepSpeed's own numbers.
 
-DeepSpeed counts steps from -1, where the rate is lowest; its warm-up begins one step later than transformers', and
-rises with the logarithm of the step unless ``warmup_type`` is "linear".
+DeepSpeed counts steps from -1, where the rate is lowest; its warm-up begins one step later than
+transformers', and rises with the logarithm of the step unless ``warmup_type`` is "linear".
 """
 
 import math
@@ -18,16 +18,24 @@ from .deepspeed import AUTO, scheduler_of
 
 _WARMUP: Mapping[str, Any] = MappingProxyType({"warmup_num_steps": 1000, "warmup_type": "log"})
 _RATES: Mapping[str, Any] = MappingProxyType({**_WARMUP, "warmup_min_lr": 0.0})
-# Name -> what DeepSpeed takes for parameters that are missing; None: it has no default, or takes that of the optimizer.
+# Name -> what DeepSpeed takes for parameters that are missing; None: it has no default, or takes
+# that of the optimizer.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "WarmupLR": {**_RATES, "warmup_max_lr": None},
         "WarmupDecayLR": {**_RATES, "warmup_max_lr": 0.001, "total_num_steps": None},
-        "WarmupCosineLR": {**_WARMUP, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, "total_num_steps": None},
+        "WarmupCosineLR": {
+            **_WARMUP,
+            "warmup_min_ratio": 0.0,
+            "cos_min_ratio": 0.0001,
+            "total_num_steps": None,
+        },
     }
 )
 # Beside a schedule of DeepSpeed, ``lr_scheduler_type`` has its default or names the same one.
-_ALIKE = MappingProxyType({"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"})
+_ALIKE = MappingProxyType(
+    {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+)
 
 
 def check_schedule(args: Any) -> None:
@@ -37,17 +45,26 @@ def check_schedule(args: Any) -> None:
     kind, params = scheduler
     if kind not in _DEFAULTS:
         remedy = f"Use {', '.join(_DEFAULTS)}, or leave the section out and set lr_scheduler_type"
-        raise ConfigError("deepspeed: scheduler.type", kind, "there is no such schedule here", remedy)
+        raise ConfigError(
+            "deepspeed: scheduler.type", kind, "there is no such schedule here", remedy
+        )
     for name, value in params.items():
         what = f"deepspeed: scheduler.params.{name}"
         if name not in _DEFAULTS[kind]:
             raise ConfigError(what, repr(value), f"{kind} has no such parameter", "Leave it out")
         if name == "warmup_type" and value not in ("log", "linear"):
-            raise ConfigError(what, repr(value), "there is no such kind of warm-up", "Give log or linear")
+            raise ConfigError(
+                what, repr(value), "there is no such kind of warm-up", "Give log or linear"
+            )
         fills = name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if name != "warmup_type" and not number and not (fills and value == AUTO):
-            raise ConfigError(what, repr(value), "it is not a number", 'Give one, or "auto"' if fills else "Give one")
+            raise ConfigError(
+                what,
+                repr(value),
+                "it is not a number",
+                'Give one, or "auto"' if fills else "Give one",
+            )
     named = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     if named not in ("linear", _ALIKE[kind]):
         reason = f"lr_scheduler_type is {named}"
@@ -62,17 +79,23 @@ def check_schedule(args: Any) -> None:
 
 
 def schedule_of_deepspeed(args: Any, steps: int, optimizer: Optimizer) -> LRScheduler | None:
-    """Return the schedule of a DeepSpeed configuration for a run of ``steps``; None if it has none."""
+    """Return the schedule of a DeepSpeed configuration for a run of ``steps``; None if it
+    has none.
+    """
     if (scheduler := scheduler_of(args)) is None:
         return None
     kind, params = scheduler
     settings = _filled(args, steps, kind, params)
     bases = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
-    return LambdaLR(optimizer, [partial(_factor, kind, settings, args.learning_rate, base) for base in bases])
+    return LambdaLR(
+        optimizer, [partial(_factor, kind, settings, args.learning_rate, base) for base in bases]
+    )
 
 
 def _filled(args: Any, steps: int, kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all parameters for a run of ``steps``. Raises ConfigError if they contradict arguments."""
+    """Return all parameters for a run of ``steps``. Raises ConfigError if they contradict
+    arguments.
+    """
     filled = {**_DEFAULTS[kind], **params}
     warmup = max(1, args.get_warmup_steps(steps))
     filled["warmup_num_steps"] = max(
@@ -96,7 +119,9 @@ def _agreed(name: str, kind: str, params: Mapping[str, Any], value: Any, argumen
         return value
     missing = "" if name in params else ", and DeepSpeed takes the former where it is missing"
     remedy = 'Set it to "auto", or make the two agree'
-    raise ConfigError(f"deepspeed: scheduler.params.{name}", configured, f"{argument} is {value}{missing}", remedy)
+    raise ConfigError(
+        f"deepspeed: scheduler.params.{name}", configured, f"{argument} is {value}{missing}", remedy
+    )
 
 
 def _factor(kind: str, settings: Mapping[str, Any], rate: float, base: float, done: int) -> float:

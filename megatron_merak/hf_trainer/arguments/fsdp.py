@@ -1,4 +1,6 @@
-"""``fsdp`` and ``fsdp_config`` of transformers in terms of this library's sharding strategies; the rest are errors."""
+"""``fsdp`` and ``fsdp_config`` of transformers in terms of this library's sharding strategies; the
+rest are errors.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,13 +19,17 @@ STRATEGIES: Mapping[str, str] = MappingProxyType(
     }
 )
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")  # shard inside a node; each node has a copy of all
-OFFLOAD = ("nothing is kept in the host's memory", "Leave it out, or raise tensor_model_parallel_size")
+OFFLOAD = (
+    "nothing is kept in the host's memory",
+    "Leave it out, or raise tensor_model_parallel_size",
+)
 PRECISION = ("bf16 decides what is computed in what", "Leave it out")
 XLA = ("XLA is not used", "Leave it out")
 # Option of ``fsdp`` -> (why it is refused, what to do).
 OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType({"offload": OFFLOAD})
-# Keys of ``fsdp_config`` that change neither numbers nor what is sharded: what is wrapped is a unit of the plan here,
-# weights are gathered one unit ahead, and each rank reads its own part of a checkpoint.
+# Keys of ``fsdp_config`` that change neither numbers nor what is sharded: what is wrapped is a unit
+# of the plan here, weights are gathered one unit ahead, and each rank reads its own part of a
+# checkpoint.
 WITHOUT_EFFECT = frozenset(
     """version auto_wrap_policy min_num_params transformer_layer_cls_to_wrap backward_prefetch forward_prefetch
     use_orig_params sync_module_states limit_all_gathers cpu_ram_efficient_loading""".split()
@@ -50,13 +56,17 @@ TRUTH: Mapping[str, bool] = MappingProxyType({"true": True, "1": True, "false": 
 
 
 def strategy_of(args: Any) -> str | None:
-    """Return the sharding strategy that ``fsdp`` and ``fsdp_config`` request; None if none. Raises ConfigError."""
+    """Return the sharding strategy that ``fsdp`` and ``fsdp_config`` request; None if none. Raises
+    ConfigError.
+    """
     named = _named(args.fsdp, _config(args.fsdp_config))
     return None if named is None else STRATEGIES[named]
 
 
 def hybrid_of(args: Any) -> str | None:
-    """Return the strategy of ``fsdp`` that shards inside nodes, by transformers' name; None if it is none of these."""
+    """Return the strategy of ``fsdp`` that shards inside nodes, by transformers' name; None if it
+    is none of these.
+    """
     named = _named(args.fsdp, _config(args.fsdp_config))
     return named if named in HYBRID else None
 
@@ -67,11 +77,18 @@ def recomputes(args: Any) -> bool:
 
 
 def _named(fsdp: Any, config: Mapping[str, Any]) -> str | None:
-    """Return what ``fsdp`` and ``reshard_after_forward`` request together, by transformers' name."""
+    """Return what ``fsdp`` and ``reshard_after_forward`` request together, by
+    transformers' name.
+    """
     if not fsdp:
         for key in ("reshard_after_forward", "activation_checkpointing"):
             if config.get(key) not in (None, False, "false"):
-                raise ConfigError(f"fsdp_config: {key}", config[key], "fsdp is not set", "Set fsdp, or leave it out")
+                raise ConfigError(
+                    f"fsdp_config: {key}",
+                    config[key],
+                    "fsdp is not set",
+                    "Set fsdp, or leave it out",
+                )
         return None
     options = [] if fsdp is True else fsdp.split() if isinstance(fsdp, str) else [*fsdp]
     options = [getattr(option, "value", option) for option in options]
@@ -88,12 +105,18 @@ def _named(fsdp: Any, config: Mapping[str, Any]) -> str | None:
     after = _after_forward(config, bool(named) and named[0] in HYBRID)
     if named and after not in (None, named[0]):
         reason = f"fsdp is {named[0]}"
-        raise ConfigError("fsdp_config: reshard_after_forward", config["reshard_after_forward"], reason, "Leave it out")
+        raise ConfigError(
+            "fsdp_config: reshard_after_forward",
+            config["reshard_after_forward"],
+            reason,
+            "Leave it out",
+        )
     return named[0] if named else after or "full_shard"
 
 
 def _after_forward(config: Mapping[str, Any], hybrid: bool) -> str | None:
-    """Return the strategy that ``reshard_after_forward`` means: a truth value, or a strategy's name in FSDP1.
+    """Return the strategy that ``reshard_after_forward`` means: a truth value, or a strategy's name
+    in FSDP1.
 
     hybrid: whether ``fsdp`` names a strategy that shards inside nodes.
     """
@@ -107,17 +130,23 @@ def _after_forward(config: Mapping[str, Any], hybrid: bool) -> str | None:
 
 
 def _truth(key: str, config: Mapping[str, Any]) -> bool:
-    """Return a truth value of ``fsdp_config``, False if unset; files and command lines have text."""
+    """Return a truth value of ``fsdp_config``, False if unset; files and command lines
+    have text.
+    """
     value = config.get(key)
     if value is None or isinstance(value, bool):
         return bool(value)
     if str(value).lower() not in TRUTH:
-        raise ConfigError(f"fsdp_config: {key}", repr(value), "it is neither true nor false", "Give one of them")
+        raise ConfigError(
+            f"fsdp_config: {key}", repr(value), "it is neither true nor false", "Give one of them"
+        )
     return TRUTH[str(value).lower()]
 
 
 def _config(config: Any) -> dict[str, Any]:
-    """Return the keys of ``fsdp_config`` that have an effect. Raises ConfigError for refused ones."""
+    """Return the keys of ``fsdp_config`` that have an effect. Raises ConfigError for
+    refused ones.
+    """
     settings = {}
     for name, value in settings_of("fsdp_config", config).items():
         key = name.removeprefix("fsdp_")
@@ -125,9 +154,13 @@ def _config(config: Any) -> dict[str, Any]:
             settings[key] = value
         elif key in NEUTRAL:
             harmless, reason, remedy = NEUTRAL[key]
-            value = value.lower() if str(value).lower() == "false" and isinstance(value, str) else value
+            value = (
+                value.lower() if str(value).lower() == "false" and isinstance(value, str) else value
+            )
             if value not in harmless:
                 raise ConfigError(f"fsdp_config: {name}", repr(value), reason, remedy)
         elif key not in WITHOUT_EFFECT:
-            raise ConfigError(f"fsdp_config: {name}", repr(value), "there is no such key here", "Leave it out")
+            raise ConfigError(
+                f"fsdp_config: {name}", repr(value), "there is no such key here", "Leave it out"
+            )
     return settings

@@ -17,15 +17,18 @@ NAME = "num_distributed_optimizer_instances"
 def grid_of(args: Any) -> Grid:
     """Return the grid of ranks that the degrees in the arguments define."""
     tp = args.tensor_model_parallel_size
+    cp = args.context_parallel_size
     pp = args.pipeline_model_parallel_size
-    return Grid(tp=tp, dp=args.world_size // (tp * pp), pp=pp, order=normal(args.rank_order))
+    replicas = args.world_size // (tp * cp * pp)
+    return Grid(tp=tp, cp=cp, dp=replicas, pp=pp, order=normal(args.rank_order, cp))
 
 
 def instances_of(args: Any) -> int:
-    """Return ``num_distributed_optimizer_instances``, or what ``parallelism_config`` or ``fsdp`` implies.
+    """Return ``num_distributed_optimizer_instances``, or what ``parallelism_config`` or ``fsdp``
+    implies.
 
-    If ``fsdp`` shards inside nodes, there are as many instances as keep each inside a node. Raises ConfigError if
-    replicas cannot be grouped so, or if nothing says what a node is.
+    If ``fsdp`` shards inside nodes, there are as many instances as keep each inside a node. Raises
+    ConfigError if replicas cannot be grouped so, or if nothing says what a node is.
     """
     instances = getattr(args, NAME)
     hybrid = fsdp.hybrid_of(args)
@@ -37,28 +40,43 @@ def instances_of(args: Any) -> int:
     instances = replicate_size if instances is None else instances
     if instances is not None:
         if type(instances) is not int or instances < 1:
-            raise ConfigError(NAME, repr(instances), "it counts groups of ranks", "Give a whole number, 1 or more")
-        if refused := refused_instances(instances, grid.dp, args.sharding or "no_shard"):
+            raise ConfigError(
+                NAME, repr(instances), "it counts groups of ranks", "Give a whole number, 1 or more"
+            )
+        if refused := refused_instances(instances, grid.copies, args.sharding or "no_shard"):
             raise ConfigError(NAME, instances, *refused)
         return instances
-    return 1 if hybrid is None or grid.dp == 1 else _by_node(args, hybrid, grid)
+    return 1 if hybrid is None or grid.copies == 1 else _by_node(args, hybrid, grid)
 
 
 def _by_node(args: Any, hybrid: str, grid: Grid) -> int:
     node = args.world.ranks_per_node
-    counts = " or ".join(map(str, choices_of_instances(grid.dp)))
-    instances = instances_by_node(grid, node) if node else grid.dp
-    if instances == grid.dp:
+    counts = " or ".join(map(str, choices_of_instances(grid.copies)))
+    instances = instances_by_node(grid, node) if node else grid.copies
+    if instances == grid.copies:
         plain = "full_shard" if hybrid == "hybrid_shard" else "shard_grad_op"
-        reason = f"no two adjacent ones of the {grid.dp} data-parallel ranks are in one node of {node} ranks"
-        reason = reason if node else "LOCAL_WORLD_SIZE is not set, so nothing says how many ranks a node has"
-        remedy = f"Set {NAME}={counts}, or use {plain}" if node else f"Start ranks by torchrun, or set {NAME}={counts}"
+        reason = (
+            f"no two adjacent ones of the {grid.copies} data-parallel ranks are in one node of "
+            f"{node} ranks"
+        )
+        reason = (
+            reason
+            if node
+            else "LOCAL_WORLD_SIZE is not set, so nothing says how many ranks a node has"
+        )
+        remedy = (
+            f"Set {NAME}={counts}, or use {plain}"
+            if node
+            else f"Start ranks by torchrun, or set {NAME}={counts}"
+        )
         raise ConfigError(f"fsdp: {hybrid}", repr(args.fsdp), reason, remedy)
     return instances
 
 
 def check_instances(args: Any) -> None:
-    """Raise as ``instances_of`` does, and PlanError for a plan with instances and another number of ranks."""
+    """Raise as ``instances_of`` does, and PlanError for a plan with instances and another number of
+    ranks.
+    """
     if args.plan is not None and getattr(args, NAME) > 1:
         check_ranks(stored(args.plan), args.world_size)
     instances_of(args)

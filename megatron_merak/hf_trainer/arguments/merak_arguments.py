@@ -1,11 +1,13 @@
 """``MerakArguments``: transformers' ``TrainingArguments`` and the degrees of parallelism.
 
-A field of ``TrainingArguments`` either keeps its meaning or is refused by name; none is silently ignored. accelerate is
-not needed. The job is joined when the arguments are constructed, as in transformers.
+A field of ``TrainingArguments`` either keeps its meaning or is refused by name; none is silently
+ignored. accelerate is not needed. The job is joined when the arguments are constructed, as in
+transformers.
 """
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -13,13 +15,13 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
+from ...config import ParallelConfig
 from ...config.backends import BACKENDS
-from ...config.parallel import OVERLAPS, SCHEDULES, SHARDINGS
+from ...config.checks import check_context_parallel, check_experts
 from ...config.rank_order import check_order
-from ...config.sections import FP32_MATMULS, INJECTIONS, ON_FULL_DISK, RERUN_MODES
 from ...errors import ConfigError
 from ...parallel.launch import World, adopt, launch
-from ...parallel.watchdog import Limits
+from ...parallel.watchdog import HangLimits
 from . import deepspeed, fsdp, parallelism, sharding
 from .deepspeed_schedules import check_schedule
 from .fields import FIXED, HONOURED, NOT_NEGATIVE, OF_ACCELERATE, POSITIVE, REFUSED, UNKNOWN
@@ -28,6 +30,7 @@ from .keywords import checked
 from .neftune import check_alpha
 from .optimizers import MUON, class_and_arguments
 from .plan_arguments import take_from_plan
+from .shared import SHARED, SharedArguments
 from .without_effect import check_without_effect, warn_of_compilation
 
 _DEFAULT_TIMEOUT = 1800  # seconds, of TrainingArguments.ddp_timeout
@@ -54,177 +57,63 @@ class _Place:
 
 
 @dataclass
-class MerakArguments(TrainingArguments):
-    """``TrainingArguments`` with additional fields for parallelism. Raises ConfigError for unsupported values.
+class MerakArguments(SharedArguments, TrainingArguments):
+    """``TrainingArguments`` with additional fields for parallelism. Raises ConfigError for
+    unsupported values.
 
     Fields of ``TrainingArguments`` keep their names, meanings and defaults. A "device" of
     ``per_device_train_batch_size`` is a replica of the model: the global batch is that size times
-    ``gradient_accumulation_steps`` times the number of replicas, which is the number of ranks divided by the tensor and
-    pipeline degrees. ``gradient_accumulation_steps`` is the number of micro-batches that fill the pipeline.
+    ``gradient_accumulation_steps`` times the number of replicas, which is the number of ranks
+    divided by the tensor and pipeline degrees. ``gradient_accumulation_steps`` is the number of
+    micro-batches that fill the pipeline.
     """
 
-    tensor_model_parallel_size: int = field(
-        default=1, metadata={"help": "Tensor-parallel degree: ranks over which layers are sharded."}
-    )
-    pipeline_model_parallel_size: int = field(
-        default=1, metadata={"help": "Pipeline-parallel degree: number of pipeline ranks."}
-    )
-    rank_order: str | None = field(
-        default=None,
-        metadata={"help": "Order of the axes over ranks, fastest-varying first: tp-dp-pp (unset) or tp-pp-dp."},
-    )
-    plan: str | None = field(
-        default=None,
-        metadata={
-            "help": "Run the plan in this JSON file, which tools/plan.py writes and which may be edited; "
-            "arguments that the plan decides may be left out."
-        },
-    )
-    pipeline_schedule: str | None = field(
-        default=None, metadata={"help": f"Pipeline schedule: {', '.join(SCHEDULES)} (unset: 1f1b)."}
-    )
-    schedule_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "File with a pipeline schedule, instead of pipeline_schedule: text, or CSV of "
-            "torch.distributed.pipelining; see docs/schedule_files.md."
-        },
-    )
-    num_virtual_stages_per_pipeline_rank: int | None = field(
-        default=None, metadata={"help": "Stages per pipeline rank, if the schedule leaves a choice."}
-    )
-    tp_comm_overlap: str = field(
-        default="weight-gradient",
-        metadata={"help": f"What overlaps tensor-parallel collectives: {', '.join(OVERLAPS)}."},
-    )
-    recompute_method: str | None = field(
-        default=None,
-        metadata={
-            "help": "Units that activation_checkpointing recomputes: all (unset), uniform, block, stage-aware or "
-            "capacity (as few as fit into device_memory_gb)."
-        },
-    )
-    recompute_num_layers: int | None = field(
-        default=None, metadata={"help": "Layers per run (uniform) or per stage (block)."}
-    )
     recompute_activations: bool = field(
         default=False,
-        metadata={"help": "Recompute the input of the second matrix of feed-forward layers instead of storing it."},
-    )
-    use_distributed_optimizer: bool = field(
-        default=False,
-        metadata={"help": "Shard optimizer state over data-parallel ranks (ZeRO stage 1)."},
-    )
-    data_parallel_sharding_strategy: str | None = field(
-        default=None,
         metadata={
-            "help": f"What is sharded over data-parallel ranks: {', '.join(SHARDINGS)} (unset: set by fsdp or "
-            "deepspeed)."
+            "help": "Recompute the input of the second matrix of feed-forward layers instead of "
+            "storing it."
         },
     )
     num_distributed_optimizer_instances: int | None = field(
         default=None,
         metadata={
-            "help": "Groups of adjacent data-parallel ranks, each with a full copy of the sharded state (unset: "
+            "help": "Groups of adjacent data-parallel ranks, each with a full copy of the "
+            "sharded state (unset: "
             "one, or with fsdp='hybrid_shard' one per node)."
         },
     )
-    grad_reduce_in_bf16: bool = field(
-        default=False,
-        metadata={"help": "Send gradients between data-parallel ranks in bf16; every rank accumulates them in fp32."},
-    )
-    device_memory_gb: float | None = field(
-        default=None,
-        metadata={
-            "help": "Memory that a rank may use, in GiB (unset: what the device has, if known, without 4 GiB or, if "
-            "that is less, a quarter)."
-        },
-    )
-    device_profile: str | None = field(
-        default=None,
-        metadata={"help": "JSON file of benchmarks/calibrate.py with measured rates, to plan with."},
-    )
-    graph_sharding: str = field(
-        default="cut", metadata={"help": "How the graph is cut into units: cut or farthest-dependency."}
-    )
-    tensor_parallel_rules: str | None = field(
-        default=None, metadata={"help": "How weights are sharded: 'lm_head.weight=replicate; *.up_proj.weight=column'."}
-    )
     warmup_ratio: float | None = field(
-        default=None, metadata={"help": "Warm-up as a fraction of all steps; same as warmup_steps below 1."}
+        default=None,
+        metadata={"help": "Warm-up as a fraction of all steps; same as warmup_steps below 1."},
     )
     length_buckets: str | None = field(
         default="auto",
         metadata={
-            "help": "Lengths to which token batches are padded, because every shape is captured once: 'auto' "
+            "help": "Lengths to which token batches are padded, because every shape is captured "
+            "once: 'auto' "
             "(8, 16, 24, ..., 128, 144, ...), 'none', or a list such as '128,256,512'."
         },
     )
     pad_to_multiple_of: int | None = field(
         default=None,
-        metadata={"help": "Pad the length of token batches to a multiple of this instead of to length_buckets."},
-    )
-    on_full_disk: str = field(
-        default="wait",
         metadata={
-            "help": "If there is no space for a checkpoint, wait for it, at most 12 hours, and save then; or "
-            "stop with an error."
-        },
-    )
-    max_consecutive_skipped_steps: int = field(
-        default=20,
-        metadata={
-            "help": "End the run with an error after this many consecutive steps were skipped because the gradient was "
-            "not finite. In fp16, count only steps with a loss scale of at most 1."
-        },
-    )
-    fp32_matmul_precision: str = field(
-        default="auto",
-        metadata={
-            "help": "Precision of fp32 matrix products, as in torch.set_float32_matmul_precision; auto: the script's "
-            "setting, else on CPUs the fastest one that a probe finds exact."
+            "help": "Pad the length of token batches to a multiple of this instead of to "
+            "length_buckets."
         },
     )
     replica_check_interval: int = field(
         default=100,
-        metadata={"help": "Steps between comparisons of the weight digests of data-parallel replicas; 0: none."},
-    )
-    rerun_mode: str = field(
-        default="disabled",
         metadata={
-            "help": "validate_results: compute a step whose loss or gradient is not finite or, with the next two "
-            "arguments, unexpectedly large a second time, to tell faults from data; report_stats: compute every step "
-            "twice and report how far the results differ; disabled."
+            "help": "Steps between comparisons of the weight digests of data-parallel replicas; "
+            "0: none."
         },
-    )
-    check_for_spiky_loss: bool = field(
-        default=False,
-        metadata={"help": "Report a micro-batch whose loss is at least 10 times the largest of the first 100."},
-    )
-    check_for_large_grads: bool = field(
-        default=False,
-        metadata={
-            "help": "Report a rank whose gradient has at least 10 times the largest norm of the first 100 steps."
-        },
-    )
-    no_check_for_nan_in_loss_and_grad: bool = field(
-        default=False,
-        metadata={
-            "help": "With rerun_mode='validate_results', do not compute a step again because its loss or gradient is "
-            "not finite; its update is skipped in any case."
-        },
-    )
-    error_injection_rate: int = field(
-        default=0,
-        metadata={"help": "With rerun_mode, treat one result in this many as unexpected, for tests; 0: none."},
-    )
-    error_injection_type: str = field(
-        default="transient_error",
-        metadata={"help": f"What error_injection_rate pretends to be the cause: {', '.join(INJECTIONS)}."},
     )
     prediction_outputs: str | None = field(
         default=None,
-        metadata={"help": "Model outputs to return as predictions, separated by commas (unset: all)."},
+        metadata={
+            "help": "Model outputs to return as predictions, separated by commas (unset: all)."
+        },
     )
 
     def __post_init__(self):
@@ -237,7 +126,12 @@ class MerakArguments(TrainingArguments):
         if self.warmup_ratio is not None:
             if self.warmup_steps or not 0 <= self.warmup_ratio < 1:
                 remedy = "Give a fraction below 1 and leave warmup_steps 0"
-                raise ConfigError("warmup_ratio", self.warmup_ratio, f"warmup_steps is {self.warmup_steps}", remedy)
+                raise ConfigError(
+                    "warmup_ratio",
+                    self.warmup_ratio,
+                    f"warmup_steps is {self.warmup_steps}",
+                    remedy,
+                )
             self.warmup_steps = self.warmup_ratio
         if self.plan is not None:
             take_from_plan(self)
@@ -263,24 +157,53 @@ class MerakArguments(TrainingArguments):
             raise ConfigError("recompute_activations", True, reason, "Set only one of them")
         if self.load_best_model_at_end and self.save_only_model:
             reason = "the best model is loaded from its training state, which is not saved"
-            raise ConfigError("save_only_model", True, reason, "Leave it False with load_best_model_at_end")
-        if self.world_size % (self.tensor_model_parallel_size * self.pipeline_model_parallel_size):
-            degrees = f"{self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size}"
-            reason = f"a replica of the model takes {degrees} ranks (tensor x pipeline parallel)"
-            raise ConfigError("world size", self.world_size, reason, "Start a multiple of that, or lower the degrees")
+            raise ConfigError(
+                "save_only_model", True, reason, "Leave it False with load_best_model_at_end"
+            )
+        sizes = {
+            "tensor": self.tensor_model_parallel_size,
+            "context": self.context_parallel_size,
+            "pipeline": self.pipeline_model_parallel_size,
+        }
+        if self.context_parallel_size == 1:
+            del sizes["context"]
+        if self.world_size % math.prod(sizes.values()):
+            degrees = " x ".join(map(str, sizes.values()))
+            reason = f"a replica of the model takes {degrees} ranks ({' x '.join(sizes)} parallel)"
+            raise ConfigError(
+                "world size",
+                self.world_size,
+                reason,
+                "Start a multiple of that, or lower the degrees",
+            )
+        degrees = ParallelConfig(
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
+        )
+        check_context_parallel(degrees)
+        check_experts(degrees)
         parallelism.check_world(self)
         check_instances(self)
         self._check_deepspeed()
         warn_of_compilation(self)
 
-        not_honoured = [each.name for each in dataclasses.fields(TrainingArguments) if each.name not in HONOURED]
+        not_honoured = [
+            each.name for each in dataclasses.fields(TrainingArguments) if each.name not in HONOURED
+        ]
         self._settled = {name: getattr(self, name) for name in (*not_honoured, *FIXED)}
 
     def refuse_changes(self) -> None:
-        """Raise ConfigError for a field that was set after construction and is unsupported, or no longer supported."""
+        """Raise ConfigError for a field that was set after construction and is unsupported, or no
+        longer supported.
+        """
         for name, value in self._settled.items():
             if getattr(self, name) != value:
-                raise ConfigError(name, repr(getattr(self, name)), *{**REFUSED, **FIXED}.get(name, UNKNOWN))
+                raise ConfigError(
+                    name, repr(getattr(self, name)), *{**REFUSED, **FIXED}.get(name, UNKNOWN)
+                )
         check_without_effect(self)
         self._check_deepspeed()
 
@@ -316,7 +239,12 @@ class MerakArguments(TrainingArguments):
         except ValueError:
             lengths = (0,)
         if lengths[0] < 1:
-            raise ConfigError("length_buckets", repr(text), "it is not a list of lengths", "Give auto, none or 128,256")
+            raise ConfigError(
+                "length_buckets",
+                repr(text),
+                "it is not a list of lengths",
+                "Give auto, none or 128,256",
+            )
         return lengths
 
     @property
@@ -333,10 +261,12 @@ class MerakArguments(TrainingArguments):
 
     @functools.cached_property
     def world(self) -> World:
-        """The position of this process in the job; joins the job unless it has joined. Raises LaunchError."""
+        """The position of this process in the job; joins the job unless it has joined. Raises
+        LaunchError.
+        """
         backend = self.ddp_backend or "auto"
         precision = self.fp32_matmul_precision
-        limits = Limits.of_timeout(self.ddp_timeout, _DEFAULT_TIMEOUT)
+        limits = HangLimits.of_timeout(self.ddp_timeout, _DEFAULT_TIMEOUT)
         if dist.is_initialized():
             return adopt(backend, precision, self.use_cpu, limits)
         return launch(
@@ -366,7 +296,9 @@ def _refuse_fields(args: TrainingArguments) -> None:
     _check_backend(args)
     if args.train_sampling_strategy == "batch_rebalance":
         reason = "a replica's batch would depend on the number of replicas"
-        raise ConfigError("train_sampling_strategy", "batch_rebalance", reason, "Use random or group_by_length")
+        raise ConfigError(
+            "train_sampling_strategy", "batch_rebalance", reason, "Use random or group_by_length"
+        )
 
 
 def _check_backend(args: TrainingArguments) -> None:
@@ -380,7 +312,12 @@ def _check_backend(args: TrainingArguments) -> None:
     if args.use_cpu and known[name].of_gpus:
         raise ConfigError("ddp_backend", name, "use_cpu is set", "Leave one of the two out")
     if not known[name].halves and (args.bf16 or args.fp16):
-        raise ConfigError("ddp_backend", name, f"torch's {name.upper()} backend has no 16-bit numbers", "Train in fp32")
+        raise ConfigError(
+            "ddp_backend",
+            name,
+            f"torch's {name.upper()} backend has no 16-bit numbers",
+            "Train in fp32",
+        )
 
 
 def _check_numbers(args: "MerakArguments") -> None:
@@ -393,20 +330,16 @@ def _check_numbers(args: "MerakArguments") -> None:
                 raise ConfigError(name, value, "it is not a whole number", "Give a whole number")
             if not value >= least:
                 raise ConfigError(name, value, f"it is below {least}", f"Give {least} or more")
-    choices_of = {
-        **({} if args.pipeline_schedule is None else {"pipeline_schedule": SCHEDULES}),
-        "tp_comm_overlap": OVERLAPS,
-        "graph_sharding": ("cut", "farthest-dependency"),
-        "fp32_matmul_precision": FP32_MATMULS,
-        "on_full_disk": ON_FULL_DISK,
-        "rerun_mode": RERUN_MODES,
-        "error_injection_type": INJECTIONS,
-    }
-    for name, choices in choices_of.items():
-        if (value := getattr(args, name)) not in choices:
-            raise ConfigError(name, repr(value), "it is not one of the choices", f"Use {' or '.join(choices)}")
+    for name, row in SHARED.items():
+        value = getattr(args, name)
+        choices = row.metadata.get("choices")
+        if choices is not None and value not in choices and value != row.default:
+            remedy = f"Use {' or '.join(choices)}"
+            raise ConfigError(name, repr(value), "it is not one of the choices", remedy)
     if args.pad_to_multiple_of is not None and args.pad_to_multiple_of < 1:
-        raise ConfigError("pad_to_multiple_of", args.pad_to_multiple_of, "it is below 1", "Give 1 or more")
+        raise ConfigError(
+            "pad_to_multiple_of", args.pad_to_multiple_of, "it is below 1", "Give 1 or more"
+        )
 
 
 MerakArguments.__init__ = checked(MerakArguments.__init__)  # type: ignore[method-assign]

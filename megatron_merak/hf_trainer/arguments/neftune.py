@@ -1,9 +1,9 @@
-"""``neftune_noise_alpha``: uniform noise is added to the output of the input embedding in training, as in
-transformers.
+"""``neftune_noise_alpha``: uniform noise is added to the output of the input embedding in training,
+as in transformers.
 
-Its magnitude is alpha / sqrt(length of the rows x features). The noise is part of the captured graph. Like dropout, it
-is seeded by seed, step and place in the model, so that ranks that share a layer, recomputation and stages draw the
-same.
+Its magnitude is alpha / sqrt(length of the rows x features). The noise is part of the captured
+graph. Like dropout, it is seeded by seed, step and place in the model, so that ranks that share a
+layer, recomputation and stages draw the same.
 """
 
 from collections.abc import Iterator
@@ -24,12 +24,17 @@ def check_alpha(alpha: object) -> None:
     number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if not (isinstance(alpha, int | float) and number and 0 <= alpha < float("inf")):
         raise ConfigError(
-            "neftune_noise_alpha", repr(alpha), "it is not a non-negative number", "Give 0 or more, or leave it unset"
+            "neftune_noise_alpha",
+            repr(alpha),
+            "it is not a non-negative number",
+            "Give 0 or more, or leave it unset",
         )
 
 
 def embedding_of(model: nn.Module) -> nn.Module:
-    """Return the module whose output gets noise, by transformers' rule. Raises ConfigError if there is none."""
+    """Return the module whose output gets noise, by transformers' rule. Raises ConfigError if there
+    is none.
+    """
     inner: Any = inspected_model(model)
     try:
         embedding = inner.get_input_embeddings()
@@ -37,7 +42,9 @@ def embedding_of(model: nn.Module) -> nn.Module:
         embedding = None
     if not isinstance(embedding, nn.Module):
         reason = f"{type(inner).__name__} has no input embedding to add noise to"
-        raise ConfigError("neftune_noise_alpha", "(set)", reason, "Leave it unset, or define get_input_embeddings")
+        raise ConfigError(
+            "neftune_noise_alpha", "(set)", reason, "Leave it unset, or define get_input_embeddings"
+        )
     return embedding
 
 
@@ -61,6 +68,8 @@ def noisy(model: nn.Module, alpha: float | None) -> Iterator[None]:
 def _noise(output: Tensor, alpha: float) -> Tensor:
     """Return uniform noise of the shape and dtype of ``output``."""
     elements = output.size(1) * output.size(2)
-    magnitude = alpha * torch.rsqrt(torch.full((), elements, dtype=torch.float32, device=output.device))
+    magnitude = alpha * torch.rsqrt(
+        torch.full((), elements, dtype=torch.float32, device=output.device)
+    )
     drawn = torch.rand_like(output, dtype=torch.float32)
     return ((drawn - 0.5) * (2 * magnitude)).to(output.dtype)

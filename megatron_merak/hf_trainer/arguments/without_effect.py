@@ -1,6 +1,8 @@
-"""Fields of transformers that are accepted if their value changes no result here, and refused by name otherwise.
+"""Fields of transformers that are accepted if their value changes no result here, and refused by
+name otherwise.
 
-They configure how torch, accelerate or DistributedDataParallel compute a step; none of these is used.
+They configure how torch, accelerate or DistributedDataParallel compute a step; none of these is
+used.
 """
 
 import warnings
@@ -15,7 +17,8 @@ from .settings import settings_of
 _UNITS = "recomputation is by unit of the plan"
 _METHOD = "Leave it out, and set recompute_method and recompute_num_layers"
 _LOADED = "batches are cut from one order of samples, whatever the layout"
-Taken = Mapping[str, tuple[tuple[Any, ...] | None, str, str]]  # values (None: any), why others are refused, what to do
+# values (None: any), why others are refused, what to do
+Taken = Mapping[str, tuple[tuple[Any, ...] | None, str, str]]
 
 # Keys of ``activation_checkpointing_kwargs``: both kinds of recomputation compute the same.
 _KWARGS: Taken = MappingProxyType(
@@ -32,7 +35,11 @@ _KWARGS: Taken = MappingProxyType(
 )
 _ACCELERATOR: Taken = MappingProxyType(
     {
-        "split_batches": ((False,), "a batch is a replica's", "Divide per_device_train_batch_size by the replicas"),
+        "split_batches": (
+            (False,),
+            "a batch is a replica's",
+            "Divide per_device_train_batch_size by the replicas",
+        ),
         "dispatch_batches": (None, "", ""),
         "even_batches": ((True,), _LOADED, "Leave it True, or set dataloader_drop_last"),
         "use_seedable_sampler": ((True,), "samplers are seeded by seed and epoch", "Leave it True"),
@@ -44,14 +51,20 @@ _ACCELERATOR: Taken = MappingProxyType(
 _ACCUMULATION: Taken = MappingProxyType(
     {
         "sync_each_batch": (None, "", ""),  # says when gradients travel
-        "num_steps": ((None, 1), "gradient_accumulation_steps says it", "Set that, and leave this out"),
+        "num_steps": (
+            (None, 1),
+            "gradient_accumulation_steps says it",
+            "Set that, and leave this out",
+        ),
     }
 )
 _COMPILED = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
 def check_without_effect(args: Any) -> None:
-    """Raise ConfigError, naming the key, for a value that would change something and is unsupported."""
+    """Raise ConfigError, naming the key, for a value that would change something and is
+    unsupported.
+    """
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         _check(name, settings_of(name, getattr(args, name, None)), _KWARGS)
     config = args.accelerator_config
@@ -70,14 +83,19 @@ def warn_of_compilation(args: Any) -> None:
     """Warn once, on the first rank, that torch.compile is not called."""
     requested = [name for name in _COMPILED if getattr(args, name)]
     if requested and args.process_index == 0:
-        text = "torch.compile is not called: this library runs the program that it captured of the model"
+        text = (
+            "torch.compile is not called: this library runs the program that it captured of "
+            "the model"
+        )
         warnings.warn(f"{requested[0]}: {text}.", stacklevel=2)
 
 
 def _check(name: str, settings: Mapping[str, Any], taken: Taken) -> None:
     for key, value in settings.items():
         if key not in taken:
-            raise ConfigError(f"{name}: {key}", repr(value), "there is no such key here", "Leave it out")
+            raise ConfigError(
+                f"{name}: {key}", repr(value), "there is no such key here", "Leave it out"
+            )
         values, reason, remedy = taken[key]
         if values is not None and value not in values:
             raise ConfigError(f"{name}: {key}", repr(value), reason, remedy)

@@ -1,4 +1,6 @@
-"""Copies of datasets and collators to examine samples with, so that training finds the originals untouched."""
+"""Copies of datasets and collators to examine samples with, so that training finds the originals
+untouched.
+"""
 
 import copy
 import random
@@ -16,11 +18,11 @@ _LONGEST = 64
 
 
 def apart(value: Any) -> Any:
-    """Return a shallow copy of a dataset or collator with its own generators, counters and nested datasets or
-    collators.
+    """Return a shallow copy of a dataset or collator with its own generators, counters and nested
+    datasets or collators.
 
-    value: any object. Functions, objects that cannot be copied and those that close something at their end are returned
-           themselves.
+    value: any object. Functions, objects that cannot be copied and those that close something at
+           their end are returned themselves.
     """
     return _apart(value, _DEPTH)
 
@@ -40,7 +42,11 @@ def _apart(value: Any, depth: int) -> Any:
     if owner is not None and hasattr(value, "__func__"):
         copied = _apart(owner, depth)
         return value if copied is owner else value.__func__.__get__(copied)
-    if not hasattr(value, "__dict__") or hasattr(type(value), "__del__") or type(value).__name__ == "function":
+    if (
+        not hasattr(value, "__dict__")
+        or hasattr(type(value), "__del__")
+        or type(value).__name__ == "function"
+    ):
         return value
     try:
         copied = copy.copy(value)

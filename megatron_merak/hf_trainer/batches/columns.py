@@ -9,7 +9,8 @@ from ...errors import ConfigError
 
 
 class UsedColumns(RemoveColumnsCollator):
-    """A collator of samples that have lost the columns that are no parameter of the model's forward.
+    """A collator of samples that have lost the columns that are no parameter of the model's
+    forward.
 
     collator: makes a batch of samples.
     columns:  those that are kept.
@@ -28,7 +29,10 @@ class UsedColumns(RemoveColumnsCollator):
             return self.data_collator(kept)
         except Exception as error:
             has = ", ".join(map(str, features[0]))
-            reason = f"no column of the samples ({has}) is a parameter of the model's forward, which names "
+            reason = (
+                f"no column of the samples ({has}) is a parameter of the model's forward, "
+                "which names "
+            )
             reason += ", ".join(self.signature_columns)
             remedy = "Set remove_unused_columns=False, or name the columns in the forward"
             raise ConfigError("remove_unused_columns", True, reason, remedy) from error

@@ -18,11 +18,17 @@ def _pack(value: object, tensors: list[Tensor]) -> object:
     if isinstance(value, Mapping):
         return {"mapping": {key: _pack(each, tensors) for key, each in value.items()}}
     if isinstance(value, tuple | list):
-        return {"tuple" if isinstance(value, tuple) else "list": [_pack(each, tensors) for each in value]}
+        return {
+            "tuple" if isinstance(value, tuple) else "list": [
+                _pack(each, tensors) for each in value
+            ]
+        }
     if value is None or isinstance(value, bool | int | float | str):
         return {"plain": value}
     reason = f"{type(value).__name__} is not a tensor, number, text, tuple, list or dictionary"
-    raise DataError("a prediction", repr(value)[:60], reason, "Let preprocess_logits_for_metrics return tensors")
+    raise DataError(
+        "a prediction", repr(value)[:60], reason, "Let preprocess_logits_for_metrics return tensors"
+    )
 
 
 def _unpack(packed: dict, take) -> object:
@@ -40,8 +46,8 @@ def _unpack(packed: dict, take) -> object:
 def from_rank(
     source: int, value: object, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
 ) -> object:
-    """Return the nested ``value`` of global rank ``source`` on every rank, tensors on the CPU. Collective over
-    ``group``.
+    """Return the nested ``value`` of global rank ``source`` on every rank, tensors on the CPU.
+    Collective over ``group``.
 
     value:  ignored on other ranks.
     device: of tensors that the group's backend transfers.
@@ -63,7 +69,11 @@ def from_rank(
     ours = iter(tensors)
 
     def take(packed: dict) -> Tensor:
-        tensor = next(ours) if is_source else torch.empty(packed["shape"], dtype=getattr(torch, packed["dtype"]))
+        tensor = (
+            next(ours)
+            if is_source
+            else torch.empty(packed["shape"], dtype=getattr(torch, packed["dtype"]))
+        )
         tensor = tensor.to(device)
         dist.broadcast(tensor, source, group)
         return tensor.cpu()

@@ -1,4 +1,6 @@
-"""From datasets to the input of a step: this replica's micro-batches, and the number of targets in all of them."""
+"""From datasets to the input of a step: this replica's micro-batches, and the number of targets in
+all of them.
+"""
 
 import atexit
 import dataclasses
@@ -16,7 +18,6 @@ from transformers.trainer_utils import has_length
 
 from ...errors import ConfigError, DataError, MerakError
 from ...parallel.agree import gather_json, raise_together, together
-from ...parallel.interruption import end_workers, outlast_signals
 from ...parallel.mesh import Mesh
 from ...stages.blueprint import shapes_of
 from ...stages.captured import CapturedModel
@@ -29,6 +30,7 @@ from .order import Batch, Loading, epoch_order, samples_of
 from .packed import check_documents
 from .same_batches import differ_here, different
 from .samplers import Drawn, EpochSampler, length_of
+from .workers import end_workers, loading_context, outlast_signals
 
 
 @dataclass(frozen=True)
@@ -56,23 +58,37 @@ class Feed:
         """
         args = self.args
         if dataset is None:
-            raise ConfigError("train_dataset", None, "training needs one", "Give MerakTrainer a train_dataset")
+            raise ConfigError(
+                "train_dataset", None, "training needs one", "Give MerakTrainer a train_dataset"
+            )
         return self._loading(dataset, sampler, args.per_device_train_batch_size, self._seed)
 
     def evaluation(self, dataset: Dataset, sampler: Sampler | None) -> Loading:
-        """Return how this replica's batches of an evaluation are loaded. sampler: see ``training``."""
+        """Return how this replica's batches of an evaluation are loaded. sampler: see
+        ``training``.
+        """
         return self._loading(dataset, sampler, self.args.per_device_eval_batch_size, self.args.seed)
 
-    def _loading(self, dataset: Dataset, sampler: Sampler | None, batch_size: int, seed: int) -> Loading:
+    def _loading(
+        self, dataset: Dataset, sampler: Sampler | None, batch_size: int, seed: int
+    ) -> Loading:
         place = (self.mesh.dp_rank, self.mesh.grid.dp)
         drop_last = self.args.dataloader_drop_last
         options = self._options()
-        loading = Loading(dataset, self._collate(), batch_size, *place, seed, drop_last, options, begun=self.begun)
+        loading = Loading(
+            dataset, self._collate(), batch_size, *place, seed, drop_last, options, begun=self.begun
+        )
         if loading.streamed or sampler is None:
             return loading
-        order = sampler.order if isinstance(sampler, EpochSampler) else Drawn(sampler, self._seed, self.mesh.control)
+        order = (
+            sampler.order
+            if isinstance(sampler, EpochSampler)
+            else Drawn(sampler, self._seed, self.mesh.control)
+        )
         if (samples := length_of(sampler)) is None:
-            raise DataError("sampler", type(sampler).__name__, "it has no length", "Give it __len__")
+            raise DataError(
+                "sampler", type(sampler).__name__, "it has no length", "Give it __len__"
+            )
         return dataclasses.replace(loading, order=order, samples=samples)
 
     @property
@@ -94,11 +110,15 @@ class Feed:
             atexit.unregister(end_workers)  # once, however many loaders there are
             atexit.register(end_workers)
             options["prefetch_factor"] = args.dataloader_prefetch_factor
-            options["multiprocessing_context"] = args.dataloader_multiprocessing_context
+            options["multiprocessing_context"] = loading_context(
+                args.dataloader_multiprocessing_context
+            )
         return options
 
     def training_sampler(self, dataset: Dataset | None) -> EpochSampler | None:
-        """Return the order of training samples by ``train_sampling_strategy``; None for a stream. Raises DataError."""
+        """Return the order of training samples by ``train_sampling_strategy``; None for a stream.
+        Raises DataError.
+        """
         args = self.args
         seed = self._seed
         if dataset is None or isinstance(dataset, IterableDataset):
@@ -113,17 +133,25 @@ class Feed:
         if strategy == "random":
             return EpochSampler(samples, lambda epoch: epoch_order(samples, seed, epoch))
         lengths = self._lengths(dataset)
-        group = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.mesh.grid.dp
-        return EpochSampler(samples, lambda epoch: epoch_order(samples, seed, epoch, lengths, group=group))
+        group = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * self.mesh.grid.dp
+        )
+        return EpochSampler(
+            samples, lambda epoch: epoch_order(samples, seed, epoch, lengths, group=group)
+        )
 
     def evaluation_sampler(self, dataset: Dataset | None) -> EpochSampler | None:
-        """Return the order of an evaluation's samples: by length if training's is, else None, the dataset's."""
+        """Return the order of an evaluation's samples: by length if training's is, else None, the
+        dataset's.
+        """
         if self.args.train_sampling_strategy != "group_by_length" or not has_length(dataset):
             return None
         lengths = self._lengths(dataset)
         group = self.args.per_device_eval_batch_size
         seed = self._seed
-        return EpochSampler(len(dataset), lambda epoch: epoch_order(len(dataset), seed, epoch, lengths, group=group))
+        return EpochSampler(
+            len(dataset), lambda epoch: epoch_order(len(dataset), seed, epoch, lengths, group=group)
+        )
 
     def _lengths(self, dataset: Any) -> list[int]:
         """Return the length of every sample: from its column of lengths, or of its tokens."""
@@ -134,18 +162,34 @@ class Feed:
         tokens = getattr(self.tokenizer, "model_input_names", [self.facts.main_input])[0]
         if tokens not in first:
             remedy = f"Give samples a column {name!r}, or choose another train_sampling_strategy"
-            raise DataError("train_dataset", f"(columns {', '.join(first)})", f"samples have no {tokens!r}", remedy)
+            raise DataError(
+                "train_dataset",
+                f"(columns {', '.join(first)})",
+                f"samples have no {tokens!r}",
+                remedy,
+            )
         return [len(dataset[index][tokens]) for index in range(len(dataset))]
 
-    def example(self, train: Dataset | None, evaluation: Dataset | Mapping | None, epoch: int = 0) -> Batch:
-        """Return the first batch of all, the same on every rank and after every resumption. Collective.
+    def example(
+        self, train: Dataset | None, evaluation: Dataset | Mapping | None, epoch: int = 0
+    ) -> Batch:
+        """Return the first batch of all, the same on every rank and after every resumption.
+        Collective.
 
-        A stream is not iterated twice for it: the batch is the first one of ``epoch``, which continues after it.
+        A stream is not iterated twice for it: the batch is the first one of ``epoch``, which
+        continues after it.
         """
         if train is None and evaluation is None:
-            raise ConfigError("train_dataset", None, "without a batch the model cannot be captured", "Give a dataset")
+            raise ConfigError(
+                "train_dataset",
+                None,
+                "without a batch the model cannot be captured",
+                "Give a dataset",
+            )
         if train is None:
-            first: Any = next(iter(evaluation.values())) if isinstance(evaluation, Mapping) else evaluation
+            first: Any = (
+                next(iter(evaluation.values())) if isinstance(evaluation, Mapping) else evaluation
+            )
             loading = self.evaluation(first, None)
         else:
             loading = self.training(train, self.training_sampler(train))
@@ -158,8 +202,8 @@ class Feed:
         return batch
 
     def _check_alike(self, batch: Batch, length: int | None) -> None:
-        """Raise DataError on every rank if ranks of one replica have different samples, or any ranks batches of
-        different shapes or numbers.
+        """Raise DataError on every rank if ranks of one replica have different samples, or any
+        ranks batches of different shapes or numbers.
         """
         own_digests = [str((length, shapes_of(batch))), _digest(batch)]
         digests = gather_json(own_digests, self.mesh.control, "cpu")
@@ -168,19 +212,24 @@ class Feed:
             replica = self.mesh.grid.coordinates(rank)[2]
             if shapes != digests[0][0] or values != values_of.setdefault(replica, values):
                 reason = "its length or its first batch differs from that of lower ranks"
-                remedy = "Build the same dataset on every rank: seed random choices and sort unordered sources"
+                remedy = (
+                    "Build the same dataset on every rank: seed random choices and sort "
+                    "unordered sources"
+                )
                 raise DataError("dataset", f"(on rank {rank})", reason, remedy)
 
     def prepare(
         self, batches: Sequence[Batch], count_items: bool, engine: CapturedModel | None = None
     ) -> tuple[list[Batch], int, int]:
-        """Return a step's micro-batches, maybe with more padding or without masks, and counts over all replicas.
-        Collective.
+        """Return a step's micro-batches, maybe with more padding or without masks, and counts over
+        all replicas. Collective.
 
-        count_items: whether each batch gets ``num_items_in_batch``, [] fp32: the targets of the whole step.
+        count_items: whether each batch gets ``num_items_in_batch``, [] fp32: the targets of the
+                     whole step.
         engine:      shows which changes of batches are neutral; None: batches stay as they are.
 
-        The counts are elements of the main input and, with ``include_num_input_tokens_seen``, tokens among these.
+        The counts are elements of the main input and, with ``include_num_input_tokens_seen``,
+        tokens among these.
         """
         facts = self.facts
         pad_id = self.neutral.padding.pad_id
@@ -203,11 +252,15 @@ class Feed:
             raise_together(failure, self.mesh.control, "cpu")
         counted = {"num_items_in_batch": torch.tensor(float(counts[0]))} if known else {}
         if counts[3] and engine is not None:
-            changed = self._settled([{**engine.read(batch), **counted} for batch in batches], engine)
+            changed = self._settled(
+                [{**engine.read(batch), **counted} for batch in batches], engine
+            )
         return [batch | counted for batch in changed], counts[1], counts[2]
 
     def _changes(self, engine: CapturedModel | None) -> list[tuple[Callable, Callable]]:
-        """Return, for each kind of change to training batches, how it is proposed and settled, in order."""
+        """Return, for each kind of change to training batches, how it is proposed and settled, in
+        order.
+        """
         rows, masks = (
             (partial(leaner.propose, engine=engine), partial(leaner.settle, engine))
             for leaner in (self.rows, self.masks)
@@ -267,6 +320,10 @@ class Feed:
 def _digest(batch: Batch) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(batch.items()):
-        plain = value.detach().cpu().contiguous().flatten().view(torch.uint8) if isinstance(value, Tensor) else None
+        plain = (
+            value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            if isinstance(value, Tensor)
+            else None
+        )
         digest.update(f"{name} {value!r}".encode() if plain is None else plain.numpy().tobytes())
     return digest.hexdigest()

@@ -1,4 +1,6 @@
-"""The fingerprint of a dataset, compared when a run resumes: its length and the values of a few samples."""
+"""The fingerprint of a dataset, compared when a run resumes: its length and the values of a few
+samples.
+"""
 
 import hashlib
 import os
@@ -20,23 +22,27 @@ SAMPLES = 8  # looked at, the first and the last among them
 
 
 def fingerprint(dataset: Dataset) -> dict:
-    """Return {"length": samples, "samples": digest}; None for what a stream does not have, or what is random each
-    time.
+    """Return {"length": samples, "samples": digest}; None for what a stream does not have, or what
+    is random each time.
 
-    Samples that draw from the global generators draw with a seed; the generators' states are restored.
+    Samples that draw from the global generators draw with a seed; the generators' states are
+    restored.
     """
     if isinstance(dataset, IterableDataset):
         return {"length": None, "samples": None}
     length = samples_of(dataset)
     dataset = apart(dataset)
-    places = sorted({round(k * (length - 1) / (SAMPLES - 1)) for k in range(SAMPLES)}) if length else []
+    places = (
+        sorted({round(k * (length - 1) / (SAMPLES - 1)) for k in range(SAMPLES)}) if length else []
+    )
     first = _digest(dataset, places)
     second = _digest(dataset, places)
     return {"length": length, "samples": first if first == second else None}
 
 
 def agreed(dataset: Dataset, group: dist.ProcessGroup | None, name: str = "train_dataset") -> dict:
-    """Return the fingerprint of a dataset that all ranks have alike, as in transformers: each takes its own samples.
+    """Return the fingerprint of a dataset that all ranks have alike, as in transformers: each takes
+    its own samples.
 
     Of a stream only that it is one is compared: what it yields is compared batch by batch.
 
@@ -56,17 +62,25 @@ def agreed(dataset: Dataset, group: dist.ProcessGroup | None, name: str = "train
             values = [known if value is None else value for value in values]
         if other := next((value for value in values if value != values[0]), None):
             ranks = named_ranks([rank for rank, value in enumerate(values) if value == other])
-            reason = f"{ranks} {'has' if values.count(other) == 1 else 'have'} it, and rank 0 has {values[0]}"
+            reason = (
+                f"{ranks} {'has' if values.count(other) == 1 else 'have'} it, and rank 0 "
+                f"has {values[0]}"
+            )
             raise DataError(f"{name}, {what}", other, reason, remedy)
     return everywhere[0]
 
 
 def difference(saved: Mapping, present: Mapping) -> str | None:
-    """Return a sentence on how two datasets differ; None if they do not, as far as both are known."""
+    """Return a sentence on how two datasets differ; None if they do not, as far as both
+    are known.
+    """
     if saved["length"] != present["length"]:
         there, here = (value["length"] or "an unknown number of" for value in (saved, present))
         return f"the checkpoint's run had {there} samples, and there are {here} now"
-    if None not in (saved["samples"], present["samples"]) and saved["samples"] != present["samples"]:
+    if (
+        None not in (saved["samples"], present["samples"])
+        and saved["samples"] != present["samples"]
+    ):
         return "its samples are not those of the checkpoint's run, or in another order"
     return None
 
@@ -82,15 +96,20 @@ def _digest(dataset: Dataset, places: list[int]) -> str | None:
 
 
 def _add(digest: "hashlib._Hash", value: object) -> None:
-    """Add a value to the digest; of an object whose representation may change between runs, nothing."""
+    """Add a value to the digest; of an object whose representation may change between runs,
+    nothing.
+    """
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().flatten()
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.layout == torch.strided else b"")
+        digest.update(
+            flat.view(torch.uint8).numpy().tobytes() if flat.layout == torch.strided else b""
+        )
     elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
     elif isinstance(value, str) and os.path.isabs(value) and os.path.exists(value):
-        digest.update(f"{os.path.basename(value)!r};".encode(errors="surrogatepass"))  # each host has its own folders
+        # each host has its own folders
+        digest.update(f"{os.path.basename(value)!r};".encode(errors="surrogatepass"))
     elif isinstance(value, str | bytes | int | float | None):
         digest.update(f"{value!r};".encode(errors="surrogatepass"))
     elif isinstance(value, Mapping):
@@ -101,7 +120,8 @@ def _add(digest: "hashlib._Hash", value: object) -> None:
         digest.update(f"[{len(value)}".encode())
         for each in value:
             _add(digest, each)
-    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # a PIL image
+    # a PIL image
+    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):
         digest.update(f"{value.mode}{value.size}".encode() + value.tobytes())
     else:
         digest.update(type(value).__name__.encode())

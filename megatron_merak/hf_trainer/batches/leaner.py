@@ -1,4 +1,5 @@
-"""Changes to training batches that save work and change no result, if padding stands at the end of rows only:
+"""Changes to training batches that save work and change no result, if padding stands at the end of
+rows only:
 
     a batch                        without its mask               its rows as documents of one
     input_ids       1 2 3 0 0      input_ids  1 2 3 0 0           input_ids     1 2 3 4 5 6 7 8
@@ -6,12 +7,14 @@
     attention_mask  1 1 1 0 0
                     1 1 1 1 1
 
-Without the mask, kernels for causal attention run: no token attends to padding after it, and padding is no target. In
-one row, nothing is computed for padding at all if attention treats documents separately.
+Without the mask, kernels for causal attention run: no token attends to padding after it, and
+padding is no target. In one row, nothing is computed for padding at all if attention treats
+documents separately.
 
-The engine proves with the first changed batch that the loss and every gradient stay the same. The proof holds for
-batches with the same entries whose masked share is at most ``REACH`` times as large. Two kinds of batches have proofs
-of their own: those with rows that begin with a target, and those with more tokens than a row of the model may have.
+The engine computes the first changed batch both ways: the loss and every gradient must stay the
+same. The trial is taken to hold for batches with the same entries whose masked share is at most
+``REACH`` times as large. Two kinds of batches have trials of their own: those with rows that begin
+with a target, and those with more tokens than a row of the model may have.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +29,13 @@ from .neutral import REACH
 from .padding import IGNORED, TARGETS
 
 Batch = Mapping[str, Any]
-LONGEST = 8192  # tokens of one row: the mask that separates its documents has a byte for each pair of tokens
+# tokens of one row: the mask that separates its documents has a byte for each pair of tokens
+LONGEST = 8192
 
 
 @dataclass
 class Leaner:
-    """Makes a change to batches, and knows for which batches it is proven to be neutral.
+    """Makes a change to batches, and knows for which batches a trial showed it to be neutral.
 
     change:  of a batch.
     fits:    (batch, engine) -> whether the change is possible and saves work.
@@ -45,27 +49,41 @@ class Leaner:
     fits: Callable[[Batch, Any], bool]
     refused: str = ""
     limit: int | None = None
-    _shown: dict[tuple, float] = field(default_factory=dict)  # kind of batch -> the largest share that was masked
+    # kind of batch -> the largest share that was masked
+    _shown: dict[tuple, float] = field(default_factory=dict)
 
     def propose(self, batches: Sequence[Batch], engine: Any) -> tuple[list[Batch], int | None]:
-        """Return the batches, changed where possible, and the index of one whose change has to be settled first.
+        """Return the batches, changed where possible, and the index of one whose change has to be
+        settled first.
 
         engine: a CapturedModel; None: nothing is changed.
         """
         if engine is None or self.refused or not engine.is_causal:
             return list(batches), None
         shares = [masked_share(batch) for batch in batches]
-        spared = [bool(share) and self.fits(batch, engine) for batch, share in zip(batches, shares, strict=True)]
-        known = [self._known(batch) if fits else 0.0 for batch, fits in zip(batches, spared, strict=True)]
-        changed = [self.change(batch) if fits else batch for batch, fits in zip(batches, spared, strict=True)]
-        open_ = [place for place, share in enumerate(shares) if spared[place] and share > REACH * known[place]]
+        spared = [
+            bool(share) and self.fits(batch, engine)
+            for batch, share in zip(batches, shares, strict=True)
+        ]
+        known = [
+            self._known(batch) if fits else 0.0 for batch, fits in zip(batches, spared, strict=True)
+        ]
+        changed = [
+            self.change(batch) if fits else batch
+            for batch, fits in zip(batches, spared, strict=True)
+        ]
+        open_ = [
+            place
+            for place, share in enumerate(shares)
+            if spared[place] and share > REACH * known[place]
+        ]
         return changed, max(open_, key=shares.__getitem__, default=None)
 
     def settle(self, engine: Any, batch: Batch, changed: Batch) -> bool:
         """Compute a batch both ways and record whether they agree.
 
-        A replica with nothing to settle passes a batch twice. Returns whether the trial proved anything: a step whose
-        gradients are all zero does not.
+        A replica with nothing to settle passes a batch twice. Returns whether the trial told
+        anything: a step whose gradients are all zero does not.
         """
         mismatch = engine.difference(changed, [batch])
         if mismatch is None:
@@ -82,8 +100,8 @@ class Leaner:
         return max(self._shown.get((entries, each, long), 0.0) for each in (begins, True))
 
     def _kind(self, batch: Batch) -> tuple[tuple[str, ...], bool, bool]:
-        """Return a batch's entries, whether a row begins with a target, and whether it has more tokens than a row may
-        have.
+        """Return a batch's entries, whether a row begins with a target, and whether it has more
+        tokens than a row may have.
         """
         entries = tuple(sorted(name for name in batch if name != "num_items_in_batch"))
         begins = "labels" in batch and bool((batch["labels"][:, 0] != IGNORED).any())
@@ -96,7 +114,9 @@ def without_masks(refused: str = "") -> Leaner:
 
 
 def in_one_row(refused: str = "", limit: int | None = None) -> Leaner:
-    """Return the change that makes one row of a batch, where the engine attends by document: on CPUs."""
+    """Return the change that makes one row of a batch, where the engine attends by document: on
+    CPUs.
+    """
     return Leaner(as_documents, _fits_one_row, refused, limit)
 
 
@@ -135,13 +155,18 @@ def _fits_one_row(batch: Batch, engine: Any) -> bool:
     if engine.mesh.device.type != "cpu" or halves or int(mask.sum()) > LONGEST:
         return False
     tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
-    return "labels" in batch and "position_ids" not in batch and all(value.shape == mask.shape for value in tensors)
+    return (
+        "labels" in batch
+        and "position_ids" not in batch
+        and all(value.shape == mask.shape for value in tensors)
+    )
 
 
 def masked_share(batch: Batch) -> float:
     """Return the masked share of positions.
 
-    0 if nothing is masked, or if positions other than the last ones of rows, a target, or an entire row are masked.
+    0 if nothing is masked, or if positions other than the last ones of rows, a target, or an entire
+    row are masked.
     """
     mask = batch.get(MASK)
     targets = [batch[name] for name in TARGETS if isinstance(batch.get(name), Tensor)]

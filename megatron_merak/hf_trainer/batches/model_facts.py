@@ -1,4 +1,6 @@
-"""Facts that a trainer derives from a model's class, forward and config, by transformers' own rules."""
+"""Facts that a trainer derives from a model's class, forward and config, by transformers' own
+rules.
+"""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,8 @@ class ModelFacts:
 
     label_names: inputs that are targets.
     return_loss: whether the forward computes a loss without labels.
-    shifts:      whether its loss predicts the next token, so that the first label of a row is no target.
+    shifts:      whether its loss predicts the next token, so that the first label of a row is no
+                 target.
     columns:     parameters of the forward.
     main_input:  the entry whose tokens are counted.
     predictions: outputs that are predictions; "*": all but those named by "!name".
@@ -38,18 +41,24 @@ class ModelFacts:
     flash: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, args: TrainingArguments, predictions: str | None = None) -> "ModelFacts":
+    def of(
+        cls, model: nn.Module, args: TrainingArguments, predictions: str | None = None
+    ) -> "ModelFacts":
         """Return the facts about a model.
 
-        predictions: names joined by commas; None: all but those that the config ignores at inference.
+        predictions: names joined by commas; None: all but those that the config ignores at
+                     inference.
         """
         inspected = inspected_model(model)
         kind = type(inspected)
         config = getattr(model, "config", None)
         labels = tuple(find_labels(kind) if args.label_names is None else args.label_names)
         if predictions is None:
-            default = ["cache", "past_key_values"]  # what releases of transformers from 5.24, and older ones, ignore
-            ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", default)
+            # what releases of transformers from 5.24, and older ones, ignore
+            default = ["cache", "past_key_values"]
+            ignored = (
+                [] if config is None else getattr(config, "keys_to_ignore_at_inference", default)
+            )
             predictions = ",".join(("*", *(f"!{name}" for name in ignored)))
         next_token = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "") is ForCausalLMLoss
         return cls(
@@ -59,14 +68,17 @@ class ModelFacts:
             tuple(inspect.signature(inspected.forward).parameters),
             getattr(model, "main_input_name", "input_ids"),
             tuple(name.strip() for name in predictions.split(",")),
-            bool(getattr(config, "_attn_implementation", None)) and is_flash_attention_requested(config),
+            bool(getattr(config, "_attn_implementation", None))
+            and is_flash_attention_requested(config),
         )
 
     def without(self, outputs: Sequence[str]) -> "ModelFacts":
         """Return a copy in which all outputs but ``outputs`` are predictions."""
         if "*" in self.predictions:
             return replace(self, predictions=("*", *(f"!{name}" for name in outputs)))
-        return replace(self, predictions=tuple(name for name in self.predictions if name not in outputs))
+        return replace(
+            self, predictions=tuple(name for name in self.predictions if name not in outputs)
+        )
 
     @property
     def used_columns(self) -> tuple[str, ...]:
@@ -96,7 +108,9 @@ class ModelFacts:
         return targets.ne(IGNORED).sum()
 
     def tokens(self, batch: Mapping[str, object], pad_id: int | None, kind: str | bool) -> int:
-        """Return the number of elements of the main input, without padding if ``kind`` is "non_padding"."""
+        """Return the number of elements of the main input, without padding if ``kind`` is
+        "non_padding".
+        """
         tokens = batch.get(self.main_input)
         if not isinstance(tokens, Tensor):
             return 0
@@ -107,8 +121,12 @@ class ModelFacts:
         return tokens.numel()
 
 
-def padding_of(model: nn.Module, facts: ModelFacts, args: MerakArguments, tokenizer: object) -> Padding:
-    """Return how to pad the model's batches. A model that takes no mask and is not causal is never padded."""
+def padding_of(
+    model: nn.Module, facts: ModelFacts, args: MerakArguments, tokenizer: object
+) -> Padding:
+    """Return how to pad the model's batches. A model that takes no mask and is not causal is never
+    padded.
+    """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     known = (getattr(holder, "pad_token_id", None) for holder in (tokenizer, text))
@@ -119,4 +137,6 @@ def padding_of(model: nn.Module, facts: ModelFacts, args: MerakArguments, tokeni
     limit = getattr(text, "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) else None
     decoder = bool(getattr(config, "is_encoder_decoder", False))
-    return Padding(args.buckets, args.pad_to_multiple_of, pad_id, mask, limit=limit, decoder=decoder)
+    return Padding(
+        args.buckets, args.pad_to_multiple_of, pad_id, mask, limit=limit, decoder=decoder
+    )

@@ -28,7 +28,9 @@ def _seed(seed: int) -> None:
 
 @contextmanager
 def private_randomness(*numbers: int) -> Iterator[None]:
-    """Seed every global generator of the CPU by ``numbers`` inside this context, and restore its state afterwards."""
+    """Seed every global generator of the CPU by ``numbers`` inside this context, and restore its
+    state afterwards.
+    """
     seed = 0
     for number in numbers:
         seed = (seed * DIGITS + number) % 2**32
@@ -41,7 +43,8 @@ def private_randomness(*numbers: int) -> Iterator[None]:
 
 
 class PrivateStream:
-    """The values of an iterator that draws from its own generators, which replace the global ones meanwhile.
+    """The values of an iterator that draws from its own generators, which replace the global ones
+    meanwhile.
 
     make: creates the iterator; what it draws counts too.
     seed: of the generators at the beginning.
@@ -69,7 +72,9 @@ class PrivateStream:
         self._seen = self._seen[count:]
         try:
             _set_states(self._own)
-            taken += [value for _, value in zip(range(count - len(taken)), self._values, strict=False)]
+            taken += [
+                value for _, value in zip(range(count - len(taken)), self._values, strict=False)
+            ]
             self._own = _states()
             return taken
         finally:

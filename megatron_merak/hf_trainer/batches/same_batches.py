@@ -13,7 +13,9 @@ from ...parallel.mesh import Mesh
 
 
 def checksum(batches: Sequence[Mapping[str, object]]) -> int:
-    """Return a 32-bit checksum of a batch: names, shapes, types and values of its entries, in order."""
+    """Return a 32-bit checksum of a batch: names, shapes, types and values of its entries, in
+    order.
+    """
     code = 0
     for batch in batches:
         for name, value in sorted(batch.items()):
@@ -45,22 +47,30 @@ def different(count: int | None = None) -> DataError:
     reason = "ranks of one replica of the model received different samples"
     if count is not None:
         reason = f"it ends earlier on some ranks than on others; this rank received {count} batches"
-    remedy = "Make it depend only on its seed and the epoch, not on the rank, the time or an unseeded generator"
+    remedy = (
+        "Make it depend only on its seed and the epoch, not on the rank, the time or an "
+        "unseeded generator"
+    )
     return DataError("dataset", "(of this step)", reason, remedy)
 
 
 def check_everywhere(
-    batches: Sequence[Mapping[str, object]], count: int, mesh: Mesh, failure: MerakError | None = None
+    batches: Sequence[Mapping[str, object]],
+    count: int,
+    mesh: Mesh,
+    failure: MerakError | None = None,
 ) -> None:
-    """Raise DataError on every rank unless ranks of a replica have the same batches, and all ranks the same
-    ``count``; and ``failure`` of any rank.
+    """Raise DataError on every rank unless ranks of a replica have the same batches, and all ranks
+    the same ``count``; and ``failure`` of any rank.
 
     Collective over all ranks.
     """
     if mesh.control is None:
         raise_together(failure, None, "cpu")
         return
-    extremes = torch.tensor([count, -count, int(differ_here(batches, mesh)), int(failure is not None)])
+    extremes = torch.tensor(
+        [count, -count, int(differ_here(batches, mesh)), int(failure is not None)]
+    )
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.control)
     most, least, differ, failed = extremes.tolist()
     if most != -least:

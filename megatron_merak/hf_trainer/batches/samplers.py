@@ -1,4 +1,6 @@
-"""The order of an epoch's samples, from a sampler: this library's own, or one that a subclass returns."""
+"""The order of an epoch's samples, from a sampler: this library's own, or one that a subclass
+returns.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence, Sized
@@ -14,7 +16,9 @@ from .order import private_randomness
 
 
 class EpochSampler(Sampler):
-    """Samples in an order that is a function of the epoch. order: epoch -> indices; None for the dataset's order."""
+    """Samples in an order that is a function of the epoch. order: epoch -> indices; None for the
+    dataset's order.
+    """
 
     def __init__(self, samples: int, order: Callable[[int], Sequence[int] | None]):
         self.samples = samples
@@ -34,11 +38,13 @@ class EpochSampler(Sampler):
 
 @dataclass
 class Drawn:
-    """Orders of epochs from a user's sampler. Calling it is collective over ``group``, all ranks of the job.
+    """Orders of epochs from a user's sampler. Calling it is collective over ``group``, all ranks of
+    the job.
 
-    As with accelerate, a ``RandomSampler`` is seeded by seed + epoch, and ``set_epoch`` is called if it exists. Other
-    samplers are iterated once per epoch, whichever epoch a resumed run begins with; global generators are seeded by
-    (seed, epoch). Raises DataError if ranks get different orders.
+    As with accelerate, a ``RandomSampler`` is seeded by seed + epoch, and ``set_epoch`` is called
+    if it exists. Other samplers are iterated once per epoch, whichever epoch a resumed run begins
+    with; global generators are seeded by (seed, epoch). Raises DataError if ranks get different
+    orders.
     """
 
     sampler: Sampler
@@ -71,14 +77,29 @@ class Drawn:
         reports = gather_json([_digest(order), length_of(self.sampler)], self.group, "cpu")
         for rank, (digest, length) in enumerate(reports):
             if digest is None:
-                remedy = "Yield one sample index at a time; per_device_train_batch_size forms the batches"
-                raise DataError("sampler", name, "it yields items other than sample indices", remedy)
+                remedy = (
+                    "Yield one sample index at a time; per_device_train_batch_size forms "
+                    "the batches"
+                )
+                raise DataError(
+                    "sampler", name, "it yields items other than sample indices", remedy
+                )
             if digest != reports[0][0]:
-                remedy = "Use the same seed on every rank: samples are distributed over replicas afterwards"
-                raise DataError("sampler", name, f"rank {rank} draws a different order than rank 0", remedy)
+                remedy = (
+                    "Use the same seed on every rank: samples are distributed over replicas "
+                    "afterwards"
+                )
+                raise DataError(
+                    "sampler", name, f"rank {rank} draws a different order than rank 0", remedy
+                )
             if length is not None and length != len(order):
                 remedy = "Return the number of samples of an epoch from __len__"
-                raise DataError("sampler", name, f"it yields {len(order)} samples, and its length is {length}", remedy)
+                raise DataError(
+                    "sampler",
+                    name,
+                    f"it yields {len(order)} samples, and its length is {length}",
+                    remedy,
+                )
         return [int(index) for index in order]
 
 

@@ -14,12 +14,19 @@ def exportable(handler: CallbackHandler, control: TrainerControl) -> list[Any]:
 
 
 def export(state: TrainerState, handler: CallbackHandler, control: TrainerControl) -> None:
-    """Store the states in ``state.stateful_callbacks``; several callbacks of one class make a list."""
-    state.stateful_callbacks = TrainerState(stateful_callbacks=exportable(handler, control)).stateful_callbacks
+    """Store the states in ``state.stateful_callbacks``; several callbacks of one class
+    make a list.
+    """
+    state.stateful_callbacks = TrainerState(
+        stateful_callbacks=exportable(handler, control)
+    ).stateful_callbacks
 
 
-def restore(state: TrainerState, handler: CallbackHandler, control: TrainerControl) -> TrainerControl:
-    """Replace callbacks by those of the same class that ``state`` has; return the control to continue with.
+def restore(
+    state: TrainerState, handler: CallbackHandler, control: TrainerControl
+) -> TrainerControl:
+    """Replace callbacks by those of the same class that ``state`` has; return the control to
+    continue with.
 
     Raises CheckpointError if a state does not fit its class.
     """
@@ -39,9 +46,15 @@ def restore(state: TrainerState, handler: CallbackHandler, control: TrainerContr
 def _made_of(kind: type[ExportableState], values: dict) -> ExportableState:
     try:
         fresh = kind.from_state(values)
-        if kind is TrainerControl and not all(isinstance(wish, bool) for wish in vars(fresh).values()):
+        if kind is TrainerControl and not all(
+            isinstance(wish, bool) for wish in vars(fresh).values()
+        ):
             raise TypeError("a wish is neither true nor false")
     except Exception as error:  # a callback's constructor may raise anything
-        remedy = "Set restore_callback_states_from_checkpoint=False, or resume from another checkpoint"
-        raise CheckpointError("state of callback", kind.__name__, f"{type(error).__name__}: {error}", remedy) from error
+        remedy = (
+            "Set restore_callback_states_from_checkpoint=False, or resume from another checkpoint"
+        )
+        raise CheckpointError(
+            "state of callback", kind.__name__, f"{type(error).__name__}: {error}", remedy
+        ) from error
     return fresh

@@ -22,8 +22,10 @@ class Captures:
         count, _ = self.engine.captures
         if count >= MANY and self.aloud and not self._warned:
             text = (
-                f"{count} programs were captured so far, one for each shape of a batch, and each took a trace of the "
-                "model. Set pad_to_multiple_of or length_buckets, or let the data_collator pad, so that shapes are few"
+                f"{count} programs were captured so far, one for each shape of a batch, and each "
+                "took a trace of the "
+                "model. Set pad_to_multiple_of or length_buckets, or let the data_collator pad, "
+                "so that shapes are few"
             )
             warnings.warn(text, stacklevel=2)
         self._warned |= count >= MANY

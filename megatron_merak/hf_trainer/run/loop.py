@@ -1,6 +1,8 @@
-"""One call of ``MerakTrainer.train``: epochs, steps, and what callbacks decide to log, evaluate and save.
+"""One call of ``MerakTrainer.train``: epochs, steps, and what callbacks decide to log, evaluate and
+save.
 
-The order of events, the keys of logs and the arithmetic of steps are those of ``transformers.Trainer``.
+The order of events, the keys of logs and the arithmetic of steps are those of
+``transformers.Trainer``.
 """
 
 import logging
@@ -17,7 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
+from transformers.trainer_utils import (
+    SaveStrategy,
+    TrainOutput,
+    compare_trainer_and_checkpoint_args,
+    speed_metrics,
+)
 
 from ...errors import CheckpointError, ConfigError, DoubtfulResultError, UnexpectedResultError
 from ...parallel.agree import raise_together
@@ -32,26 +39,42 @@ from ..batches.order import Batch
 from ..batches.same_batches import check_everywhere
 from . import callbacks, resumption, run_directory, trainer_state
 from .captures import Captures
-from .progress import Progress
+from .console import saving_of, say, warn
+from .progress import RunPosition
 from .rates import extent
 from .recapture import check_model, lost_writes
 from .run_directory import RunDirectory
+from .trainer_of_run import TrainerOfRun
 
-DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+DECISIONS = (
+    "should_training_stop",
+    "should_epoch_stop",
+    "should_save",
+    "should_evaluate",
+    "should_log",
+)
 
 
 def saves_for_signals(args: TrainingArguments) -> bool:
-    """Whether a signal lets a run save before it ends: not where it saves nothing, unless that was asked for."""
+    """Whether a signal lets a run save before it ends: not where it saves nothing, unless that was
+    asked for.
+    """
     return args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
 
 
 class TrainingLoop:
     """One training run. Collective over all ranks.
 
-    trainer: a MerakTrainer, whose state, control and engine this loop drives.
+    trainer: whose state, control and engine this loop drives.
     """
 
-    def __init__(self, trainer, directory: RunDirectory, resume: Path | None, ignored_outputs: list[str] | None = None):
+    def __init__(
+        self,
+        trainer: TrainerOfRun,
+        directory: RunDirectory,
+        resume: Path | None,
+        ignored_outputs: list[str] | None = None,
+    ):
         self.directory = directory
         self.ignored_outputs = ignored_outputs
         self.trainer = trainer
@@ -71,7 +94,14 @@ class TrainingLoop:
         engine = self.engine
         control = trainer.control_group
         self.skips = SkippedSteps(limit, engine.buffer, control, argument, scaler=engine.scaler)
-        self.rerun = Rerun(engine, checks_of(self.args), self._say, self._warn, name="rerun_mode", seed=self.args.seed)
+        self.rerun = Rerun(
+            engine,
+            checks_of(self.args),
+            self._say,
+            self._warn,
+            name="rerun_mode",
+            seed=self.args.seed,
+        )
         self.captures = Captures(engine, trainer.is_world_process_zero())
         self.frozen = 0  # a checksum of the names that were frozen in the last step
         self.fault: ConfigError | None = None
@@ -81,7 +111,8 @@ class TrainingLoop:
         self.used_rate: float | None = None
         self.first_epoch = self.skipped_batches = 0
         self.position = (0, 0)  # epoch, samples of it that are used
-        self.owes_evaluation = False  # the last step was to be followed by one, and the run was interrupted
+        # the last step was to be followed by one, and the run was interrupted
+        self.owes_evaluation = False
         self.dataset = self._fingerprint()
         self.described = resumption.describe(trainer.model)
         self._begin_state()
@@ -95,7 +126,9 @@ class TrainingLoop:
 
     def _begin_state(self) -> None:
         trainer = self.trainer
-        trainer.state = TrainerState(stateful_callbacks=callbacks.exportable(self.handler, trainer.control))
+        trainer.state = TrainerState(
+            stateful_callbacks=callbacks.exportable(self.handler, trainer.control)
+        )
         trainer.state.train_batch_size = self.args.train_batch_size
         trainer.state.compute_steps(self.args, self.extent.steps)
         self._refer()
@@ -108,7 +141,8 @@ class TrainingLoop:
         state.is_world_process_zero = self.trainer.is_world_process_zero()
 
     def _fingerprint(self) -> dict:
-        """Return the fingerprint of the training dataset, before an epoch may change what it yields.
+        """Return the fingerprint of the training dataset, before an epoch may change what it
+        yields.
 
         Raises DataError on every rank if ranks have different ones.
         """
@@ -126,8 +160,8 @@ class TrainingLoop:
         self._refer()
         path = directory / run_directory.TRAINING_STATE
 
-        def progress_of(extra: dict) -> Progress:
-            return Progress.of_json(extra, path, self.rate.state())
+        def progress_of(extra: dict) -> RunPosition:
+            return RunPosition.of_json(extra, path, self.rate.state())
 
         # All of the directory was verified when it was found.
         extra = self.engine.load(
@@ -145,26 +179,41 @@ class TrainingLoop:
         if not args.ignore_data_skip:
             self.skipped_batches = self._batches_in(samples)
 
-    def _check_alike(self, directory: Path, saved: Progress) -> None:
+    def _check_alike(self, directory: Path, saved: RunPosition) -> None:
         """Refuse another model, dataset or seed than the checkpoint's; report other differences."""
         if saved.seeds != self._seeds():
-            remedy = "Give the seed and the data_seed of the checkpoint's run, or start a new run from its weights"
-            raise CheckpointError("seed, data_seed", self._seeds(), f"the checkpoint's run has {saved.seeds}", remedy)
+            remedy = (
+                "Give the seed and the data_seed of the checkpoint's run, or start a new "
+                "run from its weights"
+            )
+            raise CheckpointError(
+                "seed, data_seed", self._seeds(), f"the checkpoint's run has {saved.seeds}", remedy
+            )
         notes = resumption.check_model(saved.model, self.described)
         if reason := fingerprint.difference(saved.dataset, self.dataset):
             if not self.args.ignore_data_skip:
-                remedy = "Pass the dataset of that run, or set ignore_data_skip=True to start an epoch of this one"
-                raise CheckpointError("train_dataset", f"(length {self.dataset['length']})", reason, remedy)
+                remedy = (
+                    "Pass the dataset of that run, or set ignore_data_skip=True to start an "
+                    "epoch of this one"
+                )
+                raise CheckpointError(
+                    "train_dataset", f"(length {self.dataset['length']})", reason, remedy
+                )
             notes.append(f"train_dataset: {reason}")
         if saved.global_batch != self._global_batch():
-            notes.append(f"samples of a step: {self._global_batch()} != {saved.global_batch} (of the checkpoint)")
+            notes.append(
+                f"samples of a step: {self._global_batch()} != {saved.global_batch} (of the "
+                "checkpoint)"
+            )
         compare_trainer_and_checkpoint_args(self.args, self.state)
         if self.trainer.is_world_process_zero():
-            resumption.say(directory, notes + resumption.argument_changes(directory, self.args.to_dict()))
+            resumption.say(
+                directory, notes + resumption.argument_changes(directory, self.args.to_dict())
+            )
 
     def _batches_in(self, samples: int) -> int:
-        """Return the number of this replica's batches in the first ``samples`` of an epoch, maybe run under another
-        layout.
+        """Return the number of this replica's batches in the first ``samples`` of an epoch, maybe
+        run under another layout.
         """
         per_batch = self.samples_per_batch
         if samples % per_batch:
@@ -185,9 +234,11 @@ class TrainingLoop:
         trainer.first_tokens = self.state.num_input_tokens_seen
         self.began = began
         saves = saves_for_signals(self.args)
-        with Interruption(trainer.control_group, end_interrupted, active=saves) as self.interruption:
+        with Interruption(
+            trainer.control_group, end_interrupted, active=saves
+        ) as self.interruption:
             for name in self.interruption.kept:
-                trainer._say(f"{name} has a handler of its own, so it does not save the run")
+                say(self.args, f"{name} has a handler of its own, so it does not save the run")
             self._epochs()
         return self._finish()
 
@@ -241,7 +292,8 @@ class TrainingLoop:
                 break
         if done == 0:
             self.trainer.control.should_training_stop = True
-        if done == total or not self._is_over():  # else a resumed run goes on where this one stopped
+        # else a resumed run goes on where this one stopped
+        if done == total or not self._is_over():
             self.position = (epoch + 1, 0)
         self._tell("on_epoch_end")
         self._log_evaluate_save()
@@ -249,7 +301,9 @@ class TrainingLoop:
     def _save_after_all(self) -> None:
         """Save the run as of the last step, unless that was saved."""
         place = self.directory.place(self.state.global_step)
-        if self.args.save_strategy != SaveStrategy.NO and not run_directory.exists(place, self.trainer.control_group):
+        if self.args.save_strategy != SaveStrategy.NO and not run_directory.exists(
+            place, self.trainer.control_group
+        ):
             self._save()
 
     def _say(self, text: str) -> None:
@@ -260,10 +314,14 @@ class TrainingLoop:
         logging.getLogger(__name__).warning("%s", text)
 
     def _is_over(self) -> bool:
-        return self.trainer.control.should_training_stop or self.state.global_step >= self.extent.steps
+        return (
+            self.trainer.control.should_training_stop or self.state.global_step >= self.extent.steps
+        )
 
     def _step(self, batches: list[Batch], epoch: float) -> bool:
-        """Return whether weights were updated: not where a callback ended training between micro-batches."""
+        """Return whether weights were updated: not where a callback ended training between
+        micro-batches.
+        """
         trainer = self.trainer
         state = self.state
         self._tell("on_step_begin")
@@ -273,7 +331,7 @@ class TrainingLoop:
         prepared = trainer.prepare_step(batches)
         reduced = self.rerun.backward(prepared)
         self.captures.look()
-        trainer._note_reports(batches, prepared)
+        trainer.note_reports(batches, prepared)
         for _ in batches[1:]:
             self._tell("on_substep_end")
         if len(batches) > 1 and self._stops_midway():
@@ -283,6 +341,7 @@ class TrainingLoop:
         self._tell("on_pre_optimizer_step")
         self.rates = self.rate.groups.rates()
         result = self.engine.update(self.rate.groups.of_engine(), reduced)
+        assert result.loss is not None, "all ranks learn it"
         self._count_loss(result.loss)
         self._tell("on_optimizer_step")
         self.grad_norm, self.used_rate = result.grad_norm, self.rate.logged
@@ -301,11 +360,11 @@ class TrainingLoop:
         return True
 
     def _stops_midway(self) -> bool:
-        """Whether a callback of any rank has ended training between two micro-batches: transformers discards their
-        gradient.
+        """Whether a callback of any rank has ended training between two micro-batches: transformers
+        discards their gradient.
 
-        Raises ConfigError on every rank if it has ended the epoch: transformers adds that gradient to the next epoch's
-        first step.
+        Raises ConfigError on every rank if it has ended the epoch: transformers adds that gradient
+        to the next epoch's first step.
         """
         group = self.trainer.control_group
         control = self.trainer.control
@@ -314,12 +373,17 @@ class TrainingLoop:
             dist.all_reduce(wishes, dist.ReduceOp.MAX, group=group)
         control.should_training_stop, control.should_epoch_stop = map(bool, wishes.tolist())
         if control.should_epoch_stop and not control.should_training_stop:
-            reason = "a callback set it between micro-batches of a step, whose gradient would belong to no epoch"
+            reason = (
+                "a callback set it between micro-batches of a step, whose gradient would "
+                "belong to no epoch"
+            )
             raise ConfigError("should_epoch_stop", True, reason, "Set it in on_step_end")
         return control.should_training_stop
 
     def _end_interrupted(self, number: int) -> NoReturn:
-        """Save and raise Interrupted on every rank. There may be little time: an evaluation is left to the next run."""
+        """Save and raise Interrupted on every rank. There may be little time: an evaluation is left
+        to the next run.
+        """
         trainer = self.trainer
         state = self.state
         self._agree()
@@ -349,10 +413,12 @@ class TrainingLoop:
         self.run_loss += loss
 
     def _agree(self) -> None:
-        """Let all ranks do what the callbacks of any rank decide; else some would wait in a collective forever.
+        """Let all ranks do what the callbacks of any rank decide; else some would wait in a
+        collective forever.
 
-        Called after every event whose decisions are read before the next one. Raises ConfigError on every rank for a
-        change of the optimizer's groups that is not supported, or that other ranks did not make.
+        Called after every event whose decisions are read before the next one. Raises ConfigError on
+        every rank for a change of the optimizer's groups that is not supported, or that other ranks
+        did not make.
         """
         group = self.trainer.control_group
         control = self.trainer.control
@@ -378,11 +444,16 @@ class TrainingLoop:
         if most[-1] != least[-1]:
             reason = "callbacks froze other parameters on other ranks"
             raise ConfigError(
-                "requires_grad", "(set)", reason, "Let them freeze the same on every rank: seed the choice"
+                "requires_grad",
+                "(set)",
+                reason,
+                "Let them freeze the same on every rank: seed the choice",
             )
         if most != least:
             reason = f"ranks used rates up to {most}"
-            raise ConfigError("optimizer.param_groups", least, reason, "Let callbacks set them on every rank")
+            raise ConfigError(
+                "optimizer.param_groups", least, reason, "Let callbacks set them on every rank"
+            )
 
     def _log(self) -> None:
         """Log the steps since the last log, if a callback decided so."""
@@ -420,10 +491,13 @@ class TrainingLoop:
 
     def _metric(self, metrics: dict[str, float]) -> float:
         name = self.args.metric_for_best_model
+        assert name is not None, "transformers sets it where something follows a metric"
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
             remedy = f"Choose one of {', '.join(metrics)}"
-            raise ConfigError("metric_for_best_model", name, "the evaluation has no such metric", remedy)
+            raise ConfigError(
+                "metric_for_best_model", name, "the evaluation has no such metric", remedy
+            )
         return metrics[name]
 
     def _is_better(self, metrics: dict[str, float]) -> bool:
@@ -449,7 +523,7 @@ class TrainingLoop:
         state = self.state
         check_model(trainer, saves=True)
         trainer.store_flos()
-        saving = trainer._saving
+        saving = saving_of(args, trainer.control_group)
         saving.received = self._received
         saving.run(self.directory.root, self._write)
         self.directory.rotate(args.save_total_limit, state.global_step, state.best_model_checkpoint)
@@ -467,7 +541,9 @@ class TrainingLoop:
             if args.save_only_model:
                 self.engine.check_finite()
             else:  # checks the same
-                self.engine.save(directory / run_directory.TRAINING_STATE, self._progress().to_json())
+                self.engine.save(
+                    directory / run_directory.TRAINING_STATE, self._progress().to_json()
+                )
             trainer.save_model(str(directory), _internal_call=True)
             if state.best_global_step:
                 best = self.directory.place(state.best_global_step)
@@ -476,8 +552,8 @@ class TrainingLoop:
             callbacks.export(state, self.handler, trainer.control)
             trainer_state.write(directory, state, group)
 
-    def _progress(self) -> Progress:
-        return Progress(
+    def _progress(self) -> RunPosition:
+        return RunPosition(
             self.rate.state(),
             self.pending_loss,
             self.last_logged,
@@ -504,20 +580,31 @@ class TrainingLoop:
         metrics |= {"total_flos": state.total_flos, "train_loss": loss}
         trainer.log(metrics)
         best = state.best_model_checkpoint
-        if args.load_best_model_at_end and best is not None and not run_directory.exists(Path(best), group):
-            trainer._warn(f"load_best_model_at_end: {best} was removed, so the weights of the last step stay")
+        if (
+            args.load_best_model_at_end
+            and best is not None
+            and not run_directory.exists(Path(best), group)
+        ):
+            warn(
+                self.args,
+                f"load_best_model_at_end: {best} was removed, so the weights of the last step stay",
+            )
         elif args.load_best_model_at_end and best is not None:
             run_directory.verify(Path(best), group)
             self.engine.load(Path(best) / run_directory.TRAINING_STATE, verify=False)
         if best is not None and args.save_total_limit == 1:
             self.directory.keep_only(Path(best))
-        trainer._say(self.captures.summary())
+        say(self.args, self.captures.summary())
         self._tell("on_train_end")
         return TrainOutput(state.global_step, loss, metrics)
 
 
 def _frozen_midway(now: list[str], before: list[str]) -> ConfigError:
     name = next(name for name in (*now, *before) if (name in now) != (name in before))
-    reason = "it was changed between two micro-batches of a step, whose gradients are computed together"
+    reason = (
+        "it was changed between two micro-batches of a step, whose gradients are computed together"
+    )
     value = f"requires_grad={name in before}"
-    return ConfigError(name, value, reason, "Freeze and thaw in on_step_begin, on_step_end or later events")
+    return ConfigError(
+        name, value, reason, "Freeze and thaw in on_step_begin, on_step_end or later events"
+    )

@@ -1,4 +1,6 @@
-"""The position of a run, beside the trainer's state: JSON in the training state, checked when it is read."""
+"""The position of a run, beside the trainer's state: JSON in the training state, checked when it is
+read.
+"""
 
 import json
 import math
@@ -16,7 +18,7 @@ _ODD = "float"  # the key of an object that stands for a number which JSON does 
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunPosition:
     """The position of a run.
 
     rate:            ``LearningRate.state()``.
@@ -25,7 +27,8 @@ class Progress:
     dataset:         its fingerprint.
     model:           class and configuration.
     owes_evaluation: the last step was to be followed by one, and the run was interrupted.
-    grad_norm:       of the last step, for a log that follows without another one; None: there was none.
+    grad_norm:       of the last step, for a log that follows without another one; None: there was
+                     none.
     used_rate:       learning rate of the last step, likewise.
     """
 
@@ -45,7 +48,7 @@ class Progress:
         return _encode(asdict(self))
 
     @staticmethod
-    def of_json(saved: object, path: Path, rate: Mapping) -> "Progress":
+    def of_json(saved: object, path: Path, rate: Mapping) -> "RunPosition":
         """Parse a saved position.
 
         rate: the present ``LearningRate.state()``; the saved one must have the same form.
@@ -59,8 +62,10 @@ class Progress:
                 if name not in values:
                     raise ValueError(f"it has no {name}")
                 if not check(values[name]):
-                    raise ValueError(f"{name} is {str(values[name])[:60]!r}, which makes no sense there")
-            progress = Progress(**{name: values[name] for name in _CHECKS})
+                    raise ValueError(
+                        f"{name} is {str(values[name])[:60]!r}, which makes no sense there"
+                    )
+            progress = RunPosition(**{name: values[name] for name in _CHECKS})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError("training state", path, str(error), remedy) from error
         theirs = len(progress.rate["rates"]) // 2
@@ -68,18 +73,25 @@ class Progress:
         if theirs != groups:
             reason = f"the checkpoint's optimizer has {theirs} parameter groups"
             raise CheckpointError(
-                "optimizer.param_groups", groups, reason, "Give the optimizer of the checkpoint's run"
+                "optimizer.param_groups",
+                groups,
+                reason,
+                "Give the optimizer of the checkpoint's run",
             )
         scheduler = rate["scheduler"]
         for name in sorted({*progress.rate["scheduler"], *scheduler}):
             if not _alike(name, progress.rate["scheduler"].get(name), scheduler.get(name)):
                 reason = f"the checkpoint has another kind of schedule: its {name} does not fit"
-                raise CheckpointError("lr_scheduler_type", path, reason, "Give the schedule of the checkpoint's run")
+                raise CheckpointError(
+                    "lr_scheduler_type", path, reason, "Give the schedule of the checkpoint's run"
+                )
         return progress
 
 
 def _is_pair(check: Check, other: Check) -> Check:
-    return lambda value: isinstance(value, list) and len(value) == 2 and check(value[0]) and other(value[1])
+    return lambda value: (
+        isinstance(value, list) and len(value) == 2 and check(value[0]) and other(value[1])
+    )
 
 
 def _is_rates(value: object) -> bool:
@@ -97,22 +109,33 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "rate": lambda value: isinstance(value["scheduler"], dict) and _is_rates(value["rates"]),
     "pending_loss": is_number,
     "last_logged": is_count,
-    "seeds": _is_pair(lambda seed: type(seed) is int, lambda seed: seed is None or type(seed) is int),
+    "seeds": _is_pair(
+        lambda seed: type(seed) is int, lambda seed: seed is None or type(seed) is int
+    ),
     "position": _is_pair(is_count, is_count),
     "global_batch": is_count,
     "dataset": _is_fingerprint,
-    "model": lambda value: isinstance(value["class"], str) and isinstance(value["config"], dict | None),
+    "model": lambda value: (
+        isinstance(value["class"], str) and isinstance(value["config"], dict | None)
+    ),
     "owes_evaluation": lambda value: isinstance(value, bool),
     "grad_norm": lambda value: value is None or is_number(value),
     "used_rate": lambda value: value is None or is_number(value),
 }
-_ABSENT = MappingProxyType({"owes_evaluation": False, "grad_norm": None, "used_rate": None})  # in older checkpoints
+# in older checkpoints
+_ABSENT = MappingProxyType({"owes_evaluation": False, "grad_norm": None, "used_rate": None})
 
 
 def _alike(name: str, saved: Any, present: Any) -> bool:
-    """Whether ``saved`` has the form of ``present``: number, text, None, or lists of as many of these."""
+    """Whether ``saved`` has the form of ``present``: number, text, None, or lists of as many of
+    these.
+    """
     if name == "lr_lambdas":
-        return isinstance(saved, list) and len(saved) == len(present) and all(s in (None, {}) for s in saved)
+        return (
+            isinstance(saved, list)
+            and len(saved) == len(present)
+            and all(s in (None, {}) for s in saved)
+        )
     if isinstance(present, bool) or isinstance(saved, bool):
         return type(saved) is type(present)
     if isinstance(present, int | float):
@@ -133,7 +156,11 @@ def _encode(value: object) -> Any:
 
 def _decode(value: object) -> Any:
     if isinstance(value, dict):
-        return float(value[_ODD]) if [*value] == [_ODD] else {key: _decode(each) for key, each in value.items()}
+        return (
+            float(value[_ODD])
+            if [*value] == [_ODD]
+            else {key: _decode(each) for key, each in value.items()}
+        )
     return [_decode(each) for each in value] if isinstance(value, list) else value
 
 

@@ -36,7 +36,9 @@ class Extent:
     samples: float
 
 
-def extent(args: TrainingArguments, batches: int | None, examples: int | None, replicas: int) -> Extent:
+def extent(
+    args: TrainingArguments, batches: int | None, examples: int | None, replicas: int
+) -> Extent:
     """Return the length of a run.
 
     batches: of one epoch and one replica; None for a stream.
@@ -48,24 +50,37 @@ def extent(args: TrainingArguments, batches: int | None, examples: int | None, r
     if batches is None:
         if args.max_steps <= 0:
             reason = "the training dataset has no length"
-            raise ConfigError("max_steps", args.max_steps, reason, "Give the number of steps to train")
+            raise ConfigError(
+                "max_steps", args.max_steps, reason, "Give the number of steps to train"
+            )
         samples = args.max_steps * global_batch
         steps = args.max_steps
-        return Extent(steps * accumulation, steps, sys.maxsize, steps, examples=samples, samples=samples)
+        return Extent(
+            steps * accumulation, steps, sys.maxsize, steps, examples=samples, samples=samples
+        )
     assert examples is not None, "only streams have no length"
     updates = -(-batches // accumulation)
     if args.max_steps > 0:
         epochs = -(-args.max_steps // updates)
         return Extent(
-            batches, updates, epochs, args.max_steps, examples=examples, samples=args.max_steps * global_batch
+            batches,
+            updates,
+            epochs,
+            args.max_steps,
+            examples=examples,
+            samples=args.max_steps * global_batch,
         )
     steps = math.ceil(args.num_train_epochs * updates)
     epochs = math.ceil(args.num_train_epochs)
-    return Extent(batches, updates, epochs, steps, examples=examples, samples=examples * args.num_train_epochs)
+    return Extent(
+        batches, updates, epochs, steps, examples=examples, samples=examples * args.num_train_epochs
+    )
 
 
 def schedule(args: TrainingArguments, steps: int, optimizer: Optimizer) -> LRScheduler:
-    """Return the schedule that ``args`` request for a run of ``steps``. Raises ConfigError for a wrong argument."""
+    """Return the schedule that ``args`` request for a run of ``steps``. Raises ConfigError for a
+    wrong argument.
+    """
     if (of_deepspeed := schedule_of_deepspeed(args, steps, optimizer)) is not None:
         return of_deepspeed
     warmup = args.get_warmup_steps(steps)
@@ -83,7 +98,8 @@ class LearningRate:
     """The learning rate, changed by steps or by evaluations.
 
     groups:    have the rates.
-    scheduler: changes them; ConfigError if it changes another optimizer's, or if its state cannot be stored as JSON.
+    scheduler: changes them; ConfigError if it changes another optimizer's, or if its state cannot
+               be stored as JSON.
     """
 
     def __init__(self, groups: ParameterGroups, scheduler: LRScheduler):
@@ -93,7 +109,9 @@ class LearningRate:
             json.dumps(scheduler.state_dict())
         except TypeError as error:
             reason = f"its state cannot be saved as JSON: {error}"
-            raise ConfigError("lr_scheduler", type(scheduler).__name__, reason, "Keep plain numbers in it") from error
+            raise ConfigError(
+                "lr_scheduler", type(scheduler).__name__, reason, "Keep plain numbers in it"
+            ) from error
 
     @property
     def follows_metric(self) -> bool:
@@ -103,7 +121,11 @@ class LearningRate:
     @property
     def logged(self) -> float:
         """Return the schedule's rate of the next step, which ``transformers.Trainer`` logs."""
-        return float(self.groups.param_groups[0]["lr"] if self.follows_metric else self.scheduler.get_last_lr()[0])
+        return float(
+            self.groups.param_groups[0]["lr"]
+            if self.follows_metric
+            else self.scheduler.get_last_lr()[0]
+        )
 
     def advance(self) -> None:
         """Advance the schedule by a step."""
@@ -125,4 +147,6 @@ class LearningRate:
         except (KeyError, TypeError, ValueError) as error:
             what = "checkpoint's learning rate"
             remedy = "Start a new run from its weights"
-            raise CheckpointError(what, "(unreadable)", f"{type(error).__name__}: {error}", remedy) from error
+            raise CheckpointError(
+                what, "(unreadable)", f"{type(error).__name__}: {error}", remedy
+            ) from error

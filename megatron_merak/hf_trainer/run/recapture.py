@@ -1,8 +1,9 @@
-"""Changes of a model after a trainer captured it: weights are adopted, the model is captured anew, or it is an
-error.
+"""Changes of a model after a trainer captured it: weights are adopted, the model is captured anew,
+or it is an error.
 
-transformers.Trainer runs the model as it is at every call. A captured graph, and weights in buffers of their own, are
-as they were when the trainer was first used, so changes are looked for before each use.
+transformers.Trainer runs the model as it is at every call. A captured graph, and weights in buffers
+of their own, are as they were when the trainer was first used, so changes are looked for before
+each use.
 """
 
 from collections.abc import Iterator
@@ -18,11 +19,15 @@ from ...optimizer.base import LocalOptimizer
 from ...parallel.agree import gather_json, together
 from ...parallel.scattered import Scattered
 from ...stages.captured import CapturedModel
-from ...stages.model_fingerprint import Change
+from ...stages.model_fingerprint import ModelChange
 
-_ANEW = "Make the change before the trainer is first used, or make a new MerakTrainer with the changed model"
+_ANEW = (
+    "Make the change before the trainer is first used, or make a new MerakTrainer with the "
+    "changed model"
+)
 _DIVIDED = (
-    "Make the change before the trainer is first used; else call save_model, and make a new MerakTrainer with the "
+    "Make the change before the trainer is first used; else call save_model, and make a new "
+    "MerakTrainer with the "
     "changed model of that directory"
 )
 
@@ -34,7 +39,9 @@ def _own_optimizer(engine: CapturedModel) -> LocalOptimizer:
 
 
 class Moments:
-    """The optimizer state of an engine that has trained, for another engine of the same parameters."""
+    """The optimizer state of an engine that has trained, for another engine of the same
+    parameters.
+    """
 
     def __init__(self, engine: CapturedModel):
         self.buffer = engine.buffer
@@ -42,13 +49,20 @@ class Moments:
         self.gatherer = engine.parameters.gatherer
 
     def fit(self, engine: CapturedModel) -> bool:
-        shapes = [{name: slot.shape for name, slot in each.slots.items()} for each in (self.buffer, engine.buffer)]
-        alike = self.optimizer.name == engine.optimizer.name and self.buffer.dtype == engine.buffer.dtype
+        shapes = [
+            {name: slot.shape for name, slot in each.slots.items()}
+            for each in (self.buffer, engine.buffer)
+        ]
+        alike = (
+            self.optimizer.name == engine.optimizer.name
+            and self.buffer.dtype == engine.buffer.dtype
+        )
         return alike and shapes[0] == shapes[1]
 
     @torch.no_grad()
     def give(self, engine: CapturedModel) -> None:
-        """Copy the state into ``engine``. It keeps its weights, but takes a master copy that rounds to them.
+        """Copy the state into ``engine``. It keeps its weights, but takes a master copy that rounds
+        to them.
 
         Collective over all ranks.
         """
@@ -79,7 +93,8 @@ class Moments:
 
 
 def check_model(trainer: Any, saves: bool = False) -> None:
-    """Let the engine of ``trainer`` follow the user's changes of the model. Collective over all ranks.
+    """Let the engine of ``trainer`` follow the user's changes of the model. Collective over all
+    ranks.
 
     saves: only weights matter.
 
@@ -101,31 +116,49 @@ def check_model(trainer: Any, saves: bool = False) -> None:
 
 
 def check_training(trainer: Any) -> None:
-    """Call `check_model` before ``train``; raise ConfigError for a model that cannot be trained further."""
+    """Call `check_model` before ``train``; raise ConfigError for a model that cannot be trained
+    further.
+    """
     kind = type(trainer.model).__name__
     with together(trainer.mesh.control, "cpu"):
         if trainer.model is not trainer._trained_model:
-            reason = "it was set after the trainer was constructed, and transformers.Trainer would train the first one"
-            raise ConfigError("trainer.model", kind, reason, "Make a new MerakTrainer with the model to train")
+            reason = (
+                "it was set after the trainer was constructed, and transformers.Trainer "
+                "would train the first one"
+            )
+            raise ConfigError(
+                "trainer.model", kind, reason, "Make a new MerakTrainer with the model to train"
+            )
         if not any(p.requires_grad for p in trainer.model.parameters()):
-            # autograd of transformers.Trainer raises here; a captured graph would take steps that change nothing
-            remedy = "Set requires_grad of those to train; of a loaded adapter, from_pretrained(..., is_trainable=True)"
+            # autograd of transformers.Trainer raises here; a captured graph would take steps that
+            # change nothing
+            remedy = (
+                "Set requires_grad of those to train; of a loaded adapter, "
+                "from_pretrained(..., is_trainable=True)"
+            )
             raise ConfigError("model", kind, "none of its parameters requires a gradient", remedy)
     check_model(trainer)
     if trainer._moments is not None:
-        reason = "the optimizer trained other parameters of this model than those that are trainable now"
+        reason = (
+            "the optimizer trained other parameters of this model than those that are trainable now"
+        )
         raise ConfigError("model", kind, reason, "Train a new MerakTrainer with the changed model")
 
 
 def check_reached(trainer: Any) -> None:
-    """Raise ConfigError, on every rank, if the loss gives no parameter a gradient: steps would change nothing."""
+    """Raise ConfigError, on every rank, if the loss gives no parameter a gradient: steps would
+    change nothing.
+    """
     engine = trainer.engine
     if not isinstance(engine, CapturedModel):
         return
     captured = engine.blueprint.traced.captured
     if captured.trainable <= captured.untouched:
         reason = "the loss gives none of its trainable parameters a gradient"
-        remedy = "Let forward use them, outside of torch.no_grad(); adapters that merge_adapter() merged, unmerge first"
+        remedy = (
+            "Let forward use them, outside of torch.no_grad(); adapters that "
+            "merge_adapter() merged, unmerge first"
+        )
         raise ConfigError("model", type(trainer.model).__name__, reason, remedy)
 
 
@@ -144,7 +177,9 @@ def check_loss(trainer: Any) -> None:
 
 
 def lost_writes(trainer: Any) -> ConfigError | None:
-    """Return the error for writes of a callback to a model that does not have the trained weights."""
+    """Return the error for writes of a callback to a model that does not have the trained
+    weights.
+    """
     user_model = getattr(trainer._engine, "user_model", None)
     if user_model is None or user_model.shared or not user_model.weights_changed():
         return None
@@ -153,32 +188,50 @@ def lost_writes(trainer: Any) -> ConfigError | None:
     return ConfigError(what, "(written)", reason, "Leave the weights to the optimizer")
 
 
-def _change(trainer: Any, engine: CapturedModel, saves: bool) -> Change | None:
+def _change(trainer: Any, engine: CapturedModel, saves: bool) -> ModelChange | None:
     user_model = engine.user_model
     assert user_model is not None
     if engine.model is not trainer.model:
-        return Change("trainer.model", type(engine.model).__name__, f"another {type(trainer.model).__name__}")
+        return ModelChange(
+            "trainer.model", type(engine.model).__name__, f"another {type(trainer.model).__name__}"
+        )
     if user_model.is_taken():
-        reason = "another trainer has sharded this model since, and this trainer has earlier weights"
-        raise ConfigError("model", type(engine.model).__name__, reason, "Use one trainer, or give each its own model")
+        reason = (
+            "another trainer has sharded this model since, and this trainer has earlier weights"
+        )
+        raise ConfigError(
+            "model",
+            type(engine.model).__name__,
+            reason,
+            "Use one trainer, or give each its own model",
+        )
     follows = trainer.is_in_train or engine.iteration > 0
     change = user_model.change(saves, engine.thawable if follows else ())
     if change is None and (name := user_model.written_parameter()) is not None:
-        change = Change(f"model.{name}", "(its values)", "(written since)")
+        change = ModelChange(f"model.{name}", "(its values)", "(written since)")
     return change
 
 
-def _refuse(trainer: Any, engine: CapturedModel, change: Change) -> None:
+def _refuse(trainer: Any, engine: CapturedModel, change: ModelChange) -> None:
     """Raise ConfigError unless the model can be captured anew without loss."""
     user_model = engine.user_model
     now = _short(change.now)
     assert user_model is not None
     if trainer.is_in_train:
-        reason = f"it was {_short(change.was)} when the model was captured, and changed during training"
-        raise ConfigError(change.what, now, reason, "Make the change before train(), or between two calls of it")
+        reason = (
+            f"it was {_short(change.was)} when the model was captured, and changed during training"
+        )
+        raise ConfigError(
+            change.what, now, reason, "Make the change before train(), or between two calls of it"
+        )
     if not user_model.shared and engine.iteration:
-        reason = f"it was {_short(change.was)} when the model was captured, and the trained weights are sharded"
-        raise ConfigError(change.what, now, f"{reason} over {engine.mesh.grid.size} ranks", _DIVIDED)
+        reason = (
+            f"it was {_short(change.was)} when the model was captured, and the trained "
+            "weights are sharded"
+        )
+        raise ConfigError(
+            change.what, now, f"{reason} over {engine.mesh.grid.size} ranks", _DIVIDED
+        )
     edited = user_model.written_parameter()
     if edited is not None and source_of(trainer.model) is not None:
         reason = "it was written after the trainer read its weights from the model's directory"
@@ -186,7 +239,9 @@ def _refuse(trainer: Any, engine: CapturedModel, change: Change) -> None:
 
 
 def _capture_anew(trainer: Any, engine: CapturedModel) -> None:
-    """Build another engine from the present model. Moments of one that has trained are kept until they fit again."""
+    """Build another engine from the present model. Moments of one that has trained are kept until
+    they fit again.
+    """
     assert engine.user_model is not None
     if engine.iteration and trainer._moments is None:
         trainer._moments = Moments(engine)
@@ -207,7 +262,9 @@ def _capture_anew(trainer: Any, engine: CapturedModel) -> None:
 @contextmanager
 def _in_memory(model: nn.Module, in_memory: bool) -> Iterator[None]:
     """Let the weights of ``model`` be those in memory, whatever directory it came from."""
-    loaded = {part: vars(part)["merak_source"] for part in model.modules() if "merak_source" in vars(part)}
+    loaded = {
+        part: vars(part)["merak_source"] for part in model.modules() if "merak_source" in vars(part)
+    }
     for part in loaded if in_memory else ():
         part.merak_source = None  # type: ignore[assignment]
     try:

@@ -1,5 +1,5 @@
-"""Differences between a checkpoint's run and the one that resumes it: another model is an error, others are
-reported.
+"""Differences between a checkpoint's run and the one that resumes it: another model is an error,
+others are reported.
 """
 
 import json
@@ -13,9 +13,17 @@ from torch import nn
 from ...errors import CheckpointError
 from .progress import as_json
 
-# Arguments that make a resumed run another one; transformers.Trainer goes on without a word about most of them.
+# Arguments that make a resumed run another one; transformers.Trainer goes on without a word about
+# most of them.
 SAID = (
-    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
+    *(
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "max_steps",
+        "num_train_epochs",
+    ),
     *(
         "weight_decay",
         "optim",
@@ -30,25 +38,36 @@ SAID = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last"),
     *("train_sampling_strategy", "label_names"),
 )
-OF_CHECKPOINT = ("learning_rate", "weight_decay")  # what the run goes on with, as transformers' optimizer state does
+# what the run goes on with, as transformers' optimizer state does
+OF_CHECKPOINT = ("learning_rate", "weight_decay")
 # Entries of a model's configuration that say nothing of what it computes, ...
 IGNORED = (
-    *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "architectures", "dtype"),
+    *(
+        "transformers_version",
+        "_name_or_path",
+        "name_or_path",
+        "_commit_hash",
+        "architectures",
+        "dtype",
+    ),
     *("torch_dtype", "tokenizer_class", "id2label", "label2id"),
 )
-SOFT = tuple("drop initializer init_std use_cache attn_implementation checkpointing".split())  # ... or are choices
+# ... or are choices
+SOFT = tuple("drop initializer init_std use_cache attn_implementation checkpointing".split())
 
 
 def describe(model: nn.Module) -> dict:
-    """Return class and configuration of a model; the latter is None if it is not from transformers."""
+    """Return class and configuration of a model; the latter is None if it is not from
+    transformers.
+    """
     config: Any = getattr(model, "config", None)
     text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else "null"
     return {"class": type(model).__name__, "config": as_json(text)}
 
 
 def check_model(saved: Mapping, present: Mapping) -> list[str]:
-    """Return sentences on differences that do not change what the model computes. Raises CheckpointError for those that
-    do.
+    """Return sentences on differences that do not change what the model computes. Raises
+    CheckpointError for those that do.
 
     saved, present: results of ``describe``.
     """
@@ -64,17 +83,26 @@ def check_model(saved: Mapping, present: Mapping) -> list[str]:
         last = name.rpartition(".")[2]
         if any(part in IGNORED for part in name.split(".")) or there.get(name) == here.get(name):
             continue
-        if any(soft in last for soft in SOFT) or not (same_version or name in there and name in here):
-            notes.append(f"config.{name}: {here.get(name)} != {there.get(name)} (of the checkpoint)")
+        if any(soft in last for soft in SOFT) or not (
+            same_version or name in there and name in here
+        ):
+            notes.append(
+                f"config.{name}: {here.get(name)} != {there.get(name)} (of the checkpoint)"
+            )
             continue
         reason = f"the checkpoint's model has {there.get(name)}"
-        remedy = "Give that model, or start a new run from the checkpoint's weights: from_pretrained(directory)"
+        remedy = (
+            "Give that model, or start a new run from the checkpoint's weights: "
+            "from_pretrained(directory)"
+        )
         raise CheckpointError(f"config.{name}", here.get(name), reason, remedy)
     return notes
 
 
 def argument_changes(directory: Path, arguments: Mapping) -> list[str]:
-    """Return sentences on arguments that differ from those of the run that saved a checkpoint, if it has them."""
+    """Return sentences on arguments that differ from those of the run that saved a checkpoint, if
+    it has them.
+    """
     try:
         saved = json.loads((directory / "training_args.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -18,16 +18,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...checkpoint import unit, unit_directories
+from ...checkpoint import unit
 from ...checkpoint.files import disk_errors
 from ...checkpoint.lock import DirectoryLock
+from ...checkpoint.unit_directories import Units, step_of
 from ...data.files import atomic_writer
 from ...errors import CheckpointError, DamagedError
 from ...parallel.agree import broadcast_json, together
 
 TRAINING_STATE = "training_state"
 TRAINER_STATE = "trainer_state.json"
-SAVE_REMEDY = "Check output_dir, its permissions and its free space; earlier checkpoints are untouched"
+SAVE_REMEDY = (
+    "Check output_dir, its permissions and its free space; earlier checkpoints are untouched"
+)
 Group = dist.ProcessGroup | None
 _REMEDY = "Name a complete checkpoint-N directory, or train without resuming"
 _log = logging.getLogger(__name__)
@@ -38,20 +41,26 @@ class RunDirectory:
 
     def __init__(self, output_dir: str, group: Group):
         self.root = Path(output_dir)
+        self.units = Units(self.root)
         self.group = group
         self.first = group is None or dist.get_rank(group) == 0
         self._lock: DirectoryLock | None = None
 
     def hold(self) -> None:
-        """Lock the directory, and complete what a crash of an earlier job interrupted. Raises CheckpointError."""
+        """Lock the directory, and complete what a crash of an earlier job interrupted. Raises
+        CheckpointError.
+        """
         if self._lock is not None:
             if self._lock.confirm() and self.first:
-                _log.warning("%s was removed under the run, with all checkpoints in it: it is made anew", self.root)
+                _log.warning(
+                    "%s was removed under the run, with all checkpoints in it: it is made anew",
+                    self.root,
+                )
             return
         self._lock = DirectoryLock(self.root, self.group)
         with self._on_first():
             if self.first:
-                unit_directories.settle(self.root)
+                self.units.settle()
 
     def release(self) -> None:
         """Unlock the directory. Not collective."""
@@ -66,32 +75,33 @@ class RunDirectory:
             yield
 
     def place(self, step: int) -> Path:
-        return unit_directories.plain(self.root, step)
+        return self.units.names(step).plain
 
     def _complete(self) -> list[int]:
         """Return the steps of the complete checkpoints that the first rank sees, newest first."""
         steps: list[int | None] = []
         with self._on_first():
             if self.first:
-                steps = [unit_directories.step_of(path) for path in unit_directories.newest_first(self.root)]
+                steps = [step_of(path) for path in self.units.newest_first()]
         return broadcast_json(steps, self.group, "cpu")
 
     def _candidates(self, faults: list[str]) -> Iterator[Path]:
-        """Yield the complete checkpoints, newest first; ``faults`` collects what is wrong with others.
+        """Yield the complete checkpoints, newest first; ``faults`` collects what is wrong with
+        others.
 
-        Raises CheckpointError for one that cannot be read, or that another version wrote: that is not damage.
+        Raises CheckpointError for one that cannot be read, or that another version wrote: that is
+        not damage.
         """
         errors: list[CheckpointError] = []
-        paths = unit_directories.newest_first(self.root, errors)
+        paths = self.units.candidates(errors)
         while True:
             candidate = None
             with self._on_first():
                 if self.first:
                     candidate = next(paths, None)
-                    for error in errors:
-                        if not isinstance(error, DamagedError):
-                            raise error
-            candidate, messages = broadcast_json((candidate and str(candidate), [*map(str, errors)]), self.group, "cpu")
+            candidate, messages = broadcast_json(
+                (candidate and str(candidate), [*map(str, errors)]), self.group, "cpu"
+            )
             errors.clear()
             faults += messages
             if candidate is None:
@@ -101,7 +111,8 @@ class RunDirectory:
     def find(self, requested: str | bool) -> Path:
         """Return the checkpoint to resume from, every byte of it verified.
 
-        requested: a directory; True: the newest undamaged one. Damaged ones are reported and skipped.
+        requested: a directory; True: the newest undamaged one. Damaged ones are reported and
+                   skipped.
 
         Raises CheckpointError.
         """
@@ -119,58 +130,72 @@ class RunDirectory:
                 continue
             _need_training_state(path, self.group)
             if faults and self.first:
-                _log.error("Resuming from %s; damaged checkpoints are passed over:\n%s", path, "\n".join(faults))
+                _log.error(
+                    "Resuming from %s; damaged checkpoints are passed over:\n%s",
+                    path,
+                    "\n".join(faults),
+                )
             return path
-        reason = "; ".join(["there is no complete checkpoint", *(fault.rstrip(".") for fault in faults)])
+        reason = "; ".join(
+            ["there is no complete checkpoint", *(fault.rstrip(".") for fault in faults)]
+        )
         raise CheckpointError("resume_from_checkpoint", self.root, reason, _REMEDY)
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """Yield the directory in which a checkpoint is written; it is put in place if the body ends without an
-        error.
+        """Yield the directory in which a checkpoint is written; it is put in place if the body ends
+        without an error.
 
-        An earlier checkpoint of the same step stays until then, and an incomplete one never counts. All ranks run the
-        body, which may contain collectives; an exception is raised on every rank.
+        An earlier checkpoint of the same step stays until then, and an incomplete one never counts.
+        All ranks run the body, which may contain collectives; an exception is raised on every rank.
         """
         self.hold()
-        fresh = unit_directories.fresh(self.root, step)
+        fresh = self.units.names(step).fresh
         try:
             with self._on_first():
                 if self.first:
-                    unit_directories.settle(self.root)
+                    self.units.settle()
                     fresh.mkdir()
             with disk_errors(fresh, SAVE_REMEDY) if self.group is None else nullcontext():
-                yield fresh  # what a script's own code raises on one of several ranks, the others do not know
+                # what a script's own code raises on one of several ranks, the others do not know
+                yield fresh
             with self._on_first():
                 if self.first:
                     unit.complete(fresh, step, {})
-                    unit_directories.publish(self.root, step)
+                    self.units.publish(step)
         except Exception:
             if self.first:
                 shutil.rmtree(fresh, ignore_errors=True)  # the next save would remove what is left
             raise
 
     def rotate(self, limit: int | None, saved: int, best: str | None) -> None:
-        """Remove the oldest checkpoints beyond ``limit``, except those of step ``saved`` and the ``best`` one.
+        """Remove the oldest checkpoints beyond ``limit``, except those of step ``saved`` and the
+        ``best`` one.
 
-        Only complete checkpoints count. Nothing is removed unless every byte of the newly saved one is verified.
+        Only complete checkpoints count. Nothing is removed unless every byte of the newly saved one
+        is verified.
         """
         if limit is None or limit <= 0:
             return
         complete = self._complete()
         protected = {saved}
         if best is not None and Path(best).resolve().parent == self.root.resolve():
-            kept = unit_directories.step_of(Path(best))
+            kept = step_of(Path(best))
             protected |= set() if kept is None else {kept}
         beyond = max(0, len(complete) - max(limit, len(protected & {*complete})))
         expendable = [step for step in complete[::-1] if step not in protected][:beyond]
         self._remove(expendable, self.place(saved))
 
     def keep_only(self, best: Path) -> None:
-        """Remove all checkpoints but this one, after verifying every byte of it; nothing if it is not one of them."""
+        """Remove all checkpoints but this one, after verifying every byte of it; nothing if it is
+        not one of them.
+        """
         if best.resolve().parent != self.root.resolve():
             return
-        self._remove([step for step in self._complete() if self.place(step).resolve() != best.resolve()], best)
+        self._remove(
+            [step for step in self._complete() if self.place(step).resolve() != best.resolve()],
+            best,
+        )
 
     def _remove(self, steps: list[int], successor: Path) -> None:
         if not steps:
@@ -183,7 +208,7 @@ class RunDirectory:
             return
         with self._on_first():
             for step in steps if self.first else ():
-                unit_directories.remove(self.root, step)
+                self.units.remove(step)
 
 
 def exists(directory: Path, group: Group) -> bool:
@@ -192,12 +217,16 @@ def exists(directory: Path, group: Group) -> bool:
 
 
 def verify(directory: Path, group: Group) -> None:
-    """Compare every byte of a checkpoint with its manifest, each file on one rank. Raises CheckpointError."""
+    """Compare every byte of a checkpoint with its manifest, each file on one rank. Raises
+    CheckpointError.
+    """
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     with together(group, "cpu"), disk_errors(directory, "Resume from another checkpoint"):
         if not directory.is_dir():
-            raise CheckpointError("checkpoint", directory, "there is no complete checkpoint here", _REMEDY)
-        unit.verify(directory, unit.read(directory, unit_directories.step_of(directory)), rank, world)
+            raise CheckpointError(
+                "checkpoint", directory, "there is no complete checkpoint here", _REMEDY
+            )
+        unit.verify(directory, unit.read(directory, step_of(directory)), rank, world)
 
 
 def _need_training_state(directory: Path, group: Group) -> None:

@@ -1,4 +1,6 @@
-"""``trainer_state.json``: transformers' ``TrainerState`` on disk, checked field by field when it is read."""
+"""``trainer_state.json``: transformers' ``TrainerState`` on disk, checked field by field when it is
+read.
+"""
 
 import dataclasses
 import json
@@ -38,12 +40,14 @@ def _is_history(value: object) -> bool:
 
 
 def _is_callbacks(value: object) -> bool:
-    """Whether a value has ``ExportableState.state()`` by class name, or lists of it for several callbacks of one
-    class.
+    """Whether a value has ``ExportableState.state()`` by class name, or lists of it for several
+    callbacks of one class.
     """
     if not isinstance(value, dict):
         return False
-    states = [state for each in value.values() for state in (each if isinstance(each, list) else [each])]
+    states = [
+        state for each in value.values() for state in (each if isinstance(each, list) else [each])
+    ]
     return all(isinstance(s, dict) and {"args", "attributes"} == {*s} and _dicts(s) for s in states)
 
 
@@ -97,7 +101,9 @@ def parse(text: str) -> TrainerState:
         check, kind = CHECKS.get(name, (lambda _: True, ""))
         if not check(value):
             shown = repr(value)
-            raise ValueError(f"{name} is {shown[:60]}{'...' if len(shown) > 60 else ''}, which is not {kind}")
+            raise ValueError(
+                f"{name} is {shown[:60]}{'...' if len(shown) > 60 else ''}, which is not {kind}"
+            )
     if values.get("train_batch_size") is None:
         raise ValueError("it has no train_batch_size")
     return TrainerState(**values)
@@ -115,7 +121,9 @@ def read(directory: Path, group: dist.ProcessGroup | None) -> TrainerState:
             except MerakError:
                 raise
             except (OSError, ValueError, TypeError, RecursionError) as error:
-                raise CheckpointError("trainer state", path, str(error), "Resume from another checkpoint") from error
+                raise CheckpointError(
+                    "trainer state", path, str(error), "Resume from another checkpoint"
+                ) from error
     return parse(broadcast_json(text, group, "cpu"))
 
 

@@ -1,8 +1,8 @@
-"""The pipeline schedules, by name. A builder lists compute ops only; ``passes.add_communication`` adds the
-transfers.
+"""The pipeline schedules, by name. A builder lists compute ops only; ``passes.add_communication``
+adds the transfers.
 
-To add a schedule, write its builder, with its figure, and add a row to ``BUILDERS``. Unless stated otherwise, the
-figures have forward = 1 and backward = 2 units of time; a dot is an idle unit.
+To add a schedule, write its builder, with its figure, and add a row to ``BUILDERS``. Unless stated
+otherwise, the figures have forward = 1 and backward = 2 units of time; a dot is an idle unit.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,13 @@ _TABLE = (
     Builder("gpipe", gpipe),
     Builder("1f1b", one_forward_one_backward),
     Builder("interleaved", interleaved, chunks=2, chunked=True, grouped=True),
-    Builder("shifted", shifted, recomputes=True, least_ranks=2, least_microbatches=lambda ranks: max(ranks, 4)),
+    Builder(
+        "shifted",
+        shifted,
+        recomputes=True,
+        least_ranks=2,
+        least_microbatches=lambda ranks: max(ranks, 4),
+    ),
     Builder("early-recompute", early_recompute, recomputes=True),
     Builder("zb-h1", zb_h1, splits=True),
     Builder("zb-v", zb_v, splits=True, chunks=2),
@@ -29,7 +35,8 @@ _TABLE = (
 BUILDERS: Mapping[str, Builder] = MappingProxyType({builder.name: builder for builder in _TABLE})
 
 
-LARGEST = 1 << 20  # forwards of all micro-batches: a schedule is a list of ops, which takes time and memory
+# forwards of all micro-batches: a schedule is a list of ops, which takes time and memory
+LARGEST = 1 << 20
 
 
 def build_schedule(
@@ -38,13 +45,19 @@ def build_schedule(
     """Return the compute ops of a named schedule over ``ranks`` pipeline ranks.
 
     chunks: (virtual) stages per rank, if the schedule leaves a choice.
-    group:  number of micro-batches that an interleaved rank runs on one stage before it continues with the next.
+    group:  number of micro-batches that an interleaved rank runs on one stage before it continues
+            with the next.
 
-    Raises ScheduleError for an unknown name, and for arguments to which the schedule is not applicable.
+    Raises ScheduleError for an unknown name, and for arguments to which the schedule is not
+    applicable.
     """
     if name not in BUILDERS:
-        raise ScheduleError("schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}")
+        raise ScheduleError(
+            "schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}"
+        )
     if microbatches * max(ranks, 1) * max(chunks or 1, 1) > LARGEST:
-        reason = f"{microbatches:,} micro-batches on {ranks:,} ranks are more than {LARGEST:,} forwards"
+        reason = (
+            f"{microbatches:,} micro-batches on {ranks:,} ranks are more than {LARGEST:,} forwards"
+        )
         raise ScheduleError("schedule", name, reason, "Use fewer or larger micro-batches")
     return BUILDERS[name].build(ranks, microbatches, chunks, group)

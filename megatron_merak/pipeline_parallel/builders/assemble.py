@@ -1,4 +1,6 @@
-"""Common parts of builders: the order of 1F1B, and the conversion of stages' orders to a Schedule."""
+"""Common parts of builders: the order of 1F1B, and the conversion of stages' orders to a
+Schedule.
+"""
 
 from collections.abc import Sequence
 
@@ -21,5 +23,7 @@ def alternate(microbatches: int, ahead: int) -> list[Step]:
 
 def one_stage_per_rank(name: str, microbatches: int, orders: Sequence[Sequence[Step]]) -> Schedule:
     """Return the schedule in which `orders[s]` lists the steps of stage s, on rank s."""
-    ranks = tuple(tuple(Op(stage, kind, k) for kind, k in order) for stage, order in enumerate(orders))
+    ranks = tuple(
+        tuple(Op(stage, kind, k) for kind, k in order) for stage, order in enumerate(orders)
+    )
     return Schedule(name, len(orders), microbatches, ranks)

@@ -15,8 +15,9 @@ def _one(ranks: int) -> int:
 class Builder:
     """One schedule, and where it is applicable.
 
-    make:                            (ranks, microbatches) -> schedule; if ``chunked``, also the number of stages per
-                                     rank; if ``grouped``, then the number of micro-batches of a group.
+    make:                            (ranks, microbatches) -> schedule; if ``chunked``, also the
+                                     number of stages per rank; if ``grouped``, then the number of
+                                     micro-batches of a group.
     recomputes, splits:              whether it has R ops, or W ops.
     chunks:                          stages of each rank; if ``chunked``, the default.
     least_ranks, least_microbatches: (of the ranks) the smallest numbers to which it is applicable.
@@ -32,7 +33,9 @@ class Builder:
     least_ranks: int = 1
     least_microbatches: Callable[[int], int] = _one
 
-    def build(self, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None) -> Schedule:
+    def build(
+        self, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None
+    ) -> Schedule:
         """Return the compute ops of this schedule; raise ScheduleError if it is not applicable."""
         self._check_size(ranks, microbatches)
         self._check_options(chunks, group)
@@ -42,26 +45,39 @@ class Builder:
     def _check_size(self, ranks: int, microbatches: int) -> None:
         if min(ranks, microbatches) < 1:
             reason = f"{ranks} pipeline ranks and {microbatches} micro-batches"
-            raise ScheduleError("schedule", self.name, reason, "Ask for at least one rank and one micro-batch")
+            raise ScheduleError(
+                "schedule", self.name, reason, "Ask for at least one rank and one micro-batch"
+            )
         if ranks < self.least_ranks:
             reason = f"it needs at least {self.least_ranks} pipeline ranks, there are {ranks}"
             remedy = "Raise --pipeline-model-parallel-size, or take another schedule such as 1f1b"
             raise ScheduleError("schedule", self.name, reason, remedy)
         if microbatches < (least := self.least_microbatches(ranks)):
-            reason = f"on {ranks} pipeline ranks it needs at least {least} micro-batches, there are {microbatches}"
+            reason = (
+                f"on {ranks} pipeline ranks it needs at least {least} micro-batches, there "
+                f"are {microbatches}"
+            )
             remedy = "Raise --global-batch-size, or take another schedule such as 1f1b"
             raise ScheduleError("schedule", self.name, reason, remedy)
 
     def _check_options(self, chunks: int | None, group: int | None) -> None:
         flag = "--num-virtual-stages-per-pipeline-rank"
         if chunks is not None and chunks < 1:
-            raise ScheduleError(flag, chunks, "a rank has at least one stage", "Raise it or leave it unset")
+            raise ScheduleError(
+                flag, chunks, "a rank has at least one stage", "Raise it or leave it unset"
+            )
         if chunks not in (None, self.chunks) and not self.chunked:
             reason = f"the schedule {self.name} has {self.chunks} on every rank"
-            raise ScheduleError(flag, chunks, reason, "Leave it unset, or use --pipeline-schedule interleaved")
+            raise ScheduleError(
+                flag, chunks, reason, "Leave it unset, or use --pipeline-schedule interleaved"
+            )
         flag = "--microbatch-group-size-per-virtual-pipeline-stage"
         if group is not None and group < 1:
-            raise ScheduleError(flag, group, "a group has at least one micro-batch", "Raise it or leave it unset")
+            raise ScheduleError(
+                flag, group, "a group has at least one micro-batch", "Raise it or leave it unset"
+            )
         if group is not None and not self.grouped:
             reason = f"the schedule {self.name} does not group micro-batches"
-            raise ScheduleError(flag, group, reason, "Leave it unset, or use --pipeline-schedule interleaved")
+            raise ScheduleError(
+                flag, group, reason, "Leave it unset, or use --pipeline-schedule interleaved"
+            )

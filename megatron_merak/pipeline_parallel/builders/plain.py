@@ -5,7 +5,8 @@ from megatron_merak.pipeline_parallel.ops import Kind, Schedule
 
 
 def naive(stages: int, microbatches: int) -> Schedule:
-    """One micro-batch at a time: one stage works, the others wait. Time m S (F + B); one micro-batch in flight.
+    """One micro-batch at a time: one stage works, the others wait. Time m S (F + B); one
+    micro-batch in flight.
 
     rank 0 | F0 .  .  .  .  .  .  B0--- F1 .  .  .  .  .  .  B1---
     rank 1 | .  F0 .  .  .  B0--- .  .  .  F1 .  .  .  B1--- .  .
@@ -16,9 +17,11 @@ def naive(stages: int, microbatches: int) -> Schedule:
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards. Time (m + S - 1)(F + B); all m micro-batches in flight on every stage.
+    """All forwards, then all backwards. Time (m + S - 1)(F + B); all m micro-batches in flight on
+    every stage.
 
-    Huang et al., GPipe (2019). Backwards run in micro-batch order, so that gradients are summed as in one process.
+    Huang et al., GPipe (2019). Backwards run in micro-batch order, so that gradients are summed as
+    in one process.
 
     rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0--- B1--- B2--- B3---
     rank 1 | .  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3--- .  .
@@ -30,9 +33,11 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
-    """Each stage alternates F and B once its pipe is full. Time (m + S - 1)(F + B); min(S - s, m) in flight on stage s.
+    """Each stage alternates F and B once its pipe is full. Time (m + S - 1)(F + B); min(S - s, m)
+    in flight on stage s.
 
-    Narayanan et al., PipeDream-Flush (2021), as in Megatron-LM: stage s runs S - s forwards before its first backward.
+    Narayanan et al., PipeDream-Flush (2021), as in Megatron-LM: stage s runs S - s forwards before
+    its first backward.
 
     rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0--- F4 B1--- F5 B2--- .  B3--- .  B4--- .  B5---
     rank 1 | .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- F5 B3--- .  B4--- .  B5--- .  .

@@ -1,7 +1,9 @@
-"""1F1B for stages that recompute: some recomputations are ops of their own, run while a stage waits for a gradient.
+"""1F1B for stages that recompute: some recomputations are ops of their own, run while a stage waits
+for a gradient.
 
-The figures have forward = 1, backward = 2 and recomputation = 1 units of time, the latter on its own (R) or inside B,
-which is then one unit longer. The last stage, whose backward follows its forward at once, keeps its activations.
+The figures have forward = 1, backward = 2 and recomputation = 1 units of time, the latter on its
+own (R) or inside B, which is then one unit longer. The last stage, whose backward follows its
+forward at once, keeps its activations.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,10 +13,12 @@ from megatron_merak.pipeline_parallel.ops import Kind, Schedule
 
 
 def early_recompute(stages: int, microbatches: int) -> Schedule:
-    """1F1B whose stages recompute before they wait: once before the steady state, and all through the drain.
+    """1F1B whose stages recompute before they wait: once before the steady state, and all through
+    the drain.
 
-    With the costs of the figure 4 (m + S - 1) - (S + 1), which no other choice of R in this order betters; 1F1B takes
-    S - 1 longer. Stage s holds min(S - s, m) micro-batches, as there, one of them recomputed while it waits.
+    With the costs of the figure 4 (m + S - 1) - (S + 1), which no other choice of R in this order
+    betters; 1F1B takes S - 1 longer. Stage s holds min(S - s, m) micro-batches, as there, one of
+    them recomputed while it waits.
 
     rank 0 | F0 F1 F2 F3 R0 .  .  .  .  .  B0--- R1 .  .  B1--- R2 B2--- R3 B3---
     rank 1 | .  F0 F1 F2 R0 .  .  .  B0--- F3 .  B1------ R2 B2--- R3 B3--- .  .

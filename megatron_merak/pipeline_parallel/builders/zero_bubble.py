@@ -1,6 +1,8 @@
-"""Zero bubble: the weight gradient is an op of its own (W), which waits for no other stage and so fills the gaps.
+"""Zero bubble: the weight gradient is an op of its own (W), which waits for no other stage and so
+fills the gaps.
 
-Qi et al., Zero Bubble Pipeline Parallelism (2023). In the figures F, B (the input gradient) and W take 1 unit each.
+Qi et al., Zero Bubble Pipeline Parallelism (2023). In the figures F, B (the input gradient) and W
+take 1 unit each.
 """
 
 from megatron_merak.pipeline_parallel.builders.assemble import alternate, one_stage_per_rank
@@ -10,8 +12,9 @@ from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """1F1B with W apart. Time m (F + B + W) + (S - 1) max(F, B, F + B - W), m >= S.
 
-    With three equal ops its bubble is a third of that of 1F1B. Stage s runs the W of a micro-batch s backwards later.
-    Every stage holds min(S, m) micro-batches until their W, as many as the first stage of 1F1B.
+    With three equal ops its bubble is a third of that of 1F1B. Stage s runs the W of a micro-batch
+    s backwards later. Every stage holds min(S, m) micro-batches until their W, as many as the first
+    stage of 1F1B.
 
     rank 0 | F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
     rank 1 | .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
@@ -30,11 +33,14 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Two stages per rank, which go down the ranks and up again. Time (6m + S - 1) F where F = B = W and m >= 2S - 1.
+    """Two stages per rank, which go down the ranks and up again. Time (6m + S - 1) F where F = B =
+    W and m >= 2S - 1.
 
-    The authors' handcrafted order: with three equal ops a rank waits only for the first forward to arrive and, early
-    ranks, for the last one to end. Rank r has the stages r and 2S - 1 - r and holds 2S micro-batches of one or the
-    other: as much as the first rank of 1F1B, whose stages are twice the size. Fewer micro-batches run the start of that
+    The authors' handcrafted order: with three equal ops a rank waits only for the first forward to
+    arrive and, early ranks, for the last one to end. Rank r has the stages r and 2S - 1 - r and
+    holds 2S micro-batches of one or the
+    other: as much as the first rank of 1F1B, whose stages are twice the size. Fewer micro-batches
+    run the start of that
     order. In the figure small letters are the second stage of a rank.
 
     rank 0 | F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 .
@@ -59,5 +65,9 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
             done[step] += 1
         programs.append(tuple(op for op in program if op.microbatch < microbatches))
     return Schedule(
-        "zb-v", 2 * ranks, microbatches, tuple(programs), placement=(*range(ranks), *reversed(range(ranks)))
+        "zb-v",
+        2 * ranks,
+        microbatches,
+        tuple(programs),
+        placement=(*range(ranks), *reversed(range(ranks))),
     )

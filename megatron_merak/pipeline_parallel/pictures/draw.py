@@ -1,4 +1,6 @@
-"""Pictures of timelines: lines of text, or a PNG of one or several below each other over one time axis."""
+"""Pictures of timelines: lines of text, or a PNG of one or several below each other over one time
+axis.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +19,11 @@ _LAST = 0.5
 
 
 def draw_text(timeline: Timeline, unit: float = 1.0) -> str:
-    """Return one line per rank, three columns per `unit` seconds: an op is its kind, micro-batch and dashes; a dot is
-    idle.
+    """Return one line per rank, three columns per `unit` seconds: an op is its kind, micro-batch
+    and dashes; a dot is idle.
 
-    Exact if all times are multiples of the unit, else rounded to columns. Ops that run together overprint each other.
+    Exact if all times are multiples of the unit, else rounded to columns. Ops that run together
+    overprint each other.
     """
     columns = round(timeline.makespan / unit)
     lines = []
@@ -31,13 +34,16 @@ def draw_text(timeline: Timeline, unit: float = 1.0) -> str:
                 start = 3 * round(event.start / unit)
                 end = 3 * round(event.end / unit)
                 label = f"{event.op.kind}{event.op.microbatch}"
-                cells[start:end] = label.ljust(end - start - 1, "-")[: end - start - 1].ljust(end - start)
+                cells[start:end] = label.ljust(end - start - 1, "-")[: end - start - 1].ljust(
+                    end - start
+                )
         lines.append(f"rank {rank} | " + "".join(cells).rstrip())
     return "\n".join(lines)
 
 
 def draw(views: Sequence[View], path: str | Path) -> None:
-    """Write a PNG: a row per pipeline rank, ops coloured by kind with their micro-batch, the bubble in the margin.
+    """Write a PNG: a row per pipeline rank, ops coloured by kind with their micro-batch, the bubble
+    in the margin.
 
     Several views share the time axis. Needs matplotlib, and no display.
     """
@@ -56,7 +62,12 @@ def draw(views: Sequence[View], path: str | Path) -> None:
     for place, view in enumerate(views):
         top += _ABOVE
         tall = _ROW * view.ranks
-        box = (_LEFT / width, 1 - (top + tall) / height, (width - _LEFT - _RIGHT) / width, tall / height)
+        box = (
+            _LEFT / width,
+            1 - (top + tall) / height,
+            (width - _LEFT - _RIGHT) / width,
+            tall / height,
+        )
         axes = figure.add_axes(box)
         _title(figure, view, (_LEFT / width, 1 - (top - 0.28) / height))
         _rows(axes, view, span)
@@ -86,7 +97,9 @@ def _columns(timeline: Timeline) -> float:
 def _title(figure, view: View, corner: tuple[float, float]) -> None:
     timeline = view.timeline
     scale, unit = time_unit(timeline.makespan)
-    words = figure.text(*corner, view.name, fontsize=13, fontweight="bold", color="#22262C", va="bottom")
+    words = figure.text(
+        *corner, view.name, fontsize=13, fontweight="bold", color="#22262C", va="bottom"
+    )
     figures = f"   {view.size},  {view.clock} makespan {timeline.makespan / scale:.4g} {unit},  "
     figures += f"bubble {timeline.bubble:.1%}"
     style = {"fontsize": 10, "color": "#3A3F47", "va": "bottom", "annotation_clip": False}
@@ -104,7 +117,13 @@ def _rows(axes, view: View, span: float) -> None:
 def _idle(axes, timeline: Timeline, scale: float) -> None:
     """Hatch the rows up to the end of the step: what no op covers is bubble."""
     for rank in range(len(timeline.busy)):
-        lane = {"facecolor": "#F5EBE3", "edgecolor": "#D3B69F", "hatch": "////", "linewidth": 0, "zorder": 1}
+        lane = {
+            "facecolor": "#F5EBE3",
+            "edgecolor": "#D3B69F",
+            "hatch": "////",
+            "linewidth": 0,
+            "zorder": 1,
+        }
         axes.broken_barh([(0, timeline.makespan / scale)], (rank - 0.39, 0.78), **lane)
 
 
@@ -112,7 +131,11 @@ def _boxes(axes, view: View, scale: float, points: float) -> None:
     """Draw the ops. points: the width of one unit of the time axis, in typographic points."""
     from matplotlib.collections import PolyCollection
 
-    shades = {stage: place % SHADES for rank in range(view.ranks) for place, stage in enumerate(view.stages_of(rank))}
+    shades = {
+        stage: place % SHADES
+        for rank in range(view.ranks)
+        for place, stage in enumerate(view.stages_of(rank))
+    }
     digits = len(str(view.timeline.schedule.microbatches - 1))
     corners = []
     faces = []
@@ -127,13 +150,22 @@ def _boxes(axes, view: View, scale: float, points: float) -> None:
         faces.append(face)
         borders.append(min(0.8, 0.12 * (end - start) * points))
         _label(
-            axes, event, ((start + end) / 2, low + height / 2), (end - start) * points, digits=digits, colour=ink(face)
+            axes,
+            event,
+            ((start + end) / 2, low + height / 2),
+            (end - start) * points,
+            digits=digits,
+            colour=ink(face),
         )
-    boxes = PolyCollection(corners, facecolors=faces, edgecolors="white", linewidths=borders, zorder=2)
+    boxes = PolyCollection(
+        corners, facecolors=faces, edgecolors="white", linewidths=borders, zorder=2
+    )
     axes.add_collection(boxes, autolim=False)
 
 
-def _label(axes, event: Event, middle: tuple[float, float], points: float, digits: int, colour: str) -> None:
+def _label(
+    axes, event: Event, middle: tuple[float, float], points: float, digits: int, colour: str
+) -> None:
     """Return the kind and the micro-batch, or the latter alone if that is all there is room for."""
     number = str(event.op.microbatch)
     most = 9.0 if event.parts == 1 else 6.5
@@ -150,10 +182,28 @@ def _margin(axes, view: View, span: float) -> None:
     inch = span / (axes.get_position().width * axes.figure.get_size_inches()[0])
     peak = view.peak_in_flight()
     for offset, header in columns:
-        axes.text(span + offset * inch, -0.62, header, ha="right", va="bottom", fontsize=8, color="#7A808A")
+        axes.text(
+            span + offset * inch,
+            -0.62,
+            header,
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color="#7A808A",
+        )
     for rank in range(view.ranks):
-        for (offset, _), text in zip(columns, (f"{view.timeline.bubbles[rank]:.1%}", str(peak[rank])), strict=True):
-            axes.text(span + offset * inch, rank, text, ha="right", va="center", fontsize=9, color="#3A3F47")
+        for (offset, _), text in zip(
+            columns, (f"{view.timeline.bubbles[rank]:.1%}", str(peak[rank])), strict=True
+        ):
+            axes.text(
+                span + offset * inch,
+                rank,
+                text,
+                ha="right",
+                va="center",
+                fontsize=9,
+                color="#3A3F47",
+            )
 
 
 def _legend(figure, views: Sequence[View], corner: tuple[float, float]) -> None:
@@ -161,7 +211,9 @@ def _legend(figure, views: Sequence[View], corner: tuple[float, float]) -> None:
 
     present = {event.op.kind for view in views for event in view.timeline.events}
     patches = [Patch(color=FACES[kind][0], label=NAMES[kind]) for kind in FACES if kind in present]
-    patches.append(Patch(facecolor="#F5EBE3", edgecolor="#D3B69F", hatch="////", linewidth=0, label="bubble"))
+    patches.append(
+        Patch(facecolor="#F5EBE3", edgecolor="#D3B69F", hatch="////", linewidth=0, label="bubble")
+    )
     figure.legend(
         handles=patches,
         loc="upper right",

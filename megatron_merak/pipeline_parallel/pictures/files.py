@@ -15,17 +15,24 @@ SUFFIXES = (".png", ".html", ".json")
 
 
 def check_suffix(flag: str, path: str) -> None:
-    """Raise ConfigError for a suffix that ``write`` does not know, and for a picture without a drawing library."""
+    """Raise ConfigError for a suffix that ``write`` does not know, and for a picture without a
+    drawing library.
+    """
     if Path(path).suffix.lower() not in SUFFIXES:
         reason = "its suffix is none of " + ", ".join(SUFFIXES)
-        remedy = "Name a .png (a picture), an .html (a page to zoom into) or a .json (a trace for ui.perfetto.dev)"
+        remedy = (
+            "Name a .png (a picture), an .html (a page to zoom into) or a .json (a trace "
+            "for ui.perfetto.dev)"
+        )
         raise ConfigError(flag, path, reason, remedy)
     if Path(path).suffix.lower() == ".png":
         check_drawing(flag, path)
 
 
 def write(views: Sequence[View], path: str | Path, title: str = "") -> None:
-    """Write a picture (.png), a page (.html) or a trace (.json). Raises ConfigError for any other suffix."""
+    """Write a picture (.png), a page (.html) or a trace (.json). Raises ConfigError for any other
+    suffix.
+    """
     check_suffix("picture", str(path))
     match Path(path).suffix.lower():
         case ".png":

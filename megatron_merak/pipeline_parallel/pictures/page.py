@@ -1,7 +1,9 @@
-"""One HTML page of timelines that needs nothing else: no network, no other file, any current browser.
+"""One HTML page of timelines that needs nothing else: no network, no other file, any current
+browser.
 
-The page holds its data as JSON, from which ``views_of`` reads the timelines back. It is drawn by the files in
-``assets``; tables of figures are there without JavaScript as well. The same views give the same bytes.
+The page holds its data as JSON, from which ``views_of`` reads the timelines back. It is drawn by
+the files in ``assets``; tables of figures are there without JavaScript as well. The same views give
+the same bytes.
 """
 
 import json
@@ -24,7 +26,9 @@ _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', 
 
 
 def page(views: Sequence[View], title: str = "") -> str:
-    """Return the page of these views, below each other over one time axis. Raises ScheduleError without any."""
+    """Return the page of these views, below each other over one time axis. Raises ScheduleError
+    without any.
+    """
     if not views:
         raise ScheduleError("page", "views", "there are none", "Give one or more timelines")
     title = title or " · ".join(view.name for view in views)
@@ -33,7 +37,9 @@ def page(views: Sequence[View], title: str = "") -> str:
         "STYLE": _asset("page.css"),
         "SUMMARY": _table(summary_rows(views), "figures"),
         "RANKS": "\n".join(_ranks(view) for view in views),
-        "DATA": json.dumps(encode(views), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"),
+        "DATA": json.dumps(encode(views), separators=(",", ":"), ensure_ascii=False).replace(
+            "<", "\\u003c"
+        ),
         "SCRIPT": "\n".join(_asset(name) for name in _SCRIPTS),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fills[match[1]], _asset("page.html"))
@@ -43,16 +49,22 @@ def views_of(html: str) -> tuple[View, ...]:
     """Return the views of a page. Raises ScheduleError for a file that is no such page."""
     match = _DATA.search(html)
     if match is None:
-        raise ScheduleError("page", "HTML", "it holds no timelines", "Give a page that tools/simulate.py wrote")
+        raise ScheduleError(
+            "page", "HTML", "it holds no timelines", "Give a page that tools/simulate.py wrote"
+        )
     return decode(json.loads(match[1]))
 
 
 def encode(views: Sequence[View]) -> dict:
-    """Return the data of the page's script: colours, and each view with its events in columns; times in seconds."""
+    """Return the data of the page's script: colours, and each view with its events in columns;
+    times in seconds.
+    """
     return {
         "format": 1,
         "names": {kind.value: name for kind, name in NAMES.items()},
-        "faces": {kind.value: [[face, ink(face)] for face in faces] for kind, faces in FACES.items()},
+        "faces": {
+            kind.value: [[face, ink(face)] for face in faces] for kind, faces in FACES.items()
+        },
         "messages": {kind.value: colour for kind, colour in MESSAGES.items()},
         "views": [_encode(view) for view in views],
     }
@@ -72,13 +84,20 @@ def _encode(view: View) -> dict:
         "detail": view.detail,
         "size": view.size,
         "schedule": str(timeline.schedule),
-        "placement": [timeline.schedule.rank_of(stage) for stage in range(timeline.schedule.stages)],
+        "placement": [
+            timeline.schedule.rank_of(stage) for stage in range(timeline.schedule.stages)
+        ],
         "makespan": timeline.makespan,
         "busy": timeline.busy,
         "events": _columns(timeline.events)
-        | {"part": [event.part for event in timeline.events], "parts": [event.parts for event in timeline.events]},
+        | {
+            "part": [event.part for event in timeline.events],
+            "parts": [event.parts for event in timeline.events],
+        },
         "transfers": _columns(timeline.transfers),
-        "memory": [[[time for time, _ in curve], [value for _, value in curve]] for curve in view.memory],
+        "memory": [
+            [[time for time, _ in curve], [value for _, value in curve]] for curve in view.memory
+        ],
         "capacity": view.capacity,
         "timed": view.timed,
         "step": view.step,
@@ -86,7 +105,9 @@ def _encode(view: View) -> dict:
 
 
 def _columns(items: Sequence[Event] | Sequence[Transfer]) -> dict:
-    """Return a letter per op: that of its kind; of a message F for an activation and B for a gradient."""
+    """Return a letter per op: that of its kind; of a message F for an activation and B for a
+    gradient.
+    """
     return {
         "kind": "".join(item.op.kind.value[-1] for item in items),
         "stage": [item.op.stage for item in items],
@@ -109,10 +130,18 @@ def _decode(data: Mapping) -> View:
     sends = {kind.value[-1]: kind for kind in SENDS}
     transfers = [
         Transfer(op, *schedule.channel(op)[:2], start, end)
-        for op, start, end in zip(_ops(messages, sends), messages["start"], messages["end"], strict=True)
+        for op, start, end in zip(
+            _ops(messages, sends), messages["start"], messages["end"], strict=True
+        )
     ]
-    memory: tuple[Curve, ...] = tuple(tuple(zip(*columns, strict=True)) for columns in data["memory"])
-    timeline = replace(timeline_of(schedule, events, transfers), makespan=data["makespan"], busy=tuple(data["busy"]))
+    memory: tuple[Curve, ...] = tuple(
+        tuple(zip(*columns, strict=True)) for columns in data["memory"]
+    )
+    timeline = replace(
+        timeline_of(schedule, events, transfers),
+        makespan=data["makespan"],
+        busy=tuple(data["busy"]),
+    )
     return View(
         timeline,
         title=data["title"],
@@ -127,7 +156,10 @@ def _decode(data: Mapping) -> View:
 
 def _ops(rows: Mapping, kinds: Mapping[str, Kind]) -> list[Op]:
     columns = zip(rows["stage"], rows["kind"], rows["microbatch"], strict=True)
-    return [Op(stage, kinds.get(letter) or Kind(letter), microbatch) for stage, letter, microbatch in columns]
+    return [
+        Op(stage, kinds.get(letter) or Kind(letter), microbatch)
+        for stage, letter, microbatch in columns
+    ]
 
 
 def _ranks(view: View) -> str:
@@ -139,10 +171,15 @@ def _table(rows: Sequence[Sequence[str]], kind: str) -> str:
     """Return a table; the first row is the header, the first column names the row."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
     body = "\n".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
+        f'<tr><th scope="row">{escape(row[0])}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        + "</tr>"
         for row in rows[1:]
     )
-    return f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        '<div class="wide"><table '
+        f'class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _asset(name: str) -> str:

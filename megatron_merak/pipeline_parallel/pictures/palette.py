@@ -30,9 +30,13 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def ink(face: str) -> str:
-    """Return black or white, whichever contrasts more with a face colour (relative luminance of WCAG 2)."""
+    """Return black or white, whichever contrasts more with a face colour (relative luminance of
+    WCAG 2).
+    """
     channels = [int(face[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "#FFFFFF" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.06 else "#14181D"
 

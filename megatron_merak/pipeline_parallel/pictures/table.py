@@ -1,4 +1,6 @@
-"""The figures of timelines as rows of text: one row per timeline, or per rank. The first row is the header."""
+"""The figures of timelines as rows of text: one row per timeline, or per rank. The first row is the
+header.
+"""
 
 from collections.abc import Sequence
 
@@ -9,12 +11,20 @@ Rows = list[tuple[str, ...]]
 
 
 def summary_rows(views: Sequence[View]) -> Rows:
-    """Return a row per timeline, with times relative to the first; steps and bytes if known of any."""
+    """Return a row per timeline, with times relative to the first; steps and bytes if
+    known of any.
+    """
     several = len(views) > 1
     known = any(view.memory for view in views)
     steps = any(view.step for view in views)
     header = ("schedule", "times", "makespan", "bubble", "of the ranks", "in flight")
-    rows = [header[:3] + ("against the first",) * several + ("step",) * steps + header[3:] + ("peak bytes",) * known]
+    rows = [
+        header[:3]
+        + ("against the first",) * several
+        + ("step",) * steps
+        + header[3:]
+        + ("peak bytes",) * known
+    ]
     first = views[0].timeline.makespan
     for view in views:
         timeline = view.timeline
@@ -24,7 +34,11 @@ def summary_rows(views: Sequence[View]) -> Rows:
             (view.name, view.clock, time_text(timeline.makespan))
             + (against,) * several
             + ((time_text(view.step) if view.step else "-"),) * steps
-            + (f"{timeline.bubble:.1%}", f"{min(timeline.bubbles):.1%} to {max(timeline.bubbles):.1%}", str(max(peak)))
+            + (
+                f"{timeline.bubble:.1%}",
+                f"{min(timeline.bubbles):.1%} to {max(timeline.bubbles):.1%}",
+                str(max(peak)),
+            )
             + ((bytes_text(max(view.peak_bytes())) if view.memory else "-"),) * known
         )
     return rows
@@ -38,7 +52,11 @@ def rank_rows(view: View) -> Rows:
     rows = [("rank", "stages", "busy", "idle", "bubble", "in flight") + ("peak bytes",) * known]
     for rank, busy in enumerate(timeline.busy):
         stages = ",".join(map(str, view.stages_of(rank)))
-        times = (time_text(busy), time_text(timeline.makespan - busy), f"{timeline.bubbles[rank]:.1%}")
+        times = (
+            time_text(busy),
+            time_text(timeline.makespan - busy),
+            f"{timeline.bubbles[rank]:.1%}",
+        )
         size = (bytes_text(view.peak_bytes()[rank]),) if known else ()
         rows.append((str(rank), stages, *times, str(peak[rank]), *size))
     return rows

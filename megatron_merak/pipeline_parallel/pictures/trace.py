@@ -1,9 +1,11 @@
-"""Timelines as trace files: Chrome's JSON format, which ui.perfetto.dev opens as it is, and which reads back.
+"""Timelines as trace files: Chrome's JSON format, which ui.perfetto.dev opens as it is, and which
+reads back.
 
-The file of one or several timelines is an object. ``traceEvents`` holds a process per pipeline rank with its compute,
-its messages, arrows between them and counters of what it holds; times are microseconds. ``otherData`` says what trace
-events cannot: ``format`` 1 and, in ``views``, one object per timeline with its ``title``, ``clock`` ("modelled" or
-"measured"), ``detail``, ``schedule`` (as text), ``capacity`` in bytes, ``timed`` and ``step`` (see ``View``) and
+The file of one or several timelines is an object. ``traceEvents`` holds a process per pipeline rank
+with its compute, its messages, arrows between them and counters of what it holds; times are
+microseconds. ``otherData`` says what trace events cannot: ``format`` 1 and, in ``views``, one
+object per timeline with its ``title``, ``clock`` ("modelled" or "measured"), ``detail``,
+``schedule`` (as text), ``capacity`` in bytes, ``timed`` and ``step`` (see ``View``) and
 ``process``, the number of the process of its rank 0.
 """
 
@@ -20,7 +22,8 @@ FORMAT = 1
 _MICRO = 1e6
 _BYTES = "bytes held"
 _HELD = "micro-batches in flight"
-# Threads of a process: compute (with one more for each further op of a group), then messages of each kind.
+# Threads of a process: compute (with one more for each further op of a group), then messages of
+# each kind.
 _THREADS = {Kind.SEND_F: 100, Kind.SEND_B: 200}
 
 
@@ -31,9 +34,18 @@ def to_trace(views: Sequence[View]) -> dict:
     process = 0
     for view in views:
         prefix = f"{view.name}, " if len(views) > 1 else ""
-        events += _names(view, process, prefix) + _spans(view.timeline, process) + _messages(view.timeline, process)
+        events += (
+            _names(view, process, prefix)
+            + _spans(view.timeline, process)
+            + _messages(view.timeline, process)
+        )
         events += _arrows(view.timeline, process) + _counters(view, process)
-        words = {"title": view.title, "clock": view.clock, "detail": view.detail, "capacity": view.capacity}
+        words = {
+            "title": view.title,
+            "clock": view.clock,
+            "detail": view.detail,
+            "capacity": view.capacity,
+        }
         words |= {"timed": view.timed, "step": view.step}
         descriptions.append({**words, "process": process, "schedule": str(view.timeline.schedule)})
         process += view.ranks
@@ -55,7 +67,10 @@ def from_trace(trace: Mapping) -> tuple[View, ...]:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         reason = f"it does not describe a pipeline's timeline ({error!r})"
-        remedy = "Give a file that --timeline FILE.json of a run or --perfetto of tools/simulate.py wrote"
+        remedy = (
+            "Give a file that --timeline FILE.json of a run or --perfetto of "
+            "tools/simulate.py wrote"
+        )
         raise ScheduleError("trace", "JSON", reason, remedy) from error
 
 
@@ -78,7 +93,11 @@ def _view(words: Mapping, rows: Sequence[Mapping]) -> View:
         start = row["ts"] / _MICRO
         end = start + row["dur"] / _MICRO
         if op.kind in COMPUTE:
-            events.append(Event(row["pid"] - first, op, start, end, part=values["part"], parts=values["parts"]))
+            events.append(
+                Event(
+                    row["pid"] - first, op, start, end, part=values["part"], parts=values["parts"]
+                )
+            )
         else:
             transfers.append(Transfer(op, *schedule.channel(op)[:2], start, end))
     curves: tuple[Curve, ...] = tuple(map(tuple, memory)) if any(memory) else ()
@@ -94,7 +113,9 @@ def _view(words: Mapping, rows: Sequence[Mapping]) -> View:
     )
 
 
-def timeline_of(schedule: Schedule, events: Sequence[Event], transfers: Sequence[Transfer]) -> Timeline:
+def timeline_of(
+    schedule: Schedule, events: Sequence[Event], transfers: Sequence[Transfer]
+) -> Timeline:
     """Return the timeline of these events, in seconds; a group of ops counts once as busy time."""
     busy = [0.0] * len(schedule.ranks)
     for event in events:
@@ -102,20 +123,32 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], transfers: Sequence
             busy[event.rank] += event.end - event.start
     makespan = max((event.end for event in events), default=0.0)
     return Timeline(
-        schedule, tuple(events), tuple(transfers), makespan, busy=tuple(busy), peak_in_flight=peak_in_flight(schedule)
+        schedule,
+        tuple(events),
+        tuple(transfers),
+        makespan,
+        busy=tuple(busy),
+        peak_in_flight=peak_in_flight(schedule),
     )
 
 
 def messages_between(schedule: Schedule, events: Sequence[Event]) -> tuple[Transfer, ...]:
     """Return messages of events whose messages were not timed.
 
-    Each lasts from the end of its producer to the start of its consumer, the longest that it can have been in flight.
+    Each lasts from the end of its producer to the start of its consumer, the longest that it can
+    have been in flight.
     """
     placed = {event.op: event for event in events}
     transfers = []
     for op, event in placed.items():
-        step, kind = {Kind.F: (1, Kind.SEND_F), Kind.B: (-1, Kind.SEND_B)}.get(op.kind, (0, op.kind))
-        reader = placed.get(Op(op.stage + step, op.kind, op.microbatch)) if step and op.stage + step >= 0 else None
+        step, kind = {Kind.F: (1, Kind.SEND_F), Kind.B: (-1, Kind.SEND_B)}.get(
+            op.kind, (0, op.kind)
+        )
+        reader = (
+            placed.get(Op(op.stage + step, op.kind, op.microbatch))
+            if step and op.stage + step >= 0
+            else None
+        )
         if reader is not None and reader.rank != event.rank:
             sent = Op(op.stage, kind, op.microbatch)
             transfers.append(Transfer(sent, event.rank, reader.rank, event.end, end=reader.start))
@@ -125,10 +158,15 @@ def messages_between(schedule: Schedule, events: Sequence[Event]) -> tuple[Trans
 def _names(view: View, process: int, prefix: str) -> list[dict]:
     rows = []
     for rank in range(view.ranks):
-        rows.append(_metadata(process + rank, "process_name", name=f"{prefix}pipeline rank {rank} ({view.clock})"))
+        rows.append(
+            _metadata(
+                process + rank, "process_name", name=f"{prefix}pipeline rank {rank} ({view.clock})"
+            )
+        )
         rows.append(_metadata(process + rank, "process_sort_index", sort_index=process + rank))
     threads = {
-        (event.rank, event.part): "compute" + ", run together" * (event.part > 0) for event in view.timeline.events
+        (event.rank, event.part): "compute" + ", run together" * (event.part > 0)
+        for event in view.timeline.events
     }
     for (rank, thread), name in sorted(threads.items()):
         rows.append(_metadata(process + rank, "thread_name", thread, name=name))
@@ -141,7 +179,15 @@ def _metadata(process: int, what: str, thread: int = 0, **args) -> dict:
 
 def _spans(timeline: Timeline, process: int) -> list[dict]:
     return [
-        _span(event.op, process + event.rank, event.part, event.start, event.end, part=event.part, parts=event.parts)
+        _span(
+            event.op,
+            process + event.rank,
+            event.part,
+            event.start,
+            event.end,
+            part=event.part,
+            parts=event.parts,
+        )
         for event in timeline.events
     ]
 
@@ -149,11 +195,21 @@ def _spans(timeline: Timeline, process: int) -> list[dict]:
 def _span(op: Op, process: int, thread: int, start: float, end: float, **more) -> dict:
     times = {"ts": start * _MICRO, "dur": (end - start) * _MICRO}
     args = {"stage": op.stage, "kind": op.kind.value, "microbatch": op.microbatch, **more}
-    return {"ph": "X", "name": str(op), "cat": NAMES[op.kind], "pid": process, "tid": thread, **times, "args": args}
+    return {
+        "ph": "X",
+        "name": str(op),
+        "cat": NAMES[op.kind],
+        "pid": process,
+        "tid": thread,
+        **times,
+        "args": args,
+    }
 
 
 def _messages(timeline: Timeline, process: int) -> list[dict]:
-    """Return spans on as many threads as messages of a kind are in flight at once: spans of a thread must not cross."""
+    """Return spans on as many threads as messages of a kind are in flight at once: spans of a
+    thread must not cross.
+    """
     free: dict[tuple[int, Kind], list[float]] = {}
     rows: list[dict] = []
     for message in timeline.transfers:
@@ -166,12 +222,16 @@ def _messages(timeline: Timeline, process: int) -> list[dict]:
             name = NAMES[kind] + f" ({lane + 1})" * (lane > 0)
             rows.append(_metadata(process + rank, "thread_name", _THREADS[kind] + lane, name=name))
         lanes[lane] = message.end
-        rows.append(_span(message.op, process + rank, _THREADS[kind] + lane, message.start, message.end))
+        rows.append(
+            _span(message.op, process + rank, _THREADS[kind] + lane, message.start, message.end)
+        )
     return rows
 
 
 def _arrows(timeline: Timeline, process: int) -> list[dict]:
-    """Return arrows from the producer of a message to its consumer; Perfetto draws from the end of the former."""
+    """Return arrows from the producer of a message to its consumer; Perfetto draws from the end of
+    the former.
+    """
     placed = {event.op: event for event in timeline.events}
     rows = []
     for number, message in enumerate(timeline.transfers):
@@ -181,7 +241,12 @@ def _arrows(timeline: Timeline, process: int) -> list[dict]:
         for phase, event in zip(("s", "f"), ends, strict=True):
             if event is not None and None not in ends:
                 place = {"pid": process + event.rank, "tid": event.part, "ts": event.start * _MICRO}
-                name = {"ph": phase, "id": process * 10**6 + number, "name": NAMES[message.op.kind], "cat": "message"}
+                name = {
+                    "ph": phase,
+                    "id": process * 10**6 + number,
+                    "name": NAMES[message.op.kind],
+                    "cat": "message",
+                }
                 rows.append({**name, **place} | ({"bp": "e"} if phase == "f" else {}))
     return rows
 

@@ -1,4 +1,6 @@
-"""What a picture of a pipeline shows: a timeline, the origin of its times, and the memory of every rank."""
+"""What a picture of a pipeline shows: a timeline, the origin of its times, and the memory of every
+rank.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,13 +17,15 @@ CLOCKS = ("modelled", "measured")
 
 @dataclass(frozen=True)
 class View:
-    """One timeline of a picture. ``clock``: "modelled" (simulated, or on a logical clock) or "measured" (a real run).
+    """One timeline of a picture. ``clock``: "modelled" (simulated, or on a logical clock) or
+    "measured" (a real run).
 
-    ``memory[rank]``: bytes over time, empty where nobody knows them; ``capacity``: bytes of the device, 0 where it has
-    no fixed size. ``detail``: one line on where the numbers come from. ``step``: seconds of the timeline and of what
-    follows it in a step, 0 where nobody knows. ``timed``: messages have times of their own, or
-    else last from the end of the op that makes them to the start of the op that reads them. Raises ScheduleError for an
-    unknown clock.
+    ``memory[rank]``: bytes over time, empty where nobody knows them; ``capacity``: bytes of the
+    device, 0 where it has
+    no fixed size. ``detail``: one line on where the numbers come from. ``step``: seconds of the
+    timeline and of what follows it in a step, 0 where nobody knows. ``timed``: messages have times
+    of their own, or else last from the end of the op that makes them to the start of the op that
+    reads them. Raises ScheduleError for an unknown clock.
     """
 
     timeline: Timeline
@@ -35,7 +39,9 @@ class View:
 
     def __post_init__(self):
         if self.clock not in CLOCKS:
-            raise ScheduleError("clock", self.clock, f"known are {', '.join(CLOCKS)}", "Use one of them")
+            raise ScheduleError(
+                "clock", self.clock, f"known are {', '.join(CLOCKS)}", "Use one of them"
+            )
         if len(self.memory) not in (0, self.ranks):
             reason = f"there is one for each of {self.ranks} ranks, or none"
             raise ScheduleError("memory curves", len(self.memory), reason, "Give one per rank")
@@ -62,7 +68,9 @@ class View:
         return tuple(stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank)
 
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Return for each rank the most micro-batches in flight, counted once for each of its stages."""
+        """Return for each rank the most micro-batches in flight, counted once for each of its
+        stages.
+        """
         return tuple(peak(curve) for curve in in_flight(self.timeline))
 
     def peak_bytes(self) -> tuple[int, ...]:
@@ -74,17 +82,23 @@ def peak(curve: Curve) -> int:
 
 
 def in_flight(timeline: Timeline) -> tuple[Curve, ...]:
-    """Return for each rank the micro-batches in flight on its stages: from the start of F to the end of B, or W if
-    any.
+    """Return for each rank the micro-batches in flight on its stages: from the start of F to the
+    end of B, or W if any.
 
     Counted in the order of the events of a rank, so that rounded times change nothing.
     """
-    split = {(event.op.stage, event.op.microbatch) for event in timeline.events if event.op.kind is Kind.W}
+    split = {
+        (event.op.stage, event.op.microbatch)
+        for event in timeline.events
+        if event.op.kind is Kind.W
+    }
     curves: list[list[tuple[float, int]]] = [[(0.0, 0)] for _ in timeline.busy]
     for group in groups(timeline.events):
         first = group[0]
         frees = [e for e in group if e.op.kind is Kind.W]
-        frees += [e for e in group if e.op.kind is Kind.B and (e.op.stage, e.op.microbatch) not in split]
+        frees += [
+            e for e in group if e.op.kind is Kind.B and (e.op.stage, e.op.microbatch) not in split
+        ]
         _step(curves[first.rank], first.start, sum(event.op.kind is Kind.F for event in group))
         _step(curves[first.rank], first.end, -len(frees))
     return tuple(map(tuple, curves))

@@ -1,12 +1,13 @@
 """A lower bound of the makespan of any schedule of a problem.
 
-Every op has a head, the earliest it can start, and a tail, the least time from its end to the end of the step. Heads
-follow the dependencies (with transfer and latency), the order of micro-batches, the memory limit (F of micro-batch k
-waits for B of k - depth), and the load: all that a stage must have run before a backward, each op no earlier than its
-head. Tails are the heads of the mirrored problem. Then the ops of one rank are one machine with heads and tails, and
-running them preemptively by longest tail (Jackson; Carlier, "The one-machine sequencing problem", 1982) takes at least
-as long as any schedule. The bound is the largest of the ranks. Where a rank has several stages, heads are those of
-stages with ranks of their own.
+Every op has a head, the earliest it can start, and a tail, the least time from its end to the end
+of the step. Heads follow the dependencies (with transfer and latency), the order of micro-batches,
+the memory limit (F of micro-batch k waits for B of k - depth), and the load: all that a stage must
+have run before a backward, each op no earlier than its head. Tails are the heads of the mirrored
+problem. Then the ops of one rank are one machine with heads and tails, and running them
+preemptively by longest tail (Jackson; Carlier, "The one-machine sequencing problem", 1982) takes at
+least as long as any schedule. The bound is the largest of the ranks. Where a rank has several
+stages, heads are those of stages with ranks of their own.
 """
 
 from heapq import heappop, heappush
@@ -22,11 +23,16 @@ _LARGE = 1 << 13
 
 
 def lower_bound(problem: Problem) -> float:
-    """Return seconds that no schedule of the problem can beat, of those that keep micro-batches in order."""
+    """Return seconds that no schedule of the problem can beat, of those that keep micro-batches in
+    order.
+    """
     parts = _parts(problem)
     heads, tails = heads_and_tails(problem)
     of_stages = [_jobs(parts[stage], heads[stage], tails[stage]) for stage in range(problem.stages)]
-    return max(_one_machine([job for stage in own for job in of_stages[stage]]) for own in problem.stages_of)
+    return max(
+        _one_machine([job for stage in own for job in of_stages[stage]])
+        for own in problem.stages_of
+    )
 
 
 def heads_and_tails(problem: Problem) -> tuple[Heads, Heads]:
@@ -46,9 +52,11 @@ def heads_and_tails(problem: Problem) -> tuple[Heads, Heads]:
 
 
 def _parts(problem: Problem) -> list[tuple[float, ...]]:
-    """Seconds of the parts of a micro-batch on a stage: nothing, F, R, B, W; R and W are in B if they may not leave it.
+    """Seconds of the parts of a micro-batch on a stage: nothing, F, R, B, W; R and W are in B if
+    they may not leave it.
 
-    The mirrored problem has them in the opposite order, with the micro-batches from the last to the first.
+    The mirrored problem has them in the opposite order, with the micro-batches from the last to the
+    first.
     """
     costs = problem.costs
     parts: list[tuple[float, ...]] = []
@@ -118,7 +126,8 @@ class _Load:
         while i and jobs[i - 1][0] > release:
             i -= 1
         jobs.insert(i, (release, seconds))
-        if len(jobs) > self.window:  # merged: jobs that start with the first one end no later than one by one
+        # merged: jobs that start with the first one end no later than one by one
+        if len(jobs) > self.window:
             (first, seconds), (_, more) = jobs[:2]
             jobs[:2] = [(first, seconds + more)]
 
@@ -129,10 +138,14 @@ class _Load:
         return now
 
 
-def _jobs(parts: tuple[float, ...], heads: list[list[float]], tails: list[list[float]]) -> list[Job]:
+def _jobs(
+    parts: tuple[float, ...], heads: list[list[float]], tails: list[list[float]]
+) -> list[Job]:
     """Return the jobs of a stage."""
     rows = [
-        zip(heads[p], tails[p], [seconds] * len(heads[p]), strict=True) for p, seconds in enumerate(parts) if seconds
+        zip(heads[p], tails[p], [seconds] * len(heads[p]), strict=True)
+        for p, seconds in enumerate(parts)
+        if seconds
     ]
     return [job for row in rows for job in row]
 

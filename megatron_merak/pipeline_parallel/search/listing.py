@@ -1,4 +1,6 @@
-"""List scheduling: whenever a rank is free, it takes the op that a rule prefers among those that are ready."""
+"""List scheduling: whenever a rank is free, it takes the op that a rule prefers among those that
+are ready.
+"""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -11,16 +13,18 @@ Choice = tuple[float, int]
 
 
 @dataclass(frozen=True)
-class Rule:
+class ListingRule:
     """A rule of list scheduling.
 
     warmup:       the most micro-batches in flight between F and B, per stage.
-    patience:     a rank that could run an op of d seconds waits instead for a B (with `forward_first`, an F) that
-                  arrives within patience * d.
+    patience:     a rank that could run an op of d seconds waits instead for a B (with
+                  `forward_first`, an F) that arrives within patience * d.
     early:        the most micro-batches that are recomputed before their B is ready.
     split:        whether a stage has W ops, where it may (default: yes).
-    weights_last: W ops wait until all backwards are done, or memory runs out, instead of filling every gap.
-    late:         which of a rank's ready stages goes first, the last or the first, in forwards and in backwards.
+    weights_last: W ops wait until all backwards are done, or memory runs out, instead of filling
+                  every gap.
+    late:         which of a rank's ready stages goes first, the last or the first, in forwards and
+                  in backwards.
     """
 
     warmup: tuple[int, ...]
@@ -32,7 +36,7 @@ class Rule:
     late: tuple[bool, bool] = (True, True)
 
 
-def list_programs(problem: Problem, rule: Rule) -> list[Program] | None:
+def list_programs(problem: Problem, rule: ListingRule) -> list[Program] | None:
     """Return the programs of all ranks under the rule; None if they do not finish.
 
     Deterministic: equal times are taken in the order of ranks.
@@ -48,7 +52,9 @@ def play(problem: Problem, ranks: Sequence["Rank"]) -> list[Program]:
     """Run the ranks until none can continue; return what they have run."""
     home = problem.home
     last = problem.stages - 1
-    stages = [ranks[rank].stages[problem.stages_of[rank].index(stage)] for stage, rank in enumerate(home)]
+    stages = [
+        ranks[rank].stages[problem.stages_of[rank].index(stage)] for stage, rank in enumerate(home)
+    ]
     wake = [(0.0, home[0])]
     while wake:
         now, r = heappop(wake)
@@ -69,10 +75,12 @@ def play(problem: Problem, ranks: Sequence["Rank"]) -> list[Program]:
     return [rank.program for rank in ranks]
 
 
-class Stage:
-    """The state of a stage: how many ops of each kind it has run, and which messages are in flight."""
+class ListedStage:
+    """The state of a stage: how many ops of each kind it has run, and which messages are
+    in flight.
+    """
 
-    def __init__(self, problem: Problem, rule: Rule, index: int):
+    def __init__(self, problem: Problem, rule: ListingRule, index: int):
         costs = problem.costs
         limits = problem.limits
         self.index = index
@@ -87,7 +95,9 @@ class Stage:
         backward = costs.backward[index] - (costs.weight[index] if self.split else 0.0)
         self.seconds = (costs.forward[index], costs.recompute[index], backward, costs.weight[index])
         self.hops = {
-            F: (0.0, 0.0) if self.first else (problem.transfer[index - 1], problem.latency[index - 1]),
+            F: (0.0, 0.0)
+            if self.first
+            else (problem.transfer[index - 1], problem.latency[index - 1]),
             B: (0.0, 0.0) if self.last else (problem.transfer[index], problem.latency[index]),
         }
         self.kept = limits.kept[index]
@@ -108,7 +118,11 @@ class Stage:
     def held(self) -> float:
         forwards, recomputed, backwards, weights = self.done
         waiting = (backwards - weights) * self.weight_held if self.split else 0.0
-        return (forwards - backwards) * self.kept + max(recomputed - backwards, 0) * self.taped + waiting
+        return (
+            (forwards - backwards) * self.kept
+            + max(recomputed - backwards, 0) * self.taped
+            + waiting
+        )
 
     def run(self, kind: int) -> float:
         """Run its next op of a kind; return its seconds."""
@@ -120,7 +134,8 @@ class Stage:
         return seconds
 
     def ready(self, kind: int, room: float, tape: float) -> float | None:
-        """Return when the message of the next F or B arrives; None if that is unknown, or the op is not allowed.
+        """Return when the message of the next F or B arrives; None if that is unknown, or the op is
+        not allowed.
 
         room: memory that the rank can give this stage.
         tape: memory that one of its later stages needs for a B, at another time.
@@ -162,19 +177,25 @@ class Stage:
 class Rank:
     """The state of a rank: its stages, their memory, and what it has run."""
 
-    def __init__(self, problem: Problem, rule: Rule, index: int):
+    def __init__(self, problem: Problem, rule: ListingRule, index: int):
         self.rule = rule
         self.cap = problem.limits.cap[index]
-        self.stages = [Stage(problem, rule, stage) for stage in problem.stages_of[index]]
+        self.stages = [ListedStage(problem, rule, stage) for stage in problem.stages_of[index]]
         places = range(len(self.stages))
-        self.orders = {F: places[::-1] if rule.late[0] else places, B: places[::-1] if rule.late[1] else places}
+        self.orders = {
+            F: places[::-1] if rule.late[0] else places,
+            B: places[::-1] if rule.late[1] else places,
+        }
         self.free = 0.0
         self.held = 0.0
         self.program: Program = []
 
     @property
     def is_over(self) -> bool:
-        return all(stage.done[B] == stage.count and stage.done[W] in (0, stage.count) for stage in self.stages)
+        return all(
+            stage.done[B] == stage.count and stage.done[W] in (0, stage.count)
+            for stage in self.stages
+        )
 
     def code(self, place: int, kind: int) -> int:
         """Return the code of the next op of a kind."""
@@ -189,7 +210,9 @@ class Rank:
         return stage.index
 
     def choose(self, now: float) -> tuple[int | None, float | None]:
-        """Return (code to run, None), or (None, when to look again if it waits for a known message)."""
+        """Return (code to run, None), or (None, when to look again if it waits for a known
+        message).
+        """
         kinds = (F, B) if self.rule.forward_first else (B, F)
         favourite, other = (self._next(kind, now) for kind in kinds)
         if favourite is not None and favourite[0] <= now:
@@ -206,7 +229,10 @@ class Rank:
         else:
             return None, None
         stage = self.stages[place]
-        urgent = min((each[0] for each in (favourite, other) if each is not None and each[0] > now), default=None)
+        urgent = min(
+            (each[0] for each in (favourite, other) if each is not None and each[0] > now),
+            default=None,
+        )
         if chosen == R and stage.done[R] == stage.done[B]:
             urgent = None  # B has to wait for this R anyway
         if urgent is not None and urgent < now + self.rule.patience * stage.seconds[chosen]:
@@ -214,7 +240,9 @@ class Rank:
         return self.code(place, chosen), None
 
     def _next(self, kind: int, now: float) -> Choice | None:
-        """Return the next F or B: the first in order that is ready, or the one that will be first."""
+        """Return the next F or B: the first in order that is ready, or the one that will
+        be first.
+        """
         soonest: Choice | None = None
         for place in self.orders[kind]:
             room, tape = self._left(place) if kind == F else (self.cap - self.held, 0.0)
@@ -246,8 +274,17 @@ class Rank:
         return room - tape
 
     def _recomputing(self) -> int | None:
-        return next((place for place in self.orders[B] if self.stages[place].may_recompute(self._room(place))), None)
+        return next(
+            (
+                place
+                for place in self.orders[B]
+                if self.stages[place].may_recompute(self._room(place))
+            ),
+            None,
+        )
 
     def _weighing(self) -> int | None:
-        full = max(stage.kept + max(stage.taped, stage.growth) for stage in self.stages) > self._room(0)
+        full = max(
+            stage.kept + max(stage.taped, stage.growth) for stage in self.stages
+        ) > self._room(0)
         return next((place for place in self.orders[B] if self.stages[place].may_weigh(full)), None)

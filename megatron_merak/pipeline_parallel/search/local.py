@@ -1,8 +1,10 @@
-"""Local search: small changes of the programs where the critical path runs, kept when they do not make the step longer.
+"""Local search: small changes of the programs where the critical path runs, kept when they do not
+make the step longer.
 
-The moves are those of job-shop scheduling (van Laarhoven et al., 1992; Nowicki and Smutnicki, 1996): the makespan can
-only fall when two neighbours on the critical path change places, or when something on it is taken off it. Here that
-may also be a recomputation or a weight gradient that leaves its backward, or returns to it.
+The moves are those of job-shop scheduling (van Laarhoven et al., 1992; Nowicki and Smutnicki,
+1996): the makespan can only fall when two neighbours on the critical path change places, or when
+something on it is taken off it. Here that may also be a recomputation or a weight gradient that
+leaves its backward, or returns to it.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +17,14 @@ _HEAT = 0.02
 _ROUND = 400
 _KICKS = 4
 _ANY = 1e9
-# A change of a rank's program: the op at an index moves to another, is removed (None), or a code is inserted there.
+# A change of a rank's program: the op at an index moves to another, is removed (None), or a code is
+# inserted there.
 Move = tuple[int, int, int | None, int | None]  # rank, index, the other index, code
 
 
 class LocalSearch:
-    """A walk from given programs. ``best`` and ``makespan`` are the best seen; ``evaluations`` counts simulations.
+    """A walk from given programs. ``best`` and ``makespan`` are the best seen; ``evaluations``
+    counts simulations.
 
     report_progress: called after every simulation.
     """
@@ -41,10 +45,11 @@ class LocalSearch:
         self.evaluations = 1
 
     def run(self, evaluations: int, goal: float) -> None:
-        """Walk in rounds, each from the best so far, until as many neighbours are evaluated, or the goal is reached.
+        """Walk in rounds, each from the best so far, until as many neighbours are evaluated, or the
+        goal is reached.
 
-        Every round but the first starts with a few random changes. At its start a move may increase the makespan a
-        little, to leave local minima; at its end not at all.
+        Every round but the first starts with a few random changes. At its start a move may increase
+        the makespan a little, to leave local minima; at its end not at all.
         """
         kicks = 0
         while self.evaluations < evaluations and self.makespan > goal:
@@ -64,7 +69,9 @@ class LocalSearch:
         self.evaluations = before + 1
 
     def _clock(self) -> None:
-        self.compiled = [self.problem.compile(rank, program) for rank, program in enumerate(self.programs)]
+        self.compiled = [
+            self.problem.compile(rank, program) for rank, program in enumerate(self.programs)
+        ]
         self.ends = self._ends(self.programs, self.compiled)
         self.now = max(end[-1] for end in self.ends)
 
@@ -123,7 +130,9 @@ class LocalSearch:
                 yield rank, i, None, None
 
     def _around_backward(self, rank: int, i: int, separate: set[int]) -> Iterator[Move]:
-        """Move the recomputation out of the backward to an earlier place, the weight gradient to a later one."""
+        """Move the recomputation out of the backward to an earlier place, the weight gradient to a
+        later one.
+        """
         program = self.programs[rank]
         stage = self.compiled[rank][i][1]
         again = program[i] - B + R
@@ -139,9 +148,11 @@ class LocalSearch:
                 yield rank, j, None, weight
 
 
-def _moved(program: Program, width: int, source: int, target: int | None, code: int | None) -> Program | None:
-    """Return the program after a move; None if an op passed one of its own kind and stage, or of its own
-    micro-batch.
+def _moved(
+    program: Program, width: int, source: int, target: int | None, code: int | None
+) -> Program | None:
+    """Return the program after a move; None if an op passed one of its own kind and stage, or of
+    its own micro-batch.
 
     width: stages of the rank.
     """
@@ -165,11 +176,11 @@ def _moved(program: Program, width: int, source: int, target: int | None, code: 
 def critical_path(
     problem: Problem, compiled: list[list[Step]], ends: list[list[float]]
 ) -> Iterator[tuple[int, int, bool]]:
-    """Return (rank, index, whether it waited for the op before it on its rank) of a longest chain, from the end of the
-    step.
+    """Return (rank, index, whether it waited for the op before it on its rank) of a longest chain,
+    from the end of the step.
 
-    From a message that was late, a chain continues with its producer, with the earlier op that delayed posting its
-    receive, or with the message before it.
+    From a message that was late, a chain continues with its producer, with the earlier op that
+    delayed posting its receive, or with the message before it.
     """
     posted = [_posted(program) for program in compiled]
     places = [{step[:3]: i for i, step in enumerate(program)} for program in compiled]
@@ -204,7 +215,9 @@ def critical_path(
 
 
 def _posted(program: list[Step]) -> list[int]:
-    """Return for every op the last F or B before it, before which its receive is posted; -1 if there is none."""
+    """Return for every op the last F or B before it, before which its receive is posted; -1 if
+    there is none.
+    """
     last = -1
     posted = []
     for i, (kind, *_) in enumerate(program):

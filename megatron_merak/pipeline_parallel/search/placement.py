@@ -1,4 +1,6 @@
-"""Placements of the stages of searched schedules: one per rank, several in turn, or two down the ranks and back."""
+"""Placements of the stages of searched schedules: one per rank, several in turn, or two down the
+ranks and back.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +8,7 @@ _MOST = 3  # stages of a rank, unless another number is asked for
 
 
 @dataclass(frozen=True)
-class Placement:
+class StageHomes:
     """``home[s]`` is the rank of stage s."""
 
     name: str
@@ -22,7 +24,9 @@ class Placement:
         return len(self.home) // self.ranks
 
 
-def placements(ranks: int, chunks: int | None = None, most: int | None = None) -> tuple[Placement, ...]:
+def placements(
+    ranks: int, chunks: int | None = None, most: int | None = None
+) -> tuple[StageHomes, ...]:
     """Return the placements that are worth a search, the simplest first.
 
     ranks:  pipeline ranks.
@@ -34,9 +38,13 @@ def placements(ranks: int, chunks: int | None = None, most: int | None = None) -
         if most is not None and count * ranks > most:
             break
         if count == 1:
-            usual.append(Placement("one stage per rank", tuple(range(ranks))))
+            usual.append(StageHomes("one stage per rank", tuple(range(ranks))))
         elif ranks > 1 or chunks is not None:
-            usual.append(Placement(f"{count} stages per rank, interleaved", tuple(range(ranks)) * count))
+            usual.append(
+                StageHomes(f"{count} stages per rank, interleaved", tuple(range(ranks)) * count)
+            )
         if count == 2 and ranks > 1:
-            usual.append(Placement("2 stages per rank, V-shaped", (*range(ranks), *reversed(range(ranks)))))
+            usual.append(
+                StageHomes("2 stages per rank, V-shaped", (*range(ranks), *reversed(range(ranks))))
+            )
     return tuple(usual)

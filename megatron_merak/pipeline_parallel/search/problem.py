@@ -1,8 +1,10 @@
-"""The problem of ``search``: a pipeline of given costs under memory limits, as integers and lists, and its fast clock.
+"""The problem of ``search``: a pipeline of given costs under memory limits, as integers and lists,
+and its fast clock.
 
-A program is a list of codes, one program per rank. A code is ``4 * (micro-batch * stages of the rank + place) + kind``
-with the kinds F, R, B and W, and the place of the stage among those of its rank: ``4 * micro-batch + kind`` where a
-rank has one stage. Every stage runs each kind in micro-batch order, so a program is a merge of ascending sequences.
+A program is a list of codes, one program per rank. A code is ``4 * (micro-batch * stages of the
+rank + place) + kind`` with the kinds F, R, B and W, and the place of the stage among those of its
+rank: ``4 * micro-batch + kind`` where a rank has one stage. Every stage runs each kind in
+micro-batch order, so a program is a merge of ascending sequences.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,12 +26,14 @@ Step = tuple[int, int, int, float]  # kind, stage, micro-batch, seconds
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What ranks may hold: ``cap`` has one value per rank, the others one per stage, all in one unit, such as bytes.
+class MemoryLimits:
+    """What ranks may hold: ``cap`` has one value per rank, the others one per stage, all in one
+    unit, such as bytes.
 
-    A micro-batch holds `kept` from the start of F to the end of B, `taped` more while it is recomputed or its
-    recomputation waits for B (from the start of R, or of a B that recomputes, to the end of B), and `weight_held` from
-    the end of B to the end of W where W is its own op. The sum over the stages of a rank never exceeds its `cap`.
+    A micro-batch holds `kept` from the start of F to the end of B, `taped` more while it is
+    recomputed or its recomputation waits for B (from the start of R, or of a B that recomputes, to
+    the end of B), and `weight_held` from the end of B to the end of W where W is its own op. The
+    sum over the stages of a rank never exceeds its `cap`.
     """
 
     cap: tuple[float, ...]
@@ -41,7 +45,9 @@ class Limits:
         for name, values in vars(self).items():
             expected = len(self.cap if name == "cap" else self.kept)
             if len(values) != expected or any(not value >= 0 for value in values):
-                raise ScheduleError(f"{name} of the limits", values, f"not {expected} numbers >= 0", "Correct it")
+                raise ScheduleError(
+                    f"{name} of the limits", values, f"not {expected} numbers >= 0", "Correct it"
+                )
         if len(self.cap) == len(self.kept):
             self.check(range(len(self.cap)))
 
@@ -56,12 +62,14 @@ class Limits:
             needed = needed_by[rank] + self.taped[stage]
             if needed > self.cap[rank]:
                 reason = f"stage {stage} needs {needed} to run one micro-batch"
-                raise ScheduleError("memory cap", self.cap[rank], reason, "Raise the cap, or give the stage less")
+                raise ScheduleError(
+                    "memory cap", self.cap[rank], reason, "Raise the cap, or give the stage less"
+                )
 
     @classmethod
-    def in_flight(cls, counts: Sequence[int], chunks: int = 1) -> "Limits":
-        """Return limits of ``counts[r]`` micro-batches on rank r, from F to B or W; early recomputation costs
-        nothing.
+    def in_flight(cls, counts: Sequence[int], chunks: int = 1) -> "MemoryLimits":
+        """Return limits of ``counts[r]`` micro-batches on rank r, from F to B or W; early
+        recomputation costs nothing.
 
         chunks: stages of each rank; a micro-batch counts on each as one of so many parts.
         """
@@ -69,18 +77,20 @@ class Limits:
         return cls(tuple(count * chunks for count in counts), ones, (0,) * len(ones), ones)
 
     @classmethod
-    def none(cls, ranks: int, stages: int) -> "Limits":
+    def none(cls, ranks: int, stages: int) -> "MemoryLimits":
         return cls((float("inf"),) * ranks, (1,) * stages, (0,) * stages, (1,) * stages)
 
 
 class Problem:
-    """Costs, limits, the ranks of stages, which stages may run R (if they recompute), and whether W may be separate."""
+    """Costs, limits, the ranks of stages, which stages may run R (if they recompute), and whether W
+    may be separate.
+    """
 
     def __init__(
         self,
         costs: StageCosts,
         microbatches: int,
-        limits: Limits | None = None,
+        limits: MemoryLimits | None = None,
         recompute: Sequence[bool] | None = None,
         split_weights: bool = False,
         placement: Sequence[int] = (),
@@ -91,8 +101,10 @@ class Problem:
         self.home = tuple(placement) or tuple(range(self.stages))
         self.ranks = max(self.home) + 1
         if microbatches < 1:
-            raise ScheduleError("micro-batches", microbatches, "there is nothing to run", "Ask for at least one")
-        self.limits = limits or Limits.none(self.ranks, self.stages)
+            raise ScheduleError(
+                "micro-batches", microbatches, "there is nothing to run", "Ask for at least one"
+            )
+        self.limits = limits or MemoryLimits.none(self.ranks, self.stages)
         sizes = ("limits", self.limits.cap, self.ranks), ("limits", self.limits.kept, self.stages)
         for name, values, count in (
             *sizes,
@@ -100,11 +112,15 @@ class Problem:
             ("placement", self.home, self.stages),
         ):
             if values is not None and len(values) != count:
-                reason = f"{len(values)} values for {count} {'stages' if count == self.stages else 'ranks'}"
+                reason = (
+                    f"{len(values)} values for {count} "
+                    f"{'stages' if count == self.stages else 'ranks'}"
+                )
                 raise ScheduleError(name, values, reason, "Give one each")
         self.limits.check(self.home)
         self.stages_of = tuple(
-            tuple(stage for stage in range(self.stages) if self.home[stage] == rank) for rank in range(self.ranks)
+            tuple(stage for stage in range(self.stages) if self.home[stage] == rank)
+            for rank in range(self.ranks)
         )
         # Between stages of one rank nothing is sent.
         crosses = [one != other for one, other in pairwise(self.home)]
@@ -113,9 +129,14 @@ class Problem:
             for values in (costs.transfer, costs.latency)
         )
         allowed = recompute or (True,) * self.stages
-        self.early = tuple(may and cost > 0 for may, cost in zip(allowed, costs.recompute, strict=True))
+        self.early = tuple(
+            may and cost > 0 for may, cost in zip(allowed, costs.recompute, strict=True)
+        )
         self.split = tuple(split_weights and weight > 0 for weight in costs.weight)
-        self.taped = tuple(tape if cost else 0.0 for tape, cost in zip(self.limits.taped, costs.recompute, strict=True))
+        self.taped = tuple(
+            tape if cost else 0.0
+            for tape, cost in zip(self.limits.taped, costs.recompute, strict=True)
+        )
 
     @cached_property
     def compiled(self) -> Any:
@@ -124,29 +145,38 @@ class Problem:
         costs = list(astuple(self.costs))
         costs[4:] = self.transfer, self.latency
         limits = self.limits.cap, self.limits.kept, self.taped, self.limits.weight_held
-        known = are_doubles(chain.from_iterable(costs)) and are_doubles(chain.from_iterable(limits), unbounded=True)
+        known = are_doubles(chain.from_iterable(costs)) and are_doubles(
+            chain.from_iterable(limits), unbounded=True
+        )
         if host is None or not known:
             return None
         return host.Pipeline(self.microbatches, costs, limits, self.early, self.split, self.home)
 
     def depth(self, stage: int) -> int:
-        """Return the most micro-batches of the stage between F and B; the next B needs a tape beside them."""
+        """Return the most micro-batches of the stage between F and B; the next B needs a tape
+        beside them.
+        """
         kept = self.limits.kept[stage]
         free = self.limits.cap[self.home[stage]] - self.taped[stage]
         return int(min(free / kept, self.microbatches)) if kept else self.microbatches
 
     def allows(self, rank: int, program: Program) -> bool:
-        """Whether weight gradients, also those inside backwards, and R are in order, and memory suffices."""
+        """Whether weight gradients, also those inside backwards, and R are in order, and memory
+        suffices.
+        """
         if self.compiled is not None:
             return self.compiled.allows(rank, program)
         return _in_order(program, len(self.stages_of[rank])) and self.fits(rank, program)
 
     def fits(self, rank: int, program: Iterable[int]) -> bool:
-        """Whether the program of a rank stays within its cap; see ``Limits``."""
+        """Whether the program of a rank stays within its cap; see ``MemoryLimits``."""
         limits = self.limits
         own_stages = self.stages_of[rank]
         cap = self.limits.cap[rank]
-        sizes = [(limits.kept[stage], self.taped[stage], limits.weight_held[stage]) for stage in own_stages]
+        sizes = [
+            (limits.kept[stage], self.taped[stage], limits.weight_held[stage])
+            for stage in own_stages
+        ]
         if cap >= sum(map(sum, sizes)) * self.microbatches:
             return True
         program = list(program)
@@ -183,7 +213,8 @@ class Problem:
         width = len(own_stages)
         compiled = []
         for code in program:
-            kind, (k, place) = code & 3, divmod(code >> 2, width)
+            kind = code & 3
+            k, place = divmod(code >> 2, width)
             stage = own_stages[place]
             if kind == F:
                 seconds = costs.forward[stage]
@@ -199,9 +230,10 @@ class Problem:
     def clock(self, programs: Sequence[list[Step]]) -> list[list[float]]:
         """The end of every op of each rank, a zero first; empty where the programs deadlock.
 
-        With one stage per rank it is the clock of ``simulate``: a message is received as ``passes.add_communication``
-        places it, posted just before the last F or B before its consumer, after the previous message of its channel.
-        With several, messages of different stages do not wait for each other here.
+        With one stage per rank it is the clock of ``simulate``: a message is received as
+        ``passes.add_communication`` places it, posted just before the last F or B before its
+        consumer, after the previous message of its channel. With several, messages of different
+        stages do not wait for each other here.
         """
         home = self.home
         stages = self.stages
@@ -210,7 +242,8 @@ class Problem:
         latency = self.latency
         ends = [[0.0] for _ in range(ranks)]
         posted = [0.0] * ranks  # when the rank was free for its last F or B
-        over: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in KINDS]  # [kind][stage][micro-batch]
+        # [kind][stage][micro-batch]
+        over: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in KINDS]
         free = [[0.0] * stages for _ in KINDS]
         at = [0] * ranks
         left = sum(map(len, programs))
@@ -234,7 +267,9 @@ class Problem:
                             start = arrived[k]
                             if home[source] != rank:
                                 through = free[kind]
-                                through[s] = start = max(start, posted[rank], through[s]) + transfer[border]
+                                through[s] = start = (
+                                    max(start, posted[rank], through[s]) + transfer[border]
+                                )
                                 start += latency[border]
                             if start > now:
                                 now = start
@@ -273,20 +308,35 @@ class Problem:
             parts = [(code & 3, *divmod(code >> 2, len(own_stages))) for code in program]
             ranks.append(tuple(Op(own_stages[place], KINDS[kind], k) for kind, k, place in parts))
         cyclic = all(rank == stage % self.ranks for stage, rank in enumerate(self.home))
-        return Schedule(name, self.stages, self.microbatches, tuple(ranks), placement=() if cyclic else self.home)
+        return Schedule(
+            name,
+            self.stages,
+            self.microbatches,
+            tuple(ranks),
+            placement=() if cyclic else self.home,
+        )
 
     def from_schedule(self, schedule: Schedule) -> list[Program] | None:
-        """Return the programs of a schedule of compute ops; None if it is no solution of this problem.
+        """Return the programs of a schedule of compute ops; None if it is no solution of this
+        problem.
 
-        It is none if stages are on other ranks, ops run together, a kind is out of micro-batch order, an R or W is not
-        allowed where it is, or memory does not suffice. The R ops of a stage that recomputes nothing are left out.
+        It is none if stages are on other ranks, ops run together, a kind is out of micro-batch
+        order, an R or W is not allowed where it is, or memory does not suffice. The R ops of a
+        stage that recomputes nothing are left out.
         """
-        if len(schedule.ranks) != self.ranks or tuple(map(schedule.rank_of, range(schedule.stages))) != self.home:
+        if (
+            len(schedule.ranks) != self.ranks
+            or tuple(map(schedule.rank_of, range(schedule.stages))) != self.home
+        ):
             return None
         programs = []
         for rank, entries in enumerate(schedule.ranks):
             own_stages = self.stages_of[rank]
-            ops = [op for op in entries if isinstance(op, Op) and op.stage in own_stages and op.kind in KINDS]
+            ops = [
+                op
+                for op in entries
+                if isinstance(op, Op) and op.stage in own_stages and op.kind in KINDS
+            ]
             if len(ops) != len(entries):
                 return None
             program = []

@@ -9,8 +9,9 @@ _AFTER = 2.0  # seconds
 _EVERY = 0.2
 
 
-class Progress:
-    """Called with the finished share of the work; shows it on a terminal once the work has taken some seconds.
+class SearchProgress:
+    """Called with the finished share of the work; shows it on a terminal once the work has taken
+    some seconds.
 
     what:   the work, such as "searching a schedule".
     shown:  False: write nothing.
@@ -31,13 +32,14 @@ class Progress:
         self.before = before
         self.parts = parts
 
-    def __call__(self, share: float) -> None:
+    def __call__(self, share: float, best: str = "") -> None:
+        """Show the finished share, and the best so far in words."""
         share = (self.before + share) / self.parts
         if self.is_shown and time.monotonic() - self.last > _EVERY:
             self.last = time.monotonic()
-            self._write(f"{self.what}: {share:.0%}")
+            self._write(f"{self.what}: {share:.0%}" + (f", {best}" if best else ""))
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "SearchProgress":
         return self
 
     def __exit__(self, *_: object) -> None:

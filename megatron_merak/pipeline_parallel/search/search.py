@@ -1,9 +1,11 @@
-"""The ``auto`` schedule: found for given costs, links and memory caps, instead of built by a formula.
+"""The ``auto`` schedule: found for given costs, links and memory caps, instead of built by a
+formula.
 
-The search has three steps, each from the best result so far: the builders' schedules, list schedules under a family of
-rules, and a local search along the critical path. The result is never worse than any builder's that the limits allow
-and whose placement is the same, and comes with a lower bound that no schedule beats. All times are modelled. The work
-is limited by a number of simulated schedules, so that it finds the same on every machine.
+The search has three steps, each from the best result so far: the builders' schedules, list
+schedules under a family of rules, and a local search along the critical path. The result is never
+worse than any builder's that the limits allow and whose placement is the same, and comes with a
+lower bound that no schedule beats. All times are modelled. The work is limited by a number of
+simulated schedules, so that it finds the same on every machine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +17,9 @@ from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.search.bound import lower_bound
-from megatron_merak.pipeline_parallel.search.listing import Rule, list_programs
+from megatron_merak.pipeline_parallel.search.listing import ListingRule, list_programs
 from megatron_merak.pipeline_parallel.search.local import LocalSearch
-from megatron_merak.pipeline_parallel.search.problem import Limits, Problem, Program
+from megatron_merak.pipeline_parallel.search.problem import MemoryLimits, Problem, Program
 from megatron_merak.pipeline_parallel.search.shift import shift_recompute
 from megatron_merak.pipeline_parallel.simulate import StageCosts
 
@@ -35,8 +37,9 @@ ProgressCallback = Callable[[float], object]  # called with the finished share o
 class Found:
     """A schedule of compute ops; its makespan, and the bound that none beats, in modelled seconds.
 
-    `builder` names the best of the builders with stages where these are, whose schedule takes `builder_makespan`; ""
-    and infinity where there is none. `evaluations`: how many schedules were timed.
+    `builder` names the best of the builders with stages where these are, whose schedule takes
+    `builder_makespan`; "" and infinity where there is none. `evaluations`: how many schedules were
+    timed.
     """
 
     schedule: Schedule
@@ -48,8 +51,8 @@ class Found:
 
 
 def default_evaluations(stages: int, microbatches: int, searches: int = 1) -> int:
-    """Return how many schedules a search simulates by default: fewer, the longer they are. searches: that share
-    them.
+    """Return how many schedules a search simulates by default: fewer, the longer they are.
+    searches: that share them.
     """
     size = stages * microbatches
     return max(2, min(_FEW, _MOST // size), EVALUATIONS * _SMALL // max(size, _SMALL) // searches)
@@ -59,7 +62,7 @@ def search(
     costs: StageCosts,
     microbatches: int,
     *,
-    limits: Limits | None = None,
+    limits: MemoryLimits | None = None,
     recompute: Sequence[bool] | None = None,
     split_weights: bool = False,
     evaluations: int | None = None,
@@ -68,13 +71,16 @@ def search(
 ) -> Found:
     """The best schedule found.
 
-    `recompute[s]`: stage s may run R as its own op where it recomputes (default: every stage). `split_weights`: W may
-    be its own op. `evaluations`: how many schedules to time (default: see ``default_evaluations``); the answer depends
-    on the arguments alone, so every rank finds the same. `placement[s]`: the rank of stage s (default: one stage per
-    rank). Raises ScheduleError for limits under which no micro-batch runs, or nothing was found, and for lists of the
-    wrong length.
+    `recompute[s]`: stage s may run R as its own op where it recomputes (default: every stage).
+    `split_weights`: W may
+    be its own op. `evaluations`: how many schedules to time (default: see ``default_evaluations``);
+    the answer depends on the arguments alone, so every rank finds the same. `placement[s]`: the
+    rank of stage s (default: one stage per rank). Raises ScheduleError for limits under which no
+    micro-batch runs, or nothing was found, and for lists of the wrong length.
     """
-    problem = Problem(costs, microbatches, limits, recompute, split_weights=split_weights, placement=placement)
+    problem = Problem(
+        costs, microbatches, limits, recompute, split_weights=split_weights, placement=placement
+    )
     evaluations = evaluations or default_evaluations(problem.stages, microbatches)
     best = _Best(problem, lower_bound(problem), evaluations, report_progress)
     built = _built(problem)
@@ -83,12 +89,16 @@ def search(
         schedule = problem.to_schedule("auto", built[min(makespans, key=makespans.__getitem__)])
         attempts = max(1, evaluations // _SHIFTS)
         best.offer(
-            problem.from_schedule(shift_recompute(schedule, costs, limits, recompute=recompute, attempts=attempts))
+            problem.from_schedule(
+                shift_recompute(schedule, costs, limits, recompute=recompute, attempts=attempts)
+            )
         )
     _search_rules(best)
     if not best.programs:
         reason = f"no order of {problem.stages} stages on {problem.ranks} ranks was found within it"
-        raise ScheduleError("memory cap", problem.limits.cap, reason, "Raise the cap, or use fewer stages per rank")
+        raise ScheduleError(
+            "memory cap", problem.limits.cap, reason, "Raise the cap, or use fewer stages per rank"
+        )
     if not best.is_optimal and best.evaluations < evaluations:
         local = LocalSearch(problem, best.programs, report_progress=best.count)
         local.run(evaluations - best.evaluations, best.goal)
@@ -136,7 +146,9 @@ def _built(problem: Problem) -> dict[str, list[Program]]:
 class _Best:
     """The best programs so far, and how many of the allowed schedules were simulated."""
 
-    def __init__(self, problem: Problem, bound: float, most: int, report_progress: ProgressCallback):
+    def __init__(
+        self, problem: Problem, bound: float, most: int, report_progress: ProgressCallback
+    ):
         self.problem = problem
         self.bound = bound
         self.most = most
@@ -153,7 +165,9 @@ class _Best:
     def offer(self, programs: list[Program] | None) -> float:
         """Return the makespan of programs; infinity if they break a limit, or are None."""
         self.count()
-        if programs is None or not all(map(self.problem.allows, range(self.problem.ranks), programs)):
+        if programs is None or not all(
+            map(self.problem.allows, range(self.problem.ranks), programs)
+        ):
             return float("inf")
         makespan = self.problem.makespan(programs)
         self.take(programs, makespan)
@@ -170,22 +184,22 @@ class _Best:
 
 
 def _search_rules(best: _Best) -> None:
-    """Try list schedules: first the warm-up, then how to choose, then small changes of both, each from the best
-    rule.
+    """Try list schedules: first the warm-up, then how to choose, then small changes of both, each
+    from the best rule.
 
     Uses at most half of the evaluations.
     """
-    tried: dict[Rule, float] = {}
+    tried: dict[ListingRule, float] = {}
     most = best.most // 2
 
-    def attempt(rule: Rule) -> float:
+    def attempt(rule: ListingRule) -> float:
         if rule not in tried and best.evaluations < most and not best.is_optimal:
             tried[rule] = best.offer(list_programs(best.problem, rule))
         return tried.get(rule, float("inf"))
 
     stages = best.problem.stages
     count = best.problem.microbatches
-    rule = min(_warmups(Rule((1,) * stages), count), key=attempt)
+    rule = min(_warmups(ListingRule((1,) * stages), count), key=attempt)
     rule = min(_choices(rule, best.problem), key=attempt)
     rule = min(_warmups(rule, count), key=attempt)
     draw = Random(0)
@@ -197,19 +211,24 @@ def _search_rules(best: _Best) -> None:
             rule = mutant
 
 
-def _warmups(rule: Rule, count: int) -> Iterator[Rule]:
+def _warmups(rule: ListingRule, count: int) -> Iterator[ListingRule]:
     """Yield 1F1B's depth of S - s, times factors, and more."""
     stages = len(rule.warmup)
     for factor in (1, 1.5, 2, 3, count):
         for extra in (0, 1, 2):
-            yield replace(rule, warmup=tuple(min(int(factor * (stages - s)) + extra, count) for s in range(stages)))
+            yield replace(
+                rule,
+                warmup=tuple(min(int(factor * (stages - s)) + extra, count) for s in range(stages)),
+            )
 
 
-def _choices(rule: Rule, problem: Problem) -> Iterator[Rule]:
+def _choices(rule: ListingRule, problem: Problem) -> Iterator[ListingRule]:
     stages = problem.stages
     none = (False,) * stages
     every = (True,) * stages
-    weights = ((every, False), (every, True), (none, False)) if any(problem.split) else ((none, False),)
+    weights = (
+        ((every, False), (every, True), (none, False)) if any(problem.split) else ((none, False),)
+    )
     for early, (split, last) in product(_recomputations(problem), weights):
         for forward_first, patience, late in product((False, True), _PATIENCE, _orders(problem)):
             yield replace(
@@ -226,14 +245,16 @@ def _choices(rule: Rule, problem: Problem) -> Iterator[Rule]:
 def _orders(problem: Problem) -> tuple[tuple[bool, bool], ...]:
     """Yield which stage of a rank goes first, in forwards and in backwards."""
     several = problem.stages > problem.ranks
-    return ((True, True), (False, True), (True, False), (False, False)) if several else ((True, True),)
+    return (
+        ((True, True), (False, True), (True, False), (False, False)) if several else ((True, True),)
+    )
 
 
 def _recomputations(problem: Problem) -> tuple[int, ...]:
     return (1, 2, 0, problem.microbatches) if any(problem.early) else (0,)
 
 
-def _mutant(rule: Rule, problem: Problem, draw: Random) -> Rule:
+def _mutant(rule: ListingRule, problem: Problem, draw: Random) -> ListingRule:
     """Return the rule with one to three changes."""
     for _ in range(draw.randint(1, 3)):
         s = draw.randrange(problem.stages)

@@ -16,15 +16,23 @@ from dataclasses import replace
 
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
-from megatron_merak.pipeline_parallel.search.listing import Rank, Rule, play
-from megatron_merak.pipeline_parallel.search.problem import B, F, Limits, Problem, Program, R, W
+from megatron_merak.pipeline_parallel.search.listing import ListingRule, Rank, play
+from megatron_merak.pipeline_parallel.search.problem import (
+    B,
+    F,
+    MemoryLimits,
+    Problem,
+    Program,
+    R,
+    W,
+)
 from megatron_merak.pipeline_parallel.simulate import StageCosts
 
 
 def shift_recompute(
     schedule: Schedule,
     costs: StageCosts,
-    limits: Limits | None = None,
+    limits: MemoryLimits | None = None,
     *,
     recompute: Sequence[bool] | None = None,
     drain: bool = True,
@@ -33,19 +41,31 @@ def shift_recompute(
 ) -> Schedule:
     """The schedule, of compute ops and one stage per rank, with R ops where its stages would wait.
 
-    Forwards, backwards and weight gradients keep their order, but for the first forward after the first backward of a
-    stage, which goes before it where that shortens the step. R ops that were there are placed anew. `drain`: R may run
-    after the last forward of its stage; `warmup`: before it, and forwards may go earlier. `recompute[s]`: whether stage
-    s may run R (default: all that recompute). `attempts`: of how many stages, from the last one on, a forward may go
-    earlier (default: all). The result is never longer than the schedule without any R.
+    Forwards, backwards and weight gradients keep their order, but for the first forward after the
+    first backward of a stage, which goes before it where that shortens the step. R ops that were
+    there are placed anew. `drain`: R may run after the last forward of its stage; `warmup`: before
+    it, and forwards may go earlier. `recompute[s]`: whether stage s may run R (default: all that
+    recompute). `attempts`: of how many stages, from the last one on, a forward may go earlier
+    (default: all). The result is never longer than the schedule without any R.
     """
     split = any(isinstance(op, Op) and op.kind is Kind.W for op in schedule.entries())
     problem = Problem(costs, schedule.microbatches, limits, recompute, split_weights=split)
-    plain = [tuple(op for op in ops if not (isinstance(op, Op) and op.kind is Kind.R)) for ops in schedule.ranks]
+    plain = [
+        tuple(op for op in ops if not (isinstance(op, Op) and op.kind is Kind.R))
+        for ops in schedule.ranks
+    ]
     best = problem.from_schedule(replace(schedule, ranks=tuple(plain)))
     if best is None:
-        reason = "it has several stages on a rank, ops that run together or out of order, or holds more than the limits"
-        raise ScheduleError("schedule", schedule.name, reason, "Pass such as build_schedule makes, or raise the limits")
+        reason = (
+            "it has several stages on a rank, ops that run together or out of order, or "
+            "holds more than the limits"
+        )
+        raise ScheduleError(
+            "schedule",
+            schedule.name,
+            reason,
+            "Pass such as build_schedule makes, or raise the limits",
+        )
     unshifted = best
     makespan = problem.makespan(best)
     best, makespan = _better(problem, unshifted, best, makespan, drain=drain, warmup=warmup)
@@ -53,7 +73,9 @@ def shift_recompute(
     for stage in earlier[:attempts]:
         advanced = _advance(unshifted, stage)
         if advanced is not None and problem.fits(stage, advanced[stage]):
-            improved, shorter = _better(problem, advanced, best, makespan, drain=drain, warmup=warmup)
+            improved, shorter = _better(
+                problem, advanced, best, makespan, drain=drain, warmup=warmup
+            )
             if shorter < makespan:
                 unshifted = advanced
                 best = improved
@@ -62,11 +84,21 @@ def shift_recompute(
 
 
 def _better(
-    problem: Problem, programs: list[Program], best: list[Program], makespan: float, drain: bool, warmup: bool
+    problem: Problem,
+    programs: list[Program],
+    best: list[Program],
+    makespan: float,
+    drain: bool,
+    warmup: bool,
 ) -> tuple[list[Program], float]:
-    """Return the best of `best` and of the programs with R inserted, few or many micro-batches ahead."""
+    """Return the best of `best` and of the programs with R inserted, few or many micro-batches
+    ahead.
+    """
     for ahead in sorted({1, 2, problem.microbatches}):
-        ranks = [_Fixed(problem, programs, rank, ahead, drain=drain, warmup=warmup) for rank in range(problem.ranks)]
+        ranks = [
+            _Fixed(problem, programs, rank, ahead, drain=drain, warmup=warmup)
+            for rank in range(problem.ranks)
+        ]
         candidate = play(problem, ranks)
         if any(rank.left for rank in ranks):
             continue  # a forward that went earlier waits for one that waits for it
@@ -78,7 +110,9 @@ def _better(
 
 
 def _advance(programs: list[Program], stage: int) -> list[Program] | None:
-    """Return the programs with a stage's first forward after its first backward moved before that backward."""
+    """Return the programs with a stage's first forward after its first backward moved before that
+    backward.
+    """
     program = programs[stage]
     first = program.index(B)
     later = next((i for i in range(first, len(program)) if program[i] & 3 == F), None)
@@ -91,9 +125,21 @@ def _advance(programs: list[Program], stage: int) -> list[Program] | None:
 class _Fixed(Rank):
     """A rank of one stage that runs a given program, and recomputes instead of waiting."""
 
-    def __init__(self, problem: Problem, programs: list[Program], index: int, ahead: int, drain: bool, warmup: bool):
+    def __init__(
+        self,
+        problem: Problem,
+        programs: list[Program],
+        index: int,
+        ahead: int,
+        drain: bool,
+        warmup: bool,
+    ):
         weighs = tuple(any(code & 3 == W for code in program) for program in programs)
-        super().__init__(problem, Rule((problem.microbatches,) * problem.stages, early=ahead, split=weighs), index)
+        super().__init__(
+            problem,
+            ListingRule((problem.microbatches,) * problem.stages, early=ahead, split=weighs),
+            index,
+        )
         (self.stage,) = self.stages
         self.left = [*reversed(programs[index])]
         self.drain = drain
@@ -129,7 +175,9 @@ class _Fixed(Rank):
         return stage.early and done[B] <= done[R] < min(done[F], done[B] + self.rule.early)
 
     def _has_memory(self) -> bool:
-        """Whether the next R leaves enough memory for what follows, up to the B that frees its tape."""
+        """Whether the next R leaves enough memory for what follows, up to the B that frees its
+        tape.
+        """
         stage = self.stage
         last = stage.done[R]
         in_use = self.held + stage.taped

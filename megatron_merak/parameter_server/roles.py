@@ -1,4 +1,5 @@
-"""Roles of ranks in a job with parameter servers: workers, each a replica of the model, and the servers.
+"""Roles of ranks in a job with parameter servers: workers, each a replica of the model, and the
+servers.
 
 Of ranks 0 to 9, with two servers and replicas of four ranks (TP2 x PP2):
 
@@ -6,13 +7,16 @@ Of ranks 0 to 9, with two servers and replicas of four ranks (TP2 x PP2):
     role     worker 0  worker 1  server 0   server 1
     place    0 1 2 3   0 1 2 3
 
-`place` is the rank inside a worker. Every server has a piece of the parameters of each place. Without dedicated server
-ranks, each rank of a worker also serves a piece of its own place, to the ranks at that place of all workers.
+`place` is the rank inside a worker. Every server has a piece of the parameters of each place.
+Without dedicated server ranks, each rank of a worker also serves a piece of its own place, to the
+ranks at that place of all workers.
 """
 
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
+from ..config import ParallelConfig
+from ..counting import counted
+from ..parallel.team import Team
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,21 @@ class Role:
         return self.rank % self.places
 
     @property
+    def team(self) -> Team:
+        """The ranks that this one computes with, those of its worker; of a server: the servers,
+        unconnected.
+        """
+        if self.only_serves:
+            return Team("servers", self.rank - self.clients_of_all, self.servers, connected=False)
+        servers = (
+            counted(self.servers, "parameter server")
+            if self.servers
+            else "parameters served by themselves"
+        )
+        text = f"{counted(self.workers, 'worker')} of {{}}, {servers}"
+        return Team(f"worker {self.worker}", self.place, self.places, text=text)
+
+    @property
     def endpoints(self) -> tuple[int, ...]:
         """The ranks that serve this one; the i-th has the i-th piece of its parameters."""
         if self.servers:
@@ -72,15 +91,17 @@ class Role:
         return () if self.servers else self.endpoints
 
 
-# The variable in which a launcher that starts single ranks again gives every rank the name of the job's only attempt.
-ATTEMPT = "MERAK_ATTEMPT"
-
-
-def job_keys(store: dist.Store, attempt: str) -> dist.Store:
-    """Return the view of a store for one attempt of a job; launchers may use one store for several attempts."""
-    return dist.PrefixStore(f"megatron_merak, attempt {attempt}", store)
+def role_of(parallel: ParallelConfig, rank: int, size: int) -> Role | None:
+    """Return the role of a rank of a job; None without parameter servers."""
+    return (
+        Role(rank, size, parallel.ranks_of_replica, parallel.num_parameter_servers)
+        if parallel.served
+        else None
+    )
 
 
 def ended_key(rank: int) -> str:
-    """Return the key that is set in the job's store when a launcher saw a worker's rank end for any reason."""
+    """Return the key that is set in the job's store when a launcher saw a worker's rank end for any
+    reason.
+    """
     return f"rank {rank} ended"

@@ -1,7 +1,10 @@
-"""Check that two ways of running the same samples compute the same loss and gradient, before training relies on it.
+"""Try two ways of running the same samples on one batch: do they compute the same loss and
+gradient?
 
-A first step computes the loss and gradient of one way; a second one, with weights +1 and -1, the difference of the two
-ways, which must be rounding:
+A trial is taken to hold for batches like the one tried.
+
+A first step computes the loss and gradient of one way; a second one, with weights +1 and -1, the
+difference of the two ways, which must be rounding:
 
     step 1   + whole batch                                   main_grad: the gradient
     step 2   + whole batch  - first half  - second half      main_grad: the difference
@@ -18,7 +21,7 @@ from torch import Tensor
 from ..errors import MerakError
 from ..graph.capture.empty import is_fake
 from ..parallel.agree import gather_json, together
-from .blueprint import Task
+from .blueprint import ModelTask
 from .traced import OwnLoss
 
 
@@ -45,17 +48,21 @@ TOLERANCES: Mapping[str, Tolerance] = {
 }
 
 
-def difference(engine, one: Mapping, others: Sequence[Mapping], loss: OwnLoss | None = None) -> str | None:
-    """How loss and gradient of batch ``one`` differ from the sums of those of ``others``: "" if only by rounding.
+def difference(
+    engine, one: Mapping, others: Sequence[Mapping], loss: OwnLoss | None = None
+) -> str | None:
+    """How loss and gradient of batch ``one`` differ from the sums of those of ``others``: "" if
+    only by rounding.
 
     engine: a CapturedModel. Its gradient is overwritten; weights and running statistics stay.
     loss:   to compute; None: the one that the model was traced with.
 
-    None if all gradients are zero, which proves nothing. Collective over all ranks, which get the same answer.
+    None if all gradients are zero, which tells nothing. Collective over all ranks, which get the
+    same answer.
     """
     mesh = engine.mesh
     buffer = engine.buffer
-    task = Task(loss, dropout=False)
+    task = ModelTask(loss, dropout=False)
     with _undisturbed(engine):
         try:
             with together(mesh.control, "cpu"):
@@ -72,8 +79,10 @@ def difference(engine, one: Mapping, others: Sequence[Mapping], loss: OwnLoss | 
     return next((text for text, _ in reports if text), "")
 
 
-def _finite_gradients(engine, batch: Mapping, task: Task) -> float:
-    """The loss of a batch and, in ``main_grad``, its gradient; lowers the fp16 loss scale until that is finite."""
+def _finite_gradients(engine, batch: Mapping, task: ModelTask) -> float:
+    """The loss of a batch and, in ``main_grad``, its gradient; lowers the fp16 loss scale until
+    that is finite.
+    """
     optimizer = engine.optimizer
     loss = engine.gradients([batch], [1.0], task)
     while optimizer.scaler.scale > 1 and not math.isfinite(optimizer.grad_norm()):
@@ -92,7 +101,9 @@ def _norms(buffer) -> dict[str, float]:
     return {name: square**0.5 for name, square in squares.items()}
 
 
-def _mismatch(loss: float, gap: float, sizes: dict[str, float], gaps: dict[str, float], tolerance: Tolerance) -> str:
+def _mismatch(
+    loss: float, gap: float, sizes: dict[str, float], gaps: dict[str, float], tolerance: Tolerance
+) -> str:
     """What differs by more than rounding: "" for nothing.
 
     gap, gaps:   differences of the loss, and of each parameter's gradient, by norm.
@@ -125,8 +136,14 @@ def _undisturbed(engine) -> Iterator[None]:
 
 
 def snapshot(engine) -> Callable[[], None]:
-    """Return a function that restores the running statistics and preludes of a CapturedModel to those of now."""
-    statistics = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers() if not is_fake(buffer)]
+    """Return a function that restores the running statistics and preludes of a CapturedModel to
+    those of now.
+    """
+    statistics = [
+        (buffer, buffer.detach().clone())
+        for buffer in engine.model.buffers()
+        if not is_fake(buffer)
+    ]
     preludes = {prelude: prelude.state() for prelude in _preludes(engine)}
 
     def restore() -> None:

@@ -1,0 +1,253 @@
+"""Expert parallelism: each rank has some of the experts, and gets the rows that are theirs.
+
+    rows of a rank, by expert --exchange--> rows of its experts, of all ranks -- grouped products
+    rows of a rank, by expert <--exchange-- rows of its experts, of all ranks -----------|
+
+The rows of routed experts (see ``routed``) are exchanged before the first grouped product, and back
+after the last one. How many rows each rank gets from each is exchanged first: the only numbers that
+the host has to know.
+"""
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ...errors import PlanError
+from ...segment import LayerAxis
+from ..ir.kinds import NodeKind, kind, kinds_like
+from ..ir.marks import copy_in, exchange, exchange_rows, reduce_sum
+from ..ir.names import place
+from ..ir.nodes import op_name, operand, values
+from ..sharding import local
+from .routed import GROUPED, Routed, RoutedKind, weight_of
+
+aten = torch.ops.aten
+
+
+def divide_experts(
+    graph: Graph,
+    found: Mapping[Node, Routed],
+    divided: Container[str],
+    rank: int,
+    ranks: int,
+    mode: FakeTensorMode,
+) -> None:
+    """Exchange the rows of experts that ranks divide.
+
+    graph:   of one rank, which computes routed experts with its own rows, or with all of them.
+    found:   the routed experts.
+    divided: names of the weights of which a rank has those of its experts.
+    mode:    of the fake values in the graph.
+
+    Raises PlanError for a product with such weights that belongs to no routed experts.
+    """
+    for routed in found.values():
+        if any(weight_of(node) in divided for node in routed.products()):
+            way = _Exchanged if kind(routed.sort, LayerAxis.TP) else _Picked
+            way(graph, routed, rank, ranks, mode=mode).run()
+    for node in graph.nodes:
+        if op_name(node) not in GROUPED or node.meta.get("dispatched", False):
+            continue
+        if weight_of(node) in divided:
+            reason = f"the rows that {op_name(node)} in {place(node)} multiplies are not routed"
+            raise PlanError("--expert-model-parallel-size", ranks, reason, "Leave it out")
+
+
+class _Divided:
+    """Lets ranks compute with the rows of their own experts."""
+
+    def __init__(self, graph: Graph, routed: Routed, rank: int, ranks: int, mode: FakeTensorMode):
+        self.graph = graph
+        self.routed = routed
+        self.rank = rank
+        self.ranks = ranks
+        self.mode = mode
+        self.experts = int(values(self._counts())[0].shape[0])
+        self.share = self.experts // ranks
+        self.first_rows = operand(routed.products()[0])
+        self._made: dict[Any, Node] = {}
+
+    def run(self) -> None:
+        there = self._computed_there()
+        for node in there:
+            self._move(node, there)
+        for node in there:
+            here = [user for user in node.users if not user.meta.get("dispatched", False)]
+            if not here:
+                continue
+            with self.graph.inserting_before(node.next):
+                back = self._back(node)
+            for user in here:
+                user.replace_input_with(node, back)
+
+    def _counts(self) -> Node:
+        roles = self.routed.roles
+        return next(node for node, role in roles.items() if role is RoutedKind.COUNTS)
+
+    def _computed_there(self) -> dict[Node, None]:
+        """Return what is computed by the ranks of the experts: products, and what is between."""
+        rows = [node for node, role in self.routed.roles.items() if role is RoutedKind.ROWS]
+        needed: set[Node] = set()
+        for node in reversed(rows):
+            if op_name(node) in GROUPED or any(user in needed for user in node.users):
+                needed.add(node)
+        there: dict[Node, None] = {}
+        for node in rows:
+            if op_name(node) in GROUPED:
+                there[node] = None
+                continue
+            inputs = [x for x in node.all_input_nodes if x in self.routed.roles]
+            if not any(x in there for x in inputs):
+                continue
+            if node in needed or all(x in there or self._of_expert(x) for x in inputs):
+                there[node] = None
+        return there
+
+    def _of_expert(self, node: Node) -> bool:
+        """Whether a value is a row of a parameter for each row, by its expert."""
+        return op_name(node) == "index" and operand(node).op == "get_attr"
+
+    def _move(self, node: Node, there: Mapping[Node, None]) -> None:
+        """Let a node read what is on its experts' rank."""
+        new: dict[Node, Node] = {}
+        for x in node.all_input_nodes:
+            role = self.routed.roles.get(x)
+            if x in there or role is None:
+                continue
+            with self.graph.inserting_before(node):
+                if role is RoutedKind.COUNTS:
+                    new[x] = self._offsets()
+                elif self._of_expert(x):
+                    new[x] = self._rows_of_parameter(x)
+                else:
+                    new[x] = self._sent(x)
+        node.args = map_arg(node.args, lambda x: new.get(x, x))
+        node.kwargs = map_arg(node.kwargs, lambda x: new.get(x, x))
+        node.meta = {**node.meta, **self._meta(), "dispatched": True}
+
+    # ---- what is inserted -------------------------------------------------------------------
+    def _meta(self) -> dict[str, Any]:
+        """Return what is said of nodes that compute with the rows of a rank's experts."""
+        return {}
+
+    def _sent(self, x: Node) -> Node:
+        """Return the rows of ``x`` that are of a rank's experts, by expert."""
+        raise NotImplementedError
+
+    def _back(self, y: Node) -> Node:
+        """Return the rows of ``y`` among all rows, by expert."""
+        raise NotImplementedError
+
+    def _counts_here(self) -> Node:
+        """Return how many rows a rank's experts have, [of how many ranks, experts / ranks]."""
+        raise NotImplementedError
+
+    def _call(self, target: Any, args: tuple[Any, ...], like: Node, **meta: Any) -> Node:
+        node = self.graph.call_function(target, args)
+        node.meta = {"unit": like.meta["unit"], "grad": like.meta["grad"], **kinds_like(like)}
+        node.meta |= {"dispatched": True, **meta}
+        if "val" not in meta:
+            with torch.no_grad(), self.mode:
+                node.meta["val"] = target(*map_arg(args, lambda x: x.meta["val"]))
+        return node
+
+    def _once(self, key: object, make: Callable[[], Node]) -> Node:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _own_counts(self) -> Node:
+        """Return how many of this rank's rows each rank's experts get, [ranks, experts / ranks]."""
+
+        def make() -> Node:
+            counts = self._counts()
+            shape = [self.ranks, self.share]
+            numbers = self._call(aten.to.dtype, (counts, torch.int64), counts, grad=False)
+            return self._call(aten.reshape.default, (numbers, shape), numbers)
+
+        return self._once("own", make)
+
+    def _offsets(self) -> Node:
+        args = (self._counts_here(),)
+        return self._once("offsets", lambda: self._call(local.expert_offsets, args, args[0]))
+
+    def _rows_of_parameter(self, x: Node) -> Node:
+        """Return a row of a parameter for each row that is here, by its expert."""
+
+        def make() -> Node:
+            rows = self._sent(self.first_rows)
+            args = (self._counts_here(), self.rank * self.share, rows)
+            ids = self._call(local.expert_ids, args, x, grad=False, **self._meta())
+            return self._call(aten.index.Tensor, (operand(x), [ids]), x, **self._meta())
+
+        return self._once(("parameter", x), make)
+
+
+class _Exchanged(_Divided):
+    """Ranks have rows of their own, and exchange them."""
+
+    def _counts_here(self) -> Node:
+        own = self._own_counts()
+        return self._once("got", lambda: self._call(exchange, (own,), own, val=own.meta["val"]))
+
+    def _number(self, target: Any, args: tuple[Any, ...]) -> Node:
+        return self._call(target, args, self._counts_here(), grad=False)
+
+    def _sizes(self) -> Node:
+        """Return the numbers of rows that are sent to each rank, and got, [2, ranks]."""
+        args = (self._own_counts(), self._counts_here())
+        return self._once("sizes", lambda: self._call(local.row_counts, args, args[0]))
+
+    def _sent(self, x: Node) -> Node:
+        def make() -> Node:
+            given = self._call(local.rows_to_send, (x, self._sizes()), x)
+            rows = self._call(exchange_rows, (given, self._sizes()), x, val=x.meta["val"])
+            return self._call(aten.index.Tensor, (rows, [self._order(rows)]), x)
+
+        return self._once(("sent", x), make)
+
+    def _order(self, rows: Node) -> Node:
+        """Return the numbers by expert of rows as they arrive."""
+        args = (self._counts_here(), rows)
+        return self._once("order", lambda: self._number(local.order_by_expert, args))
+
+    def _back(self, y: Node) -> Node:
+        order = self._made["order"]
+        inverse = self._once("inverse", lambda: self._number(aten.argsort.default, (order,)))
+        given = self._call(aten.index.Tensor, (y, [inverse]), y)
+        sizes = self._call(aten.flip.default, (self._sizes(), [0]), self._sizes())
+        sent = self._call(local.rows_to_send, (given, sizes), y)
+        return self._call(exchange_rows, (sent, sizes), y, val=y.meta["val"])
+
+
+class _Picked(_Divided):
+    """Ranks have all rows, as of a batch that they cannot share evenly: each picks its own."""
+
+    def _meta(self) -> dict[str, Any]:
+        return {LayerAxis.TP: NodeKind.SHARDS}
+
+    def _counts_here(self) -> Node:
+        own = self._own_counts()
+        args = (own, 0, self.rank, self.rank + 1)
+        return self._once("here", lambda: self._call(aten.slice.Tensor, args, own))
+
+    def _sent(self, x: Node) -> Node:
+        def make() -> Node:
+            entered = x
+            if x.meta["grad"]:
+                entered = self._call(copy_in, (x,), x, val=x.meta["val"], **self._meta())
+            args = (entered, self._own_counts(), self.rank)
+            return self._call(local.pick_rows, args, x, val=x.meta["val"], **self._meta())
+
+        return self._once(("sent", x), make)
+
+    def _back(self, y: Node) -> Node:
+        args = (y, self._own_counts(), self.rank)
+        placed = self._call(local.place_rows, args, y, val=y.meta["val"], **self._meta())
+        return self._call(
+            reduce_sum, (placed,), y, val=y.meta["val"], **{LayerAxis.TP: NodeKind.FULL}
+        )

@@ -1,0 +1,54 @@
+"""The native model of a configuration, as a search needs it."""
+
+from dataclasses import replace
+
+from megatron_merak.cluster import Cluster
+from megatron_merak.config import Config
+from megatron_merak.config.checks import (
+    check_model,
+    check_native,
+    check_sequence_parallel,
+    check_tensor_parallel,
+)
+from megatron_merak.plan import Unit
+from megatron_merak.planner.make import native_units
+from megatron_merak.planner.search.choice import Layer
+
+
+class NativeChain:
+    """The chains of a native model; a ``Model``.
+
+    config: its shape and precision; degrees and micro-batch are not read.
+    """
+
+    frozen_bytes = 0.0
+    shares_sequences = False
+    has_experts = False
+
+    def __init__(self, config: Config, cluster: Cluster):
+        check_model(config.model)
+        self.config = config
+        self.cluster = cluster
+
+    def units(
+        self, layer: Layer, micro_batch_size: int, sequence_parallel: bool, selective: bool
+    ) -> tuple[Unit, ...]:
+        config = self.config
+        tp = layer.tp
+        parallel = replace(
+            config.parallel,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=layer.cp,
+            expert_model_parallel_size=layer.ep,
+            sequence_parallel=sequence_parallel,
+            recompute_granularity="selective" if selective else None,
+            recompute_method=None,
+            recompute_num_layers=None,
+        )
+        check_native(parallel)
+        check_tensor_parallel(config.model, tp)
+        check_sequence_parallel(
+            config.model.seq_length, config.model.max_position_embeddings, parallel
+        )
+        train = replace(config.train, micro_batch_size=micro_batch_size)
+        return native_units(replace(config, parallel=parallel, train=train), tp, self.cluster)

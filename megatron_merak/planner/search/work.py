@@ -1,0 +1,306 @@
+"""What a chain of units adds up to: times and bytes, before it is cut into stages."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_merak.cluster import Cluster
+from megatron_merak.plan import (
+    DTYPE_BYTES,
+    Grid,
+    Shards,
+    StagePlan,
+    Unit,
+    trained_parameters,
+    trained_tied,
+)
+from megatron_merak.planner.cost import unit_costs
+from megatron_merak.planner.layout import cut_costs
+from megatron_merak.planner.memory import StageMemory, Values
+from megatron_merak.planner.overlap import times
+from megatron_merak.planner.partition import partition
+from megatron_merak.planner.recompute import recomputed_units
+from megatron_merak.planner.search.choice import Layer
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Seconds of one micro-batch on all units together, as if one stage had them: what overlaps
+    with other units may overlap in any stage.
+
+    weight:    the part of ``backward`` that computes weight gradients.
+    recompute: of the forwards that full recomputation repeats.
+    hidden:    saved where all of a forward and of a backward run together.
+    usual:     of forward and backward of the most frequent unit, whatever hides it.
+    again:     of its forward if full recomputation repeats it.
+    units:     (seconds of forward and backward, those that pairs of passes may hide, those that
+               other units may hide, number of such units).
+    slack:     in which other units may hide something, in one stage.
+    start:     the least part of a stage's time that is its forward.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    recompute: float
+    hidden: float
+    usual: float
+    again: float
+    units: tuple[tuple[float, float, float, int], ...]
+    slack: float
+    start: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def hidden_share(self) -> float:
+        return self.hidden / self.seconds
+
+    def busiest(self, ranks: int, paired: float = 0.0) -> float:
+        """Return the least that the rank with most work has, of ``ranks``.
+
+        paired: share of its forwards that run together with a backward.
+        """
+        most = (self.seconds - paired * self.hidden) / ranks
+        for seconds, together, hideable, count in self.units:
+            own = -(-count // ranks)
+            most = max(most, own * (seconds - paired * together) - min(self.slack, own * hideable))
+        return most
+
+
+@dataclass(frozen=True)
+class StageSums:
+    """Seconds of one micro-batch on a stage.
+
+    hidden: see ``overlap.Times``.
+    output: bytes that it sends to the next stage.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    recompute: float
+    hidden: float
+    output: int
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """By what a chain is cut.
+
+    update: seconds of the optimizer for one parameter.
+    """
+
+    stages: int
+    microbatches: int
+    update: float
+
+
+@dataclass(frozen=True)
+class ChainPart:
+    """Some units of a chain: all of them, or those that are alike.
+
+    count:      of the units.
+    whole:      whether they are alike, so that a rank has a whole number of them.
+    parameters: trained ones, with tied tensors once.
+    frozen:     those that are not trained.
+    saved:      bytes that a micro-batch keeps for its backward.
+    inputs:     those that it keeps if units are recomputed.
+    """
+
+    count: int
+    whole: bool
+    parameters: int
+    frozen: int
+    saved: int
+    inputs: int
+    dtype: str
+
+    @classmethod
+    def of(
+        cls, units: Sequence[Unit], whole: bool, again: Sequence[bool], dtype: str
+    ) -> "ChainPart":
+        """Return the sums of units. again: whether full recomputation repeats each."""
+        tied = dict(pair for unit in units for pair in trained_tied(unit))
+        saved = [unit.saved_bytes - unit.unread_bytes for unit in units]
+        kept = [
+            min(unit.output_bytes, bytes_) if repeats else bytes_
+            for unit, bytes_, repeats in zip(units, saved, again, strict=True)
+        ]
+        return cls(
+            len(units),
+            whole,
+            parameters=sum(unit.parameters - unit.frozen for unit in units) + sum(tied.values()),
+            frozen=sum(unit.frozen for unit in units),
+            saved=sum(saved),
+            inputs=sum(kept),
+            dtype=dtype,
+        )
+
+    def seconds(self, sums: Sums) -> float:
+        """Return the time of a micro-batch on these units."""
+        return self.count * sums.usual if self.whole else sums.seconds
+
+    def repeated(self, sums: Sums) -> float:
+        """Return the time of what full recomputation repeats of these units."""
+        return self.count * sums.again if self.whole else sums.recompute
+
+    def state(self, shards: Shards, state_bytes: float, frozen_bytes: float) -> float:
+        """Return the bytes of weights, gradients and optimizer state."""
+        frozen = (frozen_bytes or DTYPE_BYTES[self.dtype]) * self.frozen
+        values = Values(self.parameters, self.parameters * state_bytes, frozen)
+        return StageMemory.of(
+            values, self.dtype, activations=0, working=0, transfers=0, shards=shards
+        ).total
+
+
+class ChainWork:
+    """The sums of a chain on one of the ranks of a layer.
+
+    parts: the chain, and its most frequent unit if most are alike.
+    """
+
+    def __init__(self, units: Sequence[Unit], cluster: Cluster, dtype: str, layer: Layer):
+        self.units = tuple(units)
+        self.dtype = dtype
+        self._costs = unit_costs(self.units, cluster, dtype, Grid(tp=layer.tp, cp=layer.cp))
+        self._again = frozenset(recomputed_units(self.units))
+        self._counts = Counter(
+            (cost, index in self._again) for index, cost in enumerate(self._costs)
+        )
+        self._sums: dict[tuple[str, bool], Sums] = {}
+        self._stages: dict[tuple[Cutting, str, bool, bool], list[StageSums]] = {}
+        self._cuts: dict[tuple[Cutting, str, bool], tuple[int, ...]] = {}
+        ((usual, _), _) = self._counts.most_common(1)[0]
+        alike = [index for index, cost in enumerate(self._costs) if cost == usual]
+        self._usual = alike[0]
+        self._alike = len(alike)
+        self.parts = [self._part(range(len(self.units)), False)]
+        if 2 * len(alike) > len(self.units):
+            self.parts.append(self._part(alike, True))
+
+    @property
+    def parameters(self) -> int:
+        return self.parts[0].parameters
+
+    def largest(self, count: int) -> int:
+        """Return the trained parameters of so many units that have most."""
+        return sum(sorted(trained_parameters([unit]) for unit in self.units)[-count:])
+
+    def _part(self, indices: Sequence[int], whole: bool) -> ChainPart:
+        again = [index in self._again for index in indices]
+        return ChainPart.of([self.units[index] for index in indices], whole, again, self.dtype)
+
+    def sums(self, overlap: str, splits: bool) -> Sums:
+        """Return the times of all units under an overlap of tensor-parallel collectives."""
+        key = (overlap, splits)
+        if key not in self._sums:
+            self._sums[key] = self._added(overlap, splits)
+        return self._sums[key]
+
+    def _added(self, overlap: str, splits: bool) -> Sums:
+        whole = times(self._costs, overlap, splits)
+        again = [self._costs[index] for index in sorted(self._again)]
+        hides = overlap in ("weight-gradient", "pair") and not splits
+        rows: Counter[tuple[float, float, float]] = Counter()
+        slack = 0.0
+        start = 1.0
+        for (cost, _), count in self._counts.items():
+            each = times([cost], overlap, splits)
+            exposed = each.backward - cost.backward if hides else 0.0
+            slack += count * max(0.0, cost.weight - cost.reduces[1]) if hides else 0.0
+            seconds = each.forward + each.backward
+            together = cost.reduces[0] + each.backward - cost.backward
+            rows[seconds, together if overlap == "pair" else 0.0, exposed] += count
+            start = min(start, cost.forward / (cost.forward + cost.backward + sum(cost.reduces)))
+        usual = self._costs[self._usual]
+        alike = times([usual] * self._alike, overlap, splits)
+        return Sums(
+            whole.forward,
+            whole.backward,
+            min(whole.weight, whole.backward),
+            recompute=times(again, overlap).forward,
+            hidden=whole.hidden,
+            usual=usual.forward + usual.reduces[0] + usual.backward
+            if hides
+            else (alike.forward + alike.backward) / self._alike,
+            again=times([usual] * self._alike, overlap).forward / self._alike
+            if self._usual in self._again
+            else 0.0,
+            # of a stage in halves, a unit takes less time than alone
+            units=() if overlap == "sub-pipeline" else tuple((*row, rows[row]) for row in rows),
+            slack=slack,
+            start=start,
+        )
+
+    def stages(self, cutting: Cutting, overlap: str, splits: bool, again: bool) -> list[StageSums]:
+        """Return the stages of ``cuts``.
+
+        again: whether units are recomputed.
+        """
+        key = (cutting, overlap, splits, again)
+        if key not in self._stages:
+            bounds = self.cuts(cutting, overlap, again)
+            self._stages[key] = [
+                self._stage(first, last, overlap, splits) for first, last in pairwise(bounds)
+            ]
+        return self._stages[key]
+
+    def planned(self, cutting: Cutting, overlap: str, again: bool) -> tuple[StagePlan, ...]:
+        """Return the stages of ``cuts``, for plans."""
+        return tuple(
+            StagePlan(first, last, tuple(sorted(self._again.intersection(range(first, last)))))
+            if again
+            else StagePlan(first, last)
+            for first, last in pairwise(self.cuts(cutting, overlap, again))
+        )
+
+    def cuts(self, cutting: Cutting, overlap: str, again: bool) -> tuple[int, ...]:
+        """Return where the planner cuts the chain if memory suffices. Cached.
+
+        again: whether units are recomputed.
+        """
+        key = (cutting, overlap, again)
+        if key not in self._cuts:
+            self._cuts[key] = self._bounds(cutting, overlap, again)
+        return self._cuts[key]
+
+    def _bounds(self, cutting: Cutting, overlap: str, again: bool) -> tuple[int, ...]:
+        exposed = [times([cost], overlap) for cost in self._costs]
+        repeated = [
+            each.forward if again and index in self._again else 0.0
+            for index, each in enumerate(exposed)
+        ]
+        costs, shared = cut_costs(self.units, exposed, cutting.microbatches, cutting.update)
+
+        def recomputation(stage: int, first: int, last: int) -> float:
+            return cutting.microbatches * sum(repeated[first:last])
+
+        return partition(costs, cutting.stages, recomputation, shared)
+
+    def _stage(self, first: int, last: int, overlap: str, splits: bool) -> StageSums:
+        own = times(self._costs[first:last], overlap, splits)
+        again = [self._costs[unit] for unit in range(first, last) if unit in self._again]
+        return StageSums(
+            own.forward,
+            own.backward,
+            min(own.weight, own.backward),
+            times(again, overlap).forward,
+            hidden=own.hidden,
+            output=self.units[last - 1].output_bytes,
+        )
+
+    def least_room(self, shards: Shards, splits: bool, ranks: int) -> int:
+        """Return the bytes that every rank needs while a unit runs: where replicas share weights and
+        gradients, those of a unit too.
+
+        ranks: of the pipeline.
+        """
+        weights = DTYPE_BYTES[self.dtype] if shards.parameters > 1 else 0
+        gradients = 4 if shards.gradients > 1 else 0
+        each = max(weights, gradients) if splits else weights + gradients
+        needs = [unit.transient_bytes + each * trained_parameters([unit]) for unit in self.units]
+        return max(needs) if ranks == 1 else min(needs)

@@ -1,0 +1,130 @@
+"""A captured model, as a search of its plan needs it.
+
+It is captured with micro-batches of one sample and of two. What a unit needs for more follows from
+both: the part that grows with the samples, and the part that does not. The plan that is run is made of
+a capture of its own micro-batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import Any
+
+from ..cluster import Cluster
+from ..config.checks import check_context_parallel, check_experts
+from ..graph.ir.nodes import op_name
+from ..graph.kept_state import StateOf
+from ..graph.lowering.routed import GROUPED
+from ..plan import Unit
+from ..planner.request import Request
+from ..planner.search.choice import Layer
+from .blueprint import frozen_bytes, measured
+from .traced import Traced
+
+# What a micro-batch needs of a unit; its other fields are of weights.
+_GROWING = (
+    "flops",
+    "saved_bytes",
+    "output_bytes",
+    "transient_bytes",
+    "passed_bytes",
+    "reduced_bytes",
+    "exchanged_bytes",
+    "weight_bytes",
+    "unread_bytes",
+    "attention_flops",
+    "more_flops",
+    "unneeded_flops",
+)
+
+
+class CapturedChain:
+    """The chains of a captured model; a ``planner.search.Model``.
+
+    trace:    returns the model, captured with a micro-batch of so many samples.
+    request:  how it is cut and sharded; degrees are not read.
+    state_of: see ``stages.blueprint.make_blueprint``.
+    """
+
+    def __init__(
+        self,
+        trace: Callable[[int], Traced],
+        request: Request,
+        cluster: Cluster,
+        state_of: StateOf | None = None,
+    ):
+        self._trace = trace
+        self._request = request
+        self._cluster = cluster
+        self._state_of = state_of
+        self._measured: dict[tuple[Layer, int, bool, bool], tuple[Unit, ...]] = {}
+
+    @cached_property
+    def _one(self) -> Traced:
+        return self._trace(1)
+
+    @cached_property
+    def _two(self) -> Traced:
+        return self._trace(2)
+
+    @cached_property
+    def frozen_bytes(self) -> float:
+        return frozen_bytes(self._one)
+
+    shares_sequences = True
+
+    @cached_property
+    def has_experts(self) -> bool:
+        return any(op_name(node) in GROUPED for node in self._one.captured.module.graph.nodes)
+
+    def units(
+        self, layer: Layer, micro_batch_size: int, sequence_parallel: bool, selective: bool
+    ) -> tuple[Unit, ...]:
+        one = self._units(layer, 1, sequence_parallel, selective)
+        if micro_batch_size == 1:
+            return one
+        two = self._units(layer, 2, sequence_parallel, selective)
+        if micro_batch_size == 2:
+            return two
+        return tuple(
+            _grown(first, second, micro_batch_size) for first, second in zip(one, two, strict=True)
+        )
+
+    def _units(self, layer: Layer, samples: int, along: bool, selective: bool) -> tuple[Unit, ...]:
+        key = (layer, samples, along, selective)
+        if key not in self._measured:
+            parallel = replace(
+                self._request.parallel,
+                tensor_model_parallel_size=layer.tp,
+                context_parallel_size=layer.cp,
+                expert_model_parallel_size=layer.ep,
+                pipeline_model_parallel_size=1,
+                sequence_parallel=along,
+                recompute_granularity="selective" if selective else None,
+            )
+            check_context_parallel(parallel)
+            check_experts(parallel)
+            traced = self._one if samples == 1 else self._two
+            request = replace(self._request, parallel=parallel)
+            self._measured[key] = measured(traced, request, self._cluster, self._state_of)[2]
+        return self._measured[key]
+
+
+def _grown(one: Unit, two: Unit, samples: int) -> Unit:
+    """Return a unit for a micro-batch of ``samples``, given it for one sample and for two."""
+    changes: dict[str, Any] = {
+        name: _line(getattr(one, name), getattr(two, name), samples) for name in _GROWING
+    }
+    rows = zip(one.products, two.products, strict=True)
+    changes["products"] = tuple(
+        (_line(first[0], second[0], samples), *first[1:]) for first, second in rows
+    )
+    assert set(changes) <= {row.name for row in fields(Unit)}
+    return replace(two, **changes)
+
+
+def _line(one: Any, two: Any, samples: int) -> Any:
+    """Return the number, or numbers, that follow from those of one sample and of two."""
+    if isinstance(one, tuple):
+        return tuple(_line(*pair, samples) for pair in zip(one, two, strict=True))
+    return max(0, one + (two - one) * (samples - 1))

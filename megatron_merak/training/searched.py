@@ -1,0 +1,127 @@
+"""``--parallel auto`` and merak-plan search: the settings that a search decides."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from ..cluster import Cluster
+from ..config import Config, HFConfig, RunConfig, flag_name
+from ..config.checks import check_searched
+from ..errors import ConfigError, MerakError, PlanError
+from ..planner.request import Request
+from ..planner.search import Choice, Model, Result, Search, pins_of
+from ..planner.search.choice import SEARCHED
+from ..planner.search.native import NativeChain
+from ..planner.search.report import lacking, left_out
+from ..planner.search.search import Report
+
+Run = TypeVar("Run", bound=RunConfig)
+FLAG = "--parallel"
+PIN = f"{FLAG} auto,{{}}=VALUE"  # how a setting is pinned on the command line of a job
+
+
+def stand_ins(words: Sequence[str], pin: str) -> dict[str, Any]:
+    """Return what stands for required settings that a search decides, by field.
+
+    words: the command line.
+    pin:   how one is pinned, in words.
+
+    Raises ConfigError for a flag that the search decides.
+    """
+    names = {word.partition("=")[0] for word in words}
+    for name, short in SEARCHED.items():
+        if flag_name(name) in names:
+            remedy = f"Leave it out, or pin it: {pin.format(short)}"
+            raise ConfigError(flag_name(name), "(given)", "it is decided by the search", remedy)
+    return {"micro_batch_size": 1}
+
+
+def pins(config: RunConfig) -> dict[str, Any]:
+    """Return what ``--parallel auto,tp=2`` pins. Raises ConfigError."""
+    text = config.parallel.parallel or ""
+    kind, _, rest = text.partition(",")
+    if kind != "auto":
+        remedy = "Use auto, or auto,tp=2 to pin settings"
+        raise ConfigError(FLAG, text, "it does not begin with auto", remedy)
+    return pins_of(rest, FLAG) if rest else {}
+
+
+def check(config: RunConfig) -> None:
+    """Check what can be checked before the search. Raises ConfigError."""
+    pins(config)
+    check_searched(config.parallel, config.train)
+
+
+def search_of(config: RunConfig, cluster: Cluster) -> Search:
+    """Return the search of a run's plan. Raises a MerakError for settings that no search tries."""
+    check_searched(config.parallel, config.train)
+    request = Request(
+        parallel=config.parallel,
+        sequence_length=config.model.seq_length,
+        dtype=config.train.dtype,
+        loss_chunk=config.model.cross_entropy_chunk_size,
+        state_bytes=config.optimizer.state_bytes,
+    )
+    model: Model
+    if isinstance(config, Config):
+        residual = config.model.fp32_residual_connection
+        request = dataclasses.replace(request, fp32_residual=residual)
+        model = NativeChain(config, cluster)
+    else:
+        # here, since it takes seconds
+        from .hf_model import captured_chain
+
+        assert isinstance(config, HFConfig)
+        model, request = captured_chain(config, request, cluster)
+    return Search(model, request, cluster)
+
+
+def batch_sizes(config: RunConfig) -> list[int]:
+    """Return the samples of a step; where they grow, of all steps, the largest last."""
+    return sorted(size for _, size in config.batches_over(1).sizes)
+
+
+def applied(config: Run, choice: Choice) -> Run:
+    """Return the settings with what was chosen."""
+    parallel = dataclasses.replace(choice.applied(config.parallel), parallel=None)
+    train = dataclasses.replace(config.train, micro_batch_size=choice.mb)
+    return dataclasses.replace(config, parallel=parallel, train=train)
+
+
+def resolved(
+    config: Run, ranks: int, cluster: Cluster, report: Report = lambda share, best: None
+) -> tuple[Run, tuple[str, ...]]:
+    """Return the settings with those that ``--parallel auto`` finds, and a note on them.
+
+    Without that flag they are returned as they are. Raises a MerakError where no plan fits.
+    """
+    if config.parallel.parallel is None:
+        return config, ()
+    pinned = pins(config)
+    search = search_of(config, cluster)
+    batch = batch_sizes(config)
+    result = search.run(ranks, batch, pinned, report)
+    if result.best is None:
+        raise unfit(search, ranks, batch, pinned, result)
+    choice = result.best.choice
+    found = applied(config, choice)
+    found.validate(ranks)
+    notes = (f"{FLAG} {config.parallel.parallel} chose {choice}.", left_out(result))
+    return found, tuple(filter(None, notes))
+
+
+def unfit(
+    search: Search, ranks: int, batch: Sequence[int], pinned: Mapping[str, Any], result: Result
+) -> MerakError:
+    """Return the error of a search that found nothing, with what would fit."""
+    if result.refusal is not None:
+        return result.refusal
+    remedy, *others = lacking(search, ranks, batch, pinned)
+    layouts = f"{result.counted:,} layouts"
+    if result.rest is not None:
+        layouts = f"the {result.made:,} most promising of {layouts}"
+    reason = f"none of {layouts} fits into the memory of {search.cluster.device.name}"
+    error = PlanError("ranks", ranks, reason, remedy)
+    for line in others:
+        error.add_note(line)
+    return error
