@@ -3,11 +3,11 @@
     python examples/classification.py
     torchrun --nproc-per-node 2 examples/classification.py --pipeline_model_parallel_size 2
 
-A small Bert reads a line of Python's standard library byte by byte, without its indentation and its ``#``, and says
-what it is: code, a string over several lines (documentation, mostly) or a comment. It is trained twice: by the model's
-own cross entropy, and by a focal loss that makes up for how rare a class is, which finds more of the comments and takes
-more code for them. ``recall`` is the mean over classes of how many of their lines are found. The last lines say what
-each came to, about
+A small Bert reads a line of Python's standard library byte by byte, without its indentation and its
+``#``, and says what it is: code, a string over several lines (documentation, mostly) or a comment.
+It is trained twice: by the model's own cross entropy, and by a focal loss that makes up for how
+rare a class is, which finds more of the comments and takes more code for them. ``recall`` is the
+mean over classes of how many of their lines are found. The last lines say what each came to, about
 
     ***** classification metrics *****
       cross_entropy_accuracy = 0.8186
@@ -45,7 +45,9 @@ KINDS = ["code", "text", "comment"]
 
 
 def lines_of(modules: list[str], longest: int = 48) -> list[dict]:
-    """Each line of some modules as bytes, and its kind: 0 pads, and each byte is 1 more than it is."""
+    """Each line of some modules as bytes, and its kind: 0 pads, and each byte is 1 more
+    than it is.
+    """
     samples = []
     for module in modules:
         text = (Path(sysconfig.get_path("stdlib")) / module).read_text()
@@ -64,11 +66,17 @@ def lines_of(modules: list[str], longest: int = 48) -> list[dict]:
 
 def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     ids = pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.tensor([r["labels"] for r in rows])}
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "labels": torch.tensor([r["labels"] for r in rows]),
+    }
 
 
 class Focal(MerakTrainer):
-    """As for transformers.Trainer, with another loss: what is sure counts less, what is rare more."""
+    """As for transformers.Trainer, with another loss: what is sure counts less, what is
+    rare more.
+    """
 
     weights: tuple[float, ...] = ()
 
@@ -102,14 +110,17 @@ def main() -> None:
     parser.set_defaults(**DEFAULTS)
     (args,) = parser.parse_args_into_dataclasses()
     data = {
-        "train_dataset": lines_of(["argparse.py", "ast.py", "dataclasses.py", "inspect.py", "typing.py"]),
+        "train_dataset": lines_of(
+            ["argparse.py", "ast.py", "dataclasses.py", "inspect.py", "typing.py"]
+        ),
         "eval_dataset": lines_of(["textwrap.py", "shutil.py"]),
     }
     counts = torch.tensor([sample["labels"] for sample in data["train_dataset"]]).bincount()
     scores = {}
     for name, kind in (("cross_entropy", MerakTrainer), ("focal", Focal)):
         trainer = kind(bert(), args, data_collator=collate, compute_metrics=score, **data)
-        trainer.model_accepts_loss_kwargs = False  # both losses are means of a micro-batch, a step's the mean of these
+        # both losses are means of a micro-batch, a step's the mean of these
+        trainer.model_accepts_loss_kwargs = False
         trainer.weights = tuple((counts.sum() / counts / len(counts)).tolist())
         trainer.train()
         metrics = trainer.evaluate()

@@ -1,11 +1,13 @@
 """Distillation: a trainer with a loss of its own, under any layout.
 
     python examples/distill.py
-    torchrun --nproc-per-node 4 examples/distill.py --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2
+    torchrun --nproc-per-node 4 examples/distill.py \\
+        --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2
 
-A teacher learns Python's standard library byte by byte. A smaller pupil then learns the same lines from the teacher's
-predictions. The teacher is a frozen part of the pupil: its layers are cut, divided and placed as the pupil's are. The
-loss is computed where the last stage is; what it reads of earlier ones travels there.
+A teacher learns Python's standard library byte by byte. A smaller pupil then learns the same lines
+from the teacher's predictions. The teacher is a frozen part of the pupil: its layers are cut,
+divided and placed as the pupil's are. The loss is computed where the last stage is; what it reads
+of earlier ones travels there.
 """
 
 import torch
@@ -45,8 +47,13 @@ class Distiller(MerakTrainer):
         loss = outputs.loss
         if model.training:
             with torch.no_grad():
-                wanted = model.teacher(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-            pair = (F.log_softmax(logits.float() / TEMPERATURE, -1) for logits in (outputs.logits, wanted))
+                wanted = model.teacher(
+                    inputs["input_ids"], attention_mask=inputs["attention_mask"]
+                ).logits
+            pair = (
+                F.log_softmax(logits.float() / TEMPERATURE, -1)
+                for logits in (outputs.logits, wanted)
+            )
             apart = F.kl_div(*pair, log_target=True, reduction="none").sum(-1)
             targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100) != -100
             loss = 0.5 * loss + 0.5 * TEMPERATURE**2 * (apart * targets).sum() / num_items_in_batch
@@ -60,7 +67,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     data = {
         "data_collator": collate,
-        "train_dataset": lines_of(["argparse.py", "ast.py", "dataclasses.py", "inspect.py", "typing.py"]),
+        "train_dataset": lines_of(
+            ["argparse.py", "ast.py", "dataclasses.py", "inspect.py", "typing.py"]
+        ),
         "eval_dataset": lines_of(["textwrap.py"]),
     }
     teaching = MerakTrainer(LlamaForCausalLM(llama(96, 4)), args, **data)

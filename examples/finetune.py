@@ -1,10 +1,12 @@
-"""Train an unmodified HuggingFace Llama with tensor and pipeline parallelism, and use it with plain transformers.
+"""Train an unmodified HuggingFace Llama with tensor and pipeline parallelism, and use it with plain
+transformers.
 
     python examples/finetune.py [--max-steps 200] [--directory runs/finetune]
 
-makes a corpus of the source code of Python's standard library, starts itself on 4 ranks (2 tensor x 2 pipeline
-parallel), where ``MerakTrainer`` trains, evaluates and saves; then it opens the result with ``from_pretrained``,
-compares the loss with the trainer's, and writes a few lines of Python. Run again, it resumes.
+makes a corpus of the source code of Python's standard library, starts itself on 4 ranks (2 tensor x
+2 pipeline parallel), where ``MerakTrainer`` trains, evaluates and saves; then it opens the result
+with ``from_pretrained``, compares the loss with the trainer's, and writes a few lines of Python.
+Run again, it resumes.
 """
 
 import argparse
@@ -26,16 +28,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import stdlib_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCABULARY, LENGTH, EVALUATED = 4096, 128, 64
+VOCABULARY = 4096
+LENGTH = 128
+EVALUATED = 64
 PROMPTS = ("def __init__(self,", "import os\nimport", "    for key, value in")
 
 
 class Blocks(Dataset):
-    """The corpus as one long text, cut into blocks of LENGTH tokens: the last EVALUATED ones, or all before them."""
+    """The corpus as one long text, cut into blocks of LENGTH tokens: the last EVALUATED ones, or
+    all before them.
+    """
 
     def __init__(self, prefix: Path, evaluation: bool):
         documents = IndexedDataset(prefix)
-        tokens = torch.cat([torch.from_numpy(documents[i].astype("int64")) for i in range(len(documents))])
+        tokens = torch.cat(
+            [torch.from_numpy(documents[i].astype("int64")) for i in range(len(documents))]
+        )
         blocks = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
         self.blocks = blocks[-EVALUATED:] if evaluation else blocks[:-EVALUATED]
 
@@ -76,9 +84,15 @@ def train(directory: Path, max_steps: int) -> None:
     )
     corpus = directory / "corpus" / "stdlib_text_document"
     trainer = mm.MerakTrainer(
-        model, args, train_dataset=Blocks(corpus, False), eval_dataset=Blocks(corpus, True), processing_class=tokenizer
+        model,
+        args,
+        train_dataset=Blocks(corpus, False),
+        eval_dataset=Blocks(corpus, True),
+        processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*/trainer_state.json")))
+    trainer.train(
+        resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*/trainer_state.json"))
+    )
     metrics = trainer.evaluate()
     trainer.save_model(str(directory / "model"))
     if trainer.is_world_process_zero():
@@ -88,13 +102,20 @@ def train(directory: Path, max_steps: int) -> None:
 
 @torch.no_grad()
 def reload(directory: Path, entropy: float) -> int:
-    """Open the model with plain transformers; status 1 when its loss is not the trainer's or it learned too little."""
+    """Open the model with plain transformers; status 1 when its loss is not the trainer's or it
+    learned too little.
+    """
     model = AutoModelForCausalLM.from_pretrained(directory / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     blocks = Blocks(directory / "corpus" / "stdlib_text_document", True).blocks
     losses = [model(input_ids=part, labels=part).loss.item() for part in blocks.split(8)]
-    ours, theirs = json.loads((directory / "eval.json").read_text())["eval_loss"], sum(losses) / len(losses)
-    print(f"\nevaluation loss {ours:.6f} in the trainer, {theirs:.6f} in plain transformers", end="; ")
+    ours, theirs = (
+        json.loads((directory / "eval.json").read_text())["eval_loss"],
+        sum(losses) / len(losses),
+    )
+    print(
+        f"\nevaluation loss {ours:.6f} in the trainer, {theirs:.6f} in plain transformers", end="; "
+    )
     print(f"{entropy - theirs:.3f} below the unigram entropy of {entropy:.3f}\n")
     torch.manual_seed(0)
     for prompt in PROMPTS:
@@ -106,9 +127,13 @@ def reload(directory: Path, entropy: float) -> int:
 
 
 def main() -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--max-steps", type=int, default=200, help="optimizer steps")
-    flags.add_argument("--directory", type=Path, default=Path("runs/finetune"), help="where everything is written")
+    flags.add_argument(
+        "--directory", type=Path, default=Path("runs/finetune"), help="where everything is written"
+    )
     flags.add_argument("--rank-of-the-job", action="store_true", help=argparse.SUPPRESS)
     options = flags.parse_args()
     try:
@@ -119,10 +144,19 @@ def main() -> int:
     except MerakError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+    ]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([*launcher, __file__, "--rank-of-the-job", *sys.argv[1:]], env=environment)
+    done = subprocess.run(
+        [*launcher, __file__, "--rank-of-the-job", *sys.argv[1:]], env=environment
+    )
     return done.returncode or reload(options.directory, facts["unigram_entropy_nats"])
 
 

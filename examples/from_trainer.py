@@ -6,10 +6,11 @@
 and, among the arguments (here: the command line), the degrees of parallelism:
 
     python examples/from_trainer.py
-    torchrun --nproc-per-node 4 examples/from_trainer.py --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2
+    torchrun --nproc-per-node 4 examples/from_trainer.py \\
+        --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2
 
-Everything below the imports is the script that transformers.Trainer runs: lines of Python's standard library as
-batches of uneven length, metrics, early stopping, the best model at the end.
+Everything below the imports is the script that transformers.Trainer runs: lines of Python's
+standard library as batches of uneven length, metrics, early stopping, the best model at the end.
 """
 
 import sysconfig
@@ -43,7 +44,12 @@ DEFAULTS = {
 def lines_of(modules: list[str], longest: int = 64) -> list[dict[str, list[int]]]:
     """Each line of some modules as bytes: 0 pads, 1 ends a line."""
     library = Path(sysconfig.get_path("stdlib"))
-    lines = [line for module in modules for line in (library / module).read_bytes().splitlines() if line.strip()]
+    lines = [
+        line
+        for module in modules
+        for line in (library / module).read_bytes().splitlines()
+        if line.strip()
+    ]
     return [{"input_ids": [*(byte + 2 for byte in line[:longest]), 1]} for line in lines]
 
 
@@ -52,7 +58,11 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     ids = [torch.tensor(row["input_ids"]) for row in rows]
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     shown = padded != 0
-    return {"input_ids": padded, "attention_mask": shown.long(), "labels": padded.masked_fill(~shown, -100)}
+    return {
+        "input_ids": padded,
+        "attention_mask": shown.long(),
+        "labels": padded.masked_fill(~shown, -100),
+    }
 
 
 def accuracy(prediction) -> dict[str, float]:
@@ -78,7 +88,9 @@ def main() -> None:
         model=LlamaForCausalLM(config),
         args=args,
         data_collator=collate,
-        train_dataset=lines_of(["argparse.py", "ast.py", "dataclasses.py", "inspect.py", "typing.py"]),
+        train_dataset=lines_of(
+            ["argparse.py", "ast.py", "dataclasses.py", "inspect.py", "typing.py"]
+        ),
         eval_dataset=lines_of(["textwrap.py"]),
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=most_likely,

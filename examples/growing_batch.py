@@ -1,11 +1,12 @@
-"""GPT-3's batch schedule in small: batches that grow sixteenfold, beside batches that are large from the start.
+"""GPT-3's batch schedule in small: batches that grow sixteenfold, beside batches that are large
+from the start.
 
     python examples/growing_batch.py [--samples 4096] [--directory runs/growing_batch]
 
-GPT-3 began with batches of 32 thousand tokens and grew them to 3.2 million; its learning rate followed samples, with a
-short warm-up and a cosine. Both runs here read the same samples of Python's standard library with the same learning
-rate at each of them, on 4 CPU ranks as 2 pipeline x 2 data parallel. While batches are small the model takes more,
-noisier steps.
+GPT-3 began with batches of 32 thousand tokens and grew them to 3.2 million; its learning rate
+followed samples, with a short warm-up and a cosine. Both runs here read the same samples of
+Python's standard library with the same learning rate at each of them, on 4 CPU ranks as 2 pipeline
+x 2 data parallel. While batches are small the model takes more, noisier steps.
 """
 
 import argparse
@@ -37,7 +38,12 @@ def command(directory: Path, name: str, samples: int) -> list[str]:
     return [
         *(sys.executable, str(ROOT / "pretrain_gpt.py"), "--nproc-per-node", "4"),
         *(*MODEL.split(), *recipe.split(), *ramp.split()),
-        *("--data-path", str(corpus / "stdlib_text_document"), "--tokenizer-type", "HuggingFaceTokenizer"),
+        *(
+            "--data-path",
+            str(corpus / "stdlib_text_document"),
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+        ),
         *("--tokenizer-model", str(corpus / "tokenizer.json"), "--metrics", str(metrics)),
     ]
 
@@ -59,10 +65,20 @@ def draw(directory: Path) -> Path:
         rows = rows_of(directory / f"{name}.jsonl", "train")
         seen = [row["consumed_samples"] for row in rows]
         sizes = [after - before for before, after in zip([0, *seen], seen, strict=False)]
-        loss.plot(seen, [row["loss"] for row in rows], color=color, lw=1.2, label=f"{name} batch: {len(rows)} steps")
+        loss.plot(
+            seen,
+            [row["loss"] for row in rows],
+            color=color,
+            lw=1.2,
+            label=f"{name} batch: {len(rows)} steps",
+        )
         batch.plot(seen, sizes, color=color, lw=1.2, drawstyle="steps-pre")
         rate.plot(seen, [row["learning_rate"] for row in rows], color=color, lw=1.2)
-    for axes, label in ((loss, "loss (nats per token)"), (batch, "samples per step"), (rate, "learning rate")):
+    for axes, label in (
+        (loss, "loss (nats per token)"),
+        (batch, "samples per step"),
+        (rate, "learning rate"),
+    ):
         axes.set_ylabel(label)
         axes.spines[["top", "right"]].set_visible(False)
     rate.set_xlabel("samples")
@@ -73,9 +89,16 @@ def draw(directory: Path) -> Path:
 
 
 def main() -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--samples", type=int, default=4096, help="training samples of each run")
-    flags.add_argument("--directory", type=Path, default=Path("runs/growing_batch"), help="where everything is written")
+    flags.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("runs/growing_batch"),
+        help="where everything is written",
+    )
     options = flags.parse_args()
     try:
         stdlib_corpus.build(options.directory / "corpus", vocab_size=2048, max_bytes=8_000_000)

@@ -3,10 +3,13 @@
     python examples/grpo.py
     torchrun --nproc-per-node 2 examples/grpo.py --tensor_model_parallel_size 2
 
-A tiny Llama is shown one digit and has to say it again and again. It starts from random weights and learns from rewards
-alone: the share of its tokens that are that digit. Each round samples a group of answers to every prompt, compares the
-rewards within a group, and takes a few clipped steps (Shao et al., https://arxiv.org/abs/2402.03300, without the KL
-term). Every rank samples all answers together with the others and sees the same rewards; replicas train on their rows.
+A tiny Llama is shown one digit and has to say it again and again. It starts from random weights and
+learns from rewards
+alone: the share of its tokens that are that digit. Each round samples a group of answers to every
+prompt, compares the
+rewards within a group, and takes a few clipped steps (Shao et al.,
+https://arxiv.org/abs/2402.03300, without the KL term). Every rank samples all answers together with
+the others and sees the same rewards; replicas train on their rows.
 """
 
 import torch
@@ -25,12 +28,19 @@ DEFAULTS = {
     "logging_steps": 10,
     "use_cpu": not torch.cuda.is_available(),
 }
-DIGITS, BEGIN, EQUALS = 10, 10, 11
-ANSWERS, TOKENS, EPOCHS, CLIP = 8, 4, 2, 0.2
+DIGITS = 10
+BEGIN = 10
+EQUALS = 11
+ANSWERS = 8
+TOKENS = 4
+EPOCHS = 2
+CLIP = 0.2
 
 
 def policy_loss(outputs, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped objective over the answers' tokens; traced once, and run where the last stage is."""
+    """The clipped objective over the answers' tokens; traced once, and run where the last
+    stage is.
+    """
     shown = batch["labels"] != -100
     ratio = torch.exp(token_logprobs(outputs.logits, batch["labels"]) - batch["old"])
     gain = batch["advantages"][:, None]
@@ -43,13 +53,23 @@ def example(rows: int) -> dict[str, Tensor]:
     """A micro-batch like those that come."""
     ids = torch.zeros(rows, 3 + TOKENS, dtype=torch.int64)
     each = torch.zeros(rows)
-    return {"input_ids": ids, "labels": ids, "old": torch.zeros(ids.shape), "advantages": each, "tokens": 1.0}
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "old": torch.zeros(ids.shape),
+        "advantages": each,
+        "tokens": 1.0,
+    }
 
 
 def rollout(engine: Engine, prompts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(sequences [rows, length], labels, rewards [rows]) of a group of answers to each of some prompts."""
+    """(sequences [rows, length], labels, rewards [rows]) of a group of answers to each of some
+    prompts.
+    """
     digits = torch.arange(prompts) % DIGITS
-    start = torch.stack((torch.full_like(digits, BEGIN), digits, torch.full_like(digits, EQUALS)), 1)
+    start = torch.stack(
+        (torch.full_like(digits, BEGIN), digits, torch.full_like(digits, EQUALS)), 1
+    )
     sequences = engine.generate(
         start, attention_mask=torch.ones_like(start), do_sample=True, num_return_sequences=ANSWERS,
         min_new_tokens=TOKENS, max_new_tokens=TOKENS, top_k=0,
@@ -81,7 +101,11 @@ def main() -> None:
     for number in range(1, args.max_steps + 1):
         sequences, labels, rewards = rollout(engine, prompts)
         mine = slice(engine.replica, None, engine.replicas)
-        columns = {"input_ids": sequences[mine], "labels": labels[mine], "advantages": advantages_of(rewards)[mine]}
+        columns = {
+            "input_ids": sequences[mine],
+            "labels": labels[mine],
+            "advantages": advantages_of(rewards)[mine],
+        }
         cut = zip(*(column.split(rows) for column in columns.values()), strict=True)
         batches = [dict(zip(columns, values, strict=True)) for values in cut]
         for batch, old in zip(batches, engine.logprobs(batches), strict=True):

@@ -1,11 +1,12 @@
 """Muon: hidden matrices by torch.optim.Muon, everything else by AdamW, under any layout.
 
     python examples/muon.py
-    torchrun --nproc-per-node 4 examples/muon.py --tensor_model_parallel_size 2 --use_distributed_optimizer true
+    torchrun --nproc-per-node 4 examples/muon.py \\
+        --tensor_model_parallel_size 2 --use_distributed_optimizer true
 
-A small Llama learns Python's standard library byte by byte, once by AdamW and once by Muon, with one learning rate for
-both. Muon orthogonalises whole matrices: those that ranks have parts of are gathered for that. The last lines say what
-each came to, about
+A small Llama learns Python's standard library byte by byte, once by AdamW and once by Muon, with
+one learning rate for both. Muon orthogonalises whole matrices: those that ranks have parts of are
+gathered for that. The last lines say what each came to, about
 
     ***** muon metrics *****
       adamw_torch = 2.7556
@@ -47,7 +48,9 @@ def main() -> None:
     (args,) = parser.parse_args_into_dataclasses()
     data = {
         "data_collator": collate,
-        "train_dataset": lines_of(["argparse.py", "ast.py", "dataclasses.py", "inspect.py", "typing.py"]),
+        "train_dataset": lines_of(
+            ["argparse.py", "ast.py", "dataclasses.py", "inspect.py", "typing.py"]
+        ),
         "eval_dataset": lines_of(["textwrap.py"]),
     }
     losses = {}

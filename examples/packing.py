@@ -1,11 +1,13 @@
-"""Fine-tune on answers of unequal lengths without padding: every document of a packed row sees itself only.
+"""Fine-tune on answers of unequal lengths without padding: every document of a packed row sees
+itself only.
 
     python examples/packing.py [--steps 20] [--directory runs/packing]
 
-The samples are functions of Python's standard library: a signature as the prompt, which is no target, and the first
-paragraph of its docstring as the answer. A small Llama over bytes is trained twice by ``MerakTrainer``, on the same
-samples in each step: once in padded rows, once flattened to one row by ``DataCollatorWithFlattening`` of transformers.
-The losses agree, and the packed run computes no padding but what rounds a row up.
+The samples are functions of Python's standard library: a signature as the prompt, which is no
+target, and the first paragraph of its docstring as the answer. A small Llama over bytes is trained
+twice by ``MerakTrainer``, on the same samples in each step: once in padded rows, once flattened to
+one row by ``DataCollatorWithFlattening`` of transformers. The losses agree, and the packed run
+computes no padding but what rounds a row up.
 """
 
 import argparse
@@ -21,12 +23,16 @@ from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausal
 
 import megatron_merak as mm
 
-MODULES, LONGEST, BATCH = 120, 512, 12
+MODULES = 120
+LONGEST = 512
+BATCH = 12
 Sample = dict[str, list[int]]
 
 
 def samples() -> list[Sample]:
-    """Documents of at most LONGEST bytes, in an order that depends on nothing but the Python in use."""
+    """Documents of at most LONGEST bytes, in an order that depends on nothing but the Python in
+    use.
+    """
     found = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:MODULES]:
         for prompt, answer in functions(ast.parse(path.read_bytes())):
@@ -66,7 +72,9 @@ class Clock(TrainerCallback):
         self.steps.append(time.perf_counter() - self.began)
 
 
-def train(name: str, collate, data: list[Sample], steps: int, directory: Path) -> tuple[list[float], list[float]]:
+def train(
+    name: str, collate, data: list[Sample], steps: int, directory: Path
+) -> tuple[list[float], list[float]]:
     """The loss and the seconds of every step."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -102,15 +110,21 @@ def main() -> None:
     lengths = [len(row["input_ids"]) for row in data]
     batches = [lengths[n : n + BATCH] for n in range(0, len(lengths), BATCH)]
     share = 1 - sum(lengths) / sum(len(each) * max(each) for each in batches)
-    print(f"{len(data)} documents of {min(lengths)} to {max(lengths)} tokens; rows of a batch are {share:.0%} padding")
+    print(
+        f"{len(data)} documents of {min(lengths)} to {max(lengths)} tokens; rows of a batch are {share:.0%} padding"
+    )
     losses, seconds = {}, {}
     for name, collate in (("padded", padded), ("packed", DataCollatorWithFlattening())):
         losses[name], seconds[name] = train(name, collate, data, asked.steps, asked.directory)
     half = len(batches) // 2
     for name, times in seconds.items():
         rate = sum(map(sum, batches[half:])) / sum(times[half:])
-        print(f"{name}: loss {losses[name][0]:.4f} -> {losses[name][-1]:.4f}, {rate:,.0f} tokens/s in the second half")
-    apart = max(abs(one - other) for one, other in zip(losses["padded"], losses["packed"], strict=True))
+        print(
+            f"{name}: loss {losses[name][0]:.4f} -> {losses[name][-1]:.4f}, {rate:,.0f} tokens/s in the second half"
+        )
+    apart = max(
+        abs(one - other) for one, other in zip(losses["padded"], losses["packed"], strict=True)
+    )
     print(f"the losses of a step differ by {apart:.1e} at most")
 
 

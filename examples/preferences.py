@@ -1,11 +1,14 @@
-"""TRL under a plan: supervised fine-tuning, then preferences (DPO) with LoRA, from a model directory.
+"""TRL under a plan: supervised fine-tuning, then preferences (DPO) with LoRA, from a model
+directory.
 
     python examples/preferences.py
-    torchrun --nproc-per-node 4 examples/preferences.py --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2
+    torchrun --nproc-per-node 4 examples/preferences.py \\
+        --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2
 
-A tiny Llama, which the script writes into a directory as a hub would give it, learns to continue words. Then it learns
-from pairs which of two continuations is the better one: the one in upper case. Trainers, data preparation, losses and
-metrics are TRL's; ``parallelize`` is all that is not a script for TRL.
+A tiny Llama, which the script writes into a directory as a hub would give it, learns to continue
+words. Then it learns from pairs which of two continuations is the better one: the one in upper
+case. Trainers, data preparation, losses and metrics are TRL's; ``parallelize`` is all that is not a
+script for TRL.
 """
 
 import random
@@ -38,16 +41,26 @@ COMMON = {
 
 @dataclass
 class Options:
-    output_dir: str = field(default="runs/preferences", metadata={"help": "Where models are written."})
-    tensor_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share every layer."})
-    pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Stages that the layers are cut into."})
-    steps: int = field(default=60, metadata={"help": "Steps of fine-tuning; DPO takes half as many."})
+    output_dir: str = field(
+        default="runs/preferences", metadata={"help": "Where models are written."}
+    )
+    tensor_model_parallel_size: int = field(
+        default=1, metadata={"help": "Ranks that share every layer."}
+    )
+    pipeline_model_parallel_size: int = field(
+        default=1, metadata={"help": "Stages that the layers are cut into."}
+    )
+    steps: int = field(
+        default=60, metadata={"help": "Steps of fine-tuning; DPO takes half as many."}
+    )
 
 
 def write_model(directory: Path) -> None:
     """A Llama with random weights, and a tokenizer with a token per letter."""
     letters = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ "]
-    made = Tokenizer(models.WordLevel({each: place for place, each in enumerate(letters)}, unk_token="<unk>"))
+    made = Tokenizer(
+        models.WordLevel({each: place for place, each in enumerate(letters)}, unk_token="<unk>")
+    )
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
@@ -62,9 +75,14 @@ def write_model(directory: Path) -> None:
 
 def main() -> None:
     (options,) = HfArgumentParser(Options).parse_args_into_dataclasses()
-    degrees = {name: getattr(options, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+    degrees = {
+        name: getattr(options, name)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    }
     root, draw = Path(options.output_dir), random.Random(0)
-    pretrained, tuned, preferring = (str(root / name) for name in ("pretrained", "tuned", "preferring"))
+    pretrained, tuned, preferring = (
+        str(root / name) for name in ("pretrained", "tuned", "preferring")
+    )
     settings = COMMON | degrees
 
     args = SFTConfig(tuned, max_steps=options.steps, learning_rate=5e-3, **settings)
@@ -77,14 +95,23 @@ def main() -> None:
     tuning.save_model()
 
     pairs = [{"prompt": f"{draw.choice(WORDS)} ", "word": draw.choice(WORDS)} for _ in range(256)]
-    pairs = [{"prompt": p["prompt"], "chosen": p["word"].upper(), "rejected": p["word"]} for p in pairs]
-    args = DPOConfig(preferring, max_steps=options.steps // 2, learning_rate=1e-3, beta=0.5, **settings)
+    pairs = [
+        {"prompt": p["prompt"], "chosen": p["word"].upper(), "rejected": p["word"]} for p in pairs
+    ]
+    args = DPOConfig(
+        preferring, max_steps=options.steps // 2, learning_rate=1e-3, beta=0.5, **settings
+    )
     adapters = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
-    learning = DPOTrainer(tuned, args=args, train_dataset=Dataset.from_list(pairs), peft_config=adapters)
+    learning = DPOTrainer(
+        tuned, args=args, train_dataset=Dataset.from_list(pairs), peft_config=adapters
+    )
     learning.train()
     learning.save_model()  # a directory of adapters, which peft opens
 
-    logs = [[entry for entry in trainer.state.log_history if "loss" in entry] for trainer in (tuning, learning)]
+    logs = [
+        [entry for entry in trainer.state.log_history if "loss" in entry]
+        for trainer in (tuning, learning)
+    ]
     found = {"fine-tuning loss": logs[0][-1]["loss"], "preference loss": logs[1][-1]["loss"]}
     learning.log_metrics("preferences", found | {"preferred": logs[1][-1]["rewards/accuracies"]})
 

@@ -1,12 +1,15 @@
-"""Supervised fine-tuning with packing and LoRA, from a local model directory, by TRL's SFTTrainer under a plan.
+"""Supervised fine-tuning with packing and LoRA, from a local model directory, by TRL's SFTTrainer
+under a plan.
 
     python examples/sft_lora.py [--model DIRECTORY]
-    torchrun --nproc-per-node 4 examples/sft_lora.py --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2
+    torchrun --nproc-per-node 4 examples/sft_lora.py \\
+        --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2
 
-Documents of unequal lengths are packed into rows of 96 tokens, each attending to itself only, and adapters of rank 8
-are trained on every linear layer. The adapters are saved as peft saves them; plain peft merges them into the model,
-and plain transformers scores the result on documents that were not trained on.
-Without --model, a tiny Llama with random weights is written to a directory first, as a hub would deliver it.
+Documents of unequal lengths are packed into rows of 96 tokens, each attending to itself only, and
+adapters of rank 8 are trained on every linear layer. The adapters are saved as peft saves them;
+plain peft merges them into the model, and plain transformers scores the result on documents that
+were not trained on. Without --model, a tiny Llama with random weights is written to a directory
+first, as a hub would deliver it.
 """
 
 import random
@@ -27,10 +30,17 @@ SFTTrainer, SFTConfig = parallelize(trl.SFTTrainer), parallelize(trl.SFTConfig)
 
 @dataclass
 class Options:
-    model: str = field(default="", metadata={"help": "Directory of a model and its tokenizer; a tiny one if empty."})
-    output_dir: str = field(default="runs/sft_lora", metadata={"help": "Where adapters and the model are written."})
+    model: str = field(
+        default="",
+        metadata={"help": "Directory of a model and its tokenizer; a tiny one if empty."},
+    )
+    output_dir: str = field(
+        default="runs/sft_lora", metadata={"help": "Where adapters and the model are written."}
+    )
     tensor_model_parallel_size: int = field(default=1, metadata={"help": "Tensor-parallel degree."})
-    pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Number of pipeline stages."})
+    pipeline_model_parallel_size: int = field(
+        default=1, metadata={"help": "Number of pipeline stages."}
+    )
     steps: int = field(default=60, metadata={"help": "Optimizer steps."})
 
 
@@ -51,7 +61,9 @@ def loss_of(model: torch.nn.Module, directory: str, texts: list[str]) -> float:
 def main() -> None:
     (options,) = HfArgumentParser(Options).parse_args_into_dataclasses()
     root = Path(options.output_dir)
-    source, adapters, merged = options.model or str(root / "pretrained"), str(root / "adapters"), str(root / "merged")
+    source = options.model or str(root / "pretrained")
+    adapters = str(root / "adapters")
+    merged = str(root / "merged")
     args = SFTConfig(
         adapters,
         tensor_model_parallel_size=options.tensor_model_parallel_size,
@@ -69,7 +81,8 @@ def main() -> None:
     data = Dataset.from_dict({"text": documents(3000, seed=0)})
     trainer = SFTTrainer(source, args, train_dataset=data, peft_config=lora)
     trainer.train()
-    trainer.save_model()  # adapter_model.safetensors and adapter_config.json, which plain peft opens
+    # adapter_model.safetensors and adapter_config.json, which plain peft opens
+    trainer.save_model()
 
     if trainer.is_world_process_zero():
         unseen = documents(64, seed=1)
@@ -77,7 +90,9 @@ def main() -> None:
         model = AutoPeftModelForCausalLM.from_pretrained(adapters).merge_and_unload()
         model.save_pretrained(merged)
         after = loss_of(model, source, unseen)
-        print(f"loss on unseen documents: {before:.2f} before, {after:.2f} with the adapters merged")
+        print(
+            f"loss on unseen documents: {before:.2f} before, {after:.2f} with the adapters merged"
+        )
         print(f"adapters: {adapters}")
         print(f"merged model: {merged}")
 

@@ -2,9 +2,9 @@
 
     python examples/stdlib_corpus.py --output-dir runs/stdlib
 
-writes tokenizer.json, stdlib_text_document.{bin,idx} and stdlib.json, the last with the number of documents and tokens
-and the entropy of the unigram distribution in nats: the loss of a model that knows only how frequent each token is.
-A second call finds the finished corpus and returns at once.
+writes tokenizer.json, stdlib_text_document.{bin,idx} and stdlib.json, the last with the number of
+documents and tokens and the entropy of the unigram distribution in nats: the loss of a model that
+knows only how frequent each token is. A second call finds the finished corpus and returns at once.
 """
 
 import argparse
@@ -28,8 +28,9 @@ TEST_FOLDERS = {"test", "tests", "idle_test"}
 
 
 def source_files(root: Path, max_bytes: int) -> list[tuple[str, bytes]]:
-    """(name, content) of UTF-8 sources below `root`, about `max_bytes` in all: the library first, then its tests.
-    The order is that of the names' digests, so that the last documents, the validation set, resemble the first."""
+    """(name, content) of UTF-8 sources below `root`, about `max_bytes` in all: the library first,
+    then its tests. The order is that of the names' digests, so that the last documents, the
+    validation set, resemble the first."""
     names = [path.relative_to(root) for path in root.rglob("*.py")]
     names = sorted(name for name in names if "site-packages" not in name.parts)
     names.sort(key=lambda name: bool(TEST_FOLDERS.intersection(name.parts)))
@@ -40,7 +41,9 @@ def source_files(root: Path, max_bytes: int) -> list[tuple[str, bytes]]:
             chosen.append((name.as_posix(), content))
             size += len(content)
     if not chosen:
-        raise DataError("standard library", root, "it holds no Python source", "Install Python with its library")
+        raise DataError(
+            "standard library", root, "it holds no Python source", "Install Python with its library"
+        )
     return sorted(chosen, key=lambda item: hashlib.sha256(item[0].encode()).digest())
 
 
@@ -53,7 +56,9 @@ def is_utf8(content: bytes) -> bool:
 
 
 def build(directory: Path, vocab_size: int, max_bytes: int) -> dict[str, object]:
-    """Make the corpus, unless `directory` holds the one of the same options already; return its facts."""
+    """Make the corpus, unless `directory` holds the one of the same options already; return its
+    facts.
+    """
     facts_path, tokenizer_path = directory / "stdlib.json", directory / "tokenizer.json"
     options = {"python": sys.version.split()[0], "vocab_size": vocab_size, "max_bytes": max_bytes}
     prefix = directory / "stdlib_text_document"
@@ -66,7 +71,9 @@ def build(directory: Path, vocab_size: int, max_bytes: int) -> dict[str, object]
     say(start, f"read {len(files)} files, {sum(len(content) for _, content in files) / 1e6:.1f} MB")
     train_byte_bpe((content.decode() for _, content in files), vocab_size, tokenizer_path)
     say(start, f"trained a tokenizer of {vocab_size} tokens")
-    config = EncoderConfig("HuggingFaceTokenizer", str(tokenizer_path), None, ("text",), append_eod=True)
+    config = EncoderConfig(
+        "HuggingFaceTokenizer", str(tokenizer_path), None, ("text",), append_eod=True
+    )
     documents: Iterator[Raw] = (Raw(name, None, content) for name, content in files)
     counts = preprocess_documents(documents, str(directory / "stdlib"), config)
     dataset = IndexedDataset(prefix)
@@ -83,8 +90,12 @@ def build(directory: Path, vocab_size: int, max_bytes: int) -> dict[str, object]
     return facts
 
 
-def finished(facts_path: Path, tokenizer_path: Path, prefix: Path, options: dict[str, object]) -> dict | None:
-    """The facts of a corpus that is complete, unchanged and made with `options`; None if there is none."""
+def finished(
+    facts_path: Path, tokenizer_path: Path, prefix: Path, options: dict[str, object]
+) -> dict | None:
+    """The facts of a corpus that is complete, unchanged and made with `options`; None if there is
+    none.
+    """
     if not facts_path.exists() or not tokenizer_path.exists():
         return None
     facts = json.loads(facts_path.read_text())
@@ -100,10 +111,14 @@ def say(start: float, text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--output-dir", type=Path, default=Path("runs/stdlib"))
     flags.add_argument("--vocab-size", type=int, default=8192, help="token ids of the tokenizer")
-    flags.add_argument("--max-bytes", type=int, default=16_000_000, help="source code to use, in bytes")
+    flags.add_argument(
+        "--max-bytes", type=int, default=16_000_000, help="source code to use, in bytes"
+    )
     options = flags.parse_args(arguments)
     try:
         facts = build(options.output_dir, options.vocab_size, options.max_bytes)

@@ -1,10 +1,11 @@
-"""`make train`: pretrain a small GPT on the source code of Python's standard library, with all three parallelisms.
+"""`make train`: pretrain a small GPT on the source code of Python's standard library, with all
+three parallelisms.
 
     python examples/train.py [--train-iters 160] [--directory runs/train]
 
-prepares the corpus, starts pretrain_gpt.py under torchrun (8 CPU ranks as 2 tensor x 2 pipeline x 2 data parallel, or
-the GPUs there are), and compares the validation loss with the entropy of the unigram distribution. Run again, it
-resumes.
+prepares the corpus, starts pretrain_gpt.py under torchrun (8 CPU ranks as 2 tensor x 2 pipeline x 2
+data parallel, or the GPUs there are), and compares the validation loss with the entropy of the
+unigram distribution. Run again, it resumes.
 """
 
 import argparse
@@ -33,7 +34,9 @@ RECIPE = """--micro-batch-size 4 --global-batch-size 32 --lr 4e-3 --log-interval
 
 
 def degrees(devices: int) -> tuple[int, int, int]:
-    """(ranks, tensor parallel, pipeline parallel) for this many GPUs, or for 8 CPU ranks where there is none."""
+    """(ranks, tensor parallel, pipeline parallel) for this many GPUs, or for 8 CPU ranks where
+    there is none.
+    """
     ranks = next(n for n in (8, 4, 2, 1) if n <= devices) if devices else 8
     return ranks, 2 if ranks >= 4 else 1, 2 if ranks >= 2 else 1
 
@@ -42,18 +45,47 @@ def command(directory: Path, train_iters: int) -> list[str]:
     ranks, tensor, pipeline = degrees(torch.cuda.device_count())
     corpus, checkpoints = directory / "corpus", directory / "checkpoints"
     return [
-        *(sys.executable, str(ROOT / "pretrain_gpt.py"), "--nproc-per-node", str(ranks), *MODEL.split()),
-        *(*RECIPE.split(), "--train-iters", str(train_iters), "--lr-warmup-iters", str(min(20, train_iters // 8))),
-        *("--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline)),
-        *("--data-path", str(corpus / "stdlib_text_document"), "--tokenizer-type", "HuggingFaceTokenizer"),
-        *("--tokenizer-model", str(corpus / "tokenizer.json"), "--save", str(checkpoints), "--load", str(checkpoints)),
+        *(
+            sys.executable,
+            str(ROOT / "pretrain_gpt.py"),
+            "--nproc-per-node",
+            str(ranks),
+            *MODEL.split(),
+        ),
+        *(
+            *RECIPE.split(),
+            "--train-iters",
+            str(train_iters),
+            "--lr-warmup-iters",
+            str(min(20, train_iters // 8)),
+        ),
+        *(
+            "--tensor-model-parallel-size",
+            str(tensor),
+            "--pipeline-model-parallel-size",
+            str(pipeline),
+        ),
+        *(
+            "--data-path",
+            str(corpus / "stdlib_text_document"),
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+        ),
+        *(
+            "--tokenizer-model",
+            str(corpus / "tokenizer.json"),
+            "--save",
+            str(checkpoints),
+            "--load",
+            str(checkpoints),
+        ),
         *("--run-dir", str(directory), "--timeline", str(directory / "timeline.png")),
     ]
 
 
 def conclude(directory: Path, entropy: float) -> int:
-    """Draw the curve and the report, and say how far the model got; status 1 when it learned less than one nat of
-    context."""
+    """Draw the curve and the report, and say how far the model got; status 1 when it learned less
+    than one nat of context."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     draw_curve(rows, directory / "loss.png", {"unigram entropy": entropy})
     write_report(directory, directory / "report.html")
@@ -68,14 +100,23 @@ def conclude(directory: Path, entropy: float) -> int:
 
 
 def main() -> int:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument(
-        "--train-iters", type=int, default=160, help="optimizer steps; raise it to train a finished run further"
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    flags.add_argument("--directory", type=Path, default=Path("runs/train"), help="where everything is written")
+    flags.add_argument(
+        "--train-iters",
+        type=int,
+        default=160,
+        help="optimizer steps; raise it to train a finished run further",
+    )
+    flags.add_argument(
+        "--directory", type=Path, default=Path("runs/train"), help="where everything is written"
+    )
     options = flags.parse_args()
     try:
-        facts = stdlib_corpus.build(options.directory / "corpus", vocab_size=8192, max_bytes=16_000_000)
+        facts = stdlib_corpus.build(
+            options.directory / "corpus", vocab_size=8192, max_bytes=16_000_000
+        )
     except MerakError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
