@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
+BROWSERS = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+    "msedge",
+)
 QUIET = """--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking
     --disable-component-update --disable-sync --hide-scrollbars --virtual-time-budget=4000"""
 
@@ -44,7 +51,9 @@ def picture(page: Path, into: Path, **window) -> None:
 
 
 if __name__ == "__main__":
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("page", type=Path)
     flags.add_argument("picture", type=Path)
     flags.add_argument("--dark", action="store_true", help="as with a dark theme")

@@ -13,10 +13,18 @@ from megatron_merak.config import (
 )
 from megatron_merak.errors import ConfigError
 
-MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 32, "vocab_size": 1000}
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "seq_length": 32,
+    "vocab_size": 1000,
+}
 
 
-def make(*, model=None, parallel=None, train=None, optimizer=None, data=None, checkpoint=None) -> Config:
+def make(
+    *, model=None, parallel=None, train=None, optimizer=None, data=None, checkpoint=None
+) -> Config:
     return Config(
         model=ModelConfig(**{**MODEL, **(model or {})}),
         parallel=ParallelConfig(**(parallel or {})),

@@ -1,5 +1,5 @@
-"""One thread per process, decided before torch is imported: the machine's cores belong to the ranks. And no test leaves
-behind another way to compute fp32 products."""
+"""One thread per process, decided before torch is imported: the machine's cores belong to the
+ranks. And no test leaves behind another way to compute fp32 products."""
 
 import os
 import signal
@@ -14,18 +14,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_configure():
-    """Signals that the caller ignores, as a shell script does for `make test &` and nohup does, would be ignored by
-    every process that a test starts and sends them to."""
+    """Signals that the caller ignores, as a shell script does for `make test &` and nohup does,
+    would be ignored by every process that a test starts and sends them to."""
     ending = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
     for number in (*ending, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
 
 
 @pytest.fixture(autouse=True)
 def fp32_products():
-    """A trainer in the test's own process chooses how they are computed, where the CPU leaves a choice; what a later
-    test computes here would have other bits than on the ranks that it is compared with."""
+    """A trainer in the test's own process chooses how they are computed, where the CPU leaves a
+    choice; what a later test computes here would have other bits than on the ranks that it is
+    compared with."""
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_float32_matmul_precision("highest")
@@ -36,7 +39,9 @@ MUCH = 20_000  # characters, from the end
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """A failure that names only a command and its status says nothing: what the command printed belongs to it."""
+    """A failure that names only a command and its status says nothing: what the command printed
+    belongs to it.
+    """
     report = yield
     failure = call.excinfo.value if call.excinfo else None
     if isinstance(failure, subprocess.CalledProcessError | subprocess.TimeoutExpired):
@@ -51,6 +56,8 @@ LONG = ("parity", "training", "hf_trainer", "rehearsal", "zoo")
 
 
 def pytest_collection_modifyitems(items):
-    """Folders with long files come first: else one worker runs the last of them while the others are idle."""
+    """Folders with long files come first: else one worker runs the last of them while the others
+    are idle.
+    """
     place = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.parent.name, len(LONG)))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A newcomer's first hour: README from top to bottom, in a fresh clone and a fresh environment, then from a wheel without
-# a clone. Ends at the first command that does not do what README says.
+# A newcomer's first hour: what README and docs/features.md show, in a fresh clone and a fresh environment, then from a
+# wheel without a clone. Ends at the first command that does not do what they say.
 #
 #   tests/first_hour.sh            both (8 minutes; pip installs torch and transformers twice)
 #   tests/first_hour.sh clone      the clone alone;  tests/first_hour.sh wheel    the wheel alone

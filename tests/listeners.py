@@ -53,5 +53,7 @@ def listeners(pid: int) -> set[tuple[str, int]]:
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{each}/fd"):
                 with contextlib.suppress(OSError):
-                    own |= set(re.findall(r"^socket:\[(\d+)\]$", os.readlink(f"/proc/{each}/fd/{name}")))
+                    own |= set(
+                        re.findall(r"^socket:\[(\d+)\]$", os.readlink(f"/proc/{each}/fd/{name}"))
+                    )
     return {(address, port) for address, port, inode in _rows(Path("/proc/net")) if inode in own}

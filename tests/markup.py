@@ -28,4 +28,6 @@ class Reader(HTMLParser):
     @property
     def policy(self) -> str:
         """The page's Content-Security-Policy."""
-        return next(a["content"] for _, a in self.tags if a.get("http-equiv") == "Content-Security-Policy")
+        return next(
+            a["content"] for _, a in self.tags if a.get("http-equiv") == "Content-Security-Policy"
+        )

@@ -6,7 +6,9 @@ PRODUCTS = ("mm", "addmm", "addmm_", "add_rows_")
 
 
 class OpLog(TorchDispatchMode):
-    """While entered, ``names`` collects every collective ("allreduce_") and every matrix product ("mm", "addmm_")."""
+    """While entered, ``names`` collects every collective ("allreduce_") and every matrix product
+    ("mm", "addmm_").
+    """
 
     def __init__(self):
         super().__init__()

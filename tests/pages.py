@@ -26,7 +26,7 @@ from megatron_merak.errors import MerakError
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 WRITTEN = """index quickstart supported install configuration troubleshooting from_megatron_lm from_huggingface
-    comparison api report""".split()
+    comparison api report plans""".split()
 QUOTING = ("extending",)
 SOURCE = "source: "
 SMALL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4
@@ -38,7 +38,9 @@ MARK = re.compile(r"<!-- (.+) -->\n\n$")
 
 @dataclass(frozen=True)
 class Block:
-    """A code block of a page: its language, text, and the comment in front of it; ``start`` is where its text is."""
+    """A code block of a page: its language, text, and the comment in front of it; ``start`` is
+    where its text is.
+    """
 
     page: str
     language: str
@@ -54,19 +56,29 @@ def blocks(page: str, language: str = "") -> Iterator[Block]:
         mark = MARK.search(text[: match.start()])
         content = re.sub(rf"^{match.group(1)}", "", match.group(3), flags=re.MULTILINE)
         if language in ("", match.group(2)):
-            yield Block(page, match.group(2), content, mark.group(1) if mark else "", match.start(3))
+            yield Block(
+                page, match.group(2), content, mark.group(1) if mark else "", match.start(3)
+            )
 
 
 def commands(text: str) -> list[str]:
-    """Command lines of a shell block, those that end in a backslash joined, without comments and variables in front."""
+    """Command lines of a shell block, those that end in a backslash joined, without comments and
+    variables in front.
+    """
     joined = re.sub(r"\\\n\s*", "", text)
-    return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]
+    return [
+        line.strip()
+        for line in joined.splitlines()
+        if line.strip() and not line.strip().startswith("#")
+    ]
 
 
 def answers(text: str) -> list[tuple[str, str]]:
     """(command, what it prints) of a console block."""
     parts = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
-    found = [re.fullmatch(r"((?:[^\n]*\\\n)*[^\n]*)\n?(.*)", part, re.DOTALL).groups() for part in parts]
+    found = [
+        re.fullmatch(r"((?:[^\n]*\\\n)*[^\n]*)\n?(.*)", part, re.DOTALL).groups() for part in parts
+    ]
     return [(re.sub(r"\\\n\s*", "", command), output) for command, output in found]
 
 
@@ -76,7 +88,9 @@ def words(command: str) -> list[str]:
 
 
 def answer(command: str) -> str:
-    """What a command says that ends before ranks are started, as its first rank or the command itself prints it."""
+    """What a command says that ends before ranks are started, as its first rank or the command
+    itself prints it.
+    """
     program, *given = words(command)
     if program in TRAINING:
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -98,15 +112,19 @@ def answer(command: str) -> str:
 
 
 def shown(block: Block) -> str:
-    """A console block as it has to be: its commands, with what they say now. A block whose output begins with ... has
-    the last lines of it, as many as it has now."""
+    """A console block as it has to be: its commands, with what they say now. A block whose output
+    begins with ... has the last lines of it, as many as it has now."""
     lines = []
     for part in re.split(r"^(?=\$ )", block.text, flags=re.MULTILINE)[1:]:
         ((command, output),) = answers(part)
         typed = part.removesuffix(output) if output else part
         now = answer(command)
         if output.startswith("...\n"):
-            now = "...\n" + "\n".join(now.rstrip("\n").splitlines()[1 - len(output.splitlines()) :]) + "\n"
+            now = (
+                "...\n"
+                + "\n".join(now.rstrip("\n").splitlines()[1 - len(output.splitlines()) :])
+                + "\n"
+            )
         lines.append(typed + now)
     return "".join(lines)
 
@@ -135,12 +153,15 @@ def _help_lines(text: str, field: ast.AnnAssign) -> int:
 
 def _defined(node: ast.stmt) -> list[str]:
     targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", ())
-    return [getattr(node, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))]
+    return [
+        getattr(node, "name", ""),
+        *(target.id for target in targets if isinstance(target, ast.Name)),
+    ]
 
 
 def prepare() -> None:
-    """Write the files that pages show and name into this folder: those with their names in a comment in front, and the
-    plan of the small model on two tensor-parallel ranks x two stages."""
+    """Write the files that pages show and name into this folder: those with their names in a
+    comment in front, and the plan of the small model on two tensor-parallel ranks x two stages."""
     for block in (block for page in WRITTEN for block in blocks(page)):
         if block.mark.startswith("file: "):
             Path(block.mark.removeprefix("file: ")).write_text(block.text, encoding="utf-8")

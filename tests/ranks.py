@@ -1,8 +1,9 @@
-"""``run_ranks(fn, world_size, *args)``: a distributed test is a plain function ``fn(rank, world_size, *args)``.
+"""``run_ranks(fn, world_size, *args)``: a distributed test is a plain function ``fn(rank,
+world_size, *args)``.
 
-Processes come from a forkserver that has imported torch already and never ran anything with it: starting a rank costs
-a fork, and the traps of forking a process that has used threads or CUDA do not exist. Ranks talk to each other over
-the loopback interface only.
+Processes come from a forkserver that has imported torch and the package already and never ran
+anything with them: starting a rank costs a fork, and the traps of forking a process that has used
+threads or CUDA do not exist. Ranks talk to each other over the loopback interface only.
 """
 
 import datetime
@@ -19,15 +20,21 @@ import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 
+# without transformers.trainer: of what that imports, pyarrow starts a thread
 PRELOAD = (
-    *("torch", "torch.distributed", "torch.distributed.nn", "numpy", "pytest", "megatron_merak.errors"),
+    *("torch", "torch.distributed", "torch.distributed.nn", "numpy", "pytest"),
     *("transformers.modeling_utils", "transformers.trainer_callback"),
+    # what a capture imports at its first use
+    *("torch.export._trace", "networkx"),
+    *("megatron_merak.stages.captured", "megatron_merak.stages.native"),
 )
 SETTLE_SECONDS = 1.0  # after a failure: how long to look for the rank that caused it
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not finish. ``rank`` is the one to look at; the original exception is the cause."""
+    """A rank raised, died or did not finish. ``rank`` is the one to look at; the original exception
+    is the cause.
+    """
 
     def __init__(self, rank: int, message: str):
         super().__init__(message)
@@ -35,11 +42,13 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(fn, world_size: int, *args, timeout: float = 60.0, backend: str = "gloo") -> list:
-    """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes that share a process group; return every result.
+    """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes that share a process group;
+    return every result.
 
-    ``fn`` is a top-level function of an importable module; arguments and results travel by pickle. One failing or dying
-    rank ends all others at once and raises ``RankFailure`` with that rank's traceback; after ``timeout`` seconds
-    everything is killed and the error shows where each rank stood.
+    ``fn`` is a top-level function of an importable module; arguments and results travel by pickle.
+    One failing or dying rank ends all others at once and raises ``RankFailure`` with that rank's
+    traceback; after ``timeout`` seconds everything is killed and the error shows where each rank
+    stood.
     """
     call = pickle.dumps((fn, args))
     context = multiprocessing.get_context("forkserver")
@@ -63,13 +72,17 @@ class _Rank:
         self.stacks = Path(directory) / f"stacks.{rank}"
         self.pipe, theirs = context.Pipe()
         arguments = (theirs, rank, world_size, call, directory, timeout, backend)
-        self.process = context.Process(target=_child, args=arguments, name=f"rank {rank}", daemon=True)
+        self.process = context.Process(
+            target=_child, args=arguments, name=f"rank {rank}", daemon=True
+        )
         self.process.start()
         theirs.close()
         self.answer = None
 
     def poll(self) -> None:
-        """Take the answer if there is one: ("result", bytes), ("error", text, exception or None) or ("died", code)."""
+        """Take the answer if there is one: ("result", bytes), ("error", text, exception or None) or
+        ("died", code).
+        """
         if self.answer is None and self.pipe.poll():
             try:
                 self.answer = pickle.loads(self.pipe.recv_bytes())
@@ -98,12 +111,17 @@ def _collect(ranks: list, deadline: float, timeout: float) -> list:
         if rank.process.exitcode is None:
             raise _timed_out([rank], len(ranks), timeout)
         if rank.process.exitcode != 0:
-            raise RankFailure(rank.rank, f"rank {rank.rank} gave its result, then exited with {rank.process.exitcode}")
+            raise RankFailure(
+                rank.rank,
+                f"rank {rank.rank} gave its result, then exited with {rank.process.exitcode}",
+            )
     return [pickle.loads(rank.answer[1]) for rank in ranks]
 
 
 def _failure(ranks: list) -> RankFailure:
-    """The rank to blame: one that died before one that raised, since its peers raise 'connection closed' in answer."""
+    """The rank to blame: one that died before one that raised, since its peers raise 'connection
+    closed' in answer.
+    """
     settled = time.monotonic() + SETTLE_SECONDS
     first = next(rank for rank in ranks if rank.answer and rank.answer[0] != "result")
     while first.answer[0] != "died" and (left := settled - time.monotonic()) > 0:
@@ -115,7 +133,9 @@ def _failure(ranks: list) -> RankFailure:
         first = next((rank for rank in ranks if rank.answer and rank.answer[0] == "died"), first)
     number, world_size = first.rank, len(ranks)
     if first.answer[0] == "died":
-        return RankFailure(number, f"rank {number} of {world_size} died with exit code {first.answer[1]}")
+        return RankFailure(
+            number, f"rank {number} of {world_size} died with exit code {first.answer[1]}"
+        )
     _, text, exception = first.answer
     failure = RankFailure(number, f"rank {number} of {world_size} raised:\n{text}")
     failure.__cause__ = exception
@@ -127,7 +147,9 @@ def _timed_out(waiting: list, world_size: int, timeout: float) -> RankFailure:
         if rank.process.is_alive():
             os.kill(rank.process.pid, signal.SIGUSR1)
     written = time.monotonic() + 10 * SETTLE_SECONDS
-    while time.monotonic() < written and not all(r.stacks.exists() and r.stacks.stat().st_size for r in waiting):
+    while time.monotonic() < written and not all(
+        r.stacks.exists() and r.stacks.stat().st_size for r in waiting
+    ):
         time.sleep(0.05)
     lines = [f"{len(waiting)} of {world_size} ranks did not finish within {timeout:g} s"]
     for rank in waiting:
@@ -136,19 +158,25 @@ def _timed_out(waiting: list, world_size: int, timeout: float) -> RankFailure:
     return RankFailure(waiting[0].rank, "\n".join(lines))
 
 
-def _child(pipe, rank: int, world_size: int, call: bytes, directory: str, timeout: float, backend: str) -> None:
+def _child(
+    pipe, rank: int, world_size: int, call: bytes, directory: str, timeout: float, backend: str
+) -> None:
     parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # never outlive the test run
+    # never outlive the test run
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     faulthandler.register(signal.SIGUSR1, file=open(f"{directory}/stacks.{rank}", "w"))  # noqa: SIM115
     try:
         result = _run(rank, world_size, call, directory, timeout, backend)
     except BaseException as error:
         pipe.send_bytes(pickle.dumps(("error", traceback.format_exc(), _portable(error))))
-        parent.join()  # keep connections open, so that no peer fails too and hides this error; the parent kills us
+        # keep connections open, so that no peer fails too and hides this error; the parent kills us
+        parent.join()
     pipe.send_bytes(result)
 
 
-def _run(rank: int, world_size: int, call: bytes, directory: str, timeout: float, backend: str) -> bytes:
+def _run(
+    rank: int, world_size: int, call: bytes, directory: str, timeout: float, backend: str
+) -> bytes:
     import torch
     import torch.distributed as dist
 

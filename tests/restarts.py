@@ -1,9 +1,11 @@
-"""Jobs whose ranks are killed and which torchrun starts again, compared with the same job left alone.
+"""Jobs whose ranks are killed and which torchrun starts again, compared with the same job left
+alone.
 
     python -m tests.restarts --trials 30 [--seed 0] [--only native-2-gloo]
 
-Every trial draws a door, a layout, a backend and one to three kills. It has passed when the last checkpoint holds what
-the undisturbed job's does, bit for bit, and each restart trained again in time.
+Every trial draws a door, a layout, a backend and one to three kills. It has passed when the last
+checkpoint holds what the undisturbed job's does, bit for bit, and each restart trained again in
+time.
 """
 
 import argparse
@@ -26,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS = 24
 LIMIT = 240.0  # seconds for a whole trial: beyond, it hangs
 SOON = 15.0  # seconds from a kill to the next step
-MISSED = 5.0  # seconds after which the agents miss a dead one: three signs of life, one each second, and a margin
+# seconds after which the agents miss a dead one: three signs of life, one each second, and a margin
+MISSED = 5.0
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 60 --mock-data"
 RUN = f"""--seq-length 16 --micro-batch-size 2 --global-batch-size 16 --lr 1e-2 --log-interval 1 --eval-iters 0
     --train-iters {STEPS} --save-interval 4"""
@@ -35,7 +38,9 @@ LAYOUTS = {2: ("--pipeline-model-parallel-size 2", ""), 4: ("--tensor-model-para
 
 @dataclass(frozen=True)
 class Case:
-    """A job: its door, the number of its ranks, their backend, and on how many nodes torchrun runs."""
+    """A job: its door, the number of its ranks, their backend, and on how many nodes
+    torchrun runs.
+    """
 
     door: str
     ranks: int
@@ -44,7 +49,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.door}-{self.ranks}-{self.backend}" + (f"-{self.nodes}-nodes" if self.nodes > 1 else "")
+        return f"{self.door}-{self.ranks}-{self.backend}" + (
+            f"-{self.nodes}-nodes" if self.nodes > 1 else ""
+        )
 
     def command(self, directory: Path, model: Path) -> list[str]:
         """The command of a rank, which saves to ``directory`` and resumes from there."""
@@ -55,7 +62,12 @@ class Case:
         if self.door == "hf":
             words = f"--model {model} --mock-data {RUN} {layout} {save}"
             return [str(ROOT / "pretrain_hf.py"), *words.split()]
-        return [str(ROOT / "tests" / "restarts_trainer.py"), str(directory), str(STEPS), self.backend]
+        return [
+            str(ROOT / "tests" / "restarts_trainer.py"),
+            str(directory),
+            str(STEPS),
+            self.backend,
+        ]
 
 
 def cases() -> list[Case]:
@@ -71,7 +83,9 @@ def cases() -> list[Case]:
 
 @dataclass
 class Job:
-    """A running job of ``case``: its launchers, what they printed, and when a step was last reported."""
+    """A running job of ``case``: its launchers, what they printed, and when a step was last
+    reported.
+    """
 
     case: Case
     command: list[str]
@@ -89,16 +103,39 @@ class Job:
 
     def start_launcher(self) -> None:
         here = self.case.ranks // self.case.nodes
-        words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={here}", "--max-restarts=3"]
-        words += [f"--nnodes={self.case.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
-        words += ["--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,is_host=" + str(not self.launchers)]
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={here}",
+            "--max-restarts=3",
+        ]
+        words += [
+            f"--nnodes={self.case.nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+        ]
+        words += [
+            "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
+            + str(not self.launchers)
+        ]
         words += ["--rdzv-id=restarts", *self.command]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         if self.case.nodes > 1:
-            # torch's agents publish the address of their store once; one that joins a later round waits for it in vain.
+            # torch's agents publish the address of their store once; one that joins a later round
+            # waits for it in vain.
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, cwd=ROOT
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+            cwd=ROOT,
         )
         self.launchers.append(process)
         threading.Thread(target=self._read, args=(process,), daemon=True).start()
@@ -128,7 +165,9 @@ class Job:
         return sorted(found)
 
     def wait_for_step(self, step: int, limit: float, since: float = 0.0) -> float | None:
-        """Return when ``step`` or a later one was reported after ``since``; None if it is not within ``limit``."""
+        """Return when ``step`` or a later one was reported after ``since``; None if it is not
+        within ``limit``.
+        """
         end = time.monotonic() + limit
         while time.monotonic() < end:
             for when, reported in list(self.steps):
@@ -173,7 +212,9 @@ def undisturbed(case: Case, directory: Path, model: Path) -> dict:
     return digests(directory / "saved")
 
 
-def trial(case: Case, kills: int, draw: random.Random, directory: Path, model: Path, expected: dict) -> dict:
+def trial(
+    case: Case, kills: int, draw: random.Random, directory: Path, model: Path, expected: dict
+) -> dict:
     """Run the job of ``case`` with so many kills. Returns what happened."""
     job = Job(case, case.command(directory / "saved", model), directory / "log")
     began = time.monotonic()
@@ -213,7 +254,12 @@ def trial(case: Case, kills: int, draw: random.Random, directory: Path, model: P
                 status = "bitwise" if digests(directory / "saved") == expected else "DIFFERENT"
     finally:
         job.kill()
-    return {"case": case.name, "kills": kills, "status": status, "again": [round(each, 1) for _, each in again]}
+    return {
+        "case": case.name,
+        "kills": kills,
+        "status": status,
+        "again": [round(each, 1) for _, each in again],
+    }
 
 
 def make_model(directory: Path) -> Path:
@@ -233,7 +279,9 @@ def make_model(directory: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="name of a case")

@@ -1,4 +1,6 @@
-"""A script with MerakTrainer that goes on from its newest checkpoint; a job of ``tests.restarts``."""
+"""A script with MerakTrainer that goes on from its newest checkpoint; a job of
+``tests.restarts``.
+"""
 
 import sys
 import time
@@ -45,7 +47,9 @@ def main() -> None:
     )
     rows = torch.randint(0, 64, (256, 16), generator=torch.Generator().manual_seed(2))
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = mm.MerakTrainer(LlamaForCausalLM(config), arguments, train_dataset=data, callbacks=[Say()])
+    trainer = mm.MerakTrainer(
+        LlamaForCausalLM(config), arguments, train_dataset=data, callbacks=[Say()]
+    )
     found = sorted(directory.glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=bool(found))
 

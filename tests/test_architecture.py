@@ -1,4 +1,6 @@
-"""The rules of docs/architecture.md, read off the source: levels, cycles, state, environment, heavy imports, size."""
+"""The rules of docs/architecture.md, read off the source: levels, cycles, state, environment, heavy
+imports, size.
+"""
 
 import ast
 import re
@@ -23,6 +25,7 @@ LEVELS = {
     "pipeline_parallel": 1,
     "megatron_flags": 1,
     "other_flags": 1,
+    "durable": 1,
     "arguments": 2,
     "plan": 2,
     "planner": 3,
@@ -37,14 +40,14 @@ LEVELS = {
     "optimizer": 6,
     "data": 6,
     "checkpoint": 6,
-    "parameter_server": 7,
     "stages": 7,
     "training": 8,
     "hf_trainer": 9,
-    "cli": 9,
+    "parameter_server": 9,
+    "cli": 10,
     "trl": 10,
     "engine": 10,
-    "__main__": 10,
+    "__main__": 11,
 }
 # Subpackages, from the lowest; files of the package itself are above all of them.
 INNER = {
@@ -71,17 +74,33 @@ class Module:
         self.tree = ast.parse(self.text)
 
     def imports(self) -> Iterator[tuple[int, list[str]]]:
-        """(line, candidates) of every import, lazy ones and those of ``import_module`` included; longest name first."""
+        """(line, candidates) of every import, lazy ones and those of ``import_module`` included;
+        longest name first.
+        """
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, [alias.name]) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                above = self.name.split(".")[: -node.level or None] if not self.is_package else self.name.split(".")
-                above = above[: len(above) - (node.level - 1)] if self.is_package and node.level else above
-                base = ".".join((above if node.level else []) + ([node.module] if node.module else []))
+                above = (
+                    self.name.split(".")[: -node.level or None]
+                    if not self.is_package
+                    else self.name.split(".")
+                )
+                above = (
+                    above[: len(above) - (node.level - 1)]
+                    if self.is_package and node.level
+                    else above
+                )
+                base = ".".join(
+                    (above if node.level else []) + ([node.module] if node.module else [])
+                )
                 yield from ((node.lineno, [f"{base}.{alias.name}", base]) for alias in node.names)
             elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
-                texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+                texts = [
+                    arg.value
+                    for arg in node.args
+                    if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+                ]
                 yield from ((node.lineno, [text]) for text in texts)
 
 
@@ -115,10 +134,16 @@ def upward_imports(modules: list[Module]) -> list[str]:
         if module.room not in LEVELS and module.name != NAME
     ]
     for module, line, target in inner_imports(modules):
-        if module.name == NAME or target.name == NAME or (module.room == target.room and module.floor >= target.floor):
+        if (
+            module.name == NAME
+            or target.name == NAME
+            or (module.room == target.room and module.floor >= target.floor)
+        ):
             continue
         if LEVELS.get(module.room, -1) <= LEVELS.get(target.room, 99):
-            found.append(f"{module.path}:{line} imports {target.name}, which is not on a lower level")
+            found.append(
+                f"{module.path}:{line} imports {target.name}, which is not on a lower level"
+            )
     return found
 
 
@@ -153,7 +178,9 @@ def test_walks_follow_imports(house):
     assert len(found) == 3 and all(len(files) > 5 for files in found)
     for files in found:
         for one, other in pairwise(files):
-            assert one in imports[other] or other in imports[one], f"{one} and {other} do not import each other"
+            assert one in imports[other] or other in imports[one], (
+                f"{one} and {other} do not import each other"
+            )
 
 
 def cycles(modules: list[Module]) -> list[str]:
@@ -168,12 +195,16 @@ def cycles(modules: list[Module]) -> list[str]:
 
 
 def state(modules: list[Module]) -> list[str]:
-    """``global``, an empty module-level container (something will fill it), or a module-level table that changes."""
+    """``global``, an empty module-level container (something will fill it), or a module-level table
+    that changes.
+    """
     found = []
     for module in modules:
         tables = set()
         for node in module.tree.body:
-            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, (*CONTAINERS, ast.Call)):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
+                node.value, (*CONTAINERS, ast.Call)
+            ):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 tables |= {target.id for target in targets if isinstance(target, ast.Name)}
                 if ast.unparse(node.value) in EMPTY:
@@ -186,15 +217,42 @@ def state(modules: list[Module]) -> list[str]:
 
 
 CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
-EMPTY = {"[]", "{}", *(f"{name}()" for name in ("list", "dict", "set", "deque", "Counter", "OrderedDict", "bytearray"))}
-CHANGES = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear"}
+EMPTY = {
+    "[]",
+    "{}",
+    *(
+        f"{name}()"
+        for name in ("list", "dict", "set", "deque", "Counter", "OrderedDict", "bytearray")
+    ),
+}
+CHANGES = {
+    "append",
+    "extend",
+    "insert",
+    "add",
+    "update",
+    "setdefault",
+    "pop",
+    "popitem",
+    "remove",
+    "discard",
+    "clear",
+}
 
 
 def _changed_name(node: ast.AST) -> str | None:
-    """The name whose value ``node`` changes in place, as in ``x[1] = 2``, ``del x[1]`` and ``x.append(1)``."""
-    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+    """The name whose value ``node`` changes in place, as in ``x[1] = 2``, ``del x[1]`` and
+    ``x.append(1)``.
+    """
+    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(
+        node.ctx, ast.Store | ast.Del
+    ):
         owner = node.value
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CHANGES
+    ):
         owner = node.func.value
     else:
         return None
@@ -208,18 +266,32 @@ def environment_reads(modules: list[Module]) -> list[str]:
         for module in modules
         if module.path not in ENVIRONMENT_READERS
         for node in ast.walk(module.tree)
-        if (isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os")
-        or (isinstance(node, ast.ImportFrom) and node.module == "os" and {alias.name for alias in node.names} & names)
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in names
+            and ast.unparse(node.value) == "os"
+        )
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {alias.name for alias in node.names} & names
+        )
     ]
 
 
 def heavy_imports(modules: list[Module]) -> list[str]:
-    """Planning needs the standard library only, matplotlib once a drawing is asked for, and PyYAML for --config."""
+    """Planning needs the standard library only, matplotlib once a drawing is asked for, and PyYAML
+    for --config.
+    """
     found = []
     for module in modules:
         if module.room not in TORCH_FREE and module.name != NAME:
             continue
-        top_level = {node.lineno for node in module.tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
+        top_level = {
+            node.lineno
+            for node in module.tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
         for line, candidates in module.imports():
             library = candidates[-1].split(".")[0]
             lazy = library in ("matplotlib", "yaml") and line not in top_level
@@ -229,7 +301,9 @@ def heavy_imports(modules: list[Module]) -> list[str]:
 
 
 def set_loops(modules: list[Module]) -> list[str]:
-    """Ranks walk a set in different orders, so one that reaches a collective makes them disagree."""
+    """Ranks walk a set in different orders, so one that reaches a collective makes them
+    disagree.
+    """
 
     def unordered(node: ast.expr) -> bool:
         made = isinstance(node, ast.Call) and ast.unparse(node.func) in ("set", "frozenset")
@@ -255,13 +329,18 @@ def packed(modules: list[Module]) -> list[str]:
 
 
 def caches(modules: list[Module]) -> list[str]:
-    """Functions that keep results for the life of the process, but for those whose results cannot change."""
+    """Functions that keep results for the life of the process, but for those whose results cannot
+    change.
+    """
     return [
         f"{module.path}:{node.lineno} {node.name} keeps its results"
         for module in modules
         for node in ast.walk(module.tree)
         if isinstance(node, ast.FunctionDef)
-        and any(re.search(r"(^|\.)(cache|lru_cache)\b", ast.unparse(each)) for each in node.decorator_list)
+        and any(
+            re.search(r"(^|\.)(cache|lru_cache)\b", ast.unparse(each))
+            for each in node.decorator_list
+        )
         and (module.path, node.name) not in CACHED
     ]
 
@@ -276,7 +355,57 @@ CACHED = {
 }
 
 
-RULES = (upward_imports, cycles, state, environment_reads, heavy_imports, set_loops, packed, caches)
+def names_of_servers(modules: list[Module]) -> list[str]:
+    """Parameter servers by name. A mesh knows a `SampleDivision`, a world its `Team`, a job its
+    `Strategy`.
+    """
+    words = re.compile(r"parameter[ _-]server|\bps[-_]a?sync\b|\bof_worker\b", re.IGNORECASE)
+    found = []
+    for module in modules:
+        if module.room not in WITHOUT_SERVERS:
+            continue
+        lines = enumerate(module.text.splitlines(), 1)
+        found += [
+            f"{module.path}:{number} {line.strip()}" for number, line in lines if words.search(line)
+        ]
+        for node in ast.walk(module.tree):
+            name = node.attr if isinstance(node, ast.Attribute) else ""
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                name = node.target.id
+            if name in ("role", "served", "worker", "workers"):
+                found.append(f"{module.path}:{node.lineno} {ast.unparse(node)}")
+    return found
+
+
+def classes_of_one_name(modules: list[Module]) -> list[str]:
+    """Classes that share a name: nobody who reads it knows which one is meant."""
+    found: dict[str, list[str]] = {}
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module.path)
+    return [
+        f"{name} is in {' and in '.join(paths)}"
+        for name, paths in sorted(found.items())
+        if len(paths) > 1
+    ]
+
+
+# All below; but settings and an error are of servers, and a role in a graph is a weight's.
+WITHOUT_SERVERS = {room for room, level in LEVELS.items() if level < LEVELS["parameter_server"]}
+WITHOUT_SERVERS -= {"config", "errors", "graph"}
+RULES = (
+    upward_imports,
+    cycles,
+    state,
+    environment_reads,
+    heavy_imports,
+    set_loops,
+    packed,
+    caches,
+    names_of_servers,
+    classes_of_one_name,
+)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -290,7 +419,11 @@ def test_the_package_keeps(rule, house):
     [
         (upward_imports, "plan.py", "from .planner import plan"),
         (upward_imports, "plan.py", "def f():\n    import megatron_merak.runtime.engine"),
-        (upward_imports, "plan.py", "import importlib\nimportlib.import_module('megatron_merak.planner')"),
+        (
+            upward_imports,
+            "plan.py",
+            "import importlib\nimportlib.import_module('megatron_merak.planner')",
+        ),
         (upward_imports, "data/blend.py", "from ..runtime import engine"),
         (upward_imports, "config/__init__.py", "from ..cluster import Cluster"),
         (upward_imports, "graph/ir/nodes.py", "from ..capture import capture"),
@@ -307,7 +440,17 @@ def test_the_package_keeps(rule, house):
         (heavy_imports, "cluster.py", "import matplotlib.figure"),
         (set_loops, "runtime/engine.py", "[name for name in {1, 2}]"),
         (packed, "cluster.py", "a, b, c = 1, 2, 3"),
+        (classes_of_one_name, "cluster.py", "class Stage:\n    pass"),
         (caches, "cluster.py", "@functools.cache\ndef f(x):\n    return x"),
+        (
+            upward_imports,
+            "runtime/engine.py",
+            "def f():\n    from ..parameter_server import worker",
+        ),
+        (names_of_servers, "runtime/engine.py", "def f(mesh):\n    return mesh.workers"),
+        (names_of_servers, "runtime/engine.py", "class Mesh:\n    worker: int = 0"),
+        (names_of_servers, "data/blend.py", "def f(world):\n    return world.role is None"),
+        (names_of_servers, "data/blend.py", '"""Of the workers of parameter servers."""'),
     ],
 )
 def test_a_breach_is_seen(rule, path, text, tmp_path):
@@ -319,8 +462,9 @@ def test_a_breach_is_seen(rule, path, text, tmp_path):
         "planner/__init__.py": "from ..plan import x",
         "runtime/__init__.py": "",
         "runtime/engine.py": "",
-        "runtime/stage.py": "from .engine import run",
+        "runtime/stage.py": "from .engine import run\n\n\nclass Stage:\n    pass",
         "data/__init__.py": "",
+        "parameter_server/worker.py": "",
         "config/__init__.py": "",
         "parallel/launch.py": "import os\nos.environ",
         "graph/ir/nodes.py": "",
@@ -337,20 +481,27 @@ def test_a_breach_is_seen(rule, path, text, tmp_path):
 
 
 def test_planning_runs_without_torch(house):
-    """Not only by the look of the imports: every module of the lower levels loads while torch and numpy are barred."""
+    """Not only by the look of the imports: every module of the lower levels loads while torch and
+    numpy are barred.
+    """
     modules = [module.name for module in house if module.room in TORCH_FREE]
     barred = ("torch", "numpy", "transformers", "matplotlib")
     code = (
         f"import sys, importlib\nsys.modules.update(dict.fromkeys({barred!r}))\n"
         f"for name in {[NAME, *modules]!r}: importlib.import_module(name)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_document_shows_the_levels_that_are_enforced(house):
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    shown = {name: int(level) for name, level in re.findall(r"^  (\w+)(?:\.py|/)? +(\d+)  ", text, re.MULTILINE)}
+    shown = {
+        name: int(level)
+        for name, level in re.findall(r"^  (\w+)(?:\.py|/)? +(\d+)  ", text, re.MULTILINE)
+    }
     rooms = {module.room for module in house if module.room}
     assert shown == {room: level for room, level in LEVELS.items() if room in rooms}
 

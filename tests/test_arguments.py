@@ -1,4 +1,6 @@
-"""The command line: frozen names, help for every flag, refusals by name, and equality with the dataclasses."""
+"""The command line: frozen names, help for every flag, refusals by name, and equality with the
+dataclasses.
+"""
 
 import importlib.util
 import subprocess
@@ -39,7 +41,9 @@ BASE_CONFIG = Config(
     train=TrainConfig(micro_batch_size=1),
 )
 HF_BASE = "--model m --seq-length 32 --micro-batch-size 1".split()
-HF_CONFIG = HFConfig(model=HFModelConfig(model="m", seq_length=32), train=TrainConfig(micro_batch_size=1))
+HF_CONFIG = HFConfig(
+    model=HFModelConfig(model="m", seq_length=32), train=TrainConfig(micro_batch_size=1)
+)
 BASES = {Config: (BASE, BASE_CONFIG), HFConfig: (HF_BASE, HF_CONFIG)}
 scripts = pytest.mark.parametrize("kind", BASES, ids=["gpt", "hf"])
 
@@ -135,7 +139,9 @@ def typed(flag) -> list[str]:
 EVERY_FLAG = [(kind, flag) for kind in BASES for flag in flags(kind)]
 
 
-@pytest.mark.parametrize("kind, flag", EVERY_FLAG, ids=[f"{kind.__name__}-{flag.field}" for kind, flag in EVERY_FLAG])
+@pytest.mark.parametrize(
+    "kind, flag", EVERY_FLAG, ids=[f"{kind.__name__}-{flag.field}" for kind, flag in EVERY_FLAG]
+)
 def test_every_flag_reaches_its_field_and_no_other(kind, flag):
     text = typed(flag)
     expected = {
@@ -165,7 +171,9 @@ def test_the_flags_that_the_scripts_share_mean_the_same():
     native, captured = ({flag.name: flag for flag in flags(kind)} for kind in (Config, HFConfig))
     differing = [name for name in native if name in captured and native[name] != captured[name]]
     assert differing == ["--make-vocab-size-divisible-by", "--vocab-size"]
-    assert [flag.name for flag in flags() if flag.name not in captured and flag.section != "model"] == []
+    assert [
+        flag.name for flag in flags() if flag.name not in captured and flag.section != "model"
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -175,25 +183,43 @@ def test_the_flags_that_the_scripts_share_mean_the_same():
         (["--lr", "nan"], "--lr nan: is not a number. Write it like 0.1 or 1e-4."),
         (["--lr", "1e999"], "--lr inf: is not a finite number. Give a finite number."),
         (["--lr", "-3"], "--lr -3.0: is out of range. Use a value above 0."),
-        (["--num-layers", "1e1"], "--num-layers 1e1: is not a whole number. Write it in digits, like 1024."),
-        (["--num-layers", "1_0"], "--num-layers 1_0: is not a whole number. Write it in digits, like 1024."),
+        (
+            ["--num-layers", "1e1"],
+            "--num-layers 1e1: is not a whole number. Write it in digits, like 1024.",
+        ),
+        (
+            ["--num-layers", "1_0"],
+            "--num-layers 1_0: is not a whole number. Write it in digits, like 1024.",
+        ),
         (
             ["--num-layers", "9" * 5000],
             f"--num-layers {'9' * 5000}: is not a whole number. Write it in digits, like 1024.",
         ),
-        (["--hidden-size", "-3"], "--hidden-size -3: is out of range. Use a value at least 1 and at most 1048576."),
+        (
+            ["--hidden-size", "-3"],
+            "--hidden-size -3: is out of range. Use a value at least 1 and at most 1048576.",
+        ),
         (
             ["--optimizer", "muon"],
             "--optimizer muon: is a choice of Megatron-LM that megatron_merak does not have yet. Use adam or sgd or "
             "lion.",
         ),
         (["--swiglu=true"], "--swiglu with a value: is a switch. Give it alone."),
-        (["--swiglu", "true"], "argument true: belongs to no flag. Leave it out; switches take no value."),
+        (
+            ["--swiglu", "true"],
+            "argument true: belongs to no flag. Leave it out; switches take no value.",
+        ),
         (["--lr"], "--lr (no value): expected one argument. Give its value after it."),
-        (["--data-path"], "--data-path (no value): expected at least one argument. Give its value after it."),
+        (
+            ["--data-path"],
+            "--data-path (no value): expected at least one argument. Give its value after it.",
+        ),
         (["--num-layer", "3"], "flag --num-layer: is not known. The nearest is --num-layers."),
         (["--num_layers=3"], "flag --num_layers: is not known. The nearest is --num-layers."),
-        (["--micro-batchsize", "3"], "flag --micro-batchsize: is not known. The nearest is --micro-batch-size."),
+        (
+            ["--micro-batchsize", "3"],
+            "flag --micro-batchsize: is not known. The nearest is --micro-batch-size.",
+        ),
         (["--frobnicate"], "flag --frobnicate: is not known. See --help for all flags."),
         (["-x"], "flag -x: is not known. See --help for all flags."),
         (
@@ -210,7 +236,9 @@ def test_refused_command_lines(tokens, message):
 def test_names_of_other_programs_lead_to_flags_that_exist():
     known = {flag.name for script in SCRIPTS for flag in flags(script)}
     for name, remedy in MEANT.items():
-        assert {word.strip(",:") for word in remedy.split() if word.startswith("--")} <= known, remedy
+        assert {word.strip(",:") for word in remedy.split() if word.startswith("--")} <= known, (
+            remedy
+        )
         assert name not in known and name not in NOT_YET and name not in RENAMED
     error = refusal("--tp", "2")
     assert str(error) == "flag --tp: is not known. Use --tensor-model-parallel-size."
@@ -228,11 +256,11 @@ def test_missing_required_flags_are_listed_together():
 
 def test_parse_tells_every_unknown_flag_on_stderr_and_exits_with_status_2(capsys):
     with pytest.raises(SystemExit) as caught:
-        parse([*BASE, "--context-parallel-size", "--seq-len", "9", "--async-save"])
+        parse([*BASE, "--fp8-format", "--seq-len", "9", "--async-save"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
-        "flag --context-parallel-size: is a Megatron-LM flag that megatron_merak does not have yet. Leave it "
-        "out, or use 1: sequences are not sharded over ranks.",
+        "flag --fp8-format: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out: "
+        "products are computed in the dtype of --bf16 or --fp16, which takes more memory and time.",
         "flag --seq-len: is not known. Use --seq-length.",
         "flag --async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out: training "
         "waits until a checkpoint is written.",
@@ -267,7 +295,10 @@ def test_deviations_from_megatron():
 def test_only_the_deviations_in_effect_are_reported():
     report = deviation_report(config_of("--adam-beta2", "0.999", "--weight-decay", "0.3"))
     assert "--adam-beta2" not in report and "--weight-decay" not in report
-    assert "  --lr-decay-style cosine (Megatron-LM: linear). Shape of the learning rate after warm-up." in report
+    assert (
+        "  --lr-decay-style cosine (Megatron-LM: linear). Shape of the learning rate after warm-up."
+        in report
+    )
     silent = [
         "--tp-comm-overlap",
         "none",
@@ -302,7 +333,9 @@ def test_the_flag_list_in_the_documentation_is_up_to_date():
 
 
 def test_the_command_line_is_read_without_torch_or_numpy():
-    program = "import sys, megatron_merak.arguments; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    program = (
+        "import sys, megatron_merak.arguments; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_merak.config import Batches, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from megatron_merak.config import (
+    Batches,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from megatron_merak.errors import ConfigError
 from megatron_merak.pipeline_parallel.builders import BUILDERS
 from megatron_merak.planner import plan
@@ -18,7 +25,9 @@ from megatron_merak.planner.growth import growth_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "batches.md").read_text(encoding="utf-8")
-SHAPE = ModelConfig(num_layers=6, hidden_size=16, num_attention_heads=2, seq_length=10, vocab_size=50)
+SHAPE = ModelConfig(
+    num_layers=6, hidden_size=16, num_attention_heads=2, seq_length=10, vocab_size=50
+)
 
 
 def run(world: int = 1, load: str | None = None, lr: dict | None = None, **train) -> Config:
@@ -38,7 +47,9 @@ def run(world: int = 1, load: str | None = None, lr: dict | None = None, **train
 
 def ramp(first: int, increment: int, samples: int, last: int) -> Batches:
     words = tuple(map(str, (first, increment, samples)))
-    return run(micro_batch_size=1, train_samples=10**12, global_batch_size=last, rampup_batch_size=words).batches(1)
+    return run(
+        micro_batch_size=1, train_samples=10**12, global_batch_size=last, rampup_batch_size=words
+    ).batches(1)
 
 
 def megatron(consumed: int, first: int, increment: int, samples: int, last: int) -> int:
@@ -52,7 +63,12 @@ def megatron(consumed: int, first: int, increment: int, samples: int, last: int)
 def test_a_ramp_has_megatrons_sizes(first, increment, count, samples, data):
     last = first + increment * count
     batches = ramp(first, increment, samples, last)
-    borders = [consumed for start, _ in batches.sizes for consumed in (start - 1, start, start + 1) if consumed >= 0]
+    borders = [
+        consumed
+        for start, _ in batches.sizes
+        for consumed in (start - 1, start, start + 1)
+        if consumed >= 0
+    ]
     for consumed in (*borders, samples, samples + 1, data.draw(st.integers(0, 2 * samples))):
         assert batches.size(consumed) == megatron(consumed, first, increment, samples, last)
     assert batches.largest == last
@@ -63,13 +79,18 @@ def test_where_floating_point_is_a_sample_late_so_is_the_ramp():
     assert 83808438 * 90 == 63 * 119726340, "in exact numbers the next size begins here"
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=6), st.integers(0, 300))
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=6),
+    st.integers(0, 300),
+)
 def test_steps_are_those_of_a_loop(pieces, samples):
     starts, start = [], 0
     for length, size in pieces:
         starts.append((start, size))
         start += length
-    batches, consumed, sizes = Batches(tuple(starts)), 0, []
+    batches = Batches(tuple(starts))
+    consumed = 0
+    sizes = []
     while consumed + batches.size(consumed) <= samples:
         sizes.append(batches.size(consumed))
         consumed += sizes[-1]
@@ -77,7 +98,9 @@ def test_steps_are_those_of_a_loop(pieces, samples):
     assert [size for size, steps in batches.phases(samples) for _ in range(steps)] == sizes
     if len(sizes) > 2:
         assert batches.steps(samples, sum(sizes[:2])) == len(sizes) - 2
-    assert batches.steps(samples, samples + 7) == 0 and all(steps > 0 for _, steps in batches.phases(samples))
+    assert batches.steps(samples, samples + 7) == 0 and all(
+        steps > 0 for _, steps in batches.phases(samples)
+    )
 
 
 def test_sizes_by_tokens():
@@ -87,16 +110,24 @@ def test_sizes_by_tokens():
 
 
 def test_gpt3():
-    """32 thousand to 3.2 million tokens over 12 billion of 300: the published recipe, in samples of 2,048 tokens."""
+    """32 thousand to 3.2 million tokens over 12 billion of 300: the published recipe, in samples of
+    2,048 tokens.
+    """
     train = {"micro_batch_size": 1, "global_batch_size": 1536, "train_samples": 146_484_375}
     config = run(rampup_batch_size=("16", "16", "5859375"), **train)
-    assert len(config.batches(1).sizes) == 96 and config.iterations(1) == 111_354
+    assert len(config.batches(1).sizes) == 96 and config.iterations(config.batches(1)) == 111_354
 
 
 def test_decreased_where_needed():
-    given_ = {"rampup_batch_size": ("3", "3", "30"), "global_batch_size": 9, "decrease_batch_size_if_needed": True}
+    given_ = {
+        "rampup_batch_size": ("3", "3", "30"),
+        "global_batch_size": 9,
+        "decrease_batch_size_if_needed": True,
+    }
     assert [size for _, size in run(**given_).batches(1).sizes] == [2, 6, 8]
-    assert run(4, global_batch_size=30, decrease_batch_size_if_needed=True).global_batch_size(4) == 24
+    assert (
+        run(4, global_batch_size=30, decrease_batch_size_if_needed=True).global_batch_size(4) == 24
+    )
 
 
 def test_a_run_that_resumes_checks_the_sizes_to_come_only():
@@ -115,7 +146,10 @@ RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
-        ({"train_iters": 5}, "--train-samples 1000: contradicts --train-iters 5. Give only one of them."),
+        (
+            {"train_iters": 5},
+            "--train-samples 1000: contradicts --train-iters 5. Give only one of them.",
+        ),
         (
             RAMP | {"train_samples": None, "train_iters": 5},
             "--rampup-batch-size 2 2 30: counts samples, but the length of the run is not given in samples. "
@@ -130,8 +164,14 @@ RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
             "--rampup-batch-size 2 two 30: is not three positive whole numbers of 15 digits at most. "
             "Write it like '16 16 1000000': the first batch size, the increment, the samples of the ramp.",
         ),
-        (RAMP | {"rampup_batch_size": ("2", "2")}, "--rampup-batch-size 2 2: is not three positive whole numbers"),
-        (RAMP | {"rampup_batch_size": ("2", "0", "9")}, "--rampup-batch-size 2 0 9: is not three positive"),
+        (
+            RAMP | {"rampup_batch_size": ("2", "2")},
+            "--rampup-batch-size 2 2: is not three positive whole numbers",
+        ),
+        (
+            RAMP | {"rampup_batch_size": ("2", "0", "9")},
+            "--rampup-batch-size 2 0 9: is not three positive",
+        ),
         (
             RAMP | {"rampup_batch_size": ("2", "4", "30")},
             "--rampup-batch-size 2 4 30: does not reach --global-batch-size 8: the increment does not divide 6. ",
@@ -154,16 +194,31 @@ RAMP = {"global_batch_size": 8, "rampup_batch_size": ("2", "2", "30")}
             "--step-batch-size-schedule 0:4 x:8: has an entry 'x:8'. "
             "Write it like '0:768 250B:1536 500B:3072': tokens from which on, and samples per step.",
         ),
-        ({"step_batch_size_schedule": "0:4 8"}, "--step-batch-size-schedule 0:4 8: has an entry '8'. "),
-        ({"step_batch_size_schedule": "0:4 nan:8"}, "--step-batch-size-schedule 0:4 nan:8: has an entry 'nan:8'. "),
-        ({"step_batch_size_schedule": "0:4.5"}, "--step-batch-size-schedule 0:4.5: has an entry '0:4.5'. "),
-        ({"step_batch_size_schedule": "0:1_0"}, "--step-batch-size-schedule 0:1_0: has an entry '0:1_0'. "),
+        (
+            {"step_batch_size_schedule": "0:4 8"},
+            "--step-batch-size-schedule 0:4 8: has an entry '8'. ",
+        ),
+        (
+            {"step_batch_size_schedule": "0:4 nan:8"},
+            "--step-batch-size-schedule 0:4 nan:8: has an entry 'nan:8'. ",
+        ),
+        (
+            {"step_batch_size_schedule": "0:4.5"},
+            "--step-batch-size-schedule 0:4.5: has an entry '0:4.5'. ",
+        ),
+        (
+            {"step_batch_size_schedule": "0:1_0"},
+            "--step-batch-size-schedule 0:1_0: has an entry '0:1_0'. ",
+        ),
         (RAMP | {"rampup_batch_size": ("2", "2", "9" * 5000)}, "--rampup-batch-size 2 2 9"),
         (
             RAMP | {"rampup_batch_size": ("2", "2", "30"), "global_batch_size": 3 * 10**8},
             "--rampup-batch-size 2 2 30: makes 149,999,999 batch sizes. Raise the increment to 3000.",
         ),
-        ({"step_batch_size_schedule": "50:4"}, "--step-batch-size-schedule 50:4: does not say the size from 0 tokens"),
+        (
+            {"step_batch_size_schedule": "50:4"},
+            "--step-batch-size-schedule 50:4: does not say the size from 0 tokens",
+        ),
         (
             {"step_batch_size_schedule": "0:4 5:8"},
             "--step-batch-size-schedule 0:4 5:8: '5:8' does not begin after the entry before it.",
@@ -205,20 +260,33 @@ def test_what_contradicts_itself_is_refused(given_, message):
 @pytest.mark.parametrize("schedule", [*BUILDERS, "auto"])
 def test_every_schedule_grows(schedule):
     """The table has each size's own micro-batches, and steps that take longer."""
-    train = TrainConfig(micro_batch_size=1, global_batch_size=8, train_samples=60, rampup_batch_size=("2", "2", "24"))
+    train = TrainConfig(
+        micro_batch_size=1,
+        global_batch_size=8,
+        train_samples=60,
+        rampup_batch_size=("2", "2", "24"),
+    )
     parallel = {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule}
     kind = Config.__dataclass_fields__["parallel"].type
     config = Config(model=SHAPE, train=train, parallel=kind(**parallel))
     lines = growth_table(plan(config, 2), config.phases(2)).splitlines()
     rows = [line.split() for line in lines[2:-1]]
-    assert [row[:3] for row in rows] == [["2", "4", "2"], ["4", "2", "4"], ["6", "2", "6"], ["8", "4", "8"]]
+    assert [row[:3] for row in rows] == [
+        ["2", "4", "2"],
+        ["4", "2", "4"],
+        ["6", "2", "6"],
+        ["8", "4", "8"],
+    ]
     times = [float(row[3]) for row in rows]
     assert times == sorted(times) and times[0] < times[-1] and lines[-1] == "12 steps in all"
     assert growth_table(plan(config, 2), [(8, 5)]) == ""
 
 
 def test_the_page_shows_how_a_size_that_does_not_fit_is_refused():
-    words = re.search(r"pretrain_gpt.py \.\.\. --micro-batch-size 2 .*--rampup-batch-size (.*)\nrank 0: (.*)\n", PAGE)
+    words = re.search(
+        r"pretrain_gpt.py \.\.\. --micro-batch-size 2 .*--rampup-batch-size (.*)\nrank 0: (.*)\n",
+        PAGE,
+    )
     with pytest.raises(ConfigError) as error:
         run(global_batch_size=8, rampup_batch_size=tuple(words[1].split()))
     assert str(error.value) == words[2]
@@ -229,7 +297,9 @@ def test_the_page_shows_how_a_size_that_does_not_fit_is_refused():
 def test_the_example_learns_faster_while_batches_are_small(tmp_path):
     command = [sys.executable, "examples/growing_batch.py", "--directory", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    told = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     line = r"{} batch: +(\d+) steps, a loss of 6.0 after (\d+) samples, "
     (steps, large), (more, small) = (
         map(int, re.search(line.format(name), told).groups()) for name in ("constant", "growing")

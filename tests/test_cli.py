@@ -1,4 +1,6 @@
-"""Commands: one table, no torch before a command line is understood, and one line where all ranks say the same."""
+"""Commands: one table, no torch before a command line is understood, and one line where all ranks
+say the same.
+"""
 
 import importlib
 import os
@@ -44,23 +46,33 @@ TOOLS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tools/*.
 def run(*arguments: str, **settings: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | settings
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_the_entry_points_are_the_commands():
-    assert PROJECT["project"]["scripts"] == {f"merak-{name}": command.target for name, command in COMMANDS.items()}
+    assert PROJECT["project"]["scripts"] == {
+        f"merak-{name}": command.target for name, command in COMMANDS.items()
+    }
     for command in COMMANDS.values():
         module, _, function = command.target.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_the_version_is_that_of_the_package():
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "megatron_merak.__version__"}
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "megatron_merak.__version__"
+    }
     assert run("-m", "megatron_merak", "--version").stdout == f"{megatron_merak.__version__}\n"
 
 
 def test_no_help_and_no_unknown_flag_imports_a_heavy_library():
-    lines = [[script, flag] for script in [*SCRIPTS.values(), *TOOLS] for flag in ("--help", "--no-such-flag")]
+    lines = [
+        [script, flag]
+        for script in [*SCRIPTS.values(), *TOOLS]
+        for flag in ("--help", "--no-such-flag")
+    ]
     lines += [["tools/plan.py", "show", "--no-such-flag"], ["pretrain_gpt.py", "--num-layers", "2"]]
     done = run("-c", SEEN.replace("LINES", repr(lines)))
     assert done.returncode == 0, done.stderr
@@ -70,22 +82,41 @@ def test_no_help_and_no_unknown_flag_imports_a_heavy_library():
 
 def test_the_module_lists_commands_and_starts_them():
     listed = run("-m", "megatron_merak").stdout
-    assert all(re.search(rf"^  {name} +{re.escape(command.text)}$", listed, re.M) for name, command in COMMANDS.items())
+    assert all(
+        re.search(rf"^  {name} +{re.escape(command.text)}$", listed, re.M)
+        for name, command in COMMANDS.items()
+    )
     unknown = run("-m", "megatron_merak", "plam")
-    assert (unknown.returncode, unknown.stderr) == (2, "command plam: is not known. The nearest is plan.\n")
+    assert (unknown.returncode, unknown.stderr) == (
+        2,
+        "command plam: is not known. The nearest is plan.\n",
+    )
     shown = run("-m", "megatron_merak", "plan", "show", "nowhere.json")
     assert shown.returncode == 1 and shown.stderr.startswith(f"{MODULE} plan: plan nowhere.json: ")
 
 
 def test_the_number_of_ranks_is_left_out_where_ranks_are_started():
-    flags = ["--lr", "1", "--nproc-per-node", "8", "--bf16", "--nproc-per-node=4", "--tokenizer-model", "x"]
+    flags = [
+        "--lr",
+        "1",
+        "--nproc-per-node",
+        "8",
+        "--bf16",
+        "--nproc-per-node=4",
+        "--tokenizer-model",
+        "x",
+    ]
     assert without_flag(flags) == ["--lr", "1", "--bf16", "--tokenizer-model", "x"]
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     [
-        (["--nproc-per-node", "3", "--tensor-model-parallel-size", "2"], 2, "the number of ranks 3: is not a multiple"),
+        (
+            ["--nproc-per-node", "3", "--tensor-model-parallel-size", "2"],
+            2,
+            "the number of ranks 3: is not a multiple",
+        ),
         (["--nproc-per-node", "many"], 2, "--nproc-per-node many: it is not a number of ranks"),
         pytest.param(
             ["--nproc-per-node", "2", "--load", "nowhere", "--exit-on-missing-checkpoint"],
@@ -110,11 +141,25 @@ def test_under_torchrun_ranks_tell_a_mistake_once():
 
 def test_an_interrupted_run_says_so_in_one_line():
     """As Ctrl-C does it: the terminal sends the signal to the launcher and to every rank."""
-    command = [sys.executable, "-m", "megatron_merak", "pretrain", *SMALL, "--train-iters", "1000000"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_merak",
+        "pretrain",
+        *SMALL,
+        "--train-iters",
+        "1000000",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [*command, "--nproc-per-node", "2", "--tensor-model-parallel-size", "2"]
-    with subprocess.Popen(started, cwd=ROOT, env=environment, start_new_session=True, **pipes) as job:
+    with subprocess.Popen(
+        started, cwd=ROOT, env=environment, start_new_session=True, **pipes
+    ) as job:
         for line in job.stdout:
             if "consumed samples" in line:
                 break
@@ -124,7 +169,12 @@ def test_an_interrupted_run_says_so_in_one_line():
 
 
 def test_an_error_that_was_not_foreseen_comes_with_its_traceback(monkeypatch, capsys):
-    error = MerakError("KeyError", "'x'", "on rank 1, this failure was not foreseen", "Read the traceback of that rank")
+    error = MerakError(
+        "KeyError",
+        "'x'",
+        "on rank 1, this failure was not foreseen",
+        "Read the traceback of that rank",
+    )
     error.trace = "Traceback (most recent call last):\n  ...\nKeyError: 'x'"
 
     def fail():

@@ -1,4 +1,6 @@
-"""The configuration: derived values, what is refused and in which words, and the JSON round trip."""
+"""The configuration: derived values, what is refused and in which words, and the JSON
+round trip.
+"""
 
 import dataclasses
 import json
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_merak.config import (
     Config,
+    HFCheckpointConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -22,7 +25,12 @@ from tests.config import MODEL, TP, make, refusal
 
 def test_derived_model_values():
     model = ModelConfig(**MODEL)
-    assert (model.ffn_size, model.head_dim, model.query_groups, model.max_positions) == (256, 8, 8, 32)
+    assert (model.ffn_size, model.head_dim, model.query_groups, model.max_positions) == (
+        256,
+        8,
+        8,
+        32,
+    )
     llama = ModelConfig(
         **{**MODEL, "hidden_size": 512},
         swiglu=True,
@@ -33,7 +41,12 @@ def test_derived_model_values():
         position_embedding_type="rope",
         rotary_percent=0.25,
     )
-    assert (llama.ffn_size, llama.head_dim, llama.query_groups, llama.max_positions) == (1344, 128, 2, 99)
+    assert (llama.ffn_size, llama.head_dim, llama.query_groups, llama.max_positions) == (
+        1344,
+        128,
+        2,
+        99,
+    )
     assert (model.rotary_dim, llama.rotary_dim) == (0, 32)
     assert ModelConfig(**MODEL, ffn_hidden_size=100).ffn_size == 100
 
@@ -56,13 +69,16 @@ def test_padded_vocabulary(vocab, tp, padded):
 
 
 def test_unknown_vocabulary_cannot_be_padded():
-    with pytest.raises(ConfigError, match=r"--vocab-size \(unset\): is needed to size the embedding"):
+    with pytest.raises(
+        ConfigError, match=r"--vocab-size \(unset\): is needed to size the embedding"
+    ):
         ModelConfig(**{**MODEL, "vocab_size": None}).padded_vocab_size(1)
 
 
 def test_batch_arithmetic():
     config = make(
-        parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, train={"global_batch_size": 24}
+        parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        train={"global_batch_size": 24},
     )
     assert [config.data_parallel_size(world) for world in (4, 8, 12)] == [1, 2, 3]
     assert [config.num_microbatches(world) for world in (4, 8, 12)] == [12, 6, 4]
@@ -82,7 +98,13 @@ def test_dtype_names():
 VALID = [
     ({}, 1),
     ({}, 7),
-    ({"model": {"kv_channels": 16, "hidden_size": 63}, "parallel": {"tensor_model_parallel_size": 4}}, 4),
+    (
+        {
+            "model": {"kv_channels": 16, "hidden_size": 63},
+            "parallel": {"tensor_model_parallel_size": 4},
+        },
+        4,
+    ),
     (
         {
             "model": {"group_query_attention": True, "num_query_groups": 2},
@@ -91,12 +113,39 @@ VALID = [
         8,
     ),
     ({"parallel": {"pipeline_model_parallel_size": 6}}, 6),
-    ({"model": {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_factor": 32.0}}, 1),
+    (
+        {
+            "model": {
+                "position_embedding_type": "rope",
+                "use_rope_scaling": True,
+                "rope_scaling_factor": 32.0,
+            }
+        },
+        1,
+    ),
     ({"train": {"skip_train": True, "train_iters": None}, "optimizer": {"lr": None}}, 1),
     ({"optimizer": {"lr_warmup_iters": 9}}, 1),
     ({"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 10}}, 1),
-    ({"optimizer": {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1}}, 1),
-    ({"data": {"mock_data": False, "data_path": ["1", "a", "2", "b"], "tokenizer_type": "NullTokenizer"}}, 1),
+    (
+        {
+            "optimizer": {
+                "weight_decay_incr_style": "linear",
+                "start_weight_decay": 0.0,
+                "end_weight_decay": 0.1,
+            }
+        },
+        1,
+    ),
+    (
+        {
+            "data": {
+                "mock_data": False,
+                "data_path": ["1", "a", "2", "b"],
+                "tokenizer_type": "NullTokenizer",
+            }
+        },
+        1,
+    ),
     (
         {
             "data": {
@@ -109,7 +158,18 @@ VALID = [
         },
         1,
     ),
-    ({"checkpoint": {"save": "c", "save_interval": 5, "save_retain_interval": 10, "load": "c", "finetune": True}}, 1),
+    (
+        {
+            "checkpoint": {
+                "save": "c",
+                "save_interval": 5,
+                "save_retain_interval": 10,
+                "load": "c",
+                "finetune": True,
+            }
+        },
+        1,
+    ),
 ]
 
 
@@ -121,7 +181,9 @@ def test_valid_combinations_pass(sections, world_size):
 def test_sequence_parallelism_of_one_rank_is_ignored_and_told():
     alone = make(parallel={"sequence_parallel": True})
     alone.validate(1)
-    assert alone.ignored() == ("--sequence-parallel has no effect: --tensor-model-parallel-size is 1.",)
+    assert alone.ignored() == (
+        "--sequence-parallel has no effect: --tensor-model-parallel-size is 1.",
+    )
     assert make(parallel={"sequence_parallel": True, TP: 2}).ignored() == make().ignored() == ()
 
 
@@ -138,11 +200,16 @@ def test_replicas_are_divided_into_instances_that_shard():
     def told(instances, ranks=16, tp=2, **parallel):
         return refusal({"parallel": {count: instances, TP: tp, **(parallel or zero)}}, ranks)
 
-    assert make(parallel={count: 4, TP: 2, **zero}, train={"global_batch_size": 16}).validate(16) is None
+    assert (
+        make(parallel={count: 4, TP: 2, **zero}, train={"global_batch_size": 16}).validate(16)
+        is None
+    )
     flag = "--num-distributed-optimizer-instances"
     assert told(3) == f"{flag} 3: does not divide the 8 data-parallel ranks. Use 2 or 4."
     assert told(16) == f"{flag} 16: does not divide the 8 data-parallel ranks. Use 4."
-    assert told(8).startswith(f"{flag} 8: an instance would be one of the 8 data-parallel ranks, which shards nothing.")
+    assert told(8).startswith(
+        f"{flag} 8: an instance would be one of the 8 data-parallel ranks, which shards nothing."
+    )
     assert told(8).endswith("Use 4, or the strategy no_shard.")
     assert told(2, ranks=2) == f"{flag} 2: there is one data-parallel rank. Leave it 1."
     assert told(2, ranks=6) == f"{flag} 2: does not divide the 3 data-parallel ranks. Use 1."
@@ -196,7 +263,10 @@ def test_round_trip_through_json(sections):
         ),
         ({"train": {}}, "--micro-batch-size (missing): has no default. Give a value."),
         ({"train": [1]}, "TrainConfig [1]: is not a mapping. Give a mapping with the keys"),
-        ({"train": {"micro_batch_size": "1"}}, "--micro-batch-size '1': is not a whole number. Give a whole number."),
+        (
+            {"train": {"micro_batch_size": "1"}},
+            "--micro-batch-size '1': is not a whole number. Give a whole number.",
+        ),
     ],
 )
 def test_damaged_dictionaries(change, message):
@@ -207,7 +277,9 @@ def test_damaged_dictionaries(change, message):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -239,3 +311,29 @@ def test_remedies_name_working_values(value, step):
     for text in multiples(value, step).split(" or "):
         assert not text or int(text) % step == 0 and int(text) > 0
     assert closest(value, divisors(step)) or value == step == 1
+
+
+SECTIONS = (ParallelConfig, TrainConfig, OptimizerConfig, ModelConfig, HFCheckpointConfig)
+NEEDING = [
+    (section, row, needs)
+    for section in SECTIONS
+    for row in dataclasses.fields(section)
+    if (given := row.metadata.get("needs"))
+    for needs in (given if isinstance(given, tuple) else (given,))
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "row", "needs"),
+    NEEDING,
+    ids=[f"{row.name}-{needs.name}" for _, row, needs in NEEDING],
+)
+def test_a_setting_needs_another_of_its_section_with_a_value_that_it_can_have(section, row, needs):
+    (other,) = (field for field in dataclasses.fields(section) if field.name == needs.name)
+    assert set(needs.values) <= set(other.metadata.get("choices", ()))
+    assert row.default is not dataclasses.MISSING
+    enough = needs.values[0] if needs.values else True
+    assert needs.missing(enough) is None
+    if other.default not in needs.values:
+        reason, remedy = needs.missing(other.default)
+        assert reason.startswith("has ") and "{" not in reason and remedy

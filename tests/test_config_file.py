@@ -1,4 +1,6 @@
-"""--config FILE: settings by name or section, refused by file, line and key; stored ones read back equal."""
+"""--config FILE: settings by name or section, refused by file, line and key; stored ones read back
+equal.
+"""
 
 import subprocess
 import sys
@@ -42,10 +44,16 @@ def legal(flag) -> object:
     """A value of the flag that is not its default and legal for every check of the value alone."""
     if "choices" in flag.metadata:
         return next(choice for choice in flag.metadata["choices"] if choice != flag.default)
-    number = 1.5e-05 + flag.metadata.get("least", 0) if flag.metadata.get("most", 1) < 2**32 else 1e10
-    return {bool: True, int: 7, float: number, str: "1e-5: 'x' # \"\n é ~", tuple: ["1e3", "null", "a b", "010"]}[
-        flag.kind
-    ]
+    number = (
+        1.5e-05 + flag.metadata.get("least", 0) if flag.metadata.get("most", 1) < 2**32 else 1e10
+    )
+    return {
+        bool: True,
+        int: 7,
+        float: number,
+        str: "1e-5: 'x' # \"\n é ~",
+        tuple: ["1e3", "null", "a b", "010"],
+    }[flag.kind]
 
 
 @pytest.mark.parametrize("kind", BASES, ids=["gpt", "hf"])
@@ -64,9 +72,11 @@ def test_every_flag_with_another_value_reads_back_from_a_stored_configuration(ki
     read_back = config_of(f"--config={file(text_of(config.to_dict(), ''))}", kind=kind).to_dict()
     for flag in flags(kind):
         found = read_back[flag.section][flag.field]
-        assert found == config.to_dict()[flag.section][flag.field] != base.to_dict()[flag.section][flag.field], (
-            flag.name
-        )
+        assert (
+            found
+            == config.to_dict()[flag.section][flag.field]
+            != base.to_dict()[flag.section][flag.field]
+        ), flag.name
 
 
 @pytest.mark.parametrize(
@@ -94,7 +104,11 @@ def test_the_command_line_takes_precedence_wherever_it_stands(file):
         ["--config", name, "--lr", "2", "--data-path", "c"],
     ):
         config = config_of(*BASES[Config], *given)
-        assert (config.optimizer.lr, config.optimizer.weight_decay, config.data.data_path) == (2.0, 0.3, ("c",))
+        assert (config.optimizer.lr, config.optimizer.weight_decay, config.data.data_path) == (
+            2.0,
+            0.3,
+            ("c",),
+        )
 
 
 def test_a_file_with_a_model_is_for_the_other_script(file):
@@ -106,7 +120,13 @@ def test_a_file_with_a_model_is_for_the_other_script(file):
     ]
     assert expanded(["--config", file("model: {num-layers: 3}")]) == ["--num-layers=3"]
     assert config_of(
-        "--seq-length", "8", "--micro-batch-size", "1", "--config", file("model: {model: m}"), kind=HFConfig
+        "--seq-length",
+        "8",
+        "--micro-batch-size",
+        "1",
+        "--config",
+        file("model: {model: m}"),
+        kind=HFConfig,
     )
     assert expanded(["--lr", "1"]) == ["--lr", "1"]
 
@@ -207,7 +227,10 @@ def test_a_value_that_holds_itself_is_refused(file):
         ),
         (["--config", "."], "--config .: it cannot be read (Is a directory). Name a YAML file."),
         (["--config"], "--config (no value): expected one argument. Give its value after it."),
-        (["--config", "--lr", "1"], "--config (no value): expected one argument. Give its value after it."),
+        (
+            ["--config", "--lr", "1"],
+            "--config (no value): expected one argument. Give its value after it.",
+        ),
         (
             ["--config=a.yaml", "--config", "b.yaml"],
             "--config a.yaml b.yaml: is given more than once. Put the settings into one file.",
@@ -232,7 +255,9 @@ def test_yaml_is_imported_only_where_a_file_is_named(file):
     lines = {"[]": BASES[Config], "['yaml']": [*BASES[Config], "--config", file("lr: 1")]}
     for expected, given in lines.items():
         command = [sys.executable, "-c", program.format(given, seen)]
-        done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+        )
         assert done.stdout.strip() == expected, done.stderr
 
 

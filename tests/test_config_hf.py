@@ -19,7 +19,9 @@ from tests.config import PP, TP
 HF_MODEL = {"model": "directory", "seq_length": 32}
 
 
-def make_hf(*, model=None, parallel=None, train=None, optimizer=None, data=None, checkpoint=None) -> HFConfig:
+def make_hf(
+    *, model=None, parallel=None, train=None, optimizer=None, data=None, checkpoint=None
+) -> HFConfig:
     return HFConfig(
         model=HFModelConfig(**{**HF_MODEL, **(model or {})}),
         parallel=ParallelConfig(**(parallel or {})),
@@ -47,16 +49,28 @@ def test_the_directory_of_a_captured_model_knows_its_vocabulary_and_tokenizer(da
 @pytest.mark.parametrize(
     "sections, world_size, message",
     [
-        ({"parallel": {TP: 2}}, 3, "the number of ranks 3: is not a multiple of --tensor-model-parallel-size 2"),
+        (
+            {"parallel": {TP: 2}},
+            3,
+            "the number of ranks 3: is not a multiple of --tensor-model-parallel-size 2",
+        ),
         ({"data": {"mock_data": False}}, 1, "--data-path (missing): there is no data to train on"),
-        ({"data": {"tokenizer_model": "t"}}, 1, "--tokenizer-model t: is read only by a HuggingFaceTokenizer"),
+        (
+            {"data": {"tokenizer_model": "t"}},
+            1,
+            "--tokenizer-model t: is read only by a HuggingFaceTokenizer",
+        ),
         ({"train": {"global_batch_size": 3}}, 1, "--global-batch-size 3: is not a multiple"),
         ({"optimizer": {"lr": None}}, 1, "--lr (missing)"),
-        ({"checkpoint": {"save_interval": 2}}, 1, "--save-interval 2: has no effect without --save"),
         (
-            {"parallel": {TP: 2, "sequence_parallel": True}},
+            {"checkpoint": {"save_interval": 2}},
+            1,
+            "--save-interval 2: has no effect without --save",
+        ),
+        (
+            {"model": {"seq_length": 15}, "parallel": {TP: 2, "sequence_parallel": True}},
             2,
-            "--sequence-parallel True: is only supported for native models",
+            "--seq-length 15: is not a multiple of --tensor-model-parallel-size 2, and --sequence-parallel divides it",
         ),
     ],
 )
@@ -67,5 +81,7 @@ def test_a_run_of_a_captured_model_is_checked_like_any_other(sections, world_siz
 
 
 def test_a_captured_run_survives_json():
-    config = make_hf(data={"data_path": ["1", "a"], "mock_data": False}, checkpoint={"save_hf": "x"})
+    config = make_hf(
+        data={"data_path": ["1", "a"], "mock_data": False}, checkpoint={"save_hf": "x"}
+    )
     assert HFConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

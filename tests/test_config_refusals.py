@@ -87,8 +87,16 @@ REFUSED = [
         "--rotary-percent 0.4: rotates 3 of a head's 8 channels, an odd number or none. "
         "Change it, --kv-channels or --num-attention-heads.",
     ),
-    ({"parallel": {TP: 3}}, 3, "--tensor-model-parallel-size 3: does not divide --num-attention-heads 8. Use 2 or 4."),
-    ({"parallel": {TP: 16}}, 16, "--tensor-model-parallel-size 16: does not divide --num-attention-heads 8. Use 8."),
+    (
+        {"parallel": {TP: 3}},
+        3,
+        "--tensor-model-parallel-size 3: does not divide --num-attention-heads 8. Use 2 or 4.",
+    ),
+    (
+        {"parallel": {TP: 16}},
+        16,
+        "--tensor-model-parallel-size 16: does not divide --num-attention-heads 8. Use 8.",
+    ),
     (
         {"model": {"ffn_hidden_size": 30}, "parallel": {TP: 4}},
         4,
@@ -146,7 +154,11 @@ REFUSED = [
         "--lr (missing): is needed to train. Give the peak learning rate, or --skip-train.",
     ),
     ({"optimizer": {"min_lr": 0.01}}, 1, "--min-lr 0.01: exceeds --lr 0.001. Use at most 0.001."),
-    ({"optimizer": {"lr_warmup_init": 0.01}}, 1, "--lr-warmup-init 0.01: exceeds --lr 0.001. Use at most 0.001."),
+    (
+        {"optimizer": {"lr_warmup_init": 0.01}},
+        1,
+        "--lr-warmup-init 0.01: exceeds --lr 0.001. Use at most 0.001.",
+    ),
     (
         {"optimizer": {"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}},
         1,
@@ -185,7 +197,13 @@ REFUSED = [
         "--start-weight-decay (missing): is needed with --weight-decay-incr-style linear. Give it.",
     ),
     (
-        {"optimizer": {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1}},
+        {
+            "optimizer": {
+                "weight_decay_incr_style": "cosine",
+                "start_weight_decay": 0.2,
+                "end_weight_decay": 0.1,
+            }
+        },
         1,
         "--end-weight-decay 0.1: is below --start-weight-decay 0.2. Use at least 0.2.",
     ),
@@ -194,7 +212,11 @@ REFUSED = [
         1,
         "--data-path (missing): there is no data to train on. Give --data-path, --train-data-path or --mock-data.",
     ),
-    ({"data": {"data_path": ("a",)}}, 1, "--data-path (given): contradicts --mock-data. Give only one source of data."),
+    (
+        {"data": {"data_path": ("a",)}},
+        1,
+        "--data-path (given): contradicts --mock-data. Give only one source of data.",
+    ),
     (
         {"data": {"mock_data": False, "data_path": ("a",), "test_data_path": ("b",)}},
         1,
@@ -210,7 +232,11 @@ REFUSED = [
         1,
         "--split '1, x': is not a list of one to three weights separated by commas. Write it like '969, 30, 1'.",
     ),
-    ({"data": {"split": "0,0"}}, 1, "--split '0,0': gives every part weight 0. Write it like '969, 30, 1'."),
+    (
+        {"data": {"split": "0,0"}},
+        1,
+        "--split '0,0': gives every part weight 0. Write it like '969, 30, 1'.",
+    ),
     (
         {"data": {"tokenizer_type": "HuggingFaceTokenizer"}},
         1,
@@ -310,7 +336,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("sections, world_size, message", REFUSED, ids=[row[2].split(".")[0] for row in REFUSED])
+@pytest.mark.parametrize(
+    "sections, world_size, message", REFUSED, ids=[row[2].split(".")[0] for row in REFUSED]
+)
 def test_refused_combinations(sections, world_size, message):
     assert refusal(sections, world_size) == message
 
@@ -318,12 +346,27 @@ def test_refused_combinations(sections, world_size, message):
 @pytest.mark.parametrize(
     "sections, message",
     [
-        ({"model": {"num_layers": 0}}, "--num-layers 0: is out of range. Use a value at least 1 and at most 65536."),
+        (
+            {"model": {"num_layers": 0}},
+            "--num-layers 0: is out of range. Use a value at least 1 and at most 65536.",
+        ),
         ({"checkpoint": {"save": ""}}, "--save '': is empty. Give a value, or leave the flag out."),
-        ({"data": {"data_path": ["", "x"]}}, "--data-path ('', 'x'): is empty. Give a value, or leave the flag out."),
-        ({"model": {"num_layers": 2.0}}, "--num-layers 2.0: is not a whole number. Give a whole number."),
-        ({"model": {"num_layers": True}}, "--num-layers True: is not a whole number. Give a whole number."),
-        ({"model": {"num_layers": None}}, "--num-layers None: is not a whole number. Give a whole number."),
+        (
+            {"data": {"data_path": ["", "x"]}},
+            "--data-path ('', 'x'): is empty. Give a value, or leave the flag out.",
+        ),
+        (
+            {"model": {"num_layers": 2.0}},
+            "--num-layers 2.0: is not a whole number. Give a whole number.",
+        ),
+        (
+            {"model": {"num_layers": True}},
+            "--num-layers True: is not a whole number. Give a whole number.",
+        ),
+        (
+            {"model": {"num_layers": None}},
+            "--num-layers None: is not a whole number. Give a whole number.",
+        ),
         (
             {"model": {"hidden_dropout": 1}},
             "--hidden-dropout 1.0: is out of range. Use a value at least 0 and below 1.",
@@ -342,7 +385,10 @@ def test_refused_combinations(sections, world_size, message):
             {"parallel": {"recompute_granularity": "partial"}},
             "--recompute-granularity partial: is not one of the choices. Use full or selective, or leave the flag out.",
         ),
-        ({"optimizer": {"lr": math.nan}}, "--lr nan: is not a finite number. Give a finite number."),
+        (
+            {"optimizer": {"lr": math.nan}},
+            "--lr nan: is not a finite number. Give a finite number.",
+        ),
         ({"optimizer": {"lr": 0}}, "--lr 0.0: is out of range. Use a value above 0."),
         ({"optimizer": {"lr": "1e-3"}}, "--lr '1e-3': is not a number. Give a number."),
         ({"optimizer": {"lr": 10**400}}, f"--lr {10**400}: is not a number. Give a number."),
@@ -350,8 +396,14 @@ def test_refused_combinations(sections, world_size, message):
             {"train": {"seed": 2**32}},
             "--seed 4294967296: is out of range. Use a value at least 0 and at most 4294967295.",
         ),
-        ({"data": {"data_path": "a"}}, "--data-path 'a': is not a list of texts. Give a list of texts."),
-        ({"data": {"data_path": [1, "a"]}}, "--data-path (1, 'a'): is not a list of texts. Give a list of texts."),
+        (
+            {"data": {"data_path": "a"}},
+            "--data-path 'a': is not a list of texts. Give a list of texts.",
+        ),
+        (
+            {"data": {"data_path": [1, "a"]}},
+            "--data-path (1, 'a'): is not a list of texts. Give a list of texts.",
+        ),
     ],
 )
 def test_refused_values(sections, message):

@@ -1,4 +1,6 @@
-"""Measured rates: nearest shapes, the file that holds them and what it refuses, and what plans make of them."""
+"""Measured rates: nearest shapes, the file that holds them and what it refuses, and what plans make
+of them.
+"""
 
 import json
 from dataclasses import replace
@@ -28,6 +30,7 @@ from megatron_merak.planner.cost import unit_costs
 from megatron_merak.planner.make import plan_chain
 from megatron_merak.stages.devices import cluster_of
 from megatron_merak.training.planned import configured, parser, planned
+from tests.requests import request
 
 # FLOP/s of round numbers, so that times can be added by hand; copies take no time that shows.
 RATES = Rates(
@@ -41,7 +44,9 @@ RATES = Rates(
 )
 DEVICE = Device("cpu", 400e9, 240e9, 1e30, 0, 1.0, rates=RATES)
 HERE = replace(CLUSTERS["cpu"], device=DEVICE)
-LINEAR = Unit("u", "u", parameters=64, flops=1024, saved_bytes=0, output_bytes=1, products=((8, 16, 4),))
+LINEAR = Unit(
+    "u", "u", parameters=64, flops=1024, saved_bytes=0, output_bytes=1, products=((8, 16, 4),)
+)
 
 
 def cost(unit, cluster=HERE, dtype="float32"):
@@ -52,7 +57,10 @@ def test_the_nearest_shape_and_size_count():
     assert RATES.product(9, 17, 4, "float32").forward == 1e3
     assert RATES.product(100, 1600, 400, "float32").forward == 1e6
     assert RATES.product(8, 16, 4, "float16") is None
-    assert RATES.attend(2e3, "float32").backward == 50.0 and RATES.attend(1e9, "float32").backward == 1e5
+    assert (
+        RATES.attend(2e3, "float32").backward == 50.0
+        and RATES.attend(1e9, "float32").backward == 1e5
+    )
 
 
 def test_times_of_a_unit_add_up_by_hand():
@@ -74,7 +82,7 @@ def test_what_was_not_measured_counts_by_the_peak():
 
 
 def test_a_stored_plan_predicts_the_same_with_its_rates():
-    plan = plan_chain([LINEAR, replace(LINEAR, name="v")], Grid(), microbatches=2, micro_batch_size=1, cluster=HERE)
+    plan = plan_chain([LINEAR, replace(LINEAR, name="v")], request(microbatches=2), HERE)
     again = Plan.from_json(plan.to_json())
     assert again == plan and again.cluster.device.rates == RATES
     assert plan.predicted_time == pytest.approx(2 * 2 * (1.024 + 0.768))
@@ -87,7 +95,9 @@ def test_a_profile_is_read_back_and_takes_the_place_of_the_tables_device(tmp_pat
     assert profiled(CLUSTERS["laptop"], None) is CLUSTERS["laptop"]
     HERE.to_json(tmp_path / "cluster.json")  # what --emulate reads
     assert Cluster.from_json(tmp_path / "cluster.json") == HERE
-    with pytest.raises(ConfigError, match=r"--device-profile .*it was measured on cpu, and this plan is for H100"):
+    with pytest.raises(
+        ConfigError, match=r"--device-profile .*it was measured on cpu, and this plan is for H100"
+    ):
         profiled(find_cluster("H100"), str(path))
 
 
@@ -95,16 +105,27 @@ def test_runs_and_tools_plan_with_it(tmp_path):
     path = str(tmp_path / "profile.json")
     Profile(DEVICE, "cpu", "2026-11-23", "2.11").to_json(path)
     assert cluster_of(World(0, 1, torch.device("cpu")), path) == HERE
-    with pytest.raises(ConfigError, match=r"--device-profile .*an emulated cluster defines its own device"):
+    with pytest.raises(
+        ConfigError, match=r"--device-profile .*an emulated cluster defines its own device"
+    ):
         cluster_of(World(0, 1, torch.device("cpu"), CLUSTERS["dgx-a100"]), path)
 
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --vocab-size 9"
-    config, own = configured(parser("", "", Config)[0], [*shape.split(), "--world-size", "1", "--device-profile", path])
-    (found, _), (usual, _) = planned(config, own), planned(replace(config, parallel=ParallelConfig()), own)
-    assert found.cluster == HERE and usual.cluster == CLUSTERS["cpu"] and found.predicted_time > usual.predicted_time
+    config, own = configured(
+        parser("", "", Config)[0], [*shape.split(), "--world-size", "1", "--device-profile", path]
+    )
+    (found, _), (usual, _) = (
+        planned(config, own),
+        planned(replace(config, parallel=ParallelConfig()), own),
+    )
+    assert (
+        found.cluster == HERE
+        and usual.cluster == CLUSTERS["cpu"]
+        and found.predicted_time > usual.predicted_time
+    )
 
     arguments = MerakArguments(str(tmp_path), use_cpu=True, report_to="none", device_profile=path)
-    assert wishes(arguments)["plan"]["cluster"] == HERE
+    assert wishes(arguments)["cluster"] == HERE
 
 
 def _change(*path, to):
@@ -122,10 +143,19 @@ MISTAKES = [
     (lambda found: found.pop("date"), "the key date is missing"),
     (_change("device", "rates", to=None), "it holds no measured product"),
     (_change("device", "rates", "products", to=[]), "it holds no measured product"),
-    (_change("device", "rates", to=[1]), "device: rates (keys): it is not an object of products, attention and source"),
+    (
+        _change("device", "rates", to=[1]),
+        "device: rates (keys): it is not an object of products, attention and source",
+    ),
     (_change("device", "rates", "products", to=3), "device: rates: products 3: it is not a list"),
-    (_change("device", "rates", "products", 0, "m", to=-1), "products: row 0: m -1: it is not a finite number above 0"),
-    (_change("device", "rates", "products", 1, "dtype", to=1), "products: row 1: dtype 1: it is not text"),
+    (
+        _change("device", "rates", "products", 0, "m", to=-1),
+        "products: row 0: m -1: it is not a finite number above 0",
+    ),
+    (
+        _change("device", "rates", "products", 1, "dtype", to=1),
+        "products: row 1: dtype 1: it is not text",
+    ),
     (_change("device", "rates", "attention", 0, "more", to=1), "attention: row 0"),
     (_change("device", "memory_bandwidth", to=0), "device: memory_bandwidth 0: it cannot be"),
 ]

@@ -1,4 +1,6 @@
-"""Flags of Megatron-LM: every one that its parser has is a setting, or has exactly one answer that is true here."""
+"""Flags of Megatron-LM: every one that its parser has is a setting, or has exactly one answer that
+is true here.
+"""
 
 import re
 from pathlib import Path
@@ -8,7 +10,15 @@ import pytest
 from megatron_merak.arguments import build_parser, flags, read, unknown_flags
 from megatron_merak.config import Config, HFConfig
 from megatron_merak.errors import ConfigError
-from megatron_merak.megatron_flags import FAMILIES, NOT_YET, REFUSED, RENAMED, TAKEN, remedy, without_effect
+from megatron_merak.megatron_flags import (
+    FAMILIES,
+    NOT_YET,
+    REFUSED,
+    RENAMED,
+    TAKEN,
+    remedy,
+    without_effect,
+)
 
 THEIRS = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8")
 NAMES = [name for line in THEIRS.splitlines() if line.startswith("--") for name in line.split()]
@@ -48,7 +58,9 @@ def test_no_answer_is_of_a_flag_that_megatron_does_not_have():
     assert {*TAKEN, *RENAMED, *REFUSED} - set(NAMES) == {"--verify-integrity"}  # of other versions
     for start in FAMILIES:
         assert any(answers(name) == [start] for name in NAMES) or start.startswith("--no-")
-        assert not any(name.startswith(start) for name in EITHER), f"{start} would answer for our own flags"
+        assert not any(name.startswith(start) for name in EITHER), (
+            f"{start} would answer for our own flags"
+        )
 
 
 def test_answers_name_flags_that_exist():
@@ -56,7 +68,11 @@ def test_answers_name_flags_that_exist():
     told += [taken.why for taken in TAKEN.values()] + [taken.beside for taken in TAKEN.values()]
     named = {word for text in told for word in re.findall(r"--[a-z][\w-]*", text)}
     assert named and named <= OURS[Config] | {"--config"}, named - OURS[Config]
-    of_both = {word for text in (*NOT_YET.values(), *FAMILIES.values()) for word in re.findall(r"--[a-z][\w-]*", text)}
+    of_both = {
+        word
+        for text in (*NOT_YET.values(), *FAMILIES.values())
+        for word in re.findall(r"--[a-z][\w-]*", text)
+    }
     assert of_both <= OURS[HFConfig] | {"--config"}
 
 
@@ -66,7 +82,7 @@ def test_answers_are_sentences_without_a_full_stop():
 
 
 def test_each_refused_flag_is_an_error_with_its_remedy():
-    assert {"--num-experts", "--context-parallel-size", "--use-megatron-fsdp"} <= NOT_YET.keys()
+    assert {"--num-experts", "--hybrid-context-parallel", "--use-megatron-fsdp"} <= NOT_YET.keys()
     errors = unknown_flags([*NOT_YET], [], Config)
     assert [error.value for error in errors] == [*NOT_YET]
     for error in errors:
@@ -79,7 +95,9 @@ def test_each_refused_flag_is_an_error_with_its_remedy():
 
 
 def test_a_family_answers_for_flags_that_are_in_no_table():
-    assert remedy("--moe-something-new") == FAMILIES["--moe-"] and "--moe-something-new" not in REFUSED
+    assert (
+        remedy("--moe-something-new") == FAMILIES["--moe-"] and "--moe-something-new" not in REFUSED
+    )
     assert remedy("--frobnicate") is None and remedy("--num-layer") is None
 
 
@@ -95,13 +113,15 @@ def test_a_flag_with_another_name_is_refused_with_it(name):
 @scripts
 def test_flags_that_change_nothing_are_taken_with_a_notice(kind):
     assert not OURS[kind] & TAKEN.keys()
-    tokens = "--lr 1e-3 --overlap-grad-reduce --context-parallel-size 1 --transformer-impl=local --bf16".split()
+    tokens = (
+        "--lr 1e-3 --overlap-grad-reduce --cp-comm-type p2p --transformer-impl=local --bf16".split()
+    )
     rest, notices = without_effect([*tokens, "--overlap-grad-reduce"])
     assert rest == ["--lr", "1e-3", "--bf16"]
     assert notices == (
         "--overlap-grad-reduce changes nothing: gradients are reduced during the backward unless "
         "--no-overlap-grad-reduce.",
-        "--context-parallel-size 1 changes nothing: sequences are not sharded over ranks.",
+        "--cp-comm-type p2p changes nothing: heads are exchanged (a2a), which computes the same.",
         "--transformer-impl local changes nothing: there is one implementation.",
     )
     base = config_of(kind=kind)
@@ -113,7 +133,12 @@ def test_flags_that_change_nothing_are_taken_with_a_notice(kind):
 
 @pytest.mark.parametrize(
     "tokens",
-    [["--context-parallel-size", "2"], ["--context-parallel-size"], ["--overlap-grad-reduce=1"], ["--bf16"]],
+    [
+        ["--cp-comm-type", "other"],
+        ["--cp-comm-type"],
+        ["--overlap-grad-reduce=1"],
+        ["--bf16"],
+    ],
 )
 def test_other_values_are_not_taken(tokens):
     assert without_effect(tokens) == (tokens, ())
@@ -123,9 +148,13 @@ def test_a_flag_that_changes_nothing_beside_another_is_refused_without_it():
     strategy = ["--data-parallel-sharding-strategy", "optim_grads_params"]
     assert config_of("--use-megatron-fsdp", *strategy) == config_of(*strategy) != config_of()
     rest, (notice,) = without_effect([strategy[0] + "=optim", "--use-megatron-fsdp"])
-    assert rest == [strategy[0] + "=optim"] and notice.startswith("--use-megatron-fsdp changes nothing: ")
+    assert rest == [strategy[0] + "=optim"] and notice.startswith(
+        "--use-megatron-fsdp changes nothing: "
+    )
     assert without_effect(["--use-megatron-fsdp"]) == (["--use-megatron-fsdp"], ())
-    assert "Use --data-parallel-sharding-strategy optim_grads_params" in str(refusal("--use-megatron-fsdp"))
+    assert "Use --data-parallel-sharding-strategy optim_grads_params" in str(
+        refusal("--use-megatron-fsdp")
+    )
     assert "Say which position embedding" in str(refusal("--no-position-embedding"))
     rope = ["--position-embedding-type", "rope"]
     assert config_of("--no-position-embedding", *rope) == config_of(*rope)

@@ -1,4 +1,6 @@
-"""The package as users get it: a wheel and an editable install, without network and without the source on the path."""
+"""The package as users get it: a wheel and an editable install, without network and without the
+source on the path.
+"""
 
 import ast
 import os
@@ -45,14 +47,24 @@ def source(tmp_path_factory):
 
 def pip(*arguments):
     pytest.importorskip("pip")
-    command = [sys.executable, "-m", "pip", *arguments, "--no-index", "--no-deps", "--no-build-isolation"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        *arguments,
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     settings = os.environ | {"MERAK_EXT": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=settings)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def installed(site_packages):
-    """(file of the package, version) as a Python sees them that knows only its own libraries and ``site_packages``."""
+    """(file of the package, version) as a Python sees them that knows only its own libraries and
+    ``site_packages``.
+    """
     command = [sys.executable, "-S", "-I", "-c", LOOK, str(site_packages)]
     done = subprocess.run(command, cwd=site_packages, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -83,7 +95,9 @@ def build(source, **environment):
     """What building in place says, with a compiler that compiles nothing unless told otherwise."""
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     settings = os.environ | {"CXX": "false", "CC": "false", "MERAK_EXT": "auto"} | environment
-    return subprocess.run(command, cwd=source, env=settings, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        command, cwd=source, env=settings, capture_output=True, text=True, timeout=100
+    )
 
 
 @pytest.fixture
@@ -96,7 +110,9 @@ def with_sources(source, tmp_path):
 
 
 def test_without_a_compiler_the_package_is_pure_python(with_sources, tmp_path):
-    """All parts are tried without pybind11 and ninja too: torch has headers of the one and builds without the other."""
+    """All parts are tried without pybind11 and ninja too: torch has headers of the one and builds
+    without the other.
+    """
     (with_sources / "pybind11.py").write_text("raise ImportError\n")
     (tmp_path / "ninja").symlink_to(shutil.which("false"))
     done = build(with_sources, PATH=f"{tmp_path}:{os.environ['PATH']}")
@@ -104,15 +120,23 @@ def test_without_a_compiler_the_package_is_pure_python(with_sources, tmp_path):
     for part in ("_C", "_ops_cpu"):
         assert f"megatron_merak: megatron_merak.{part} LEFT OUT" in done.stderr
     assert not list((with_sources / "megatron_merak").glob("*.so"))
-    look = "import megatron_merak._native as n; print(n.absent('_ops_cpu')); print(n.host_problem())"
-    said = subprocess.run([sys.executable, "-c", look], cwd=with_sources, capture_output=True, text=True).stdout
+    look = (
+        "import megatron_merak._native as n; print(n.absent('_ops_cpu')); print(n.host_problem())"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", look], cwd=with_sources, capture_output=True, text=True
+    ).stdout
     for part, line in zip(("_ops_cpu", "_C"), said.splitlines(), strict=True):
         assert line.startswith(f"megatron_merak/{part} is not built (it did not compile: "), said
 
 
 def test_parts_that_are_not_wanted_are_not_built(with_sources):
     done = build(with_sources, MERAK_EXT="0")
-    assert done.returncode == 0 and "no compiled parts, MERAK_EXT=0" in done.stderr and "LEFT OUT" not in done.stderr
+    assert (
+        done.returncode == 0
+        and "no compiled parts, MERAK_EXT=0" in done.stderr
+        and "LEFT OUT" not in done.stderr
+    )
 
 
 def test_a_strict_build_ends_where_a_part_does_not_compile(with_sources):
@@ -122,15 +146,24 @@ def test_a_strict_build_ends_where_a_part_does_not_compile(with_sources):
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has CUDA")
 def test_cuda_kernels_that_are_asked_for_and_cannot_be_built(with_sources):
     done = build(with_sources, MERAK_CUDA="1")
-    assert done.returncode != 0 and "MERAK_CUDA=1: this build of torch has no CUDA. Install" in done.stderr
+    assert (
+        done.returncode != 0
+        and "MERAK_CUDA=1: this build of torch has no CUDA. Install" in done.stderr
+    )
 
 
 def backend(code, **settings):
-    """What ``code`` prints in a process that has csrc/build_backend.py, in the folder of pyproject.toml."""
+    """What ``code`` prints in a process that has csrc/build_backend.py, in the folder of
+    pyproject.toml.
+    """
     code = f"import sys; sys.path.insert(0, 'csrc'); import build_backend as backend\n{code}"
-    environment = {name: value for name, value in os.environ.items() if name != "MERAK_EXT"} | settings
+    environment = {
+        name: value for name, value in os.environ.items() if name != "MERAK_EXT"
+    } | settings
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -144,7 +177,9 @@ def test_a_build_asks_for_torch_only_where_no_suitable_one_is():
 
 
 def test_an_isolated_build_finds_the_torch_around_it():
-    """pip hides the environment's libraries from the process of the build; one that it starts itself can see them."""
+    """pip hides the environment's libraries from the process of the build; one that it starts
+    itself can see them.
+    """
     folder = str(Path(torch.__file__).parents[1])
     code = f"""
 def hidden(name):
@@ -173,7 +208,11 @@ def test_of_several_libraries_the_first_that_the_cpu_can_run_is_taken(monkeypatc
         told.append((found.name, _native.unfit(found)))
     _native._cpu_features.cache_clear()
     lacks = "_ops_cpu.abi3.so was built for a CPU with avx2, fma, which this one does not have"
-    assert told == [("_ops_cpu_avx512.abi3.so", ""), ("_ops_cpu.abi3.so", ""), ("_ops_cpu.abi3.so", lacks)]
+    assert told == [
+        ("_ops_cpu_avx512.abi3.so", ""),
+        ("_ops_cpu.abi3.so", ""),
+        ("_ops_cpu.abi3.so", lacks),
+    ]
 
 
 @pytest.mark.slow
@@ -191,14 +230,31 @@ def test_the_wheel_of_the_source_distribution_has_the_kernels(tmp_path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as content:
         names = {name.partition("/")[2] for name in content.getnames()}
-    assert {name for name in listed.stdout.split("\0") if not name.startswith((".git", ".ci"))} - names <= {""}
-    command = [sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", str(archive)]
+    assert {
+        name for name in listed.stdout.split("\0") if not name.startswith((".git", ".ci"))
+    } - names <= {""}
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        str(archive),
+    ]
     settings = os.environ | {"MERAK_PORTABLE": "1", "MERAK_STRICT": "1"}
-    subprocess.run([*command, "--wheel-dir", str(tmp_path)], env=settings, check=True, capture_output=True)
+    subprocess.run(
+        [*command, "--wheel-dir", str(tmp_path)], env=settings, check=True, capture_output=True
+    )
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as content:
         built = {name.partition(".")[0] for name in content.namelist() if name.endswith(".so")}
-    kernels = {"_C", "_ops_cpu", *({"_ops_cpu_avx512"} if _native.platform.machine() == "x86_64" else ())}
+    kernels = {
+        "_C",
+        "_ops_cpu",
+        *({"_ops_cpu_avx512"} if _native.platform.machine() == "x86_64" else ()),
+    }
     assert built >= {f"megatron_merak/{name}" for name in kernels}
 
 
@@ -213,14 +269,24 @@ def test_the_documents_say_what_is_declared():
     native = (ROOT / "docs" / "native.md").read_text(encoding="utf-8")
     assert set(re.findall(r"torch 2\.(\d+) to 2\.(\d+)", native)) == {(low, str(int(above) - 1))}
     rows = re.findall(r"^\| `(merak-[\w-]+)` \| `([\w/.]+)` \|", readme, re.MULTILINE)
-    assert {name for name, _ in rows} == set(PROJECT["scripts"]) and all((ROOT / file).exists() for _, file in rows)
+    assert {name for name, _ in rows} == set(PROJECT["scripts"]) and all(
+        (ROOT / file).exists() for _, file in rows
+    )
 
 
 def test_every_library_that_is_imported_is_declared():
     extras = PROJECT["optional-dependencies"]
-    requirements = [*PROJECT["dependencies"], *extras["tracking"], *extras["pictures"], *extras["trl"]]
-    declared = {re.match(r"[\w-]+", requirement).group().replace("-", "_") for requirement in requirements}
-    declared |= {"yaml"} & {{"pyyaml": "yaml"}.get(name) for name in declared}  # of another name than its module
+    requirements = [
+        *PROJECT["dependencies"],
+        *extras["tracking"],
+        *extras["pictures"],
+        *extras["trl"],
+    ]
+    declared = {
+        re.match(r"[\w-]+", requirement).group().replace("-", "_") for requirement in requirements
+    }
+    # of another name than its module
+    declared |= {"yaml"} & {{"pyyaml": "yaml"}.get(name) for name in declared}
     imported = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):

@@ -47,10 +47,14 @@ def test_rank_order_is_a_reshaped_range(grid):
 @given(ordered)
 @settings(max_examples=50, deadline=None)
 def test_ranks_run_over_the_axes_in_their_order(grid):
-    """Counting ranks up, the first axis moves at every step, the next when that is through, and so on."""
+    """Counting ranks up, the first axis moves at every step, the next when that is through, and so
+    on.
+    """
     place = dict.fromkeys(axes, 0)
     for rank in range(grid.size):
-        assert grid.rank(**place) == rank and grid.coordinates(rank) == tuple(place[axis] for axis in axes)
+        assert grid.rank(**place) == rank and grid.coordinates(rank) == tuple(
+            place[axis] for axis in axes
+        )
         for axis in grid.order.split("-"):
             assert getattr(grid, axis) == 1 or grid.rank(**{axis: 1}) == grid.stride(axis)
             if place[axis] + 1 < getattr(grid, axis):
@@ -63,7 +67,10 @@ def test_ranks_run_over_the_axes_in_their_order(grid):
 def test_orders_that_place_ranks_alike_are_one():
     same = "tp-dp-pp tp-cp-dp-pp tp-cp-ep-dp-pp tp-dp-cp-pp TP-DP-PP cp-tp-ep-dp-pp".split()
     assert {Grid(2, 1, 2, 2, order=order) for order in same} == {Grid(2, 1, 2, 2)}
-    assert [Grid(2, 2, 2, 2, order).order for order in ("tp-dp-cp-pp", "dp-tp-pp")] == ["tp-dp-cp-pp", "dp-tp-cp-pp"]
+    assert [Grid(2, 2, 2, 2, order).order for order in ("tp-dp-cp-pp", "dp-tp-pp")] == [
+        "tp-dp-cp-pp",
+        "dp-tp-cp-pp",
+    ]
     every = ["-".join(names) for names in permutations(("tp", "dp", "pp"))]
     grids = {tuple(map(Grid(2, 1, 3, 2, order=order).coordinates, range(12))) for order in every}
     assert len(grids) == len(every)
@@ -74,7 +81,9 @@ def test_orders_that_place_ranks_alike_are_one():
 def test_groups_split_the_ranks_along_their_axes(grid, axis):
     groups = grid.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
-    fixed = [place for place, name in enumerate(("tp", "cp", "dp", "pp")) if name not in axis.split("-")]
+    fixed = [
+        place for place, name in enumerate(("tp", "cp", "dp", "pp")) if name not in axis.split("-")
+    ]
     for group in groups:
         assert group == sorted(group)
         assert len({tuple(grid.coordinates(rank)[place] for place in fixed) for rank in group}) == 1
@@ -114,17 +123,27 @@ def test_mistakes_are_plan_errors(mistake):
         mistake()
 
 
-@given(tp=st.integers(1, 8), part=st.integers(1, 5), blocks=st.integers(1, 4), dim=st.integers(0, 2))
+@given(
+    tp=st.integers(1, 8), part=st.integers(1, 5), blocks=st.integers(1, 4), dim=st.integers(0, 2)
+)
 @settings(max_examples=100, deadline=None)
 def test_every_index_is_held_once(tp, part, blocks, dim):
     shape = tuple(tp * part * blocks if axis == dim else 7 for axis in range(3))
     sharding = TensorSharding("w", shape, dim, blocks)
-    held = [list(range(start, stop)) for rank in range(tp) for start, stop in sharding.intervals(rank, tp)]
+    held = [
+        list(range(start, stop))
+        for rank in range(tp)
+        for start, stop in sharding.intervals(rank, tp)
+    ]
     assert sorted(index for interval in held for index in interval) == list(range(shape[dim]))
     block = shape[dim] // blocks
     for rank in range(tp):
-        assert sharding.local_shape(rank, tp) == tuple(part * blocks if axis == dim else 7 for axis in range(3))
-        mine = [index for start, stop in sharding.intervals(rank, tp) for index in range(start, stop)]
+        assert sharding.local_shape(rank, tp) == tuple(
+            part * blocks if axis == dim else 7 for axis in range(3)
+        )
+        mine = [
+            index for start, stop in sharding.intervals(rank, tp) for index in range(start, stop)
+        ]
         wanted = [b * block + rank * part + i for b in range(blocks) for i in range(part)]
         assert mine == wanted
 
@@ -134,7 +153,12 @@ def test_every_index_is_held_once(tp, part, blocks, dim):
 def test_a_padded_vocabulary_is_clipped(tp, part, data):
     rows = data.draw(st.integers(1, tp * part))
     sharding = TensorSharding("wte", (rows, 3), 0, padded=tp * part)
-    held = [index for rank in range(tp) for start, stop in sharding.intervals(rank, tp) for index in range(start, stop)]
+    held = [
+        index
+        for rank in range(tp)
+        for start, stop in sharding.intervals(rank, tp)
+        for index in range(start, stop)
+    ]
     assert held == list(range(rows))
     for rank in range(tp):
         (interval,) = sharding.intervals(rank, tp)
@@ -144,7 +168,10 @@ def test_a_padded_vocabulary_is_clipped(tp, part, data):
 
 def test_intervals_of_a_fused_projection_and_of_a_replicated_tensor():
     fused = TensorSharding("c_attn", (4, 12), 1, blocks=3)
-    assert [fused.intervals(rank, 2) for rank in (0, 1)] == [((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12))]
+    assert [fused.intervals(rank, 2) for rank in (0, 1)] == [
+        ((0, 2), (4, 6), (8, 10)),
+        ((2, 4), (6, 8), (10, 12)),
+    ]
     assert fused.intervals(0, 1) == ((0, 12),)
     norm = TensorSharding("ln_1", (4,))
     assert norm.intervals(1, 2) == () and norm.local_shape(1, 2) == (4,)
@@ -153,7 +180,17 @@ def test_intervals_of_a_fused_projection_and_of_a_replicated_tensor():
 def small_plan() -> Plan:
     units = (
         Unit("embedding", "embedding", 4, 0, 0, 64, (("wte", 96),)),
-        Unit("layer.0", "layer", 40, 1000, 256, 64, reduces=(2, 2), reduced_bytes=(128, 128), operations=(5, 9)),
+        Unit(
+            "layer.0",
+            "layer",
+            40,
+            1000,
+            256,
+            64,
+            reduces=(2, 2),
+            reduced_bytes=(128, 128),
+            operations=(5, 9),
+        ),
         Unit("layer.1", "layer", 40, 1000, 256, 64, passed_bytes=8),
         Unit("head", "head", 8, 2000, 128, 4, (("wte", 96),), transient_bytes=512),
     )
@@ -207,18 +244,26 @@ def test_what_a_plan_derives():
 )
 def test_a_plan_says_how_groups_lie_in_nodes(grid, node, line):
     assert placement(grid, node) == line
-    made = replace(small_plan(), grid=replace(grid, pp=2), cluster=replace(CLUSTERS["laptop"], ranks_per_node=node))
+    made = replace(
+        small_plan(),
+        grid=replace(grid, pp=2),
+        cluster=replace(CLUSTERS["laptop"], ranks_per_node=node),
+    )
     assert placement(made.grid, node) in plan_table(made)
 
 
 def test_a_stage_holds_one_copy_of_a_tied_tensor():
-    units = tuple(Unit(str(i), "layer", 5, 0, 0, 0, (("shared", 7), (f"pair{i // 2}", 1))) for i in range(4))
+    units = tuple(
+        Unit(str(i), "layer", 5, 0, 0, 0, (("shared", 7), (f"pair{i // 2}", 1))) for i in range(4)
+    )
     assert [held_parameters(units[:end]) for end in range(5)] == [0, 13, 18, 24, 29]
     assert held_parameters(units[1:3]) == 10 + 7 + 2
 
 
 def test_samples_that_are_no_sequences_have_no_length():
-    assert "4 micro-batches of 2 on each of 3 replicas" in plan_table(replace(small_plan(), sequence_length=0))
+    assert "4 micro-batches of 2 on each of 3 replicas" in plan_table(
+        replace(small_plan(), sequence_length=0)
+    )
 
 
 def test_a_plan_prints_as_an_aligned_table():
@@ -273,10 +318,29 @@ def test_a_stored_plan_that_does_not_fit_is_refused(change):
         Plan.from_json(json.dumps(plan | change))
 
 
+@pytest.mark.parametrize(
+    ("tp", "remedy"), [(1, "Use 1, or set grid.tp to it"), (2, "Use 1 or 2")], ids=["one", "two"]
+)
+def test_experts_need_as_many_ranks_of_a_layer(tp, remedy):
+    plan = small_plan()
+    with pytest.raises(PlanError) as caught:
+        replace(plan, grid=replace(plan.grid, tp=tp), expert_parallel=3)
+    assert str(caught.value) == (
+        "expert_parallel 3: experts are divided over the tensor-parallel ranks of a layer, and "
+        f"grid.tp is {tp}. {remedy}."
+    )
+
+
 def test_a_plan_written_by_hand_may_name_clusters_devices_and_links():
     plain = small_plan().to_dict()
     assert Plan.from_dict(plain | {"cluster": "dgx-a100"}).cluster is CLUSTERS["dgx-a100"]
-    own = {"device": "A100", "ranks_per_node": 8, "inside": "nvlink3", "between": "infiniband-hdr", "name": "dgx-a100"}
+    own = {
+        "device": "A100",
+        "ranks_per_node": 8,
+        "inside": "nvlink3",
+        "between": "infiniband-hdr",
+        "name": "dgx-a100",
+    }
     assert Plan.from_dict(plain | {"cluster": own}).cluster == CLUSTERS["dgx-a100"]
 
 
@@ -289,11 +353,15 @@ def test_plans_stored_before_there_were_orders_have_the_default():
     assert again.grid.groups("pp")[0] == [0, 2] and Plan.from_json(again.to_json()) == again
 
 
-@pytest.mark.parametrize("was, sharding", [(True, "optim"), (False, "no_shard"), (None, "no_shard")])
+@pytest.mark.parametrize(
+    "was, sharding", [(True, "optim"), (False, "no_shard"), (None, "no_shard")]
+)
 def test_a_plan_stored_when_optimizer_state_alone_was_shared_is_read(was, sharding):
     plain = small_plan().to_dict()
     del plain["sharding"]
-    again = Plan.from_json(json.dumps(plain | ({} if was is None else {"distributed_optimizer": was})))
+    again = Plan.from_json(
+        json.dumps(plain | ({} if was is None else {"distributed_optimizer": was}))
+    )
     assert again == replace(small_plan(), sharding=sharding)
     with pytest.raises(PlanError, match="distributed_optimizer"):
         Plan.from_dict(plain | {"distributed_optimizer": was, "sharding": "optim"})
@@ -301,15 +369,28 @@ def test_a_plan_stored_when_optimizer_state_alone_was_shared_is_read(was, shardi
 
 def test_precisions_that_a_plan_adds_to_its_dtype():
     plain = small_plan().to_dict()
-    older = {key: value for key, value in plain.items() if key not in ("fp32_residual", "grad_reduce_in_bf16")}
+    older = {
+        key: value
+        for key, value in plain.items()
+        if key not in ("fp32_residual", "grad_reduce_in_bf16")
+    }
     assert Plan.from_dict(older) == small_plan(), "plans stored before have neither"
     both = Plan.from_dict(older | {"fp32_residual": True, "grad_reduce_in_bf16": True})
-    assert Plan.from_json(both.to_json()) == both and both.gradient_bytes == 2 and small_plan().gradient_bytes == 4
+    assert (
+        Plan.from_json(both.to_json()) == both
+        and both.gradient_bytes == 2
+        and small_plan().gradient_bytes == 4
+    )
     assert "replicas, bfloat16, residual stream in fp32, gradients sent in bf16" in plan_table(both)
     assert replace(small_plan(), dtype="float16", fp32_residual=True).fp32_residual
-    with pytest.raises(PlanError, match="--grad-reduce-in-bf16 True: gradients of a model in float16 have more digits"):
+    with pytest.raises(
+        PlanError,
+        match="--grad-reduce-in-bf16 True: gradients of a model in float16 have more digits",
+    ):
         replace(small_plan(), dtype="float16", grad_reduce_in_bf16=True)
-    with pytest.raises(PlanError, match="--fp32-residual-connection True: all of a model in float32 is fp32"):
+    with pytest.raises(
+        PlanError, match="--fp32-residual-connection True: all of a model in float32 is fp32"
+    ):
         replace(small_plan(), dtype="float32", fp32_residual=True)
 
 
@@ -319,10 +400,18 @@ def test_what_is_sharded_over_how_many_ranks():
     assert [plan.shards_gradients for plan in plans] == [False, False, True, True]
     assert [plan.shards_parameters for plan in plans] == [False, False, False, True]
     alone = replace(plans[3], grid=Grid(2, 1, 1, 2))
-    assert (alone.optimizer_shards, alone.shards_gradients, alone.shards_parameters) == (1, False, False)
-    assert "optimizer state, gradients and weights: sharded over 3 replicas\n" in plan_table(plans[3])
+    assert (alone.optimizer_shards, alone.shards_gradients, alone.shards_parameters) == (
+        1,
+        False,
+        False,
+    )
+    assert "optimizer state, gradients and weights: sharded over 3 replicas\n" in plan_table(
+        plans[3]
+    )
     assert "weights: not sharded, as there is one replica\n" in plan_table(alone)
-    with pytest.raises(PlanError, match="sharding zero: there is no such one. Use one of no_shard, optim, "):
+    with pytest.raises(
+        PlanError, match="sharding zero: there is no such one. Use one of no_shard, optim, "
+    ):
         replace(small_plan(), sharding="zero")
 
 

@@ -1,4 +1,6 @@
-"""The test launcher itself: results come back in order, and no failure hangs or hides behind another rank's."""
+"""The test launcher itself: results come back in order, and no failure hangs or hides behind
+another rank's.
+"""
 
 import os
 import signal
@@ -39,6 +41,10 @@ def _alone(rank, world_size):
     return rank, dist.get_world_size()
 
 
+def _threads_of_parent(rank, world_size):
+    return len(os.listdir(f"/proc/{os.getppid()}/task"))
+
+
 def _hang_on_one(rank, world_size):
     if rank == 0:
         time.sleep(600)
@@ -53,11 +59,18 @@ def test_results_arrive_in_rank_order():
     assert torch.equal(results[3]["large"], torch.full((200_000,), 3))
 
 
+def test_ranks_are_forked_from_a_process_without_threads():
+    assert run_ranks(_threads_of_parent, 1) == [1]
+
+
 def test_the_raising_rank_is_named_and_its_error_is_the_cause():
     with pytest.raises(RankFailure, match="rank 1 of 3 raised(.|\n)*_raise_on_one") as failure:
         run_ranks(_raise_on_one, 3)
     assert failure.value.rank == 1
-    assert isinstance(failure.value.__cause__, ConfigError) and failure.value.__cause__.what == "--split"
+    assert (
+        isinstance(failure.value.__cause__, ConfigError)
+        and failure.value.__cause__.what == "--split"
+    )
 
 
 @pytest.mark.parametrize(("how", "code"), [("kill", -9), ("exit", 7)])
@@ -70,7 +83,9 @@ def test_a_dying_rank_is_blamed_rather_than_its_peers(how, code):
 
 def test_a_hang_ends_and_shows_where_every_rank_stood():
     started = time.monotonic()
-    with pytest.raises(RankFailure, match="2 of 2 ranks did not finish within 5 s(.|\n)*_hang_on_one(.|\n)*barrier"):
+    with pytest.raises(
+        RankFailure, match="2 of 2 ranks did not finish within 5 s(.|\n)*_hang_on_one(.|\n)*barrier"
+    ):
         run_ranks(_hang_on_one, 2, timeout=5)
     assert time.monotonic() - started < 20
 

@@ -17,12 +17,17 @@ NAMES = {"python tools/plan.py": "merak-plan", "python pretrain_gpt.py": "merak-
 
 
 def excerpts(path):
-    """(command, the lines that are shown of what it prints; ... stands for any) of a page's blocks of commands."""
-    for block in re.findall(r"^```\w*\n(\$ .*?)^```$", (ROOT / path).read_text(), re.MULTILINE | re.DOTALL):
+    """(command, the lines that are shown of what it prints; ... stands for any) of a page's blocks
+    of commands.
+    """
+    for block in re.findall(
+        r"^```\w*\n(\$ .*?)^```$", (ROOT / path).read_text(), re.MULTILINE | re.DOTALL
+    ):
         yield from answers(block)
 
 
-EXCERPTS = [each for page in ("README.md", "docs/batches.md", "docs/data_parallel.md") for each in excerpts(page)]
+PAGES = ("README.md", "docs/features.md", "docs/batches.md", "docs/data_parallel.md")
+EXCERPTS = [each for page in PAGES for each in excerpts(page)]
 
 
 @pytest.mark.parametrize(("command", "output"), EXCERPTS, ids=lambda text: text[:40])
@@ -37,6 +42,10 @@ def test_excerpts_are_what_commands_print(command, output):
         assert places, f"{command} does not print\n{part}but\n" + "\n".join(printed)
         printed = printed[places[0] + len(lines) :]
     assert output.rstrip().endswith("...") or not printed, f"{command} prints more"
+
+
+def test_readme_is_short():
+    assert len(README.split()) <= 1500
 
 
 def test_the_plan_of_make_train_is_the_one_that_is_made():

@@ -14,8 +14,22 @@ def chain(weight):
     """x -> (2 x, x + 1) -> product with the batch's scale and a weight."""
     return [
         seg(0, lambda common, x: (2 * x, x + 1), ["x"], ["a", "b"]),
-        seg(1, lambda common, a, b: (a * b * common["scale"],), ["a", "b"], ["c"], random=True, sharded=True),
-        seg(2, lambda common, c, x: (c * weight + x,), ["c", "x"], ["y"], parameters=(weight,), random=True),
+        seg(
+            1,
+            lambda common, a, b: (a * b * common["scale"],),
+            ["a", "b"],
+            ["c"],
+            random=True,
+            sharded=True,
+        ),
+        seg(
+            2,
+            lambda common, c, x: (c * weight + x,),
+            ["c", "x"],
+            ["y"],
+            parameters=(weight,),
+            random=True,
+        ),
     ]
 
 
@@ -28,12 +42,17 @@ def test_a_fused_segment_does_the_work_of_its_parts():
     assert values[0]["y"].item() == values[1]["y"].item() == 6 * 4 * 10 * 5 + 3
     assert set(values[0]) == {"x", "a", "b", "c", "y"} and set(values[1]) == {"x", "y"}
     for v in values:  # d/dx of 50 (2 x)(x + 1) + x, and of the weight
-        assert [g.item() for g in torch.autograd.grad(v["y"], (x, weight))] == [50 * (4 * 3 + 2) + 1, 6 * 4 * 10]
+        assert [g.item() for g in torch.autograd.grad(v["y"], (x, weight))] == [
+            50 * (4 * 3 + 2) + 1,
+            6 * 4 * 10,
+        ]
 
 
 def test_a_fused_segment_names_what_it_reads_and_holds():
     weight = torch.nn.Parameter(torch.tensor(5.0))
-    segments = chain(weight) + [seg(3, lambda common, y: (y * weight,), ["y"], ["z"], parameters=(weight,))]
+    segments = chain(weight) + [
+        seg(3, lambda common, y: (y * weight,), ["y"], ["z"], parameters=(weight,))
+    ]
     fused = fuse(segments)
     assert [i.value for i in fused.ins] == ["x"] and [o.value for o in fused.outs] == ["z"]
     assert fused.parameters == (weight,) and (fused.unit, fused.index) == (3, 0)

@@ -1,4 +1,6 @@
-"""Tiny HuggingFace models whose files differ from the model in every way there is: ties, merges, splits, buffers."""
+"""Tiny HuggingFace models whose files differ from the model in every way there is: ties, merges,
+splits, buffers.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,10 @@ SIZES = {
 }
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", SIZES),
-    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 32}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 32},
+    ),
     "mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4}),
     "t5": (
         "T5ForConditionalGeneration",
@@ -62,7 +67,9 @@ def model_class(name: str) -> Any:
 
 
 def build(name: str, seed: int = 0) -> torch.nn.Module:
-    """The model with random values in every parameter and every floating-point buffer that is saved."""
+    """The model with random values in every parameter and every floating-point buffer that is
+    saved.
+    """
     model = model_class(name)._from_config(configuration(name))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -73,12 +80,26 @@ def build(name: str, seed: int = 0) -> torch.nn.Module:
 
 
 def shards(model: torch.nn.Module, rank: int = 0, world: int = 1) -> list[Shard]:
-    """This rank's part of every parameter: two blocks of a dim where it divides, all on one rank where it does not."""
+    """This rank's part of every parameter: two blocks of a dim where it divides, all on one rank
+    where it does not.
+    """
     made = []
     for number, (name, parameter) in enumerate(model.named_parameters()):
-        dim = next((d for d in _order(parameter.shape, number) if parameter.shape[d] % (2 * world) == 0), None)
+        dim = next(
+            (d for d in _order(parameter.shape, number) if parameter.shape[d] % (2 * world) == 0),
+            None,
+        )
         if world == 1 or dim is None:
-            made.append(Shard(name, tuple(parameter.shape), None, (), parameter.detach(), owner=rank == number % world))
+            made.append(
+                Shard(
+                    name,
+                    tuple(parameter.shape),
+                    None,
+                    (),
+                    parameter.detach(),
+                    owner=rank == number % world,
+                )
+            )
             continue
         part = parameter.shape[dim] // (2 * world)
         starts = [rank * part, (world + rank) * part]

@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 
-NAMES = {"replace", "rename", "mkdir", "unlink", "rmdir"}  # calls that change what a directory shows
+# calls that change what a directory shows
+NAMES = {"replace", "rename", "mkdir", "unlink", "rmdir"}
 DISK = NAMES | {"open", "write", "flush", "fsync", "scandir", "close"}
 
 
@@ -13,7 +14,12 @@ def kill_before_call(number: int, calls: set[str]) -> None:
 
     def count(frame, event, function):
         nonlocal left
-        if event == "c_call" and function.__name__ in calls and not isinstance(function.__self__, str):  # str.replace
+        # str.replace
+        if (
+            event == "c_call"
+            and function.__name__ in calls
+            and not isinstance(function.__self__, str)
+        ):
             left -= 1
             if left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)

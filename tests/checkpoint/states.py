@@ -1,4 +1,6 @@
-"""Training states to save in tests: a small fused, padded and transposed model under any tensor-parallel size."""
+"""Training states to save in tests: a small fused, padded and transposed model under any
+tensor-parallel size.
+"""
 
 import torch
 
@@ -26,11 +28,19 @@ def full(name: str, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -
 
 
 def cut(tensor: torch.Tensor, dim: int | None, intervals: tuple) -> torch.Tensor:
-    return tensor if dim is None else torch.cat([tensor.narrow(dim, a, b - a) for a, b in intervals], dim)
+    return (
+        tensor
+        if dim is None
+        else torch.cat([tensor.narrow(dim, a, b - a) for a, b in intervals], dim)
+    )
 
 
-def state(tp_rank: int, tp: int, salt: int | None, kinds=("model", "exp_avg"), dtype=torch.float32) -> dict:
-    """One rank's shards; ``salt`` None gives tensors full of -1, to load into. Two-dimensional ones are transposed."""
+def state(
+    tp_rank: int, tp: int, salt: int | None, kinds=("model", "exp_avg"), dtype=torch.float32
+) -> dict:
+    """One rank's shards; ``salt`` None gives tensors full of -1, to load into. Two-dimensional ones
+    are transposed.
+    """
     shards: dict[str, list[Shard]] = {}
     for kind in kinds:
         shards[kind] = []
@@ -44,7 +54,9 @@ def state(tp_rank: int, tp: int, salt: int | None, kinds=("model", "exp_avg"), d
             if tensor.dim() == 2:
                 tensor = tensor.t().contiguous().t()
             owner = sharding.dim is not None or tp_rank == 0
-            shards[kind].append(Shard(sharding.name, sharding.shape, sharding.dim, intervals, tensor, owner))
+            shards[kind].append(
+                Shard(sharding.name, sharding.shape, sharding.dim, intervals, tensor, owner)
+            )
     return shards
 
 

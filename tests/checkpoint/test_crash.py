@@ -1,4 +1,6 @@
-"""kill -9 before every call that touches the disk: the newest checkpoint always loads, and is never an older one."""
+"""kill -9 before every call that touches the disk: the newest checkpoint always loads, and is never
+an older one.
+"""
 
 import os
 import signal
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_merak.checkpoint.directory import newest_first
+from megatron_merak.checkpoint.directory import Iterations, iteration_of
 from megatron_merak.checkpoint.lock import DirectoryLock
 from megatron_merak.checkpoint.store import Shard, load, prune, save
 from megatron_merak.errors import CheckpointError
@@ -22,7 +24,9 @@ LOCK = {"ftruncate", "pwrite", "pread", "flock"}  # calls that take and read a l
 
 @pytest.fixture
 def root(tmp_path):
-    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and fsync is slow."""
+    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and
+    fsync is slow.
+    """
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -33,7 +37,10 @@ def root(tmp_path):
 
 def _shards(value: int) -> dict:
     kinds = ("model", "exp_avg")
-    return {kind: [Shard("w", (300, 40), None, (), torch.full((300, 40), value * 1.0))] for kind in kinds}
+    return {
+        kind: [Shard("w", (300, 40), None, (), torch.full((300, 40), value * 1.0))]
+        for kind in kinds
+    }
 
 
 def _load(root: Path, iteration: int) -> tuple[int, int]:
@@ -46,16 +53,23 @@ def _load(root: Path, iteration: int) -> tuple[int, int]:
 
 def _look(root: Path) -> tuple[int, int]:
     """(iteration, value) of the newest checkpoint; whatever counts as complete must load."""
-    return [_load(root, iteration) for iteration in newest_first(root)][0]
+    return [_load(root, iteration_of(path)) for path in Iterations(root).newest_first()][0]
 
 
-def _kill_everywhere(rank: int, world: int, root: Path, calls: set[str], tidy: int) -> tuple[int, int]:
-    """Kill before the first of these calls, the second... until none is left. Returns (kills, different outcomes).
+def _kill_everywhere(
+    rank: int, world: int, root: Path, calls: set[str], tidy: int
+) -> tuple[int, int]:
+    """Kill before the first of these calls, the second... until none is left. Returns (kills,
+    different outcomes).
 
-    Every ``tidy``-th round starts without the leftovers of the one before: only then has each call its fixed number.
+    Every ``tidy``-th round starts without the leftovers of the one before: only then has each call
+    its fixed number.
     """
     save(root, 1, _shards(0), {"value": 0}, None, "cpu")
-    before, seen, number, done = (1, 0), set(), 0, False
+    before = (1, 0)
+    seen = set()
+    number = 0
+    done = False
     while not done:
         iteration, value = before[0] + 1, before[1] + 2
 
@@ -77,7 +91,9 @@ def _kill_everywhere(rank: int, world: int, root: Path, calls: set[str], tidy: i
         if number % tidy == 0:
             prune(root, 1 << 20)
     save(root, before[0] + 1, _shards(0), {"value": 0}, None, "cpu")
-    assert not list(root.glob("*.new")) and not list(root.glob("*.old")), "leftovers of crashes stay for ever"
+    assert not list(root.glob("*.new")) and not list(root.glob("*.old")), (
+        "leftovers of crashes stay for ever"
+    )
     return number - 1, len(seen)
 
 
@@ -102,7 +118,14 @@ def _kill_at_times(rank: int, world: int, root: Path, kills: int) -> None:
         child = os.fork()
         if child == 0:
             for step in range(1, 10_000):
-                save(root, before[0] + step, _shards(before[1] + step), {"value": before[1] + step}, None, "cpu")
+                save(
+                    root,
+                    before[0] + step,
+                    _shards(before[1] + step),
+                    {"value": before[1] + step},
+                    None,
+                    "cpu",
+                )
             os._exit(0)
         time.sleep(0.005 + 0.0011 * kill)
         os.kill(child, signal.SIGKILL)
@@ -119,7 +142,9 @@ def test_kills_at_arbitrary_times_in_a_loop_of_saves(root):
 
 
 def _one_rank_dies(rank: int, world: int, root: Path, number: int) -> None:
-    shards = [Shard("w", (300, 40), 0, ((150 * rank, 150 * rank + 150),), torch.full((150, 40), 2.0))]
+    shards = [
+        Shard("w", (300, 40), 0, ((150 * rank, 150 * rank + 150),), torch.full((150, 40), 2.0))
+    ]
     if rank == world - 1:
         kill_before_call(number, DISK)
     save(root, 2, {"model": shards, "exp_avg": shards}, {"value": 2}, dist.group.WORLD, "cpu")

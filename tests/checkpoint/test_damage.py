@@ -18,7 +18,11 @@ FILE = "model-rank-00000.safetensors"
 
 def _shards(value: float) -> dict:
     tensors = [torch.full((3, 4), value), torch.full((5,), value)]
-    return {"model": [Shard(name, tuple(t.shape), None, (), t) for name, t in zip(NAMES, tensors, strict=True)]}
+    return {
+        "model": [
+            Shard(name, tuple(t.shape), None, (), t) for name, t in zip(NAMES, tensors, strict=True)
+        ]
+    }
 
 
 def _save(root, iteration=10, value=1.5):
@@ -29,7 +33,9 @@ def _refusal(root, iteration=10, verify=True) -> str:
     shards = _shards(-1)
     with pytest.raises(CheckpointError) as caught:
         load(root, shards, None, "cpu", iteration, verify)
-    assert all((part.tensor == -1).all() for part in shards["model"]), "a tensor changed before the refusal"
+    assert all((part.tensor == -1).all() for part in shards["model"]), (
+        "a tensor changed before the refusal"
+    )
     return str(caught.value)
 
 
@@ -77,7 +83,15 @@ def test_truncated_manifests_do_not_count_and_older_checkpoints_do(tmp_path):
     _save(tmp_path, 5)
     path = _save(tmp_path, 10) / "manifest.json"
     good = path.read_bytes()
-    for bad in (b"", good[: len(good) // 2], good[:-1], good + b"\n", b"[]", b"\xff\xfe", b"[" * 100_000):
+    for bad in (
+        b"",
+        good[: len(good) // 2],
+        good[:-1],
+        good + b"\n",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ):
         path.write_bytes(bad)
         assert latest(tmp_path) == 5
         assert str(path) in _refusal(tmp_path, 10)
@@ -86,7 +100,9 @@ def test_truncated_manifests_do_not_count_and_older_checkpoints_do(tmp_path):
 @pytest.mark.parametrize("verify", [True, False])
 def test_files_of_two_saves_do_not_mix(tmp_path, verify):
     first, second = _save(tmp_path, 5), _save(tmp_path, 10)
-    assert (first / FILE).stat().st_size == (second / FILE).stat().st_size, "the length must not tell"
+    assert (first / FILE).stat().st_size == (second / FILE).stat().st_size, (
+        "the length must not tell"
+    )
     third = _save(tmp_path, 15)
     shutil.copy(second / FILE, third / FILE)
     assert "belongs to another save" in _refusal(tmp_path, 15, verify)
@@ -136,7 +152,10 @@ HOSTILE = {
     "bool": (_entry(shape=[True, 4]), "True stands where a size"),
     "dtype": (_entry(dtype="object"), "unknown dtype 'object'"),
     "dim": (_entry(dim=2), "has no dim 2"),
-    "backwards": (lambda d: (_entry(dim=0)(d), _part(intervals=[[3, 0]])(d)), "ends before it starts"),
+    "backwards": (
+        lambda d: (_entry(dim=0)(d), _part(intervals=[[3, 0]])(d)),
+        "ends before it starts",
+    ),
     "gap": (lambda d: (_entry(dim=0)(d), _part(intervals=[[0, 2]])(d)), "are in no part"),
     "triple": (lambda d: (_entry(dim=0)(d), _part(intervals=[[0, 2, 3]])(d)), "unpack"),
     "shape type": (_entry(shape=None), "NoneType"),
@@ -167,7 +186,9 @@ def test_a_manifest_that_lies_about_a_tensor_is_refused_before_it_is_copied(tmp_
 
 
 def sealed(document: dict) -> bytes:
-    """What an attacker can do as well as the program: the digest is against accidents, not against people."""
+    """What an attacker can do as well as the program: the digest is against accidents, not against
+    people.
+    """
     import hashlib
 
     document.pop("sha256", None)

@@ -1,4 +1,6 @@
-"""A damaged newest checkpoint costs the steps since the one before it, not the job; the ranks agree and it is told."""
+"""A damaged newest checkpoint costs the steps since the one before it, not the job; the ranks agree
+and it is told.
+"""
 
 import json
 import logging
@@ -18,7 +20,10 @@ FILE, OTHER = "model-rank-00000.safetensors", "exp_avg-rank-00000.safetensors"
 
 
 def _shards(value: float) -> dict:
-    return {kind: [Shard("w", (3, 4), None, (), torch.full((3, 4), value))] for kind in ("model", "exp_avg")}
+    return {
+        kind: [Shard("w", (3, 4), None, (), torch.full((3, 4), value))]
+        for kind in ("model", "exp_avg")
+    }
 
 
 def _save(root: Path, *iterations: int) -> Path:
@@ -32,11 +37,20 @@ def _flip(path: Path) -> None:
 
 
 DAMAGE = {
-    "flipped tensor": (lambda path: _flip(path / OTHER), "tensor w was changed after it was written"),
+    "flipped tensor": (
+        lambda path: _flip(path / OTHER),
+        "tensor w was changed after it was written",
+    ),
     "truncated": (lambda path: os.truncate(path / FILE, 100), "it has 100 bytes where"),
     "missing file": (lambda path: (path / FILE).unlink(), "it is missing"),
-    "not a file": (lambda path: ((path / FILE).unlink(), os.mkfifo(path / FILE)), "not a regular file"),
-    "another save's": (lambda path: shutil.copy(path.parent / "iter_0000005" / FILE, path), "another save"),
+    "not a file": (
+        lambda path: ((path / FILE).unlink(), os.mkfifo(path / FILE)),
+        "not a regular file",
+    ),
+    "another save's": (
+        lambda path: shutil.copy(path.parent / "iter_0000005" / FILE, path),
+        "another save",
+    ),
     "flipped manifest": (lambda path: _flip(path / "manifest.json"), "manifest.json"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
 }
@@ -51,8 +65,13 @@ def test_the_newest_undamaged_checkpoint_is_loaded_and_that_is_told(tmp_path, ca
     told, shards = [], _shards(-1)
     assert load(tmp_path, shards, None, "cpu", say=told.append)["iteration"] == 10
     assert all((parts[0].tensor == 10).all() for parts in shards.values())
-    assert [name in text and message in text for name, text in zip(("20", "15"), told, strict=True)] == [True, True]
-    assert all(text.startswith("A damaged checkpoint was passed over, and iteration 10 was loaded") for text in told)
+    assert [
+        name in text and message in text for name, text in zip(("20", "15"), told, strict=True)
+    ] == [True, True]
+    assert all(
+        text.startswith("A damaged checkpoint was passed over, and iteration 10 was loaded")
+        for text in told
+    )
     with caplog.at_level(logging.WARNING):
         load(tmp_path, shards, None, "cpu")
     assert message in caplog.text
@@ -80,7 +99,9 @@ def test_a_job_does_not_begin_anew_where_every_checkpoint_is_damaged(tmp_path, c
 
 def test_what_does_not_fit_or_cannot_be_read_is_no_damage(tmp_path, monkeypatch):
     newest = _save(tmp_path, 5, 10)
-    other = {kind: [Shard("w", (4, 3), None, (), torch.zeros(4, 3))] for kind in ("model", "exp_avg")}
+    other = {
+        kind: [Shard("w", (4, 3), None, (), torch.zeros(4, 3))] for kind in ("model", "exp_avg")
+    }
     with pytest.raises(CheckpointError, match=r"saved with shape \(3, 4\)"):
         load(tmp_path, other, None, "cpu")
 

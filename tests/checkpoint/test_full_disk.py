@@ -1,4 +1,6 @@
-"""A full disk loses nothing: a save waits for space, or ends with an error that names bytes and place."""
+"""A full disk loses nothing: a save waits for space, or ends with an error that names bytes and
+place.
+"""
 
 import os
 import re
@@ -58,7 +60,10 @@ def _wait(rank: int, world: int, small: Path, case: str) -> tuple[str, list[str]
     try:
         saving.run(small, lambda: save(small, 2, _shards(2.0, rank, world), {}, group, "cpu"))
     except (FullDiskError, Interrupted) as error:
-        return f"{type(error).__name__} {error.text if isinstance(error, Interrupted) else error}", told
+        return (
+            f"{type(error).__name__} {error.text if isinstance(error, Interrupted) else error}",
+            told,
+        )
     return "saved", told
 
 
@@ -67,8 +72,13 @@ def test_a_save_waits_for_space_and_all_ranks_agree(small):
         assert outcome == "saved"
         first, *still, last = told
         assert f"checkpoint directory {small}: on rank 0, 1,572,864 bytes are needed and " in first
-        assert "Nothing is lost yet: the run waits for space" in first and "--on-full-disk wait" in first
-        assert still and all(line.startswith("the run still waits for space, for ") for line in still)
+        assert (
+            "Nothing is lost yet: the run waits for space" in first
+            and "--on-full-disk wait" in first
+        )
+        assert still and all(
+            line.startswith("the run still waits for space, for ") for line in still
+        )
         assert last.startswith("there is space again: saved after a wait of ")
     shards = _shards(0.0)
     load(small, shards, None, "cpu", 2)
@@ -78,8 +88,14 @@ def test_a_save_waits_for_space_and_all_ranks_agree(small):
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("stop", "FullDiskError checkpoint directory .*: on rank 0, 1,572,864 bytes are needed and [0-9,]+ are free"),
-        ("patience", "FullDiskError checkpoint directory .* are free; the run waited for space for 2 s"),
+        (
+            "stop",
+            "FullDiskError checkpoint directory .*: on rank 0, 1,572,864 bytes are needed and [0-9,]+ are free",
+        ),
+        (
+            "patience",
+            "FullDiskError checkpoint directory .* are free; the run waited for space for 2 s",
+        ),
         (
             "signal",
             "Interrupted interrupted by SIGTERM while it waited for space, so nothing was saved: checkpoint dir",

@@ -1,4 +1,6 @@
-"""Reading HuggingFace directories: values against from_pretrained, memory, and every way in which one can be bad."""
+"""Reading HuggingFace directories: values against from_pretrained, memory, and every way in which
+one can be bad.
+"""
 
 import copy
 import json
@@ -12,7 +14,14 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_merak.checkpoint import hf_files
-from megatron_merak.checkpoint.hf import HFSource, ModuleSource, fill, from_pretrained, save_hf, source_of
+from megatron_merak.checkpoint.hf import (
+    HFSource,
+    ModuleSource,
+    fill,
+    from_pretrained,
+    save_hf,
+    source_of,
+)
 from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.errors import CheckpointError, ConfigError, DamagedError
 from megatron_merak.graph.capture.empty import init_empty_weights
@@ -46,10 +55,21 @@ def filled(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, parameter in model.named_parameters():
         n = parameter.shape[-1]
         spans = ((n // 2, n), (0, n // 4), (n // 4, n // 2))
-        made.append(Shard(name, tuple(parameter.shape), parameter.dim() - 1, spans, torch.empty(parameter.shape)))
+        made.append(
+            Shard(
+                name,
+                tuple(parameter.shape),
+                parameter.dim() - 1,
+                spans,
+                torch.empty(parameter.shape),
+            )
+        )
     fill(made, model.merak_source)
     return {
-        s.name: torch.cat([s.tensor[..., -(n := s.shape[-1]) // 2 :], s.tensor[..., : n - n // 2]], -1) for s in made
+        s.name: torch.cat(
+            [s.tensor[..., -(n := s.shape[-1]) // 2 :], s.tensor[..., : n - n // 2]], -1
+        )
+        for s in made
     }
 
 
@@ -62,7 +82,9 @@ def test_intervals_equal_what_transformers_loads(name, tmp_path):
     made = filled(empty)
     for parameter, tensor in model.named_parameters():
         n = tensor.shape[-1]
-        want = torch.cat([tensor[..., n // 2 :], tensor[..., : n // 4], tensor[..., n // 4 : n // 2]], -1)
+        want = torch.cat(
+            [tensor[..., n // 2 :], tensor[..., : n // 4], tensor[..., n // 4 : n // 2]], -1
+        )
         back = torch.cat([want[..., -(n // 2) :], want[..., : n - n // 2]], -1)
         assert torch.equal(made[parameter], back.detach()), parameter
     check_equal(dict(empty.named_buffers()), dict(model.named_buffers()))
@@ -93,7 +115,10 @@ def test_shards_may_be_views_of_other_dtypes(llama):
     shard = Shard("lm_head.weight", (96, 32), 0, ((90, 96), (4, 6)), held[1].T[2:10])
     fill([shard], HFSource(directory))
     want = model.lm_head.weight.detach()
-    assert torch.equal(held[1].T[2:10], torch.cat([want[90:], want[4:6]]).bfloat16()) and not held[0].any()
+    assert (
+        torch.equal(held[1].T[2:10], torch.cat([want[90:], want[4:6]]).bfloat16())
+        and not held[0].any()
+    )
 
 
 def test_a_bare_model_finds_its_weights_in_a_headed_one_and_back(llama, tmp_path):
@@ -101,14 +126,23 @@ def test_a_bare_model_finds_its_weights_in_a_headed_one_and_back(llama, tmp_path
 
     model, directory = llama
     bare = from_pretrained(directory, auto_class=AutoModel, allow_extra=("lm_head.weight",))
-    assert torch.equal(bare.merak_source.read("layers.0.mlp.up_proj.weight"), model.model.layers[0].mlp.up_proj.weight)
-    with pytest.raises(CheckpointError, match=r"1 tensors have no place in LlamaModel: lm_head.weight.*allow_extra"):
+    assert torch.equal(
+        bare.merak_source.read("layers.0.mlp.up_proj.weight"),
+        model.model.layers[0].mlp.up_proj.weight,
+    )
+    with pytest.raises(
+        CheckpointError, match=r"1 tensors have no place in LlamaModel: lm_head.weight.*allow_extra"
+    ):
         from_pretrained(directory, auto_class=AutoModel)
     model.model.save_pretrained(tmp_path)
-    headed = from_pretrained(tmp_path, auto_class=AutoModelForSequenceClassification, allow_missing=("score.*",))
+    headed = from_pretrained(
+        tmp_path, auto_class=AutoModelForSequenceClassification, allow_missing=("score.*",)
+    )
     assert "score.weight" not in headed.merak_source.names()
     assert torch.equal(headed.merak_source.read("model.norm.weight"), model.model.norm.weight)
-    with pytest.raises(CheckpointError, match=r"1 tensors of Llama\w+ are missing: score.weight.*allow_missing"):
+    with pytest.raises(
+        CheckpointError, match=r"1 tensors of Llama\w+ are missing: score.weight.*allow_missing"
+    ):
         from_pretrained(tmp_path, auto_class=AutoModelForSequenceClassification)
 
 
@@ -119,12 +153,16 @@ def test_a_part_of_a_model_brings_its_own_weights(llama):
         pupil.teacher = from_pretrained(directory)
         source = source_of(pupil)
         own = {*pupil.merak_source.names()} if hasattr(pupil, "merak_source") else set()
-        assert {*source.names()} == own | {f"teacher.{name}" for name in pupil.teacher.merak_source.names()}
+        assert {*source.names()} == own | {
+            f"teacher.{name}" for name in pupil.teacher.merak_source.names()
+        }
         for name, wanted in model.named_parameters():
             assert torch.equal(source.read(f"teacher.{name}"), wanted)
             assert source.shape(f"teacher.{name}") == tuple(wanted.shape)
             assert not own or torch.equal(source.read(name), wanted)
-    assert source_of(build("gpt2")) is None and source_of(pupil.teacher) is pupil.teacher.merak_source
+    assert (
+        source_of(build("gpt2")) is None and source_of(pupil.teacher) is pupil.teacher.merak_source
+    )
 
 
 def test_tied_tensors(tmp_path):
@@ -138,7 +176,9 @@ def test_tied_tensors(tmp_path):
     from_pretrained(tmp_path)
     both["lm_head.weight"][95, 31] += 1
     save_file(both, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"wte.weight and lm_head.weight are tied.*tie_word_embeddings"):
+    with pytest.raises(
+        CheckpointError, match=r"wte.weight and lm_head.weight are tied.*tie_word_embeddings"
+    ):
         from_pretrained(tmp_path)
     untied = from_pretrained(tmp_path, tie_word_embeddings=False).merak_source
     assert not torch.equal(untied.read("lm_head.weight"), untied.read("transformer.wte.weight"))
@@ -150,7 +190,9 @@ def test_weights_that_are_not_finite_are_named(tmp_path, value):
     weight[1, 2] = value
     save_file({"layer.weight": weight}, tmp_path / "model.safetensors", {"format": "pt"})
     whole = Shard("layer.weight", (6, 4), None, (), torch.empty(6, 4))
-    with pytest.raises(DamagedError, match="tensor layer.weight: 1 of 24 values that were read are NaN or infinite"):
+    with pytest.raises(
+        DamagedError, match="tensor layer.weight: 1 of 24 values that were read are NaN or infinite"
+    ):
         fill([whole], HFSource(tmp_path))
     rest = Shard("layer.weight", (6, 4), 0, ((2, 6),), torch.empty(4, 4))
     fill([rest], HFSource(tmp_path))  # the rows that this rank needs are finite
@@ -163,9 +205,13 @@ def test_a_real_module_is_a_source():
     weight = model.lm_head.weight.detach()
     assert source.read("lm_head.weight").data_ptr() == weight.data_ptr()
     assert torch.equal(
-        source.read("lm_head.weight", 1, ((30, 32), (0, 2))), torch.cat([weight[:, 30:], weight[:, :2]], 1)
+        source.read("lm_head.weight", 1, ((30, 32), (0, 2))),
+        torch.cat([weight[:, 30:], weight[:, :2]], 1),
     )
-    assert source.shape("lm_head.weight") == (96, 32) and source.dtype("lm_head.weight") == torch.float32
+    assert (
+        source.shape("lm_head.weight") == (96, 32)
+        and source.dtype("lm_head.weight") == torch.float32
+    )
     with init_empty_weights():
         model.lm_head = torch.nn.Linear(32, 96, bias=False)
     assert sorted(set(source.names()) - set(ModuleSource(model).names())) == ["lm_head.weight"]
@@ -174,7 +220,11 @@ def test_a_real_module_is_a_source():
 def test_without_weights_all_is_to_be_initialised(llama, tmp_path):
     (tmp_path / "config.json").write_bytes((llama[1] / "config.json").read_bytes())
     model = from_pretrained(tmp_path, num_hidden_layers=3, dtype=torch.bfloat16)
-    assert model.merak_source is None and model.config.num_hidden_layers == 3 and model.dtype == torch.bfloat16
+    assert (
+        model.merak_source is None
+        and model.config.num_hidden_layers == 3
+        and model.dtype == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "t5"])
@@ -200,7 +250,9 @@ def rewrite_index(directory: Path, change) -> None:
 
 
 def set_file(name: str):
-    return lambda d: rewrite_index(d, lambda index: index["weight_map"].update({"lm_head.weight": name}))
+    return lambda d: rewrite_index(
+        d, lambda index: index["weight_map"].update({"lm_head.weight": name})
+    )
 
 
 def header(directory: Path, change) -> None:
@@ -213,7 +265,9 @@ def header(directory: Path, change) -> None:
 
 
 def entry(**fields):
-    return lambda d: header(d, lambda text: next(v for k, v in text.items() if k[0] != "_").update(fields))
+    return lambda d: header(
+        d, lambda text: next(v for k, v in text.items() if k[0] != "_").update(fields)
+    )
 
 
 def link_out(directory: Path) -> None:
@@ -237,13 +291,22 @@ DAMAGE = {
     "other kind": (set_file("config.json"), "no .safetensors file"),
     "link out": (link_out, "which is outside of the model directory"),
     "missing file": (lambda d: (d / SECOND).unlink(), "No such file"),
-    "a directory": (lambda d: [set_file("x.safetensors")(d), (d / "x.safetensors").mkdir()], "not a regular file"),
-    "not there": (lambda d: rewrite_index(d, lambda i: i["weight_map"].update(ghost=FIRST)), "ghost"),
+    "a directory": (
+        lambda d: [set_file("x.safetensors")(d), (d / "x.safetensors").mkdir()],
+        "not a regular file",
+    ),
+    "not there": (
+        lambda d: rewrite_index(d, lambda i: i["weight_map"].update(ghost=FIRST)),
+        "ghost",
+    ),
     "no map": (lambda d: (d / INDEX).write_text("{}"), "no weight_map"),
     "not an object": (lambda d: (d / INDEX).write_text("[1]"), "JSON list where an object belongs"),
     "not json": (lambda d: (d / INDEX).write_text("{"), "not valid JSON"),
     "deep json": (lambda d: (d / INDEX).write_text('{"a":' * 100_000), "not valid JSON"),
-    "twice": (lambda d: (d / INDEX).write_text('{"weight_map": {"a": "b", "a": "c"}}'), "there twice"),
+    "twice": (
+        lambda d: (d / INDEX).write_text('{"weight_map": {"a": "b", "a": "c"}}'),
+        "there twice",
+    ),
     "cut short": (lambda d: truncate(d, -10), "bytes where its header describes"),
     "cut in the header": (lambda d: truncate(d, 100), "too few for its header"),
     "nearly empty": (lambda d: truncate(d, 3), "too few for its header"),
@@ -259,12 +322,24 @@ DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "No such file"),
     "bad config": (lambda d: (d / "config.json").write_text("llama"), "not valid JSON"),
     "other sizes": (lambda d: set_config(d, vocab_size=95), "has shape"),
-    "too few layers": (lambda d: set_config(d, num_hidden_layers=1), "have no place in LlamaForCausalLM"),
-    "too many layers": (lambda d: set_config(d, num_hidden_layers=3), r"are missing: model.layers.2.*and \d more"),
+    "too few layers": (
+        lambda d: set_config(d, num_hidden_layers=1),
+        "have no place in LlamaForCausalLM",
+    ),
+    "too many layers": (
+        lambda d: set_config(d, num_hidden_layers=3),
+        r"are missing: model.layers.2.*and \d more",
+    ),
     "unknown type": (lambda d: set_config(d, model_type="llamma"), "nearest known type is llama"),
     "no type": (lambda d: set_config(d, model_type=None), "it has no model_type"),
-    "own code": (lambda d: set_config(d, model_type="mine", auto_map={"AutoConfig": "m.C"}), "trust_remote_code"),
-    "quantised": (lambda d: set_config(d, quantization_config={"quant_method": "fp8"}), "quantized"),
+    "own code": (
+        lambda d: set_config(d, model_type="mine", auto_map={"AutoConfig": "m.C"}),
+        "trust_remote_code",
+    ),
+    "quantised": (
+        lambda d: set_config(d, quantization_config={"quant_method": "fp8"}),
+        "quantized",
+    ),
     "impossible": (lambda d: set_config(d, num_attention_heads=0), "its num_attention_heads is 0"),
 }
 
@@ -300,7 +375,9 @@ def test_a_link_inside_a_hub_cache_is_followed(damaged, tmp_path_factory):
 
 
 def test_a_directory_that_is_none():
-    with pytest.raises(CheckpointError, match="/nonexistent/model: it does not exist.*nothing is downloaded"):
+    with pytest.raises(
+        CheckpointError, match="/nonexistent/model: it does not exist.*nothing is downloaded"
+    ):
         from_pretrained("/nonexistent/model")
     with pytest.raises(CheckpointError, match="not a directory"):
         HFSource("/nonexistent/model")
@@ -323,7 +400,9 @@ class OwnModel(LlamaForCausalLM):
 
 
 def test_a_model_with_its_own_code(damaged, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(damaged / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(damaged / "modules")
+    )
     names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     set_config(damaged, model_type="own", auto_map=names, architectures=["OwnModel"])
     (damaged / "own.py").write_text(OWN_CODE)
@@ -331,7 +410,10 @@ def test_a_model_with_its_own_code(damaged, monkeypatch):
         from_pretrained(damaged)
     model = from_pretrained(damaged, trust_remote_code=True)
     assert type(model).__name__ == "OwnModel"
-    held = [Shard(n, tuple(p.shape), None, (), torch.empty(p.shape)) for n, p in model.named_parameters()]
+    held = [
+        Shard(n, tuple(p.shape), None, (), torch.empty(p.shape))
+        for n, p in model.named_parameters()
+    ]
     fill(held, model.merak_source)
     save_hf(damaged / "out", model, held)
     again = from_pretrained(damaged / "out", trust_remote_code=True)
@@ -365,17 +447,31 @@ def test_a_source_survives_a_copy_of_its_model(llama):
 
 def test_a_plain_module_reads_its_own_names(tmp_path):
     model = torch.nn.Linear(4, 3)
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(
+        {k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors"
+    )
     with init_empty_weights():
         empty = torch.nn.Linear(4, 3)
-    assert torch.equal(HFSource(tmp_path).bind(empty).read("weight", 1, ((2, 4),)), model.weight[:, 2:])
+    assert torch.equal(
+        HFSource(tmp_path).bind(empty).read("weight", 1, ((2, 4),)), model.weight[:, 2:]
+    )
     with pytest.raises(CheckpointError, match="are missing: 0.weight, 0.bias"):
         HFSource(tmp_path).bind(torch.nn.Sequential(empty))
 
 
 def test_a_remedy_lets_through_what_is_missing_and_nothing_else(tmp_path):
-    model = torch.nn.ModuleDict({"body": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))})
-    save_file({k: v for k, v in model.state_dict().items() if k.endswith("weight")}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=re.escape("from_pretrained(..., allow_missing=('body.*.bias',))")):
+    model = torch.nn.ModuleDict(
+        {"body": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))}
+    )
+    save_file(
+        {k: v for k, v in model.state_dict().items() if k.endswith("weight")},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        CheckpointError, match=re.escape("from_pretrained(..., allow_missing=('body.*.bias',))")
+    ):
         HFSource(tmp_path).bind(model)
-    assert HFSource(tmp_path).bind(model, ("body.*.bias",)).names() == ["body.0.weight", "body.1.weight"]
+    assert HFSource(tmp_path).bind(model, ("body.*.bias",)).names() == [
+        "body.0.weight",
+        "body.1.weight",
+    ]

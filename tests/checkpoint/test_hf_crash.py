@@ -1,4 +1,6 @@
-"""kill -9 before each call that touches the disk, while a HuggingFace directory is replaced: it opens, old or new."""
+"""kill -9 before each call that touches the disk, while a HuggingFace directory is replaced: it
+opens, old or new.
+"""
 
 import os
 import shutil
@@ -15,14 +17,23 @@ from tests.checkpoint.kills import DISK, NAMES, fork, kill_before_call
 from tests.ranks import run_ranks
 
 CHANGES = NAMES | {"link", "symlink"}
-CASES = {"sharded": ("8KB", "8KB"), "single": ("8KB", "5GB"), "split": ("5GB", "8KB"), "one": ("5GB", "5GB")}
+CASES = {
+    "sharded": ("8KB", "8KB"),
+    "single": ("8KB", "5GB"),
+    "split": ("5GB", "8KB"),
+    "one": ("5GB", "5GB"),
+}
 
 
 @pytest.fixture
 def root(tmp_path):
-    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and fsync is slow."""
+    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and
+    fsync is slow.
+    """
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as directory:
+    with tempfile.TemporaryDirectory(
+        dir=memory if os.access(memory, os.W_OK) else tmp_path
+    ) as directory:
         yield Path(directory)
 
 
@@ -31,7 +42,12 @@ def _model(layers: int):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(layers)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": layers}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": 32,
+        "num_hidden_layers": layers,
+    }
     return LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
 
 
@@ -40,7 +56,9 @@ def _opened(directory: Path) -> dict[str, torch.Tensor]:
     from transformers import LlamaForCausalLM
 
     theirs, told = LlamaForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        told
+    )
     source = from_pretrained(directory).merak_source
     check_equal({name: source.read(name) for name in source.names()}, dict(theirs.state_dict()))
     assert (directory / "notes.txt").read_text() == "mine"
@@ -50,13 +68,16 @@ def _opened(directory: Path) -> dict[str, torch.Tensor]:
 
 def _is(state: dict[str, torch.Tensor], model: torch.nn.Module) -> bool:
     other = model.state_dict()
-    return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
+    return state.keys() == other.keys() and all(
+        torch.equal(state[name], other[name]) for name in state
+    )
 
 
 def _kill_everywhere(
     rank: int, world: int, root: Path, limits: tuple, calls: set[str], stride: int, tidy: bool
 ) -> tuple[int, int, int]:
-    """Kill before every ``stride``-th of these calls. Returns (kills, how often the old and the new model opened).
+    """Kill before every ``stride``-th of these calls. Returns (kills, how often the old and the new
+    model opened).
 
     tidy: whether each save begins with a directory that no kill has touched.
     """

@@ -1,4 +1,6 @@
-"""Patchworks against the same operations on real tensors: equal values, and no element fetched that is not shown."""
+"""Patchworks against the same operations on real tensors: equal values, and no element fetched that
+is not shown.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,9 @@ class Store:
 MOVES = {
     "cat": lambda a, b, c, s: torch.cat([a, c, b]),
     "stack": lambda a, b, c, s: torch.stack([a, b], dim=1),
-    "merge experts": lambda a, b, c, s: torch.cat([torch.stack([a, b]), torch.stack([b, a])], dim=1),
+    "merge experts": lambda a, b, c, s: torch.cat(
+        [torch.stack([a, b]), torch.stack([b, a])], dim=1
+    ),
     "chunk": lambda a, b, c, s: torch.chunk(torch.cat([a, b], dim=1), 3, dim=1)[1].contiguous(),
     "unbind": lambda a, b, c, s: torch.unbind(torch.stack([a, b]))[1],
     "split": lambda a, b, c, s: torch.split(a, [1, 3])[1],
@@ -71,13 +75,18 @@ def test_a_part_reads_its_intervals_in_their_order():
     _, lazy, store = both(MOVES["merge experts"])
     want = MOVES["merge experts"](*TENSORS.values())
     got = patchwork.read(patchwork.part(lazy, 1, ((5, 7), (0, 1))), store)
-    assert torch.equal(got, torch.cat([want[:, 5:7], want[:, :1]], dim=1)) and store.elements == got.numel()
+    assert (
+        torch.equal(got, torch.cat([want[:, 5:7], want[:, :1]], dim=1))
+        and store.elements == got.numel()
+    )
     assert patchwork.sources(lazy) == ["a", "b"]
 
 
 def test_values_on_meta_give_the_shape_only():
     _, lazy, _ = both(COMPUTED["rotary"])
-    got = patchwork.read(lazy, lambda name, take: torch.empty([b - a for a, b in take], device="meta"))
+    got = patchwork.read(
+        lazy, lambda name, take: torch.empty([b - a for a, b in take], device="meta")
+    )
     assert got.device.type == "meta" and got.shape == lazy.shape
 
 

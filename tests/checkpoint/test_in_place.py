@@ -1,4 +1,6 @@
-"""Files of a directory are replaced all at once: a kill before any call that touches the disk shows old or new ones."""
+"""Files of a directory are replaced all at once: a kill before any call that touches the disk shows
+old or new ones.
+"""
 
 import errno
 import os
@@ -16,16 +18,25 @@ CHANGES = NAMES | {"link", "symlink"}
 CALLS = DISK | CHANGES | {"readlink"}
 SWEEPS = [(CHANGES, False), (CALLS, True), (CALLS, False)]
 MINE = {"notes.txt": "mine", "sub/notes.txt": "mine"}
-ODD = {"config.json": "1", "sub/code.py": "1", "model-1.safetensors": "1", "model.safetensors.index.json": "1"}
+ODD = {
+    "config.json": "1",
+    "sub/code.py": "1",
+    "model-1.safetensors": "1",
+    "model.safetensors.index.json": "1",
+}
 EVEN = {"config.json": "2", "sub/code.py": "2", "more/code.py": "2", "model.safetensors": "2"}
 WEIGHTS = ("model-1.safetensors", "model.safetensors.index.json", "model.safetensors")
 
 
 @pytest.fixture
 def root(tmp_path):
-    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and fsync is slow."""
+    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and
+    fsync is slow.
+    """
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as directory:
+    with tempfile.TemporaryDirectory(
+        dir=memory if os.access(memory, os.W_OK) else tmp_path
+    ) as directory:
         yield Path(directory)
 
 
@@ -41,9 +52,15 @@ def _save(directory: Path, files: dict[str, str]) -> None:
 
 
 def _shown(directory: Path) -> dict[str, str]:
-    """What a program sees that opens files by their names; `more/code.py` and the like stay, as in save_pretrained."""
+    """What a program sees that opens files by their names; `more/code.py` and the like stay, as in
+    save_pretrained.
+    """
     names = {*MINE, *ODD, *EVEN}
-    return {name: (directory / name).read_text() for name in sorted(names) if (directory / name).is_file()}
+    return {
+        name: (directory / name).read_text()
+        for name in sorted(names)
+        if (directory / name).is_file()
+    }
 
 
 def _expected(files: dict[str, str], first: bool) -> dict[str, str]:
@@ -84,7 +101,9 @@ def test_a_kill_shows_old_or_new_files(root, calls, tidy):
             _save(place, held)
     _save(place, other)
     assert _shown(place) == _expected(other, False)
-    assert not (place / in_place.PLACE).exists() and not any(path.is_symlink() for path in place.rglob("*"))
+    assert not (place / in_place.PLACE).exists() and not any(
+        path.is_symlink() for path in place.rglob("*")
+    )
     assert kills >= 30 and seen == {True, False}, (kills, seen)
 
 
@@ -115,7 +134,10 @@ def test_without_links_files_are_replaced_one_by_one(root, monkeypatch, caplog):
     monkeypatch.setattr(os, "link", forbidden)
     _save(root, EVEN)
     assert _shown(root) == dict(sorted(EVEN.items())) and not (root / in_place.PLACE).exists()
-    assert "one after the other, since links cannot be made there (Operation not permitted)" in caplog.text
+    assert (
+        "one after the other, since links cannot be made there (Operation not permitted)"
+        in caplog.text
+    )
     monkeypatch.setattr(os, "link", kept)
 
 

@@ -34,7 +34,9 @@ def holder(tmp_path):
 
 
 def test_a_living_owner_is_refused_by_name_and_a_dead_one_succeeded(tmp_path, holder):
-    with pytest.raises(DirectoryLockedError, match=f"another job writes to it: process {holder.pid} on host"):
+    with pytest.raises(
+        DirectoryLockedError, match=f"another job writes to it: process {holder.pid} on host"
+    ):
         DirectoryLock(tmp_path)
     holder.send_signal(signal.SIGSTOP)  # stopped is not dead
     with pytest.raises(DirectoryLockedError):
@@ -76,7 +78,9 @@ def test_a_reused_process_number_is_another_process(tmp_path):
     DirectoryLock(tmp_path).release()
 
 
-@pytest.mark.parametrize("where", [{"host": "elsewhere"}, {"boot": "another"}, {"pid_space": "pid:[1]"}])
+@pytest.mark.parametrize(
+    "where", [{"host": "elsewhere"}, {"boot": "another"}, {"pid_space": "pid:[1]"}]
+)
 def test_an_owner_elsewhere_is_known_by_its_signs_of_life(tmp_path, where):
     path = tmp_path / NAME
     _owner(path, **where)

@@ -1,4 +1,6 @@
-"""Any number of ranks reads what any other number wrote, and a failure on one rank is everyone's."""
+"""Any number of ranks reads what any other number wrote, and a failure on one rank is
+everyone's.
+"""
 
 import pickle
 import resource
@@ -20,12 +22,19 @@ def _save_and_load(rank: int, world: int, root: Path, iteration: int, salt: int)
 
     group = dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        for owner, name in (
+            (pickle, "load"),
+            (pickle, "loads"),
+            (pickle, "Unpickler"),
+            (torch, "load"),
+        ):
             patch.setattr(owner, name, refuse)
         shards = state(rank, world, None)
         meta = load(root, shards, group, "cpu")
         assert latest(root, group) == meta["iteration"] == iteration
-        assert (shards["model"][0].tensor.shape[0] == 0) == (world == 4 and rank == 3), "the last rank holds padding"
+        assert (shards["model"][0].tensor.shape[0] == 0) == (world == 4 and rank == 3), (
+            "the last rank holds padding"
+        )
         save(root, iteration + 1, shards, {**meta, "by": [rank, world]}, group, "cpu")
     return same(shards, state(rank, world, salt))
 
@@ -40,12 +49,15 @@ def test_tensor_parallel_sizes_read_each_other(tmp_path):
     assert same(shards, state(0, 1, 5))
     files = sorted(path.name for path in (tmp_path / "iter_0000003").iterdir())
     assert files == sorted(
-        [f"{kind}-rank-0000{r}.safetensors" for kind in ("model", "exp_avg") for r in range(4)] + ["manifest.json"]
+        [f"{kind}-rank-0000{r}.safetensors" for kind in ("model", "exp_avg") for r in range(4)]
+        + ["manifest.json"]
     )
 
 
 def _save_stages(rank: int, world: int, root: Path, salt: int) -> None:
-    """Pipeline: rank 0 holds the first two tensors, rank 1 the others and a copy of the first that it does not own."""
+    """Pipeline: rank 0 holds the first two tensors, rank 1 the others and a copy of the first that
+    it does not own.
+    """
     shards = {}
     for kind, parts in state(0, 1, salt).items():
         tied = Shard(parts[0].name, parts[0].shape, None, (), parts[0].tensor, owner=False)

@@ -1,4 +1,6 @@
-"""A process alone: what is saved comes back, what does not fit is refused, and what is complete is never lost."""
+"""A process alone: what is saved comes back, what does not fit is refused, and what is complete is
+never lost.
+"""
 
 import errno
 import json
@@ -36,9 +38,14 @@ def test_values_and_meta_come_back(tmp_path):
     assert same(shards, state(0, 1, 0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool], ids=str
+)
 def test_every_dtype_survives_and_the_safetensors_library_reads_the_files(tmp_path, dtype):
-    values = {"b.odd": torch.arange(15).reshape(3, 5).to(dtype).t(), "a.scalar": torch.tensor(1).to(dtype)}
+    values = {
+        "b.odd": torch.arange(15).reshape(3, 5).to(dtype).t(),
+        "a.scalar": torch.tensor(1).to(dtype),
+    }
     values["none"] = torch.zeros(0, 4, dtype=dtype)
     values["z.wide"] = torch.arange(3, dtype=torch.float64)
     shards = [Shard(name, tuple(value.shape), None, (), value) for name, value in values.items()]
@@ -46,8 +53,13 @@ def test_every_dtype_survives_and_the_safetensors_library_reads_the_files(tmp_pa
     with safe_open(path / "model-rank-00000.safetensors", framework="pt") as file:
         assert file.metadata()["iteration"] == "1" and file.metadata()["kind"] == "model"
         for name, value in values.items():
-            assert torch.equal(file.get_tensor(name), value) and file.get_tensor(name).dtype == value.dtype
-    empty = [Shard(part.name, part.shape, None, (), torch.zeros_like(part.tensor)) for part in shards]
+            assert (
+                torch.equal(file.get_tensor(name), value)
+                and file.get_tensor(name).dtype == value.dtype
+            )
+    empty = [
+        Shard(part.name, part.shape, None, (), torch.zeros_like(part.tensor)) for part in shards
+    ]
     load(tmp_path, {"model": empty}, None, "cpu")
     assert same({"model": shards}, {"model": empty})
 
@@ -83,7 +95,9 @@ def test_a_directory_of_another_program_is_never_removed(tmp_path):
     theirs = tmp_path / "iter_0000010" / ".metadata"
     theirs.parent.mkdir()
     theirs.write_bytes(b"theirs")
-    with pytest.raises(CheckpointError, match="contains .metadata, which megatron_merak did not write"):
+    with pytest.raises(
+        CheckpointError, match="contains .metadata, which megatron_merak did not write"
+    ):
         _save(tmp_path, 10)
     _save(tmp_path, 20)
     prune(tmp_path, 100)
@@ -117,10 +131,18 @@ def test_what_does_not_fit_is_refused_before_a_tensor_changes(tmp_path):
         return lambda shards: shards[kind].append(Shard(name, shape, None, (), tensor))
 
     refused("model/lm_head.weight: it is missing", swap("model", "lm_head.weight", (2,)))
-    refused(r"model/h.0.scale: .*shape \(\), and the model has \(2,\)", swap("model", "h.0.scale", (2,)))
-    refused("exp_avg/h.0.scale: .*float32, and torch.float64", swap("exp_avg", "h.0.scale", (), torch.float64))
+    refused(
+        r"model/h.0.scale: .*shape \(\), and the model has \(2,\)", swap("model", "h.0.scale", (2,))
+    )
+    refused(
+        "exp_avg/h.0.scale: .*float32, and torch.float64",
+        swap("exp_avg", "h.0.scale", (), torch.float64),
+    )
     refused("no master state, only model, exp_avg", lambda shards: shards.update(master=[]))
-    refused("exp_avg tensors that the model does not have: h.0.scale", lambda shards: shards["exp_avg"].pop())
+    refused(
+        "exp_avg tensors that the model does not have: h.0.scale",
+        lambda shards: shards["exp_avg"].pop(),
+    )
 
 
 def test_kinds_that_are_not_wanted_stay_unread(tmp_path):
@@ -145,12 +167,17 @@ def test_parameters_that_require_gradients_load(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(45, 8))
     others = state(0, 1, None, kinds=("model",))["model"][1:]
     _load(tmp_path, {"model": [Shard("wte.weight", (45, 8), None, (), parameter), *others]})
-    assert torch.equal(parameter.detach(), state(0, 1, 0)["model"][0].tensor) and parameter.grad is None
+    assert (
+        torch.equal(parameter.detach(), state(0, 1, 0)["model"][0].tensor)
+        and parameter.grad is None
+    )
 
 
 def test_parts_without_an_owner_are_named(tmp_path):
     part = Shard("w", (4, 2), 0, ((0, 3),), torch.zeros(3, 2))
-    with pytest.raises(CheckpointError, match=r"model/w of shape \(4, 2\), along dim 0: indices \[3, 4\) are in no"):
+    with pytest.raises(
+        CheckpointError, match=r"model/w of shape \(4, 2\), along dim 0: indices \[3, 4\) are in no"
+    ):
         save(tmp_path, 1, {"model": [part]}, {}, None, "cpu")
     assert latest(tmp_path) is None and list(tmp_path.glob("iter_*")) == []
 
@@ -196,14 +223,18 @@ def test_files_that_are_not_ours_survive_retention_replacement_and_crashes(tmp_p
     for iteration in (5, 10, 15):
         (_save(tmp_path, iteration) / "my_notes.txt").write_text(f"notes of {iteration}")
     (tmp_path / "iter_0000005").rename(tmp_path / "iter_0000005.old")
-    (tmp_path / "iter_0000005.old" / "manifest.json").unlink()  # as after a kill while it was removed
+    # as after a kill while it was removed
+    (tmp_path / "iter_0000005.old" / "manifest.json").unlink()
     assert prune(tmp_path, 100) == [10]
     _save(tmp_path, 15, 1)
     _save(tmp_path, 15, 2)
     assert same(_load(tmp_path)[1], state(0, 1, 2))
     kept = {path.name: (path / "my_notes.txt").read_text() for path in tmp_path.glob("*.kept*")}
     assert kept == {f"iter_{n:07}.kept": f"notes of {n}" for n in (5, 10, 15)}
-    assert all(os.listdir(tmp_path / name) == ["my_notes.txt"] for name in kept) and "my_notes.txt" in caplog.text
+    assert (
+        all(os.listdir(tmp_path / name) == ["my_notes.txt"] for name in kept)
+        and "my_notes.txt" in caplog.text
+    )
 
 
 def test_numbers_that_are_not_finite_are_not_saved(tmp_path):
@@ -211,11 +242,21 @@ def test_numbers_that_are_not_finite_are_not_saved(tmp_path):
     for kind, value in (("model", math.nan), ("exp_avg", math.inf)):
         shards = state(0, 1, 0)
         shards[kind][2].tensor[-1, -1] = value
-        with pytest.raises(NumericsError, match=f"{kind}/h.0.attn.c_attn.weight: it has values that are not finite"):
+        with pytest.raises(
+            NumericsError, match=f"{kind}/h.0.attn.c_attn.weight: it has values that are not finite"
+        ):
             save(tmp_path, 10, shards, {}, None, "cpu")
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000005"]
-    mask = Shard("mask", (2, 2), None, (), torch.full((2, 2), -math.inf))  # frozen: it has no moments
-    save(tmp_path, 10, {"model": [*shards["model"], mask], "exp_avg": state(0, 1, 0)["exp_avg"]}, {}, None, "cpu")
+    # frozen: it has no moments
+    mask = Shard("mask", (2, 2), None, (), torch.full((2, 2), -math.inf))
+    save(
+        tmp_path,
+        10,
+        {"model": [*shards["model"], mask], "exp_avg": state(0, 1, 0)["exp_avg"]},
+        {},
+        None,
+        "cpu",
+    )
     assert prune(tmp_path, 100) == [5]
 
 
@@ -239,11 +280,20 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("unpickled")
 
-    for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+    for owner, name in (
+        (pickle, "load"),
+        (pickle, "loads"),
+        (pickle, "Unpickler"),
+        (torch, "load"),
+    ):
         monkeypatch.setattr(owner, name, refuse)
     _save(tmp_path, 1)
     assert same(_load(tmp_path)[1], state(0, 1, 0))
-    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors", ".json", ".txt"}
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {
+        ".safetensors",
+        ".json",
+        ".txt",
+    }
 
 
 def test_the_manifest_is_plain_json(tmp_path):

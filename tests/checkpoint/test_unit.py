@@ -1,4 +1,6 @@
-"""Directories that are one unit: no change of any byte goes unnoticed, and no file of somebody else's is lost."""
+"""Directories that are one unit: no change of any byte goes unnoticed, and no file of somebody
+else's is lost.
+"""
 
 import json
 import os
@@ -7,8 +9,9 @@ import random
 import pytest
 import torch
 
-from megatron_merak.checkpoint import store, unit, unit_directories
+from megatron_merak.checkpoint import store, unit
 from megatron_merak.checkpoint.sealed import seal
+from megatron_merak.checkpoint.unit_directories import REMOVED, Units, step_of
 from megatron_merak.errors import CheckpointError, DamagedError
 
 
@@ -21,13 +24,13 @@ def _write(directory, value: int) -> None:
 
 
 def _save(root, step: int, value: int = 1):
-    _write(unit_directories.fresh(root, step), value)
-    unit.complete(unit_directories.fresh(root, step), step, {})
-    return unit_directories.publish(root, step)
+    _write(Units(root).names(step).fresh, value)
+    unit.complete(Units(root).names(step).fresh, step, {})
+    return Units(root).publish(step)
 
 
 def _value(directory) -> int:
-    unit.verify(directory, unit.read(directory, unit_directories.step_of(directory)))
+    unit.verify(directory, unit.read(directory, step_of(directory)))
     value = json.loads((directory / "config.json").read_text())["value"]
     assert (directory / "sub" / "weights").read_bytes() == bytes([value]) * 40
     return value
@@ -36,15 +39,19 @@ def _value(directory) -> int:
 def test_every_flipped_byte_of_every_file_is_found_and_named(tmp_path):
     directory, draw = _save(tmp_path, 5), random.Random(0)
     manifest = directory / "manifest.json"
-    files = [path for path in directory.rglob("*") if path.is_file() and path.name != unit_directories.REMOVED]
-    assert len(files) == 6, "config, weights, tensors and their manifest, tracker, and the manifest of all"
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != REMOVED]
+    assert len(files) == 6, (
+        "config, weights, tensors and their manifest, tracker, and the manifest of all"
+    )
     for path in files:
         good = path.read_bytes()
         for position in range(0, len(good), 1 if len(good) < 200 else 7):
             bad = bytearray(good)
             bad[position] ^= 1 << draw.randrange(8)
             path.write_bytes(bad)
-            with pytest.raises(DamagedError, match=path.name if path != manifest else "manifest") as caught:
+            with pytest.raises(
+                DamagedError, match=path.name if path != manifest else "manifest"
+            ) as caught:
                 _value(directory)
             assert path == manifest or str(path) in str(caught.value)
         for bad in (b"", good[:-1], good + b"\0"):
@@ -73,7 +80,9 @@ def test_tensors_that_have_digests_are_not_hashed_again(tmp_path):
         lambda d: d["files"]["config.json"].update(bytes=-1),
         lambda d: d["files"]["config.json"].update(sha256=3),
         lambda d: d["files"].update({"config.json": 5}),
-        lambda d: d["files"].update({"config.json": {"bytes": 3, unit.SEALED_BY: "../manifest.json"}}),
+        lambda d: d["files"].update(
+            {"config.json": {"bytes": 3, unit.SEALED_BY: "../manifest.json"}}
+        ),
         lambda d: d.update(step="5"),
         lambda d: d.update(step=6),
         lambda d: d.update(files=[]),
@@ -101,13 +110,13 @@ def test_only_regular_files_count(tmp_path, kind):
         "directory": file.mkdir,
         "absent": lambda: None,
     }[kind]()
-    assert [*unit_directories.newest_first(tmp_path)] == []
+    assert [*Units(tmp_path).newest_first()] == []
     with pytest.raises(DamagedError, match="config.json"):
         unit.read(file.parent)
 
 
 def test_what_is_not_a_plain_file_is_not_saved(tmp_path):
-    fresh = unit_directories.fresh(tmp_path, 5)
+    fresh = Units(tmp_path).names(5).fresh
     _write(fresh, 1)
     (fresh / "link").symlink_to("config.json")
     with pytest.raises(CheckpointError, match="link"):
@@ -119,18 +128,16 @@ def test_names_are_those_of_transformers_and_leftovers_are_not(tmp_path):
 
     for step in (2, 10, 9):
         _save(tmp_path, step)
-    _write(unit_directories.fresh(tmp_path, 11), 1)
-    assert [path.name for path in unit_directories.newest_first(tmp_path)] == [
+    _write(Units(tmp_path).names(11).fresh, 1)
+    assert [path.name for path in Units(tmp_path).newest_first()] == [
         "checkpoint-10",
         "checkpoint-9",
         "checkpoint-2",
     ]
-    assert len(sort_checkpoints(str(tmp_path))) == 3 and get_last_checkpoint(str(tmp_path)).endswith("checkpoint-10")
-    assert (
-        unit_directories.step_of(tmp_path / "checkpoint-010")
-        is unit_directories.step_of(tmp_path / ".checkpoint-1")
-        is None
-    )
+    assert len(sort_checkpoints(str(tmp_path))) == 3 and get_last_checkpoint(
+        str(tmp_path)
+    ).endswith("checkpoint-10")
+    assert step_of(tmp_path / "checkpoint-010") is step_of(tmp_path / ".checkpoint-1") is None
 
 
 def test_files_of_others_move_with_a_checkpoint_that_is_saved_again(tmp_path, caplog):
@@ -140,7 +147,9 @@ def test_files_of_others_move_with_a_checkpoint_that_is_saved_again(tmp_path, ca
     (directory / "extra" / "more").write_text("mine too")
     _save(tmp_path, 5, 2)
     assert _value(directory) == 2
-    assert (directory / "sub" / "notes.txt").read_text() + (directory / "extra" / "more").read_text() == "minemine too"
+    assert (directory / "sub" / "notes.txt").read_text() + (
+        directory / "extra" / "more"
+    ).read_text() == "minemine too"
     assert "notes.txt" in caplog.text
     assert not [path for path in tmp_path.iterdir() if path != directory]
 
@@ -148,8 +157,8 @@ def test_files_of_others_move_with_a_checkpoint_that_is_saved_again(tmp_path, ca
 def test_files_of_others_are_kept_when_a_checkpoint_is_removed(tmp_path, caplog):
     (_save(tmp_path, 5) / "notes.txt").write_text("mine")
     _save(tmp_path, 6)
-    unit_directories.remove(tmp_path, 5)
-    unit_directories.remove(tmp_path, 6)
+    Units(tmp_path).remove(5)
+    Units(tmp_path).remove(6)
     assert {path.name for path in tmp_path.iterdir()} == {"kept-checkpoint-5"}
     assert [path.name for path in (tmp_path / "kept-checkpoint-5").iterdir()] == ["notes.txt"]
     assert "notes.txt" in caplog.text
@@ -160,7 +169,7 @@ def test_what_is_no_checkpoint_is_set_aside_and_not_removed(tmp_path, caplog):
         (tmp_path / "checkpoint-5").mkdir()
         (tmp_path / "checkpoint-5" / "optimizer.pt").write_text("of another program")
         _save(tmp_path, 5)
-        unit_directories.remove(tmp_path, 5)
+        Units(tmp_path).remove(5)
     kept = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.pt"))
     assert kept == ["kept-checkpoint-5.1/optimizer.pt", "kept-checkpoint-5/optimizer.pt"]
     assert caplog.text.count("no complete checkpoint") == 2
@@ -171,35 +180,35 @@ def test_a_directory_that_a_program_keeps_open_is_removed_later(tmp_path, caplog
     directory = _save(tmp_path, 5)
     (directory / "sub" / ".nfs0001").write_text("")
     (directory / ".nfs0002").write_text("")
-    unit_directories.remove(tmp_path, 5)
-    left = unit_directories.old(tmp_path, 5)
-    assert sorted(path.name for path in left.rglob("*")) == [".nfs0001", ".nfs0002", unit_directories.REMOVED, "sub"]
-    assert "open" in caplog.text and [*unit_directories.newest_first(tmp_path)] == []
+    Units(tmp_path).remove(5)
+    left = Units(tmp_path).names(5).old
+    assert sorted(path.name for path in left.rglob("*")) == [".nfs0001", ".nfs0002", REMOVED, "sub"]
+    assert "open" in caplog.text and [*Units(tmp_path).newest_first()] == []
     for path in [*left.rglob(".nfs*")]:
         path.unlink()
-    unit_directories.settle(tmp_path)
+    Units(tmp_path).settle()
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("place", [unit_directories.fresh, unit_directories.old])
-def test_what_cannot_be_judged_is_not_removed(tmp_path, place):
+@pytest.mark.parametrize("name", ["fresh", "old"])
+def test_what_cannot_be_judged_is_not_removed(tmp_path, name):
     """It may be the only copy: that of a newer version, or on a disk that fails for a moment."""
-    _save(tmp_path, 5).rename(place(tmp_path, 5))
-    path = place(tmp_path, 5) / "manifest.json"
+    _save(tmp_path, 5).rename(getattr(Units(tmp_path).names(5), name))
+    path = getattr(Units(tmp_path).names(5), name) / "manifest.json"
     document = json.loads(path.read_text()) | {"version": 2}
     del document["sha256"]
     path.write_bytes(seal(document))
     with pytest.raises(CheckpointError, match="format version is 2"):
-        unit_directories.settle(tmp_path)
-    assert (place(tmp_path, 5) / "config.json").is_file()
+        Units(tmp_path).settle()
+    assert (getattr(Units(tmp_path).names(5), name) / "config.json").is_file()
 
 
 def test_settling_twice_changes_nothing(tmp_path):
     _save(tmp_path, 5)
-    _write(unit_directories.fresh(tmp_path, 6), 1)
-    (tmp_path / "checkpoint-5").rename(unit_directories.old(tmp_path, 5))
-    assert [path.name for path in unit_directories.newest_first(tmp_path)] == [".checkpoint-5.old"]
+    _write(Units(tmp_path).names(6).fresh, 1)
+    (tmp_path / "checkpoint-5").rename(Units(tmp_path).names(5).old)
+    assert [path.name for path in Units(tmp_path).newest_first()] == [".checkpoint-5.old"]
     for _ in range(2):
-        unit_directories.settle(tmp_path)
+        Units(tmp_path).settle()
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
     assert _value(tmp_path / "checkpoint-5") == 1

@@ -23,18 +23,25 @@ def slow_blend(weights, size):
     taken = [0] * len(weights)
     rows = []
     for step in range(size):
-        lags = [Fraction(weight) * max(step, 1) - count for weight, count in zip(weights, taken, strict=True)]
+        lags = [
+            Fraction(weight) * max(step, 1) - count
+            for weight, count in zip(weights, taken, strict=True)
+        ]
         chosen = lags.index(max(lags))
         rows.append((chosen, taken[chosen]))
         taken[chosen] += 1
     return rows
 
 
-@pytest.mark.parametrize("weights", [[1.0], [0.5, 0.5], [0.25, 0.25, 0.5], [0.0625, 0.4375, 0.375, 0.125]])
+@pytest.mark.parametrize(
+    "weights", [[1.0], [0.5, 0.5], [0.25, 0.25, 0.5], [0.0625, 0.4375, 0.375, 0.125]]
+)
 def test_weighted_blend_follows_the_rule(weights):
     dataset_index, sample_index = blending_indices(weights, 200)
     assert dataset_index.dtype == np.int16 and sample_index.dtype == np.int64
-    assert list(zip(dataset_index.tolist(), sample_index.tolist(), strict=True)) == slow_blend(weights, 200)
+    assert list(zip(dataset_index.tolist(), sample_index.tolist(), strict=True)) == slow_blend(
+        weights, 200
+    )
 
 
 def test_blend_keeps_the_proportions_throughout():
@@ -48,7 +55,9 @@ def test_blend_keeps_the_proportions_throughout():
 def test_exhaustive_blend_uses_every_sample_once(sizes):
     dataset_index, sample_index = exhaustive_blending_indices(sizes)
     pairs = list(zip(dataset_index.tolist(), sample_index.tolist(), strict=True))
-    assert sorted(pairs) == [(dataset, sample) for dataset, size in enumerate(sizes) for sample in range(size)]
+    assert sorted(pairs) == [
+        (dataset, sample) for dataset, size in enumerate(sizes) for sample in range(size)
+    ]
 
 
 def test_samples_per_dataset():
@@ -60,7 +69,15 @@ def test_parse_blend():
     assert parse_blend("--data-path", ["p"]) == (["p"], None)
     assert parse_blend("--data-path", ["p", "q"]) == (["p", "q"], None)
     assert parse_blend("--data-path", ["3", "p", "0.5", "q"]) == (["p", "q"], [3.0, 0.5])
-    for bad in (["p", "1"], ["1", "p", "q"], ["1"], ["1", "p", "q", "r"], ["0", "p"], ["nan", "p"], ["-1", "p"]):
+    for bad in (
+        ["p", "1"],
+        ["1", "p", "q"],
+        ["1"],
+        ["1", "p", "q", "r"],
+        ["0", "p"],
+        ["nan", "p"],
+        ["-1", "p"],
+    ):
         with pytest.raises(DataError, match="--data-path"):
             parse_blend("--data-path", bad)
 
@@ -87,7 +104,9 @@ def test_exhaustive_blended_dataset():
     assert (
         len(blend)
         == len(parts[0]) + len(parts[1])
-        == len(set(zip(blend.dataset_index.tolist(), blend.dataset_sample_index.tolist(), strict=True)))
+        == len(
+            set(zip(blend.dataset_index.tolist(), blend.dataset_sample_index.tolist(), strict=True))
+        )
     )
 
 

@@ -11,7 +11,13 @@ import torch
 
 from megatron_merak.config import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_merak.data.blend import BlendedDataset
-from megatron_merak.data.build import build_datasets, build_tokenizer, samples_wanted, vocabulary
+from megatron_merak.data.build import (
+    build_datasets,
+    build_tokenizer,
+    check_files,
+    samples_wanted,
+    vocabulary,
+)
 from megatron_merak.data.corpus import unigram_entropy
 from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_merak.data.tokenizer import FileTokenizer, NullTokenizer
@@ -19,16 +25,24 @@ from megatron_merak.errors import DataError
 
 
 def config(data: dict, train: dict | None = None, vocab_size: int | None = 100) -> Config:
-    train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 5, "eval_iters": 2, **(train or {})}
+    train = {
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "train_iters": 5,
+        "eval_iters": 2,
+        **(train or {}),
+    }
     return Config(
-        model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=16, vocab_size=vocab_size),
+        model=ModelConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=16, vocab_size=vocab_size
+        ),
         train=TrainConfig(**train),
         data=DataConfig(**data),
     )
 
 
 def datasets(config: Config):
-    return build_datasets(config, build_tokenizer(config), world_size=2)
+    return build_datasets(config, build_tokenizer(config), replicas=2)
 
 
 @pytest.fixture
@@ -51,7 +65,9 @@ def test_samples_wanted():
 
 def test_mock_data_needs_no_file():
     built = datasets(config({"mock_data": True}))
-    assert [len(part) >= wanted for part, wanted in zip(built, (40, 16, 16), strict=True)] == [True] * 3
+    assert [len(part) >= wanted for part, wanted in zip(built, (40, 16, 16), strict=True)] == [
+        True
+    ] * 3
     assert int(built.train[0]["tokens"].max()) < 100
     again = datasets(config({"mock_data": True}))
     assert all(torch.equal(built.valid[i]["labels"], again.valid[i]["labels"]) for i in range(16))
@@ -78,15 +94,39 @@ def test_part_that_rounds_to_nothing(prefix, caplog):
 
 
 def test_parts_given_one_by_one(prefix, tmp_path):
-    data = {"train_data_path": (prefix,), "valid_data_path": ("5", prefix), "tokenizer_type": "NullTokenizer"}
+    data = {
+        "train_data_path": (prefix,),
+        "valid_data_path": ("5", prefix),
+        "tokenizer_type": "NullTokenizer",
+    }
     built = datasets(config({**data, "data_cache_path": str(tmp_path / "cache")}))
     assert built.train.bounds == built.valid.bounds == (0, 100) and built.test is None
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 6
 
 
+def test_files_that_are_not_there_are_named_before_anything_is_built(prefix, tmp_path):
+    nowhere = str(tmp_path / "nowhere")
+    for there in (null(prefix), null("3", prefix, "1", prefix), {"mock_data": True}):
+        check_files(config(there))
+    with pytest.raises(DataError, match="nowhere.idx: .* Check the path given with --data-path"):
+        check_files(config(null("3", prefix, "1", nowhere)))
+    own = {"train_data_path": (prefix,), "valid_data_path": (nowhere,)}
+    with pytest.raises(DataError, match="Check the path given with --valid-data-path"):
+        check_files(config(own))
+    check_files(config(own, {"eval_iters": 0}))  # no sample of it is needed
+    Path(f"{prefix}.bin").unlink()
+    with pytest.raises(DataError, match="data file"):
+        check_files(config(null(prefix)))
+    assert list(tmp_path.iterdir()) == [Path(f"{prefix}.idx")]
+
+
 def test_blends(prefix):
     weighted = datasets(config(null("3", prefix, "1", prefix, split="1,0,0"))).train
-    assert isinstance(weighted, BlendedDataset) and len(weighted) == 40 and weighted.weights == [0.75, 0.25]
+    assert (
+        isinstance(weighted, BlendedDataset)
+        and len(weighted) == 40
+        and weighted.weights == [0.75, 0.25]
+    )
     plain = datasets(config(null(prefix, prefix, split="1,0,0"))).train
     assert isinstance(plain, BlendedDataset) and len(plain) == 40 and plain.weights == [0.5, 0.5]
     with pytest.raises(DataError, match="Give weights"):
@@ -120,7 +160,14 @@ def script(path):
 
 def test_stdlib_corpus(tmp_path, capsys):
     example = script("examples/stdlib_corpus.py")
-    arguments = ["--output-dir", str(tmp_path / "corpus"), "--vocab-size", "600", "--max-bytes", "300000"]
+    arguments = [
+        "--output-dir",
+        str(tmp_path / "corpus"),
+        "--vocab-size",
+        "600",
+        "--max-bytes",
+        "300000",
+    ]
     assert example.main(arguments) == 0
     facts = json.loads((tmp_path / "corpus" / "stdlib.json").read_text())
     dataset = IndexedDataset(tmp_path / "corpus" / "stdlib_text_document")
@@ -128,7 +175,10 @@ def test_stdlib_corpus(tmp_path, capsys):
     assert dataset.sequence_lengths.sum() == facts["tokens"]
     assert 3 < facts["unigram_entropy_nats"] == unigram_entropy(dataset) < math.log(600)
     tokenizer = FileTokenizer(tmp_path / "corpus" / "tokenizer.json")
-    assert all(sequence[-1] == tokenizer.eod and (sequence == tokenizer.eod).sum() == 1 for sequence in dataset[:])
+    assert all(
+        sequence[-1] == tokenizer.eod and (sequence == tokenizer.eod).sum() == 1
+        for sequence in dataset[:]
+    )
     compile(tokenizer.detokenize(dataset[0][:-1]), "first document", "exec", dont_inherit=True)
 
     stamp = (tmp_path / "corpus" / "stdlib_text_document.bin").stat().st_mtime_ns

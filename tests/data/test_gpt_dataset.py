@@ -20,7 +20,11 @@ EOD = 99
 def greedy_samples(lengths, order, sequence_length, samples):
     """Rows (position, offset) found by walking the documents token by token."""
     rows = [(0, 0)]
-    stream = [(position, offset) for position, document in enumerate(order) for offset in range(lengths[document])]
+    stream = [
+        (position, offset)
+        for position, document in enumerate(order)
+        for offset in range(lengths[document])
+    ]
     for sample in range(1, samples + 1):
         rows.append(stream[sample * sequence_length])
     return rows
@@ -51,7 +55,9 @@ def slow_indices(lengths, documents, wanted, sequence_length, seed):
         order = shuffled(list(documents) * passes, np.int32)
     samples = (passes * per_pass - 1) // sequence_length
     if separate:
-        picks = shuffled(range(before_last), np.uint32) + shuffled(range(before_last, samples), np.uint32)
+        picks = shuffled(range(before_last), np.uint32) + shuffled(
+            range(before_last, samples), np.uint32
+        )
     else:
         picks = shuffled(range(samples), np.uint32)
     return order, greedy_samples(lengths, order, sequence_length, samples), picks, separate
@@ -64,10 +70,14 @@ def test_indices_equal_the_slow_rule(seed):
     lengths[0] = 1 + seed
     documents = np.arange(0, max(1, len(lengths) - seed % 5))
     sequence_length, wanted = int(draw.randint(1, 20)), int(draw.randint(1, 150))
-    order, rows, picks, _ = slow_indices(lengths.tolist(), documents.tolist(), wanted, sequence_length, seed)
+    order, rows, picks, _ = slow_indices(
+        lengths.tolist(), documents.tolist(), wanted, sequence_length, seed
+    )
     built = build_indices(lengths, documents, wanted, sequence_length, seed)
     assert built.document_index.tolist() == order and built.document_index.dtype == np.int32
-    assert [tuple(row) for row in built.sample_index.tolist()] == rows and built.sample_index.dtype == np.int32
+    assert [
+        tuple(row) for row in built.sample_index.tolist()
+    ] == rows and built.sample_index.dtype == np.int32
     assert built.shuffle_index.tolist() == picks and built.shuffle_index.dtype == np.uint32
     assert len(built.shuffle_index) >= wanted
 
@@ -82,7 +92,9 @@ def test_both_kinds_of_last_pass_occur():
 
 
 def test_random_stream_is_pinned():
-    """Values of numpy's frozen RandomState: a change here changes the data order of every resumed run."""
+    """Values of numpy's frozen RandomState: a change here changes the data order of every resumed
+    run.
+    """
     built = build_indices(np.array([5, 3, 9, 4], dtype=np.int32), np.arange(4), 8, 4, 1234)
     assert built.document_index.tolist() == PINNED[0]
     assert built.sample_index.tolist() == PINNED[1]
@@ -115,7 +127,9 @@ def corpus(tmp_path, lengths, name="set"):
 
 
 def config(**changes):
-    return GPTDatasetConfig(**{"sequence_length": 7, "random_seed": 3, "vocab_size": 100, **changes})
+    return GPTDatasetConfig(
+        **{"sequence_length": 7, "random_seed": 3, "vocab_size": 100, **changes}
+    )
 
 
 def test_samples_read_the_stream(tmp_path):
@@ -160,10 +174,14 @@ def test_eod_mask_hides_the_position_after_the_document(tmp_path):
 @pytest.mark.parametrize("pad", [-1, 50])
 def test_partial_sample_is_padded_and_masked(tmp_path, pad):
     source, documents = corpus(tmp_path, [10, 8])
-    dataset = GPTDataset(source, (0, 2), None, "valid", config(drop_last_partial_sequence=False, pad=pad))
+    dataset = GPTDataset(
+        source, (0, 2), None, "valid", config(drop_last_partial_sequence=False, pad=pad)
+    )
     assert len(dataset) == 3  # 18 tokens: 17 labels in samples of 7
     last = dataset[dataset.shuffle_index.tolist().index(2)]
-    stream = [token for document in dataset.document_index.tolist() for token in documents[document]]
+    stream = [
+        token for document in dataset.document_index.tolist() for token in documents[document]
+    ]
     assert last["tokens"].tolist() == [*stream[14:], 0, 0, 0]
     assert last["labels"].tolist() == [*stream[15:], 0, 0, 0, 0]
     assert last["loss_mask"].tolist() == [1, 1, 1, 0, 0, 0, 0]
@@ -194,7 +212,9 @@ def test_cache_is_read_back(tmp_path):
     built = GPTDataset(source, (0, 7), 30, "train", config(path_to_cache=cache))
     stamps = {path: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
     mapped = GPTDataset(source, (0, 7), 30, "train", config(path_to_cache=cache))
-    assert len(stamps) == 3 and stamps == {path: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
+    assert len(stamps) == 3 and stamps == {
+        path: path.stat().st_mtime_ns for path in cache.glob("*.npy")
+    }
     for name in ("document_index", "sample_index", "shuffle_index"):
         assert np.array_equal(getattr(fresh, name), getattr(built, name))
         assert np.array_equal(getattr(fresh, name), getattr(mapped, name))
@@ -214,7 +234,9 @@ def test_cache_of_a_changed_dataset_is_not_used(tmp_path):
     GPTDataset(corpus(tmp_path, [4, 6, 11])[0], (0, 3), 30, "train", cached)
     source, _ = corpus(tmp_path, [4, 6, 12])
     dataset = GPTDataset(source, (0, 3), 30, "train", cached)
-    assert np.array_equal(dataset.sample_index, GPTDataset(source, (0, 3), 30, "train", config()).sample_index)
+    assert np.array_equal(
+        dataset.sample_index, GPTDataset(source, (0, 3), 30, "train", config()).sample_index
+    )
 
 
 def test_unfinished_cache_is_built_again_and_damage_is_refused(tmp_path):
@@ -246,7 +268,10 @@ def test_mock_documents_are_consistent():
         assert 0 <= whole.min() and whole.max() < 64
         for offset, length in ((0, 1), (1, None), (len(whole) - 1, 1), (len(whole) // 2, 1)):
             part = source.get(document, offset, length)
-            assert part.tolist() == whole[offset : None if length is None else offset + length].tolist()
+            assert (
+                part.tolist()
+                == whole[offset : None if length is None else offset + length].tolist()
+            )
 
 
 def _spawned_items(kind: str, path, cached: bool, mmap: bool):
@@ -258,7 +283,9 @@ def _spawned_items(kind: str, path, cached: bool, mmap: bool):
     config = GPTDatasetConfig(8, 3, 50, path_to_cache=path / "cache" if cached else None)
     dataset = GPTDataset(source, (0, 9), 20, "train", config)
     if kind == "blend":
-        dataset = BlendedDataset([dataset, dataset], [0.3, 0.7], 12, path / "cache" if cached else None)
+        dataset = BlendedDataset(
+            [dataset, dataset], [0.3, 0.7], 12, path / "cache" if cached else None
+        )
     loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     return dataset, list(loader)
 

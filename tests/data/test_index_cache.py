@@ -66,11 +66,17 @@ def test_killed_builder_blocks_nobody(tmp_path):
 def test_arrays_without_the_description_do_not_count(tmp_path):
     (kept,) = cached_arrays(tmp_path, "Kind", {"key": 1}, ["only"], lambda: [np.arange(3)])
     assert isinstance(kept, np.memmap) and kept.tolist() == [0, 1, 2]
-    assert cached_arrays(tmp_path, "Kind", {"key": 1}, ["only"], lambda: [np.arange(9)])[0].tolist() == [0, 1, 2]
-    assert cached_arrays(tmp_path, "Kind", {"key": 2}, ["only"], lambda: [np.arange(4)])[0].tolist() == [0, 1, 2, 3]
+    assert cached_arrays(tmp_path, "Kind", {"key": 1}, ["only"], lambda: [np.arange(9)])[
+        0
+    ].tolist() == [0, 1, 2]
+    assert cached_arrays(tmp_path, "Kind", {"key": 2}, ["only"], lambda: [np.arange(4)])[
+        0
+    ].tolist() == [0, 1, 2, 3]
     for path in tmp_path.glob("*description.txt"):
         path.unlink()
-    assert cached_arrays(tmp_path, "Kind", {"key": 1}, ["only"], lambda: [np.arange(9)])[0].tolist() == list(range(9))
+    assert cached_arrays(tmp_path, "Kind", {"key": 1}, ["only"], lambda: [np.arange(9)])[
+        0
+    ].tolist() == list(range(9))
 
 
 def test_a_file_system_that_cannot_sync_directories_holds_a_cache(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWr
 from megatron_merak.errors import DataError
 
 DOCUMENTS = [[5, 6, 7], [], [8], [1, 2, 3, 4]]
-# Written out by hand: three sequences of 3, 0 and 2 uint16 tokens, the first two of which make document 0.
+# Written out by hand: three sequences of 3, 0 and 2 uint16 tokens, the first two of which make
+# document 0.
 INDEX = b"".join(
     [
         b"MMIDIDX\x00\x00",
@@ -90,7 +91,10 @@ def test_merge_shifts_documents(tmp_path):
     merged = IndexedDataset(tmp_path / "ab")
     assert [sequence.tolist() for sequence in merged[:]] == [*DOCUMENTS, [9, 9], [4]]
     assert merged.document_indices.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    with pytest.raises(DataError, match="int32"), IndexedDatasetWriter(tmp_path / "c", "int32") as writer:
+    with (
+        pytest.raises(DataError, match="int32"),
+        IndexedDatasetWriter(tmp_path / "c", "int32") as writer,
+    ):
         writer.add_dataset(merged)
 
 
@@ -102,26 +106,38 @@ def test_joined_documents_equal_single_ones(tmp_path):
         writer.add_documents(np.array(sum(DOCUMENTS[2:], [])), [1, 4])
         assert writer.documents == 4
     for suffix in ("bin", "idx"):
-        assert (tmp_path / f"joined.{suffix}").read_bytes() == (tmp_path / f"single.{suffix}").read_bytes()
+        assert (tmp_path / f"joined.{suffix}").read_bytes() == (
+            tmp_path / f"single.{suffix}"
+        ).read_bytes()
 
 
 def test_writer_refuses_ids_that_do_not_fit(tmp_path):
     for bad in ([65536], [-1]):
-        with pytest.raises(DataError, match="do not fit"), IndexedDatasetWriter(tmp_path / "x", "uint16") as writer:
+        with (
+            pytest.raises(DataError, match="do not fit"),
+            IndexedDatasetWriter(tmp_path / "x", "uint16") as writer,
+        ):
             writer.add_document(bad)
     assert os.listdir(tmp_path) == []
 
 
 def test_failed_writer_keeps_the_old_dataset(tmp_path):
     write(tmp_path / "set", DOCUMENTS)
-    with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(tmp_path / "set", "uint16") as writer:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        IndexedDatasetWriter(tmp_path / "set", "uint16") as writer,
+    ):
         writer.add_document([1])
         raise KeyboardInterrupt
     assert [sequence.tolist() for sequence in IndexedDataset(tmp_path / "set")[:]] == DOCUMENTS
 
 
 def test_dtype_rule():
-    assert [token_dtype(size).name for size in (8192, 65499, 65500)] == ["uint16", "uint16", "int32"]
+    assert [token_dtype(size).name for size in (8192, 65499, 65500)] == [
+        "uint16",
+        "uint16",
+        "int32",
+    ]
 
 
 def edited(offset, layout, *values):
@@ -191,7 +207,9 @@ def test_data_file_that_shrinks_while_open(tmp_path):
 
 
 def test_random_damage_is_typed_or_harmless(tmp_path):
-    """Whatever the bytes of the index are: a DataError, or a dataset all of whose sequences can be read."""
+    """Whatever the bytes of the index are: a DataError, or a dataset all of whose sequences can be
+    read.
+    """
     choose = random.Random(7)
     prefix = by_hand(tmp_path)
     for _ in range(500):
@@ -207,8 +225,18 @@ def test_random_damage_is_typed_or_harmless(tmp_path):
 
 
 def test_fingerprint_tells_datasets_apart(tmp_path):
-    contents = (DOCUMENTS, [[1]], [[1, 2]], [[1, 3]], [[1, 2], [1]], [[*range(40_000), 1]], [[*range(40_000), 2]])
-    prints = {IndexedDataset(write(tmp_path / "x", documents)).fingerprint() for documents in contents}
+    contents = (
+        DOCUMENTS,
+        [[1]],
+        [[1, 2]],
+        [[1, 3]],
+        [[1, 2], [1]],
+        [[*range(40_000), 1]],
+        [[*range(40_000), 2]],
+    )
+    prints = {
+        IndexedDataset(write(tmp_path / "x", documents)).fingerprint() for documents in contents
+    }
     assert len(prints) == len(contents)
     assert IndexedDataset(tmp_path / "x", mmap=False).fingerprint() in prints
     assert IndexedDataset(write(tmp_path / "y", [[1, 2]])).fingerprint() in prints

@@ -30,18 +30,24 @@ def ids(step):
 def loader_of(dataset, micro_batch_size, dp_rank, dp_size, num_microbatches, *others, **named):
     """A loader whose steps all have so many micro-batches."""
     samples = micro_batch_size * dp_size * num_microbatches
-    return BatchLoader(dataset, micro_batch_size, dp_rank, dp_size, lambda consumed: samples, *others, **named)
+    return BatchLoader(
+        dataset, micro_batch_size, dp_rank, dp_size, lambda consumed: samples, *others, **named
+    )
 
 
 def global_steps(size, micro_batch_size, dp_size, num_microbatches, consumed=0, workers=0):
     """Per step, the samples of all ranks, micro-batch by micro-batch."""
     loaders = [
-        loader_of(Numbers(size), micro_batch_size, rank, dp_size, num_microbatches, consumed, workers)
+        loader_of(
+            Numbers(size), micro_batch_size, rank, dp_size, num_microbatches, consumed, workers
+        )
         for rank in range(dp_size)
     ]
     steps = []
     for parts in zip(*loaders, strict=True):
-        steps.append([i for rows in zip(*map(ids, parts), strict=True) for row in rows for i in row])
+        steps.append(
+            [i for rows in zip(*map(ids, parts), strict=True) for row in rows for i in row]
+        )
     for loader in loaders:
         loader.close()
     return steps
@@ -54,10 +60,13 @@ def test_positions_are_megatrons():
 
 
 @pytest.mark.parametrize(
-    "micro_batch_size, dp_size, num_microbatches", [(12, 1, 1), (1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (1, 4, 3)]
+    "micro_batch_size, dp_size, num_microbatches",
+    [(12, 1, 1), (1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (1, 4, 3)],
 )
 @pytest.mark.parametrize("workers", [0, 3])
-def test_global_order_does_not_depend_on_the_layout(micro_batch_size, dp_size, num_microbatches, workers):
+def test_global_order_does_not_depend_on_the_layout(
+    micro_batch_size, dp_size, num_microbatches, workers
+):
     steps = global_steps(50, micro_batch_size, dp_size, num_microbatches, workers=workers)
     assert steps == [list(range(12 * t, 12 * t + 12)) for t in range(4)]
 
@@ -74,16 +83,25 @@ def test_resume_continues_anywhere_in_any_layout(workers):
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_steps_may_differ_in_size(workers):
-    """What a step takes follows from the samples consumed before it, also where threads prepare several ahead."""
+    """What a step takes follows from the samples consumed before it, also where threads prepare
+    several ahead.
+    """
 
     def sizes(consumed):
         return 4 if consumed < 10 else 8
 
     loaders = [BatchLoader(Numbers(45), 2, rank, 2, sizes, workers=workers) for rank in range(2)]
     first, second = ([ids(step) for step in loader] for loader in loaders)
-    assert [len(step) for step in first] == [1, 1, 1, 2, 2, 2, 2] and first[3] == [[12, 13], [16, 17]]
+    assert [len(step) for step in first] == [1, 1, 1, 2, 2, 2, 2] and first[3] == [
+        [12, 13],
+        [16, 17],
+    ]
     merged = [
-        i for pair in zip(first, second, strict=True) for rows in zip(*pair, strict=True) for row in rows for i in row
+        i
+        for pair in zip(first, second, strict=True)
+        for rows in zip(*pair, strict=True)
+        for row in rows
+        for i in row
     ]
     assert merged == list(range(44)) and loaders[0].consumed_samples == 44
     resumed = BatchLoader(Numbers(45), 2, 0, 2, sizes, 12, workers)

@@ -1,4 +1,6 @@
-"""Bit equality with megatron-core itself, where it is installed (`pip install --no-deps megatron-core`)."""
+"""Bit equality with megatron-core itself, where it is installed
+(`pip install --no-deps megatron-core`).
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +13,13 @@ from megatron_merak.data.indexed_dataset import IndexedDatasetWriter
 from .test_build import config
 
 pytest.importorskip("megatron.core")
-INDICES = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
+INDICES = (
+    "document_index",
+    "sample_index",
+    "shuffle_index",
+    "dataset_index",
+    "dataset_sample_index",
+)
 
 
 class TheirTokenizer:
@@ -45,13 +53,17 @@ def prefixes(tmp_path):
 
 @pytest.fixture
 def one_rank(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
 
 def their_datasets(prefixes, weights, split, sizes, cache, eod_mask_loss):
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     settings = GPTDatasetConfig(
@@ -73,13 +85,24 @@ def their_datasets(prefixes, weights, split, sizes, cache, eod_mask_loss):
 @pytest.mark.parametrize("weights", [None, [1.0], [0.3, 0.7], [5.0, 1.0, 2.5]])
 def test_datasets_are_bit_equal(prefixes, one_rank, tmp_path, weights, train_iters):
     names = prefixes[: len(weights or [0])]
-    data_path = names if weights is None else [x for pair in zip(map(str, weights), names, strict=True) for x in pair]
+    data_path = (
+        names
+        if weights is None
+        else [x for pair in zip(map(str, weights), names, strict=True) for x in pair]
+    )
     ours = config(
-        {"data_path": tuple(data_path), "split": "8,1,1", "tokenizer_type": "NullTokenizer", "eod_mask_loss": True},
+        {
+            "data_path": tuple(data_path),
+            "split": "8,1,1",
+            "tokenizer_type": "NullTokenizer",
+            "eod_mask_loss": True,
+        },
         {"train_iters": train_iters},
     )
-    built = build_datasets(ours, build_tokenizer(ours), world_size=2)
-    theirs = their_datasets(names, weights, "8,1,1", [8 * train_iters, 16, 16], tmp_path / "cache", True)
+    built = build_datasets(ours, build_tokenizer(ours), replicas=2)
+    theirs = their_datasets(
+        names, weights, "8,1,1", [8 * train_iters, 16, 16], tmp_path / "cache", True
+    )
     for our_part, their_part in zip(built, theirs, strict=True):
         for name in INDICES:
             assert hasattr(our_part, name) == hasattr(their_part, name)
@@ -96,6 +119,8 @@ def test_exhaustive_blend_is_bit_equal(sizes):
     from megatron.core.datasets import helpers
 
     dataset_index, sample_index = np.zeros(sum(sizes), np.int16), np.zeros(sum(sizes), np.int64)
-    helpers.build_exhaustive_blending_indices(dataset_index, sample_index, np.array(sizes), len(sizes))
+    helpers.build_exhaustive_blending_indices(
+        dataset_index, sample_index, np.array(sizes), len(sizes)
+    )
     ours = exhaustive_blending_indices(sizes)
     assert np.array_equal(ours[0], dataset_index) and np.array_equal(ours[1], sample_index)

@@ -13,7 +13,9 @@ from megatron_merak.data.blend import blending_indices, exhaustive_blending_indi
 from megatron_merak.data.gpt_index import build_indices, count_tokens, sample_starts, shuffle
 
 host = _native.host()
-pytestmark = pytest.mark.skipif(host is None, reason=f"the compiled part is not there: {_native.host_problem()}")
+pytestmark = pytest.mark.skipif(
+    host is None, reason=f"the compiled part is not there: {_native.host_problem()}"
+)
 
 
 def twin(function, *arguments):
@@ -24,7 +26,9 @@ def twin(function, *arguments):
 
 
 def same(ours, theirs):
-    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and np.array_equal(ours, theirs)
+    assert (
+        ours.dtype == theirs.dtype and ours.shape == theirs.shape and np.array_equal(ours, theirs)
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
@@ -41,7 +45,10 @@ def test_shuffles_take_the_draws_of_randomstate(size, dtype):
         theirs.shuffle(expected)
         same(items, expected)
         assert ours.standard_normal() == theirs.standard_normal()
-        assert ours.randint(0, 2**31, size=1300).tolist() == theirs.randint(0, 2**31, size=1300).tolist()
+        assert (
+            ours.randint(0, 2**31, size=1300).tolist()
+            == theirs.randint(0, 2**31, size=1300).tolist()
+        )
 
 
 def test_shuffles_of_a_part_leave_the_rest():
@@ -54,22 +61,36 @@ def test_shuffles_of_a_part_leave_the_rest():
 
 @st.composite
 def texts(draw):
-    """(lengths, documents in reading order) with at least one token; many documents may be empty."""
-    lengths = draw(st.lists(st.integers(0, 9) | st.just(0) | st.integers(0, 200), min_size=1, max_size=30))
+    """(lengths, documents in reading order) with at least one token; many documents may be
+    empty.
+    """
+    lengths = draw(
+        st.lists(st.integers(0, 9) | st.just(0) | st.integers(0, 200), min_size=1, max_size=30)
+    )
     lengths[draw(st.integers(0, len(lengths) - 1))] += 1
-    order = draw(st.lists(st.integers(0, len(lengths) - 1), max_size=80)) + [int(np.argmax(lengths))]
+    order = draw(st.lists(st.integers(0, len(lengths) - 1), max_size=80)) + [
+        int(np.argmax(lengths))
+    ]
     order = draw(st.permutations(order))
     kinds = st.sampled_from([np.int32, np.int64])
     return np.array(lengths, draw(kinds)), np.array(order, draw(kinds))
 
 
-@given(texts(), st.integers(1, 40) | st.integers(1, 2000), st.booleans(), st.integers(1, 9), st.integers(1, 40))
+@given(
+    texts(),
+    st.integers(1, 40) | st.integers(1, 2000),
+    st.booleans(),
+    st.integers(1, 9),
+    st.integers(1, 40),
+)
 @settings(max_examples=500, deadline=None)
 def test_samples_start_where_they_do_without(text, sequence_length, drop_last, threads, grain):
     expected = twin(sample_starts, *text, sequence_length, drop_last)
     same(host.sample_starts(*text, sequence_length, drop_last, threads, grain), expected)
     same(sample_starts(*text, sequence_length, drop_last), expected)
-    assert host.count_tokens(*text, threads, grain) == count_tokens(*text) == twin(count_tokens, *text)
+    assert (
+        host.count_tokens(*text, threads, grain) == count_tokens(*text) == twin(count_tokens, *text)
+    )
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -98,7 +119,10 @@ def test_columns_of_a_mapped_file_may_lie_anywhere():
     assert not odd.flags.aligned and not odd.flags.writeable
     order = np.array([2, 0, 3, 1, 2], np.int32)
     same(sample_starts(odd, order, 4), twin(sample_starts, lengths, order, 4))
-    same(sample_starts(lengths.astype(np.uint16), order[::2], 4), twin(sample_starts, lengths, order[::2], 4))
+    same(
+        sample_starts(lengths.astype(np.uint16), order[::2], 4),
+        twin(sample_starts, lengths, order[::2], 4),
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -109,7 +133,9 @@ def test_whole_indices_are_equal(seed):
     documents = np.arange(len(lengths), dtype=np.int32 if seed % 2 else np.int64)
     wanted = None if seed % 5 == 0 else int(draw.randint(1, 30_000))
     arguments = lengths, documents, wanted, int(draw.randint(1, 600)), seed, bool(seed % 3)
-    for ours, theirs in zip(build_indices(*arguments), twin(build_indices, *arguments), strict=True):
+    for ours, theirs in zip(
+        build_indices(*arguments), twin(build_indices, *arguments), strict=True
+    ):
         same(ours, theirs)
 
 
@@ -127,7 +153,10 @@ def test_whole_indices_are_equal(seed):
     ],
 )
 def test_impossible_texts_are_refused(arguments, error):
-    lengths, order = (np.array(values, None if values and values != [3.0] else np.int32) for values in arguments[:2])
+    lengths, order = (
+        np.array(values, None if values and values != [3.0] else np.int32)
+        for values in arguments[:2]
+    )
     with pytest.raises(error):
         host.sample_starts(lengths, order, arguments[2], True, 1)
 
@@ -146,26 +175,38 @@ def test_what_cannot_be_shuffled_here_is_refused():
 @settings(max_examples=200, deadline=None)
 def test_blends_are_equal(weights, size):
     weights = normalized(weights)
-    for ours, theirs in zip(blending_indices(weights, size), twin(blending_indices, weights, size), strict=True):
+    for ours, theirs in zip(
+        blending_indices(weights, size), twin(blending_indices, weights, size), strict=True
+    ):
         same(ours, theirs)
 
 
 def test_equal_weights_tie_at_every_step():
     for count in (3, 7, 9, 17, 100):
         weights = normalized([1.0] * count)
-        for ours, theirs in zip(blending_indices(weights, 5000), twin(blending_indices, weights, 5000), strict=True):
+        for ours, theirs in zip(
+            blending_indices(weights, 5000), twin(blending_indices, weights, 5000), strict=True
+        ):
             same(ours, theirs)
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=20).filter(any))
 @settings(max_examples=200, deadline=None)
 def test_exhaustive_blends_are_equal(sizes):
-    for ours, theirs in zip(exhaustive_blending_indices(sizes), twin(exhaustive_blending_indices, sizes), strict=True):
+    for ours, theirs in zip(
+        exhaustive_blending_indices(sizes), twin(exhaustive_blending_indices, sizes), strict=True
+    ):
         same(ours, theirs)
 
 
 def test_impossible_blends_are_refused():
-    for shares, sizes, size in (([1.0], [3], 4), ([1.0], [], -1), ([], [], 1), ([1.0], [1, 2], 1), ([np.nan], [], 1)):
+    for shares, sizes, size in (
+        ([1.0], [3], 4),
+        ([1.0], [], -1),
+        ([], [], 1),
+        ([1.0], [1, 2], 1),
+        ([np.nan], [], 1),
+    ):
         with pytest.raises(ValueError):
             host.blend(shares, sizes, size)
     with pytest.raises(ValueError, match="int16"):

@@ -1,4 +1,6 @@
-"""Raw text to indexed datasets: every process count writes the same bytes, every bad line is named."""
+"""Raw text to indexed datasets: every process count writes the same bytes, every bad line
+is named.
+"""
 
 import gzip
 import json
@@ -22,20 +24,38 @@ def jsonl(path: Path, documents) -> Path:
 
 
 def test_documents_and_keys(tmp_path):
-    path = jsonl(tmp_path / "in.jsonl", [{"text": "1 2", "other": "7"}, {"text": "", "other": "8 9"}])
+    path = jsonl(
+        tmp_path / "in.jsonl", [{"text": "1 2", "other": "7"}, {"text": "", "other": "8 9"}]
+    )
     config = EncoderConfig("NullTokenizer", None, 1000, ("text", "other"), append_eod=True)
-    assert preprocess([path], str(tmp_path / "out"), config) == {"documents": 2, "tokens": 9, "skipped": 0}
-    assert [row.tolist() for row in IndexedDataset(tmp_path / "out_text_document")[:]] == [[1, 2, 1000], [1000]]
-    assert [row.tolist() for row in IndexedDataset(tmp_path / "out_other_document")[:]] == [[7, 1000], [8, 9, 1000]]
+    assert preprocess([path], str(tmp_path / "out"), config) == {
+        "documents": 2,
+        "tokens": 9,
+        "skipped": 0,
+    }
+    assert [row.tolist() for row in IndexedDataset(tmp_path / "out_text_document")[:]] == [
+        [1, 2, 1000],
+        [1000],
+    ]
+    assert [row.tolist() for row in IndexedDataset(tmp_path / "out_other_document")[:]] == [
+        [7, 1000],
+        [8, 9, 1000],
+    ]
 
 
 def test_every_worker_count_writes_the_same_bytes(tmp_path):
     documents = [{"text": f"def f{i}(x): return {i} * x\n" * (i % 50)} for i in range(2500)]
     path = jsonl(tmp_path / "in.jsonl", documents)
-    train_byte_bpe([document["text"] for document in documents[:200]], 300, tmp_path / "tokenizer.json")
-    config = EncoderConfig("HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"), None, ("text",), append_eod=True)
+    train_byte_bpe(
+        [document["text"] for document in documents[:200]], 300, tmp_path / "tokenizer.json"
+    )
+    config = EncoderConfig(
+        "HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"), None, ("text",), append_eod=True
+    )
     for workers in (1, 2):
-        assert preprocess([path], str(tmp_path / f"w{workers}"), config, workers)["documents"] == 2500
+        assert (
+            preprocess([path], str(tmp_path / f"w{workers}"), config, workers)["documents"] == 2500
+        )
     for suffix in ("bin", "idx"):
         one, two = (tmp_path / f"w{workers}_text_document.{suffix}" for workers in (1, 2))
         assert one.read_bytes() == two.read_bytes()
@@ -44,7 +64,9 @@ def test_every_worker_count_writes_the_same_bytes(tmp_path):
 def test_directories_text_files_gzip_and_windows_lines(tmp_path):
     folder = tmp_path / "in"
     (folder / "b").mkdir(parents=True)
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf{"text": "1"}\r\n\r\n{"text": "2 3"}'))
+    (folder / "a.jsonl.gz").write_bytes(
+        gzip.compress(b'\xef\xbb\xbf{"text": "1"}\r\n\r\n{"text": "2 3"}')
+    )
     (folder / "b" / "c.txt").write_bytes(b"4 5\n6\n")
     (folder / "b" / "d.txt.gz").write_bytes(gzip.compress(b"7"))
     (folder / "ignored.bin").write_bytes(b"\xff")
@@ -72,7 +94,9 @@ def test_bad_line_is_named(tmp_path, line, reason):
         preprocess([tmp_path / "in.jsonl"], str(tmp_path / "out"), NULL)
     assert caught.value.value == f"{tmp_path / 'in.jsonl'}:3"
     assert os.listdir(tmp_path) == ["in.jsonl"]
-    assert preprocess([tmp_path / "in.jsonl"], str(tmp_path / "out"), NULL, skip_bad=1)["skipped"] == 1
+    assert (
+        preprocess([tmp_path / "in.jsonl"], str(tmp_path / "out"), NULL, skip_bad=1)["skipped"] == 1
+    )
     assert [row[0] for row in IndexedDataset(tmp_path / "out_text_document")[:]] == [1, 2]
 
 
@@ -93,7 +117,9 @@ def test_truncated_gzip_is_named(tmp_path):
 def test_error_in_a_process_arrives_here(tmp_path):
     path = jsonl(tmp_path / "in.jsonl", [{"text": "1"}])
     (tmp_path / "tokenizer.json").write_text("{}")
-    config = EncoderConfig("HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"), None, ("text",), append_eod=True)
+    config = EncoderConfig(
+        "HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"), None, ("text",), append_eod=True
+    )
     with pytest.raises(DataError, match="--tokenizer-model"):
         preprocess([path], str(tmp_path / "out"), config, workers=2)
 

@@ -5,7 +5,12 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from megatron_merak.data.tokenizer import FileTokenizer, HuggingFaceTokenizer, NullTokenizer, build_tokenizer
+from megatron_merak.data.tokenizer import (
+    FileTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    build_tokenizer,
+)
 from megatron_merak.data.train_tokenizer import train_byte_bpe
 from megatron_merak.errors import DataError
 
@@ -33,7 +38,11 @@ def test_directory_reads_like_the_file(file, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
     bare = build_tokenizer("HuggingFaceTokenizer", tmp_path, None)
     assert isinstance(bare, FileTokenizer)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "pad_token": "!"}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "!",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     full = build_tokenizer("HuggingFaceTokenizer", tmp_path, None)
     assert isinstance(full, HuggingFaceTokenizer)
@@ -90,6 +99,8 @@ def test_tokenizer_without_an_end_of_document(file, tmp_path):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match="end a document"):
         _ = FileTokenizer(tmp_path / "tokenizer.json").eod
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     with pytest.raises(DataError, match="eos_token"):
         _ = HuggingFaceTokenizer(tmp_path).eod

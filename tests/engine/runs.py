@@ -1,4 +1,6 @@
-"""A step by step account of an engine and of one process that does the same to the same model, eagerly."""
+"""A step by step account of an engine and of one process that does the same to the same model,
+eagerly.
+"""
 
 import copy
 from typing import Any
@@ -11,7 +13,8 @@ from megatron_merak.engine import Engine, token_logprobs
 from megatron_merak.errors import MerakError
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 
-# With an epsilon of 1, AdamW's step is nearly the gradient times a constant: what is wrong with one shows in weights.
+# With an epsilon of 1, AdamW's step is nearly the gradient times a constant: what is wrong with one
+# shows in weights.
 RATE, DECAY, EPSILON, CLIP = 0.5, 0.1, 1.0, 1.0
 
 
@@ -25,8 +28,15 @@ def tiny_llama(**changes: Any) -> LlamaForCausalLM:
 
 
 def arguments(directory: str, **changes: Any) -> MerakArguments:
-    optimizer = {"learning_rate": RATE, "weight_decay": DECAY, "adam_epsilon": EPSILON, "max_grad_norm": CLIP}
-    return MerakArguments(str(directory), use_cpu=True, report_to="none", **{**optimizer, **changes})
+    optimizer = {
+        "learning_rate": RATE,
+        "weight_decay": DECAY,
+        "adam_epsilon": EPSILON,
+        "max_grad_norm": CLIP,
+    }
+    return MerakArguments(
+        str(directory), use_cpu=True, report_to="none", **{**optimizer, **changes}
+    )
 
 
 def batch_of(seed: int, rows: int = 3, length: int = 9) -> dict[str, Any]:
@@ -34,7 +44,12 @@ def batch_of(seed: int, rows: int = 3, length: int = 9) -> dict[str, Any]:
     ids = torch.randint(3, 96, (rows, length), generator=draw)
     labels = ids.clone()
     labels[:, :2] = -100
-    return {"input_ids": ids, "labels": labels, "gains": torch.randn(rows, generator=draw), "beta": 0.5}
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "gains": torch.randn(rows, generator=draw),
+        "beta": 0.5,
+    }
 
 
 def likelihood(outputs, batch) -> Tensor:
@@ -46,7 +61,10 @@ def policy(outputs, batch) -> tuple[Tensor, dict[str, Tensor]]:
     shown = batch["labels"][:, 1:] != -100
     targets = batch["labels"][:, 1:].clamp(min=0)[..., None]
     each = torch.log_softmax(outputs.logits[:, :-1], -1).gather(-1, targets)[..., 0] * shown
-    return -(each * batch["gains"][:, None]).mean() * batch["beta"], {"each": each, "mean": each.mean()}
+    return -(each * batch["gains"][:, None]).mean() * batch["beta"], {
+        "each": each,
+        "mean": each.mean(),
+    }
 
 
 def none(outputs, batch) -> float:
@@ -58,7 +76,9 @@ STEPS = (([(1, 2), likelihood],), ([(3, 4), policy],), ([(5, 6), likelihood], [(
 
 
 def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(theirs), rtol=2e-6, atol=2e-6, check_dtype=False)
+    torch.testing.assert_close(
+        torch.as_tensor(ours), torch.as_tensor(theirs), rtol=2e-6, atol=2e-6, check_dtype=False
+    )
 
 
 class Reference:
@@ -68,7 +88,10 @@ class Reference:
         self.model = copy.deepcopy(model)
         named = dict(self.model.named_parameters())
         groups = [
-            {"params": [p for name, p in named.items() if ("norm" in name) == norms], "weight_decay": decay}
+            {
+                "params": [p for name, p in named.items() if ("norm" in name) == norms],
+                "weight_decay": decay,
+            }
             for norms, decay in ((False, DECAY), (True, 0.0))
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=RATE, eps=EPSILON)
@@ -76,7 +99,9 @@ class Reference:
     def outputs(self, batch: dict[str, Any]) -> Any:
         return self.model(input_ids=batch["input_ids"])
 
-    def backward(self, seeds, loss_fn, replicas: int) -> dict[int, list[tuple[float, dict[str, Tensor]]]]:
+    def backward(
+        self, seeds, loss_fn, replicas: int
+    ) -> dict[int, list[tuple[float, dict[str, Tensor]]]]:
         """Per replica and micro-batch, its loss and reports."""
         found: dict[int, list] = {}
         for replica in range(replicas):
@@ -95,9 +120,11 @@ class Reference:
         return norm.item()
 
 
-def compare(rank: int, world: int, directory: str, tp: int, pp: int, changes: dict[str, Any]) -> list[str]:
-    """Train an engine and the reference, and hold everything that the engine says against it. Returns what ranks that
-    differ are told."""
+def compare(
+    rank: int, world: int, directory: str, tp: int, pp: int, changes: dict[str, Any]
+) -> list[str]:
+    """Train an engine and the reference, and hold everything that the engine says against it.
+    Returns what ranks that differ are told."""
     model = tiny_llama()
     degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     reference = Reference(model)
@@ -109,7 +136,9 @@ def compare(rank: int, world: int, directory: str, tp: int, pp: int, changes: di
     for calls in STEPS:
         for seeds, loss_fn in calls:
             wanted = reference.backward(seeds, loss_fn, engine.replicas)[engine.replica]
-            passed = engine.forward_backward([batch_of(10 * seed + engine.replica) for seed in seeds], loss_fn)
+            passed = engine.forward_backward(
+                [batch_of(10 * seed + engine.replica) for seed in seeds], loss_fn
+            )
             close(passed.losses, [loss for loss, _ in wanted])
             for ours, (_, theirs) in zip(passed.reports, wanted, strict=True):
                 assert ours.keys() == theirs.keys()
@@ -123,7 +152,9 @@ def compare(rank: int, world: int, directory: str, tp: int, pp: int, changes: di
             close(tensor, reference.model.state_dict()[name])
     prompts = batch_of(7)["input_ids"]
     given = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 3, "pad_token_id": 0}
-    assert torch.equal(engine.generate(prompts, **given), reference.model.generate(prompts, **given))
+    assert torch.equal(
+        engine.generate(prompts, **given), reference.model.generate(prompts, **given)
+    )
     resume(engine, directory)
     return [] if tp * pp == 1 else differ(engine)
 
@@ -132,9 +163,9 @@ def compare_logprobs(engine: Engine, reference: Reference) -> None:
     batches = [batch_of(90 + engine.replica), batch_of(80)]
     for found, batch in zip(engine.logprobs(batches, temperature=0.7), batches, strict=True):
         logits = reference.outputs(batch).logits / 0.7
-        wanted = torch.log_softmax(logits, -1)[:, :-1].gather(-1, batch["labels"][:, 1:].clamp(min=0)[..., None])[
-            ..., 0
-        ]
+        wanted = torch.log_softmax(logits, -1)[:, :-1].gather(
+            -1, batch["labels"][:, 1:].clamp(min=0)[..., None]
+        )[..., 0]
         assert (found[:, :2] == 0).all() and found.shape == batch["labels"].shape
         close(found[:, 1:], (wanted * (batch["labels"][:, 1:] != -100)).detach())
 
@@ -159,7 +190,9 @@ def resume(engine: Engine, directory: str) -> None:
 
 
 def differ(engine: Engine) -> list[str]:
-    """What ranks of a replica are told that pass batches, losses or prompts of their own; the engine goes on."""
+    """What ranks of a replica are told that pass batches, losses or prompts of their own; the
+    engine goes on.
+    """
     rank, told = engine.mesh.rank, []
     for call in (
         lambda: engine.forward_backward([batch_of(rank)]),

@@ -1,4 +1,6 @@
-"""Weights without a gradient, or frozen between steps, stay as torch's optimizers leave them; rates are checked."""
+"""Weights without a gradient, or frozen between steps, stay as torch's optimizers leave them; rates
+are checked.
+"""
 
 import copy
 
@@ -20,7 +22,9 @@ class Reads(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.read, self.last, self.fixed = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.body, self.read, self.last, self.fixed = (
+            nn.Linear(8, 8, bias=False) for _ in range(4)
+        )
         self.fixed.requires_grad_(False)
 
     def forward(self, x):
@@ -49,14 +53,18 @@ def of_both(outputs, batch):
 
 def engine_of(directory, **changes):
     model = Reads()
-    return model, Engine(model, arguments(directory, weight_decay=DECAY, **changes), batch_of(0), square)
+    return model, Engine(
+        model, arguments(directory, weight_decay=DECAY, **changes), batch_of(0), square
+    )
 
 
 def train(rank, world, directory, degrees):
     """Freeze a layer for the middle one of three steps, beside torch's AdamW."""
     model, engine = engine_of(directory, **degrees)
     eager = copy.deepcopy(Reads())
-    optimizer = torch.optim.AdamW([p for p in eager.parameters() if p.requires_grad], RATE, eps=1.0, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(
+        [p for p in eager.parameters() if p.requires_grad], RATE, eps=1.0, weight_decay=DECAY
+    )
     for step in range(3):
         for each in (model, eager):
             each.body.requires_grad_(step != 1)
@@ -84,7 +92,10 @@ def refused(model, engine):
         told.append(str(error.value))
 
     model.fixed.requires_grad_(True)
-    say("fixed.weight.*frozen when the engine was made", lambda: engine.forward_backward([batch_of(1)]))
+    say(
+        "fixed.weight.*frozen when the engine was made",
+        lambda: engine.forward_backward([batch_of(1)]),
+    )
     model.requires_grad_(False)
     say("every parameter is frozen", lambda: engine.forward_backward([batch_of(1)]))
     model.requires_grad_(True).fixed.requires_grad_(False)
@@ -110,8 +121,12 @@ def test_a_loss_moves_only_what_it_gives_a_gradient(tmp_path, first, recwarn):
     """Steps by different losses, one of two of them, beside torch's AdamW."""
     engine = Engine(Reads(), arguments(tmp_path, weight_decay=DECAY), batch_of(0), first)
     eager = Reads()
-    optimizer = torch.optim.AdamW([p for p in eager.parameters() if p.requires_grad], RATE, eps=1.0, weight_decay=DECAY)
-    for seed, losses in enumerate([(square,), (of_hidden,), (of_both,), (of_hidden, square), (of_both,), (square,)]):
+    optimizer = torch.optim.AdamW(
+        [p for p in eager.parameters() if p.requires_grad], RATE, eps=1.0, weight_decay=DECAY
+    )
+    for seed, losses in enumerate(
+        [(square,), (of_hidden,), (of_both,), (of_hidden, square), (of_both,), (square,)]
+    ):
         for loss in losses:
             engine.forward_backward([batch_of(seed)], loss)
             loss(eager(**batch_of(seed)), {}).backward()
@@ -131,11 +146,15 @@ def test_a_loss_moves_only_what_it_gives_a_gradient(tmp_path, first, recwarn):
 )
 def test_a_loss_without_a_gradient_is_refused(tmp_path, loss):
     _, engine = engine_of(tmp_path)
-    with pytest.raises(MerakError, match="loss .*(none of the trainable parameters a gradient|reads no parameter)"):
+    with pytest.raises(
+        MerakError, match="loss .*(none of the trainable parameters a gradient|reads no parameter)"
+    ):
         engine.forward_backward([batch_of(1)], loss)
     engine.forward_backward([batch_of(1)])
     assert not engine.step().skipped
-    with pytest.raises(MerakError, match="loss .*(none of the trainable parameters a gradient|reads no parameter)"):
+    with pytest.raises(
+        MerakError, match="loss .*(none of the trainable parameters a gradient|reads no parameter)"
+    ):
         Engine(Reads(), arguments(tmp_path), batch_of(0), loss).forward_backward([batch_of(1)])
 
 

@@ -1,5 +1,6 @@
-"""Everything that writes what a later run reads, apart from checkpoints (tests/checkpoint, tests/hf_trainer): a door
-writes a new value over an old one, is killed anywhere, and has to leave one of the two, or say that there is none."""
+"""Everything that writes what a later run reads, apart from checkpoints (tests/checkpoint,
+tests/hf_trainer): a door writes a new value over an old one, is killed anywhere, and has to leave
+one of the two, or say that there is none."""
 
 import contextlib
 import io
@@ -17,8 +18,8 @@ from megatron_merak.cli import convert
 from megatron_merak.data.index_cache import cached_arrays
 from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_merak.errors import DataError
-from megatron_merak.parameter_server.layout import Layout
-from megatron_merak.parameter_server.piece import Piece
+from megatron_merak.parameter_server.layout import PieceLayout
+from megatron_merak.parameter_server.piece import ServedPiece
 from megatron_merak.parameter_server.snapshot import read_snapshot, snapshot_path, write_snapshot
 from tests.checkpoint.hf_models import build, content, model_class, shards
 
@@ -26,7 +27,8 @@ from tests.checkpoint.hf_models import build, content, model_class, shards
 class Door:
     """One way to write.
 
-    repeats: whether a value that was not written before a kill is written again, to the same place, and must be there.
+    repeats: whether a value that was not written before a kill is written again, to the same place,
+             and must be there.
     """
 
     repeats = False
@@ -56,9 +58,15 @@ class SaveModel(Door):
         save_hf(self.root / "model", self.model, shards(self.model), max_shard_size="30KB")
 
     def read(self) -> int | None:
-        model, told = model_class("llama").from_pretrained(self.root / "model", output_loading_info=True)
+        model, told = model_class("llama").from_pretrained(
+            self.root / "model", output_loading_info=True
+        )
         assert not told["missing_keys"] and not told["unexpected_keys"], told
-        values = {value for tensor in model.parameters() for value in (tensor.min().item(), tensor.max().item())}
+        values = {
+            value
+            for tensor in model.parameters()
+            for value in (tensor.min().item(), tensor.max().item())
+        }
         assert len(values) == 1, f"torn: {values}"
         return int(values.pop())
 
@@ -105,17 +113,21 @@ class ConvertBack(Convert):
 
     def read(self) -> int | None:
         model = model_class("llama").from_pretrained(self.target(self.last))
-        assert all(torch.equal(tensor, self.wanted[name]) for name, tensor in model.state_dict().items())
+        assert all(
+            torch.equal(tensor, self.wanted[name]) for name, tensor in model.state_dict().items()
+        )
         return self.last
 
 
 class Snapshot(Door):
     """A parameter server's snapshot."""
 
-    LAYOUT = Layout(300, "float32", ((0, 300, 0),), ((0, 300),), (), (0.9, 0.99), 1e-8, 1, True, 0)
+    LAYOUT = PieceLayout(
+        300, "float32", ((0, 300, 0),), ((0, 300),), (), (0.9, 0.99), 1e-8, 1, True, 0
+    )
 
     def write(self, value: int) -> None:
-        piece = Piece(self.LAYOUT)
+        piece = ServedPiece(self.LAYOUT)
         for tensor in piece.state.values():
             tensor.fill_(value)
         piece.version = value
@@ -168,16 +180,24 @@ class Preprocess(Door):
 
 
 class Checkpoint(Door):
-    """Checkpoints of the native jobs, of Engine, and inside those of MerakTrainer, saved and pruned."""
+    """Checkpoints of the native jobs, of Engine, and inside those of MerakTrainer, saved and
+    pruned.
+    """
 
     def write(self, value: int) -> None:
         kinds = ("model", "exp_avg")
-        shards_ = {kind: [store.Shard("w", (30, 4), None, (), torch.full((30, 4), 1.0 * value))] for kind in kinds}
+        shards_ = {
+            kind: [store.Shard("w", (30, 4), None, (), torch.full((30, 4), 1.0 * value))]
+            for kind in kinds
+        }
         store.save(self.root, value + 1, shards_, {"value": value}, None, "cpu")
         store.prune(self.root, 1 << 20)
 
     def read(self) -> int | None:
-        shards_ = {kind: [store.Shard("w", (30, 4), None, (), torch.zeros(30, 4))] for kind in ("model", "exp_avg")}
+        shards_ = {
+            kind: [store.Shard("w", (30, 4), None, (), torch.zeros(30, 4))]
+            for kind in ("model", "exp_avg")
+        }
         value = store.load(self.root, shards_, None, "cpu")["value"]
         assert all((parts[0].tensor == value).all() for parts in shards_.values()), "torn"
         return value

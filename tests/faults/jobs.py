@@ -1,4 +1,6 @@
-"""Whole jobs on 2 and 4 ranks with one fault each, and what has to become of them (docs/reliability.md)."""
+"""Whole jobs on 2 and 4 ranks with one fault each, and what has to become of them
+(docs/evidence/reliability.md).
+"""
 
 import json
 import os
@@ -15,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 10
 TIMEOUT = 60  # seconds, of a collective
 DEAD = 15.0  # seconds in which a job ends whose rank has died
-HUNG = TIMEOUT + 60.0  # seconds in which a job ends whose rank does not answer: launchers wait 30 s for it again
+# seconds in which a job ends whose rank does not answer: launchers wait 30 s for it again
+HUNG = TIMEOUT + 60.0
 LAUNCHER = 45.0  # seconds in which a job has saved and ended that is told to
 SMALL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --mock-data
     --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --log-interval 1 --eval-iters 0 --train-iters {STEPS}
@@ -27,7 +30,14 @@ def native(ranks: int, flags: str = "") -> Callable[[Path], list[str]]:
 
     def command(directory: Path) -> list[str]:
         start = [sys.executable, "-m", "megatron_merak", "pretrain", "--nproc-per-node", str(ranks)]
-        disk = ["--save", str(directory), "--load", str(directory), "--metrics", f"{directory}.metrics"]
+        disk = [
+            "--save",
+            str(directory),
+            "--load",
+            str(directory),
+            "--metrics",
+            f"{directory}.metrics",
+        ]
         return [*start, *SMALL.split(), *flags.split(), *disk]
 
     return command
@@ -37,8 +47,21 @@ def trainer(ranks: int, arguments: str = "") -> Callable[[Path], list[str]]:
     """A script with MerakTrainer under torchrun."""
 
     def command(directory: Path) -> list[str]:
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        script = [str(ROOT / "benchmarks/faulted/train_hf.py"), str(directory), "--merak", "--timeout", str(TIMEOUT)]
+        start = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
+        script = [
+            str(ROOT / "benchmarks/faults/train_hf.py"),
+            str(directory),
+            "--merak",
+            "--timeout",
+            str(TIMEOUT),
+        ]
         return [*start, *script, *arguments.split()]
 
     return command
@@ -60,7 +83,8 @@ class Case:
 
     door:     a key of DOORS.
     fault:    a key of FAULTS.
-    within:   seconds in which it ends; None: it trains on to its last step, with the losses of an undisturbed run.
+    within:   seconds in which it ends; None: it trains on to its last step, with the losses of an
+              undisturbed run.
     named:    whether the rank has to be named.
     rank:     that has the fault.
     more:     of the order.
@@ -90,7 +114,10 @@ CASES = (
     Case("MerakTrainer TP2", "SIGKILL", DEAD, rank=0, more={"step": 4, "disk_call": 4}),
     *(Case(door, "SEGFAULT", DEAD) for door in ("DP2", "TP2 x PP2", "MerakTrainer TP2")),
     *(Case(door, "OS_ABORT", DEAD) for door in ("PP2", "PP2 x DP2")),
-    *(Case(door, "WORKLOAD_EXC", DEAD, rank=0) for door in ("DP2", "TP2 x PP2", "MerakTrainer PP2 x DP2")),
+    *(
+        Case(door, "WORKLOAD_EXC", DEAD, rank=0)
+        for door in ("DP2", "TP2 x PP2", "MerakTrainer PP2 x DP2")
+    ),
     *(Case(door, "ASYNC_EXC", DEAD, more={"seconds": 0.01}) for door in ("PP2",)),
     *(Case(door, "EXIT", DEAD) for door in ("DP2", "PP2 x DP2", "MerakTrainer TP2")),
     *(Case(door, "EXIT_AT_ONCE", DEAD) for door in ("PP2", "TP2 x PP2")),
@@ -98,12 +125,20 @@ CASES = (
     *(Case(door, "SIGSTOP", HUNG) for door in ("PP2", "TP2 x PP2", "MerakTrainer TP2")),
     *(Case(door, "LOCK_GIL", HUNG) for door in ("DP2", "PP2 x DP2")),
     *(Case(door, "SLEEP", HUNG) for door in ("PP2", "MerakTrainer PP2 x DP2")),
-    *(Case(door, "SIGSTOP", None, named=False, more={"lasts": 2.0}) for door in ("DP2", "TP2 x PP2")),
-    *(Case(door, "SLOW", None, named=False, more={"lasts": 0.3}) for door in ("PP2", "MerakTrainer TP2")),
+    *(
+        Case(door, "SIGSTOP", None, named=False, more={"lasts": 2.0})
+        for door in ("DP2", "TP2 x PP2")
+    ),
+    *(
+        Case(door, "SLOW", None, named=False, more={"lasts": 0.3})
+        for door in ("PP2", "MerakTrainer TP2")
+    ),
     *(Case(door, "LAUNCHER_SIGTERM", LAUNCHER, named=False) for door in ("DP2", "TP2 x PP2")),
     *(Case(door, "LAUNCHER_SIGKILL", DEAD, named=False) for door in ("PP2", "MerakTrainer TP2")),
     Case("DP2", "DISK_FULL", None, named=False, rank=0, more={"lasts": 5.0}, disk="16m"),
-    Case("MerakTrainer TP2", "DISK_FULL", None, named=False, rank=0, more={"lasts": 5.0}, disk="16m"),
+    Case(
+        "MerakTrainer TP2", "DISK_FULL", None, named=False, rank=0, more={"lasts": 5.0}, disk="16m"
+    ),
 )
 
 
@@ -112,11 +147,17 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def start(case: Case | None, door: str, directory: Path, limit: float) -> tuple[Outcome, list[tuple[int, str]]]:
-    """Run a job, with a fault or without; return what became of it, and (step, loss) of its steps."""
+def start(
+    case: Case | None, door: str, directory: Path, limit: float
+) -> tuple[Outcome, list[tuple[int, str]]]:
+    """Run a job, with a fault or without; return what became of it, and (step, loss) of
+    its steps.
+    """
     order = None
     if case is not None:
-        order = Order(**{"fault": case.fault, "rank": case.rank, "directory": "", "step": 5, **case.more})  # type: ignore[arg-type]
+        order = Order(
+            **{"fault": case.fault, "rank": case.rank, "directory": "", "step": 5, **case.more}
+        )  # type: ignore[arg-type]
         order = Order(**{**vars(order), "target": str(directory)})
     disk = case.disk if case is not None else None
     outcome = run(DOORS[door](directory), order, limit, environment(), disk_size=disk)
@@ -129,5 +170,10 @@ def losses(output: str, directory: Path) -> list[tuple[int, str]]:
     if metrics.exists():
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         metrics.unlink()
-        return [(row["iteration"], repr(row["loss"])) for row in rows if row.get("loss") is not None]
-    return [(int(step), loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", output, re.MULTILINE)]
+        return [
+            (row["iteration"], repr(row["loss"])) for row in rows if row.get("loss") is not None
+        ]
+    return [
+        (int(step), loss)
+        for step, loss in re.findall(r"^step (\d+) loss (\S+)$", output, re.MULTILINE)
+    ]

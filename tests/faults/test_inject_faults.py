@@ -1,4 +1,6 @@
-"""tools/inject_faults.py on small programs: every fault comes where it was ordered, and is told as it was."""
+"""tools/inject_faults.py on small programs: every fault comes where it was ordered, and is told as
+it was.
+"""
 
 import json
 import os
@@ -76,7 +78,9 @@ def test_a_process_that_hangs_is_given_up_and_ended(fault, tmp_path):
 def test_a_script_that_python_starts_alone_is_rank_0(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     order = Order("SIGKILL", 0, "", step=2)
-    outcome = run([sys.executable, "-c", TRAINS], order, 60.0, {**os.environ, "OMP_NUM_THREADS": "1"})
+    outcome = run(
+        [sys.executable, "-c", TRAINS], order, 60.0, {**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert outcome.came and outcome.status == -9, outcome
 
 
@@ -100,7 +104,15 @@ def test_a_disk_is_full_and_not_for_ever(tmp_path):
 def test_faults_of_a_step_come_in_that_step(tmp_path):
     """Several at once, since each has to import torch."""
     orders = {"NAN": {}, "BIT_FLIP": {"bit": 31, "seed": 2}, "WORKLOAD_EXC": {}}
-    tool = [sys.executable, str(ROOT / "tools/inject_faults.py"), "--step", "3", "--rank", "0", "--json"]
+    tool = [
+        sys.executable,
+        str(ROOT / "tools/inject_faults.py"),
+        "--step",
+        "3",
+        "--rank",
+        "0",
+        "--json",
+    ]
     runs = {}
     for fault, more in orders.items():
         flags = [word for name, value in more.items() for word in (f"--{name}", str(value))]
@@ -109,13 +121,20 @@ def test_faults_of_a_step_come_in_that_step(tmp_path):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         runs[fault] = subprocess.Popen(command, env=environment, text=True, **pipes)
     told = {fault: process.communicate(timeout=120) for fault, process in runs.items()}
-    assert {fault: process.returncode for fault, process in runs.items()} == dict.fromkeys(orders, 0), told
+    assert {fault: process.returncode for fault, process in runs.items()} == dict.fromkeys(
+        orders, 0
+    ), told
     facts = {fault: json.loads(out) for fault, (out, _) in told.items()}
     steps = {fault: err.splitlines()[:4] for fault, (_, err) in told.items()}
     assert [facts[fault]["status"] for fault in orders] == [0, 0, 1]
     assert steps["NAN"][1] == "2 [1.0, 1.0, 1.0, 1.0]" and steps["NAN"][2].count("nan") == 1
-    assert steps["BIT_FLIP"][1] == "2 [1.0, 1.0, 1.0, 1.0]" and steps["BIT_FLIP"][3].count("-1.0") == 1
-    assert steps["WORKLOAD_EXC"][2].startswith("Traceback") and "injected fault" in told["WORKLOAD_EXC"][1]
+    assert (
+        steps["BIT_FLIP"][1] == "2 [1.0, 1.0, 1.0, 1.0]" and steps["BIT_FLIP"][3].count("-1.0") == 1
+    )
+    assert (
+        steps["WORKLOAD_EXC"][2].startswith("Traceback")
+        and "injected fault" in told["WORKLOAD_EXC"][1]
+    )
 
 
 SUMMARY = """====

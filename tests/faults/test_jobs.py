@@ -1,4 +1,6 @@
-"""Forty jobs with a fault each: they end in the time that docs/reliability.md says and go on, or train on."""
+"""Forty jobs with a fault each: they end in the time that docs/evidence/reliability.md says and go
+on, or train on.
+"""
 
 import os
 from pathlib import Path
@@ -18,7 +20,9 @@ def undisturbed(tmp_path_factory):
 
     def steps(door: str) -> list[tuple[int, str]]:
         if door not in known:
-            outcome, known[door] = start(None, door, tmp_path_factory.mktemp("undisturbed") / "run", 600.0)
+            outcome, known[door] = start(
+                None, door, tmp_path_factory.mktemp("undisturbed") / "run", 600.0
+            )
             assert outcome.status == 0 and len(known[door]) == STEPS, outcome.output
         return known[door]
 
@@ -43,7 +47,9 @@ def test_a_job_with_a_fault(case: Case, undisturbed, tmp_path: Path):
         assert outcome.named or not case.named, f"{outcome}\n{outcome.output}"
         if case.resumes:
             again, steps = start(None, case.door, directory, 600.0)
-            assert again.status == 0 and steps[0][0] >= 3 and steps == wanted[-len(steps) :], again.output
+            assert again.status == 0 and steps[0][0] >= 3 and steps == wanted[-len(steps) :], (
+                again.output
+            )
     finally:
         if case.disk is not None:
             unmount(directory)

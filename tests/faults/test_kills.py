@@ -1,4 +1,6 @@
-"""kill -9 before each call that touches the disk, in all that writes: what was there, or what is new, is whole."""
+"""kill -9 before each call that touches the disk, in all that writes: what was there, or what is
+new, is whole.
+"""
 
 import os
 import tempfile
@@ -25,14 +27,22 @@ EXPECTED = {
 
 @pytest.fixture
 def root(tmp_path):
-    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and fsync is slow."""
+    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and
+    fsync is slow.
+    """
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as directory:
+    with tempfile.TemporaryDirectory(
+        dir=memory if os.access(memory, os.W_OK) else tmp_path
+    ) as directory:
         yield Path(directory)
 
 
-def _kill_everywhere(rank: int, world: int, root: Path, name: str, stride: int, rounds: int = 1) -> int:
-    """Kill before every ``stride``-th call; return the number of kills. ``rounds``: how often all of that is done."""
+def _kill_everywhere(
+    rank: int, world: int, root: Path, name: str, stride: int, rounds: int = 1
+) -> int:
+    """Kill before every ``stride``-th call; return the number of kills. ``rounds``: how often all
+    of that is done.
+    """
     door = DOORS[name](root)
     value, kills = 1, 0
     door.write(value)
@@ -53,7 +63,11 @@ def _kill_everywhere(rank: int, world: int, root: Path, name: str, stride: int, 
             else:
                 found = door.read()
                 before_or_none = (value, None) if name == "merak-preprocess" else (value,)
-                assert found in ((value + 1,) if written else (*before_or_none, value + 1)), (number, found, value)
+                assert found in ((value + 1,) if written else (*before_or_none, value + 1)), (
+                    number,
+                    found,
+                    value,
+                )
                 if found != value:
                     value += 1
                     door.write(value)

@@ -1,4 +1,6 @@
-"""``python -m tests.fuzz --modules 5000``: random modules on simulated ranks; prints each that fails, made small."""
+"""``python -m tests.fuzz --modules 5000``: random modules on simulated ranks; prints each that
+fails, made small.
+"""
 
 import argparse
 import sys
@@ -12,7 +14,9 @@ from tests.fuzz.grammar import recipe
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--modules", type=int, default=1000, help="how many")
-    parser.add_argument("--seed", type=int, default=1000, help="of the first module; the next ones follow")
+    parser.add_argument(
+        "--seed", type=int, default=1000, help="of the first module; the next ones follow"
+    )
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     start, failed, divided = time.monotonic(), 0, []
@@ -29,8 +33,12 @@ def main() -> int:
         if done % 100 == 0:
             print(f"{done} modules, {failed} failed, {time.monotonic() - start:.0f} s", flush=True)
     shares = [share for share in divided if share is not None]
-    print(f"{options.modules} modules, {failed} failed; nothing to divide in {len(divided) - len(shares)} layouts of")
-    print(f"{len(divided)}, in the others a rank holds {sum(shares) / len(shares):.0%} of the parameters on average")
+    print(
+        f"{options.modules} modules, {failed} failed; nothing to divide in {len(divided) - len(shares)} layouts of"
+    )
+    print(
+        f"{len(divided)}, in the others a rank holds {sum(shares) / len(shares):.0%} of the parameters on average"
+    )
     return 1 if failed else 0
 
 

@@ -5,17 +5,23 @@ from .draw import BATCH, LENGTH, Draw
 
 def _rotary(d: Draw, h: str, size: int) -> str:
     """h [2, n, 6, size]."""
-    angles = d.buffer(f"torch.outer(torch.arange({LENGTH}.0), torch.linspace(1, 0.1, {size // 2})).double()")
+    angles = d.buffer(
+        f"torch.outer(torch.arange({LENGTH}.0), torch.linspace(1, 0.1, {size // 2})).double()"
+    )
     way = d.one("halves", "pairs", "complex")
     if way == "complex":
         z = d.let(f"torch.view_as_complex({h}.double().reshape(2, -1, {LENGTH}, {size // 2}, 2))")
         turned = f"{z} * torch.polar(torch.ones_like({angles}), {angles})"
         return d.let(f"torch.view_as_real({turned}).flatten(3).to({h}.dtype)")
     if way == "pairs":
-        cos, sin = (f"{angles}.{f}().repeat_interleave(2, -1).to({h}.dtype)" for f in ("cos", "sin"))
+        cos, sin = (
+            f"{angles}.{f}().repeat_interleave(2, -1).to({h}.dtype)" for f in ("cos", "sin")
+        )
         turned = f"torch.stack((-{h}[..., 1::2], {h}[..., ::2]), -1).flatten(-2)"
     else:
-        cos, sin = (f"torch.cat(({angles}, {angles}), -1).{f}().to({h}.dtype)" for f in ("cos", "sin"))
+        cos, sin = (
+            f"torch.cat(({angles}, {angles}), -1).{f}().to({h}.dtype)" for f in ("cos", "sin")
+        )
         turned = f"torch.cat((-{h}[..., {size // 2}:], {h}[..., : {size // 2}]), -1)"
     return d.let(f"{h} * {cos} + {turned} * {sin}")
 
@@ -34,12 +40,21 @@ def _head_norm(d: Draw, h: str, heads: int, size: int) -> str:
 
 def _scores(d: Draw, q: str, k: str, v: str, heads: int, size: int) -> str:
     if d.maybe(0.35):
-        mask = d.one("is_causal=True", "attn_mask=(ids != ids[:, :1]).unsqueeze(1).unsqueeze(1) | True", "")
+        mask = d.one(
+            "is_causal=True", "attn_mask=(ids != ids[:, :1]).unsqueeze(1).unsqueeze(1) | True", ""
+        )
         return d.let(f"F.scaled_dot_product_attention({q}, {k}, {v}{', ' + mask if mask else ''})")
-    s = d.let(d.one(f"{q} @ {k}.transpose(-1, -2) / {size**0.5}", f"torch.einsum('bnqd,bnkd->bnqk', {q}, {k}) * 0.4"))
+    s = d.let(
+        d.one(
+            f"{q} @ {k}.transpose(-1, -2) / {size**0.5}",
+            f"torch.einsum('bnqd,bnkd->bnqk', {q}, {k}) * 0.4",
+        )
+    )
     way = d.one("causal", "key", "none", "bias", "slopes", "talking", "across", "sink")
     if way == "causal":
-        s = d.let(f"{s}.masked_fill(torch.ones({LENGTH}, {LENGTH}, dtype=torch.bool).triu(1), float('-inf'))")
+        s = d.let(
+            f"{s}.masked_fill(torch.ones({LENGTH}, {LENGTH}, dtype=torch.bool).triu(1), float('-inf'))"
+        )
     elif way == "key":
         s = d.let(f"{s}.masked_fill((ids % 5 == 0).view({BATCH}, 1, 1, -1), -30.0)")
     elif way == "bias":
@@ -63,9 +78,15 @@ def attention(d: Draw) -> str:
     h = None if way == "separate" else d.let(f"{d.linear(d.hidden, 3 * full)}(x)")
     shape = f"{BATCH}, {LENGTH}"
     if way == "three outside":
-        parts = [d.let(f"{h}.view({shape}, 3, {heads}, {size}).permute(2, 0, 3, 1, 4)[{i}]") for i in range(3)]
+        parts = [
+            d.let(f"{h}.view({shape}, 3, {heads}, {size}).permute(2, 0, 3, 1, 4)[{i}]")
+            for i in range(3)
+        ]
     elif way == "three inside":
-        parts = [d.let(f"{h}.view({shape}, {heads}, 3, {size})[..., {i}, :].transpose(1, 2)") for i in range(3)]
+        parts = [
+            d.let(f"{h}.view({shape}, {heads}, 3, {size})[..., {i}, :].transpose(1, 2)")
+            for i in range(3)
+        ]
     elif way == "fused head":
         views = f"{h}.view({shape}, {heads}, {3 * size}).transpose(1, 2)"
         parts = [d.let(f"{views}.split({size}, -1)[{i}]") for i in range(3)]
@@ -87,15 +108,21 @@ def attention(d: Draw) -> str:
 def grouped_query(d: Draw) -> str:
     heads, groups, size = 8, d.one(1, 2, 2, 4), d.one(2, 4)
     per = heads // groups
-    q = d.let(f"{d.linear(d.hidden, heads * size)}(x).view({BATCH}, {LENGTH}, {heads}, {size}).transpose(1, 2)")
+    q = d.let(
+        f"{d.linear(d.hidden, heads * size)}(x).view({BATCH}, {LENGTH}, {heads}, {size}).transpose(1, 2)"
+    )
     if d.maybe(0.4):
         both = d.let(f"{d.linear(d.hidden, 2 * groups * size)}(x)")
         kv = [f"{both}.chunk(2, -1)[{i}]" for i in range(2)]
     else:
         kv = [f"{d.linear(d.hidden, groups * size)}(x)" for _ in range(2)]
-    k, v = (d.let(f"{text}.view({BATCH}, {LENGTH}, {groups}, {size}).transpose(1, 2)") for text in kv)
+    k, v = (
+        d.let(f"{text}.view({BATCH}, {LENGTH}, {groups}, {size}).transpose(1, 2)") for text in kv
+    )
     if d.maybe(0.5):
-        o = d.let(f"F.scaled_dot_product_attention({q}, {k}, {v}, is_causal={d.maybe()}, enable_gqa=True)")
+        o = d.let(
+            f"F.scaled_dot_product_attention({q}, {k}, {v}, is_causal={d.maybe()}, enable_gqa=True)"
+        )
     else:
         spread = f".unsqueeze(2).expand(-1, -1, {per}, -1, -1).reshape({BATCH}, {heads}, {LENGTH}, {size})"
         text = d.one(f".repeat_interleave({per}, 1)", spread)

@@ -1,4 +1,6 @@
-"""A random module on simulated ranks, through everything that a captured model goes through, against its eager self."""
+"""A random module on simulated ranks, through everything that a captured model goes through,
+against its eager self.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,19 +17,21 @@ from megatron_merak.graph.lowering.rewrite import Rewritten, rewrite
 from megatron_merak.graph.lowering.split import Parts, split
 from megatron_merak.graph.partition.cut import Chain, align, cut
 from megatron_merak.graph.sharding.shard import Sharding, shard
-from megatron_merak.runtime.engine import Engine, Pass, State, execute
+from megatron_merak.runtime.engine import Interpreter, Pass, State, execute
 from megatron_merak.segment import Common
 from megatron_merak.tensor_parallel import derive_seed
 from tests.fuzz.draw import BATCH, LENGTH, Recipe
 from tests.fuzz.edits import edited
 from tests.fuzz.grammar import source
-from tests.fuzz.simulated import Member, simulated
-from tests.graph.lockstep import part
+from tests.fuzz.simulated import Place, simulated
+from tests.graph.lockstep import part, reduce_partial
 from tests.graph.stages import sink_of
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}  # of a gradient's largest entry
-SMALL = {torch.float64: 1e-3, torch.float32: 1e-2, torch.bfloat16: 0.1}  # gradients this small beside others are alike
+# of a gradient's largest entry
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}
+# gradients this small beside others are alike
+SMALL = {torch.float64: 1e-3, torch.float32: 1e-2, torch.bfloat16: 0.1}
 
 
 class Mismatch(AssertionError):
@@ -36,7 +40,13 @@ class Mismatch(AssertionError):
 
 @dataclass(frozen=True)
 class Way:
-    """How a module is run. dtype: of its parameters. edits: the seed of what a plan says of some; 0: nothing."""
+    """How a module is run.
+
+    dtype:    of its parameters.
+    edits:    the seed of what a plan says of some; 0: nothing.
+    sequence: whether replicated work is sharded along the sequence.
+    cp:       number of ranks that divide sequences.
+    """
 
     tp: int
     stages: int = 1
@@ -44,6 +54,8 @@ class Way:
     fused: bool = True
     dtype: torch.dtype = torch.float64
     edits: int = 0
+    sequence: bool = False
+    cp: int = 1
 
 
 @dataclass
@@ -74,14 +86,19 @@ class Subject:
 
     def _batch(self, generator: torch.Generator) -> dict[str, Tensor]:
         draw = {"size": (BATCH, LENGTH), "generator": generator}
-        return {name: torch.randint(0, min(self.recipe.vocabulary, 67), **draw) for name in ("ids", "labels")}
+        return {
+            name: torch.randint(0, min(self.recipe.vocabulary, 67), **draw)
+            for name in ("ids", "labels")
+        }
 
     def wanted(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The eager loss and gradients of the batch."""
         if self._wanted is None:
             loss = self.model(**self.batch)
             named = dict(self.model.named_parameters())
-            grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
+            grads = torch.autograd.grad(
+                loss, list(named.values()), allow_unused=True, materialize_grads=True
+            )
             self._wanted = loss.detach(), dict(zip(named, grads, strict=True))
         return self._wanted
 
@@ -100,7 +117,21 @@ class Subject:
                 captured = capture(self.model, self.batch, dtype=self.dtype)
                 chain = align(cut(captured), chain)
                 sharding = shard(captured, way.tp, pins=first.tensors)
-        ranks = [rewrite(captured, chain, sharding, rank, way.tp, partial) for rank in range(way.tp)]
+        ranks = [
+            rewrite(
+                captured,
+                chain,
+                sharding,
+                rank,
+                tp=way.tp,
+                partial=partial,
+                sequence_parallel=way.sequence,
+                cp_rank=cp_rank,
+                cp=way.cp,
+            )
+            for cp_rank in range(way.cp)
+            for rank in range(way.tp)
+        ]
         for program in ranks if way.fused else ():
             fuse(program.graph)
         return Made(sharding, ranks, chain)
@@ -118,18 +149,20 @@ class Made:
 class Rank:
     """One simulated rank: its parameters and an engine per stage."""
 
-    def __init__(self, subject: Subject, made: Made, way: Way, rank: int, group: Member | dist.ProcessGroup):
+    def __init__(self, subject: Subject, made: Made, way: Way, place: Place):
         real = dict(subject.model.named_parameters(remove_duplicate=False))
-        self.rank, program, units = rank, made.programs[rank], len(made.chain.units)
+        self.place, self.tp = place, way.tp
+        program = made.programs[place.cp_rank * way.tp + place.tp_rank]
+        units = len(made.chain.units)
         self.parameters = {
-            name: nn.Parameter(part(real[name].detach(), tensor, rank, way.tp))
+            name: nn.Parameter(part(real[name].detach(), tensor, place.tp_rank, way.tp))
             for name, tensor in made.sharding.tensors.items()
         }
         wide = torch.promote_types(way.dtype, torch.float32)
         self.sink = sink_of(dict.fromkeys(self.parameters.values(), wide))
         borders = [round(i * units / way.stages) for i in range(way.stages + 1)]
         self.parts: list[Parts] = []
-        self.engines: list[Engine] = []
+        self.engines: list[Interpreter] = []
         self.states: list[State] = []
         for first, last in zip(borders, borders[1:], strict=False):
             if first == last:
@@ -139,7 +172,17 @@ class Rank:
             outputs = [value.name for value in parts.targets] + list(parts.results)
             segments = parts.segments(self.parameters, self.sink)
             self.parts.append(parts)
-            self.engines.append(Engine(segments, again, outputs, group, self.sink, CPU))
+            self.engines.append(
+                Interpreter(
+                    segments,
+                    again,
+                    outputs,
+                    place.tp,
+                    weights=self.sink,
+                    device=CPU,
+                    contexts=place.cp,
+                )
+            )
 
     def start(self, stage: int, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Pass:
         state = State(Common(self.parts[stage].prelude(batch), self._seed), True)
@@ -151,7 +194,7 @@ class Rank:
         return Pass(self.engines[stage], state, self.engines[stage].forward_runs)
 
     def _seed(self, segment) -> None:
-        shard = self.rank if segment.sharded else 0
+        shard = segment.random_shard(self.place.tp_rank, self.place.cp_rank, self.tp)
         torch.default_generator.manual_seed(derive_seed(5, segment.unit, segment.index, shard))
 
     def leaving(self, stage: int) -> dict[str, Tensor]:
@@ -162,12 +205,23 @@ class Rank:
         for name, grad in grads.items():
             if grad is not None:
                 self.states[stage].add_grad(name, grad)
-        return Pass(self.engines[stage], self.states[stage], self.engines[stage].backward_runs(self.states[stage]))
+        return Pass(
+            self.engines[stage],
+            self.states[stage],
+            self.engines[stage].backward_runs(self.states[stage]),
+        )
 
     def entering(self, stage: int) -> dict[str, Tensor | None]:
         state = self.states[stage]
-        found = {value.name: state.take_grad(value.name) for value in self.parts[stage].sources if value.grad}
-        assert state.leftovers() == [] and state.values == {}, (state.leftovers(), list(state.values))
+        found = {
+            value.name: state.take_grad(value.name)
+            for value in self.parts[stage].sources
+            if value.grad
+        }
+        assert state.leftovers() == [] and state.values == {}, (
+            state.leftovers(),
+            list(state.values),
+        )
         return found
 
     def gradients(self) -> dict[str, Tensor]:
@@ -192,21 +246,20 @@ def run(ranks: Sequence[Rank], batch: Mapping[str, Tensor]) -> list[Tensor]:
 def step(subject: Subject, way: Way) -> tuple[Sharding, list[Tensor], list[dict[str, Tensor]]]:
     """(sharding, every rank's loss, every rank's gradients) of one step on the batch."""
     made = subject.made(way)
-    with simulated(way.tp) as members:
-        ranks = [Rank(subject, made, way, member.rank, member) for member in members]
+    with simulated(way.tp, way.cp) as places:
+        ranks = [Rank(subject, made, way, place) for place in places]
         losses = run(ranks, subject.batch)
     found = [rank.gradients() for rank in ranks]
-    for name in made.programs[0].partial:
-        total = torch.stack([one[name] for one in found]).sum(0)
-        for one in found:
-            one[name] = total
+    reduce_partial(found, made.programs[0].partial, way.tp)
     return made.sharding, losses, found
 
 
-def step_of_process(subject: Subject, way: Way, rank: int) -> tuple[Sharding, Tensor, dict[str, Tensor]]:
+def step_of_process(
+    subject: Subject, way: Way, rank: int
+) -> tuple[Sharding, Tensor, dict[str, Tensor]]:
     """The same of this process as one of ``way.tp`` real ones."""
     made = subject.made(way)
-    one = Rank(subject, made, way, rank, dist.group.WORLD)
+    one = Rank(subject, made, way, Place(rank, 0, tp=dist.group.WORLD))
     (loss,) = run([one], subject.batch)
     found = one.gradients()
     for name in made.programs[0].partial:
@@ -215,8 +268,9 @@ def step_of_process(subject: Subject, way: Way, rank: int) -> tuple[Sharding, Te
 
 
 def check(subject: Subject, way: Way) -> float | None:
-    """The share of the parameters that a rank holds, None where nothing can be sharded, or not as a plan says, after
-    comparing the loss and every gradient with those of the eager module. Raises Mismatch."""
+    """The share of the parameters that a rank holds, None where nothing can be sharded, or not as a
+    plan says, after comparing the loss and every gradient with those of the eager module. Raises
+    Mismatch."""
     try:
         sharding, losses, found = step(subject, way)
     except PlanError as error:
@@ -227,37 +281,55 @@ def check(subject: Subject, way: Way) -> float | None:
         _compare_with_itself(subject, way, losses, found)
         return sharding.share()
     for rank, (loss, grads) in enumerate(zip(losses, found, strict=True)):
-        compare(subject, way, sharding, rank, loss, grads)
+        compare(subject, way, sharding, rank % way.tp, loss=loss, found=grads)
         whole = [name for name, tensor in sharding.tensors.items() if tensor.dim is None]
-        if not torch.equal(loss, losses[0]) or not all(torch.equal(grads[name], found[0][name]) for name in whole):
+        if not torch.equal(loss, losses[0]) or not all(
+            torch.equal(grads[name], found[0][name]) for name in whole
+        ):
             raise Mismatch(f"what is replicated differs on rank {rank}")
     return sharding.share()
 
 
 def compare(
-    subject: Subject, way: Way, sharding: Sharding, rank: int, loss: Tensor, found: Mapping[str, Tensor]
+    subject: Subject,
+    way: Way,
+    sharding: Sharding,
+    rank: int,
+    loss: Tensor,
+    found: Mapping[str, Tensor],
 ) -> None:
     """Compare what one rank found with the eager module. Raises Mismatch."""
     wanted, grads = subject.wanted()
     allowed = TOLERANCE[way.dtype]
     if not abs(loss - wanted) <= allowed * max(1.0, abs(float(wanted))):
-        raise Mismatch(f"loss {float(loss)!r} on rank {rank}, {float(wanted)!r} of the eager module")
+        raise Mismatch(
+            f"loss {float(loss)!r} on rank {rank}, {float(wanted)!r} of the eager module"
+        )
     scale = max(float(grad.abs().max()) for grad in grads.values())
     for name, tensor in sharding.tensors.items():
         expected = part(grads[name], tensor, rank, way.tp)
         error, own = float((found[name] - expected).abs().max()), float(expected.abs().max())
         if not error <= allowed * max(own, SMALL[way.dtype] * scale):
-            raise Mismatch(f"gradient of {name} on rank {rank}: off by {error:.3e}, its largest is {own:.3e}")
+            raise Mismatch(
+                f"gradient of {name} on rank {rank}: off by {error:.3e}, its largest is {own:.3e}"
+            )
         padding = part(torch.ones_like(grads[name]), tensor, rank, way.tp) == 0
         if found[name][padding].any():
             raise Mismatch(f"the padding of {name} has a gradient on rank {rank}")
 
 
-def _compare_with_itself(subject: Subject, way: Way, losses: list[Tensor], found: list[dict[str, Tensor]]) -> None:
-    """Where random numbers are drawn: not those of the eager module, but the same in every layout of stages."""
+def _compare_with_itself(
+    subject: Subject, way: Way, losses: list[Tensor], found: list[dict[str, Tensor]]
+) -> None:
+    """Where random numbers are drawn: not those of the eager module, but the same in every layout
+    of stages.
+    """
     other = replace(way, stages=1 if way.stages > 1 else 2, recompute=not way.recompute)
     _, again, others = step(subject, other)
-    if not all(torch.equal(a, losses[0]) and torch.equal(b, losses[0]) for a, b in zip(losses, again, strict=True)):
+    if not all(
+        torch.equal(a, losses[0]) and torch.equal(b, losses[0])
+        for a, b in zip(losses, again, strict=True)
+    ):
         raise Mismatch(f"loss {float(losses[0])!r}, and {float(again[0])!r} in other stages")
     for one, two in zip(found, others, strict=True):
         for name in one:
@@ -266,10 +338,18 @@ def _compare_with_itself(subject: Subject, way: Way, losses: list[Tensor], found
 
 
 def ways(seed: int) -> list[Way]:
-    """How the module of a seed is run: on two and on four ranks, in other stages each; few in low precision."""
-    stages, recompute, fused = 1 + seed % 3, seed // 3 % 2 == 1, seed // 6 % 4 != 0
+    """How the module of a seed is run: on two and on four ranks, in other stages each, on parts of
+    the sequence, and on context ranks; few in low precision.
+    """
+    recompute = seed // 3 % 2 == 1
+    fused = seed // 6 % 4 != 0
     dtype = {11: torch.float32, 23: torch.bfloat16}.get(seed % 24, torch.float64)
-    return [Way(2, stages, recompute, fused, dtype), Way(4, 1 + (seed + 1) % 3, not recompute, fused, dtype)]
+    return [
+        Way(2, 1 + seed % 3, recompute, fused, dtype=dtype),
+        Way(4, 1 + (seed + 1) % 3, not recompute, fused, dtype=dtype),
+        Way(2 + seed % 2, 1 + (seed + 2) % 3, recompute, fused, dtype=dtype, sequence=True),
+        Way(1 + seed % 2, 1 + seed % 2, recompute, fused, dtype=dtype, sequence=seed % 4 < 2, cp=2),
+    ]
 
 
 def shrink(recipe: Recipe, way: Way) -> tuple[Recipe, str]:

@@ -36,7 +36,9 @@ class Recipe:
 
 
 class Draw:
-    """One piece being written: its random choices, its parameters and its lines. ``x`` is what it reads."""
+    """One piece being written: its random choices, its parameters and its lines. ``x`` is what it
+    reads.
+    """
 
     def __init__(self, stream: int, name: str, hidden: int):
         self.rng = random.Random(stream)
@@ -77,7 +79,7 @@ class Draw:
         return name
 
 
-# ---- what is done with divided features -----------------------------------------------------------------------------
+# ---- what is done with divided features ----------------------------------------------------------
 UNARY = """
     {}.tanh()|F.gelu({})|F.silu({})|F.relu({})|{}.sigmoid()|{}.exp().tanh()|{}.cos()|{}.sin()|{}.square()|{}.abs()
     ({}.abs() + 0.3).sqrt()|({}.square() + 0.3).log()|({}.square() + 0.5).rsqrt()|1.0 / ({}.square() + 1.0)
@@ -117,13 +119,17 @@ BINARY = (
 
 
 def features(d: Draw, h: str, width: int, most: int = 3) -> str:
-    """A chain of elementwise operations, and of those along other dimensions, on features [2, 6, width]."""
+    """A chain of elementwise operations, and of those along other dimensions, on features [2, 6,
+    width].
+    """
     for _ in range(d.rng.randint(1, most)):
         if d.maybe(0.55):
             text = d.one(*UNARY)
             h = d.let(text.replace("{}", h))
             continue
-        other = d.one("number", "parameter", "row", "mean", "slice", "projection", "position", "constant")
+        other = d.one(
+            "number", "parameter", "row", "mean", "slice", "projection", "position", "constant"
+        )
         b = {
             "number": lambda: d.weight(1),
             "parameter": lambda: d.weight(width),

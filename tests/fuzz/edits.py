@@ -19,7 +19,9 @@ def edited(tensors: Mapping[str, TensorSharding], tp: int, seed: int) -> dict[st
 
 
 def ways_of(tensor: TensorSharding, tp: int) -> Iterator[TensorSharding]:
-    """Every other way in which a tensor may be sharded: replicated, along each dimension in some blocks, padded."""
+    """Every other way in which a tensor may be sharded: replicated, along each dimension in some
+    blocks, padded.
+    """
     ways = [replace(tensor, dim=None, blocks=1, padded=None)]
     for dim, extent in enumerate(tensor.shape):
         pieces = [blocks for blocks in (1, 2, 3) if extent % (blocks * tp) == 0]

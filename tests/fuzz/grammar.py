@@ -1,5 +1,6 @@
-"""Random modules as source text: pieces drawn from a seed, each [2, 6, hidden] -> [2, 6, hidden], between an embedding
-and a loss. A piece draws from a stream of its own, so that a module shrinks by leaving pieces out."""
+"""Random modules as source text: pieces drawn from a seed, each [2, 6, hidden] -> [2, 6, hidden],
+between an embedding and a loss. A piece draws from a stream of its own, so that a module shrinks by
+leaving pieces out."""
 
 import random
 import re
@@ -9,7 +10,7 @@ from .attention import attention, grouped_query, heads_alone
 from .draw import BATCH, HEAD, LENGTH, WIDTHS, Draw, Recipe, features
 
 
-# ---- pieces ---------------------------------------------------------------------------------------------------------
+# ---- pieces --------------------------------------------------------------------------------------
 def mlp(d: Draw) -> str:
     width = d.one(*WIDTHS)
     if d.maybe(0.4):
@@ -65,7 +66,9 @@ def experts(d: Draw) -> str:
         top = d.let(f"{gate}.topk(1, -1)")
         h = d.let(f"torch.einsum('bsh,bshf->bsf', x, {up}[{top}.indices.squeeze(-1)])")
         return f"torch.einsum('bsf,bsfh->bsh', {h}.tanh(), {down}[{top}.indices.squeeze(-1)]) * {top}.values"
-    terms = [f"{gate}[..., {i}:{i + 1}] * (F.relu(x @ {up}[{i}]) @ {down}[{i}])" for i in range(count)]
+    terms = [
+        f"{gate}[..., {i}:{i + 1}] * (F.relu(x @ {up}[{i}]) @ {down}[{i}])" for i in range(count)
+    ]
     return " + ".join(terms)
 
 
@@ -162,7 +165,11 @@ def written(d: Draw) -> str:
         [f"{h} += {other}(x)"],
         [f"{h}[..., :8] *= 2"],
         [f"{h}[:, 0] = 0.0", f"{h}[:, 1] += {other}(x)[:, 0]"],
-        [f"{h}_new = torch.zeros_like({h})", f"{h}_new[:, 2:] = {h}[:, :-2]", f"{h} = {h} + {h}_new"],
+        [
+            f"{h}_new = torch.zeros_like({h})",
+            f"{h}_new[:, 2:] = {h}[:, :-2]",
+            f"{h} = {h} + {h}_new",
+        ],
         [f"{h}_view = {h}.view(-1, {width})", f"{h}_view.clamp_(min=-0.4)", f"{h}_view[3].zero_()"],
     )[way]
     return f"{d.linear(width, d.hidden)}({features(d, h, width, 1)})"
@@ -183,7 +190,11 @@ def whole(d: Draw) -> str:
 def branch(d: Draw) -> str:
     """A choice by a value of the batch, which a capture guards."""
     one, other = d.linear(d.hidden, 32, False), d.linear(32, d.hidden, False)
-    d.lines += [f"{one[5:]}_h = {one}(x)", "if int(ids[0, 0]) > 15:", f"    {one[5:]}_h = {one[5:]}_h.tanh()"]
+    d.lines += [
+        f"{one[5:]}_h = {one}(x)",
+        "if int(ids[0, 0]) > 15:",
+        f"    {one[5:]}_h = {one[5:]}_h.tanh()",
+    ]
     return f"{other}({one[5:]}_h)"
 
 
@@ -196,7 +207,17 @@ def dropped(d: Draw) -> str:
 PIECES: dict[str, Callable[[Draw], str]] = {
     piece.__name__: piece
     for piece in (
-        *(mlp, low_rank, attention, grouped_query, heads_alone, wide_norm, experts, positions, tied),
+        *(
+            mlp,
+            low_rank,
+            attention,
+            grouped_query,
+            heads_alone,
+            wide_norm,
+            experts,
+            positions,
+            tied,
+        ),
         *(function_of_weight, convolution, pieces_of_features, written, whole),
     )
 }
@@ -236,7 +257,14 @@ def recipe(seed: int) -> Recipe:
         names.insert(rng.randrange(len(names)), "dropped")
     pieces = tuple((name, rng.randrange(2**31)) for name in names)
     loss = rng.choice([*LOSSES, "cross entropy", "hidden"])
-    return Recipe(seed, rng.choice((16, 24)), rng.choice((67, 96, 130, 40, 64)), rng.random() < 0.5, pieces, (loss, 0))
+    return Recipe(
+        seed,
+        rng.choice((16, 24)),
+        rng.choice((67, 96, 130, 40, 64)),
+        rng.random() < 0.5,
+        pieces,
+        (loss, 0),
+    )
 
 
 def source(made: Recipe) -> str:
@@ -246,18 +274,36 @@ def source(made: Recipe) -> str:
     for index, (name, stream) in enumerate(made.pieces):
         d = Draw(stream, f"p{index}", made.hidden)
         result = ({**PIECES, **RARE})[name](d)
-        lines = [*d.lines, f"x = x + 0.5 * torch.tanh({result})" if d.maybe(0.7) else f"x = {result}"]
+        lines = [
+            *d.lines,
+            f"x = x + 0.5 * torch.tanh({result})" if d.maybe(0.7) else f"x = {result}",
+        ]
         read = set(re.findall(r"self\.(\w+)", "\n".join(lines)))
-        init += [line for line in d.made if re.split(r"['. ]+", line.removeprefix("self.register_buffer("))[1] in read]
+        init += [
+            line
+            for line in d.made
+            if re.split(r"['. ]+", line.removeprefix("self.register_buffer("))[1] in read
+        ]
         body += [f"# {name}", *lines]
     if made.loss[0] == "hidden":
         body.append("return x.square().mean()")
     else:
         head = "F.linear(x, self.table.weight)" if made.tied else "self.head(x)"
-        init += [] if made.tied else [f"self.head = nn.Linear({made.hidden}, {made.vocabulary}, bias=False)"]
+        init += (
+            []
+            if made.tied
+            else [f"self.head = nn.Linear({made.hidden}, {made.vocabulary}, bias=False)"]
+        )
         body += [f"logits = {head}", f"return {LOSSES[made.loss[0]]}"]
     return "\n".join(
-        [HEAD, *(f"        {line}" for line in init), "", "    def forward(self, ids, labels):", *_indented(body), ""]
+        [
+            HEAD,
+            *(f"        {line}" for line in init),
+            "",
+            "    def forward(self, ids, labels):",
+            *_indented(body),
+            "",
+        ]
     ).replace("super().__init__()\n\n", "super().__init__()\n")
 
 

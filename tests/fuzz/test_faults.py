@@ -1,4 +1,6 @@
-"""What the fuzzer would see: each of these faults, planted in a rule, is found by the modules of the default run."""
+"""What the fuzzer would see: each of these faults, planted in a rule, is found by the modules of
+the default run.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_merak import ops
 from megatron_merak.graph.capture import guards
 from megatron_merak.graph.fusion import pointwise as fuse_pointwise
 from megatron_merak.graph.lowering import rewrite, split
@@ -51,24 +54,31 @@ def heads_in_turn(x, dim, heads, repeats, rank, tp):
     return x.index_select(dim, torch.arange(rank * share, (rank + 1) * share) % x.shape[dim])
 
 
-def rows_of_others(weight, index, start, padding_idx):
+def rows_of_others(index, weight, start, padding=None):
     return F.embedding((index - start).clamp(0, weight.shape[0] - 1), weight)
 
 
 def bias_everywhere(m, added):
     def write(writer, node):
         partial = writer.call(m.bare, (writer.operand(m.a), writer.operand(m.b)), like=node)
-        return writer.sum(writer.call(torch.ops.aten.add.Tensor, (partial, writer.get(added)), like=node))
+        return writer.sum(
+            writer.call(torch.ops.aten.add.Tensor, (partial, writer.get(added)), like=node)
+        )
 
     return write
 
 
 def swapped(graph, root, match):
-    return fuse_pointwise.put(graph, root, fuse_pointwise.ops.gated, match["up"], match["gate"], "silu")
+    return fuse_pointwise.put(
+        graph, root, fuse_pointwise.ops.gated, match["up"], match["gate"], "silu"
+    )
 
 
 def swapped_rows():
-    rows = [(name, pattern, swapped if name == "gated silu" else build) for name, pattern, build in fuse_pointwise.ROWS]
+    rows = [
+        (name, pattern, swapped if name == "gated silu" else build)
+        for name, pattern, build in fuse_pointwise.ROWS
+    ]
     return mock.patch.object(fuse_pointwise, "ROWS", tuple(rows))
 
 
@@ -79,23 +89,41 @@ FAULTS = {
     "cumsum along the sharded dimension": (lambda: rule("cumsum", any_dimension), "cumsum(2)"),
     "maximum of a shard": (lambda: rule("amax", lambda p, node: Decision(None)), "amax("),
     "mean that is not scaled": (lambda: rule("mean", unscaled), "mean(-1"),
-    "padding that is not replaced": (lambda: mock.patch.object(local, "fill", lambda part, *_: part), "67"),
+    "padding that is not replaced": (
+        lambda: mock.patch.object(local, "fill", lambda part, *_: part),
+        "67",
+    ),
     "gradient that is not summed": (
         lambda: mock.patch.object(rewrite.GraphWriter, "enter", lambda self, whole: whole),
         "",
     ),
     "partial gradient of a replicated weight": (
-        lambda: mock.patch.object(rewrite, "_separate_partial_parameters", lambda *_, **__: ()),
+        lambda: mock.patch.object(rewrite, "_separate_partial", lambda *_, **__: ()),
         "",
     ),
-    "weight read in two ways counted twice": (lambda: mock.patch.object(local, "grad_on_rank_0", lambda x, _: x), ""),
+    "weight read in two ways counted twice": (
+        lambda: mock.patch.object(local, "grad_on_rank_0", lambda x, _: x),
+        "",
+    ),
     "slice of another place": (lambda: rule("slice", first_entries), "[..., "),
-    "heads of another group": (lambda: mock.patch.object(local, "take_heads", heads_in_turn), "enable_gqa"),
-    "rows of another rank": (lambda: mock.patch.object(local, "embedding_part", rows_of_others), ""),
-    "bias added on every rank": (lambda: mock.patch.object(rules_product, "_write_row", bias_everywhere), ""),
+    "heads of another group": (
+        lambda: mock.patch.object(local, "take_heads", heads_in_turn),
+        "enable_gqa",
+    ),
+    "rows of another rank": (lambda: mock.patch.object(ops, "embedding_part", rows_of_others), ""),
+    "bias added on every rank": (
+        lambda: mock.patch.object(rules_product, "_write_row", bias_everywhere),
+        "",
+    ),
     "gate and value swapped": (swapped_rows, "F.silu("),
-    "random work that is not seeded": (lambda: mock.patch.object(split, "is_random", lambda node: False), "dropout"),
-    "another case of a branch": (lambda: mock.patch.object(guards.Guards, "broken", lambda *_: ""), "if int("),
+    "random work that is not seeded": (
+        lambda: mock.patch.object(split, "is_random", lambda node: False),
+        "dropout",
+    ),
+    "another case of a branch": (
+        lambda: mock.patch.object(guards.Guards, "broken", lambda *_: ""),
+        "if int(",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Random modules on simulated ranks against their eager selves; `make fuzz-graph` runs thousands of them."""
+"""Random modules on simulated ranks against their eager selves; `make fuzz-graph` runs thousands of
+them.
+"""
 
 from dataclasses import replace
 
@@ -29,12 +31,16 @@ def test_random_modules(first):
         except Exception as error:
             raise AssertionError(report(recipe(seed), way)) from error
     divided = [share for share in shares if share is not None]
-    assert len(divided) > 0.7 * len(shares) and sum(divided) / len(divided) < 0.85, "little is put to the test"
+    assert len(divided) > 0.7 * len(shares) and sum(divided) / len(divided) < 0.85, (
+        "little is put to the test"
+    )
 
 
 @pytest.mark.parametrize("first", [1, pytest.param(1001, marks=pytest.mark.slow)])
 def test_random_plans(first):
-    """What a plan says of a few weights is done, or refused; it changes neither loss nor gradients."""
+    """What a plan says of a few weights is done, or refused; it changes neither loss nor
+    gradients.
+    """
     shares = []
     for seed in range(first, first + (10 if first == 1 else 600)):
         subject = Subject(recipe(seed))
@@ -57,11 +63,25 @@ WRITTEN = """
         rows[3].zero_()
         return self.out(h).square().mean()
 """
-FOUND = {"a product is written in place through a view": WRITTEN}  # what it found
+SHIFTED = """
+        self.table, self.into, self.out = nn.Embedding(67, 24), nn.Linear(24, 129), nn.Linear(129, 24)
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        y = self.into(x).clone()
+        moved = torch.zeros_like(y)
+        moved[:, 2:] = y[:, :-2]
+        x = x + torch.tanh(self.out((y + moved).cos()))
+        return F.cross_entropy(F.linear(x, self.table.weight).flatten(0, 1), labels.flatten())
+"""
+FOUND = {  # what it found
+    "a product is written in place through a view": WRITTEN,
+    "what all context ranks compute of shards is read by parts": SHIFTED,
+}
 
 
 @pytest.mark.parametrize("found", FOUND)
-@pytest.mark.parametrize("way", [Way(1), Way(2, 2, True)], ids=str)
+@pytest.mark.parametrize("way", [Way(1), Way(2, 2, True), Way(2, cp=2)], ids=str)
 def test_found_before(found, way):
     check(Subject(recipe(0), text=HEAD + FOUND[found].lstrip("\n")), way)
 
@@ -69,7 +89,7 @@ def test_found_before(found, way):
 def real_processes(rank, world_size, seeds):
     divided = 0
     for seed in seeds:
-        way = Way(world_size, 1 + seed % 3, seed % 2 == 0)
+        way = Way(world_size, 1 + seed % 3, seed % 2 == 0, sequence=seed % 2 == 1)
         subject = Subject(recipe(seed), way.dtype)
         try:
             sharding, loss, found = step_of_process(subject, way, rank)

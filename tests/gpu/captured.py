@@ -22,31 +22,56 @@ def same_as_eager(name, device):
     trainer = engine_of(randomise(real()), batch, mesh, microbatches=len(batches), others=others)
     assert trainer.gradients(batches) == pytest.approx(loss, abs=1e-4)
     floor = 1e-4 * max(grad.abs().max().item() for grad in grads.values())
-    found = {shard.name: shard.tensor.cpu() for shard in parts_of(trainer, trainer.buffer.main_grad)}
+    found = {
+        shard.name: shard.tensor.cpu() for shard in parts_of(trainer, trainer.buffer.main_grad)
+    }
     assert found.keys() >= grads.keys()
     for key, grad in grads.items():
         scale = max(grad.abs().max().item(), floor)
         assert (found[key] - grad).abs().max() <= 1e-3 * scale, key
-    assert [step(trainer, batches, RATE, DECAY).loss for _ in range(STEPS)] == pytest.approx(curve, abs=1e-3)
+    assert [step(trainer, batches, RATE, DECAY).loss for _ in range(STEPS)] == pytest.approx(
+        curve, abs=1e-3
+    )
     evaluated = trainer.evaluate(batches[:1], ("loss", "*"))[0]
     assert {value.device.type for value in evaluated.values()} == {device.type}
 
 
 def same_as_the_trainer(folder, device):
-    """The logs of MerakTrainer, and those of transformers' Trainer on the CPU: training and evaluation."""
-    told = {"max_steps": 4, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
-    told |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "report_to": "none"}
+    """The logs of MerakTrainer, and those of transformers' Trainer on the CPU: training and
+    evaluation.
+    """
+    told = {
+        "max_steps": 4,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+    }
+    told |= {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "report_to": "none",
+    }
     told |= {"learning_rate": 1e-3, "disable_tqdm": True, "seed": 3}
-    data = {"train_dataset": samples(16), "eval_dataset": samples(6, seed=2), "data_collator": collate}
+    data = {
+        "train_dataset": samples(16),
+        "eval_dataset": samples(6, seed=2),
+        "data_collator": collate,
+    }
     ours = MerakArguments(str(folder / "ours"), use_cpu=device.type == "cpu", **told)
     trainers = [
         MerakTrainer(tiny_llama(), ours, **data),
-        Trainer(tiny_llama(), TrainingArguments(str(folder / "theirs"), use_cpu=True, **told), **data),
+        Trainer(
+            tiny_llama(), TrainingArguments(str(folder / "theirs"), use_cpu=True, **told), **data
+        ),
     ]
     logs = []
     for trainer in trainers:
         trainer.train()
-        kept = [{k: v for k, v in row.items() if k in ("loss", "eval_loss")} for row in trainer.state.log_history]
+        kept = [
+            {k: v for k, v in row.items() if k in ("loss", "eval_loss")}
+            for row in trainer.state.log_history
+        ]
         logs.append([row for row in kept if row])
     assert trainers[0].args.device.type == device.type and len(logs[0]) == 6
     for mine, theirs in zip(*logs, strict=True):

@@ -25,7 +25,9 @@ def back(*tensors):
 def norm_forward(device, of):
     x, residual, weight, bias = to(device, of.x, of.residual, of.weight, of.bias)
     if residual is None:
-        found = ops.rms_norm(x, weight, EPS) if bias is None else ops.layer_norm(x, weight, bias, EPS)
+        found = (
+            ops.rms_norm(x, weight, EPS) if bias is None else ops.layer_norm(x, weight, bias, EPS)
+        )
         y, total, (*mean, rstd) = found[0], x, found[1:]
     elif bias is None:
         y, total, *mean, rstd = ops.add_rms_norm(x, residual, weight, EPS)
@@ -35,7 +37,9 @@ def norm_forward(device, of):
 
 
 def norm_backward(device, of, total, mean, rstd):
-    grad, more, total, weight, mean, rstd = to(device, of.grad, of.grad_sum, total, of.weight, mean, rstd)
+    grad, more, total, weight, mean, rstd = to(
+        device, of.grad, of.grad_sum, total, of.weight, mean, rstd
+    )
     statistics = (rstd,) if mean is None else (mean, rstd)
     name = "layer_norm_backward" if mean is not None else "rms_norm_backward"
     if of.residual is None:
@@ -52,7 +56,9 @@ def gated(device, kind, gate, up, grad):
 
 def gated_merged(device, kind, gate, up, grad):
     both, grad = to(device, torch.cat((gate, up), -1), grad)
-    return back(ops.gated_merged(both, kind), *ops.gated_merged_backward(grad, both, kind).chunk(2, -1))
+    return back(
+        ops.gated_merged(both, kind), *ops.gated_merged_backward(grad, both, kind).chunk(2, -1)
+    )
 
 
 def biased(device, kind, x, bias, grad):
@@ -79,5 +85,7 @@ def rotary_in_place(device, x, cos, sin, interleaved=False, inverse=False):
     fused = torch.cat((x, x, x), 2)
     heads = fused[:, :, x.shape[2] : -x.shape[2]]
     ops.rotary_(heads, heads, cos, sin, interleaved, inverse)
-    assert all(torch.equal(part, x) for part in (fused[:, :, : x.shape[2]], fused[:, :, -x.shape[2] :]))
+    assert all(
+        torch.equal(part, x) for part in (fused[:, :, : x.shape[2]], fused[:, :, -x.shape[2] :])
+    )
     return back(heads)[0]

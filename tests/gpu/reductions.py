@@ -1,4 +1,6 @@
-"""Softmax, cross entropy and flat buffers against their PyTorch twins in float64, on a device that has the kernels."""
+"""Softmax, cross entropy and flat buffers against their PyTorch twins in float64, on a device that
+has the kernels.
+"""
 
 import torch
 
@@ -25,16 +27,26 @@ def copies(arguments):
 
 
 def wide(arguments):
-    return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+    return [
+        a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in arguments
+    ]
 
 
 def check(name, *arguments, changed=()):
-    """Results, and arguments that change in place, against the twin in fp64; and that the schema tells what changes."""
+    """Results, and arguments that change in place, against the twin in fp64; and that the schema
+    tells what changes.
+    """
     operation = getattr(torch.ops.merak, name).default
-    torch.library.opcheck(operation, tuple(copies(arguments)), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        operation, tuple(copies(arguments)), test_utils=("test_schema", "test_faketensor")
+    )
     given, truths = copies(arguments), wide(copies(arguments))
     found, truth = operation(*given), getattr(torch.ops.merak_torch, name)(*truths)
-    pairs = zip(*(r if isinstance(r, tuple) else () if r is None else (r,) for r in (found, truth)), strict=True)
+    pairs = zip(
+        *(r if isinstance(r, tuple) else () if r is None else (r,) for r in (found, truth)),
+        strict=True,
+    )
     for ours, theirs in pairs:
         assert_close(ours, theirs)
     for place in changed:
@@ -42,7 +54,10 @@ def check(name, *arguments, changed=()):
 
 
 def masked_softmax(device, dtype, causal, queries, keys):
-    scores, mask = 3 * randn(device, 2, 3, queries, keys, dtype=dtype), randn(device, 2, 1, queries, keys, seed=1) > -1
+    scores, mask = (
+        3 * randn(device, 2, 3, queries, keys, dtype=dtype),
+        randn(device, 2, 1, queries, keys, seed=1) > -1,
+    )
     check("masked_softmax", scores, mask, 0.3, causal)
     check("masked_softmax", scores, None, 0.3, causal)
     probabilities = torch.ops.merak.masked_softmax(scores, mask, 0.3, causal)
@@ -51,7 +66,10 @@ def masked_softmax(device, dtype, causal, queries, keys):
 
 
 def rows_that_see_nothing(device):
-    scores, mask = randn(device, 1, 2, 4, 64), torch.ones(1, 1, 4, 64, dtype=torch.bool, device=device)
+    scores, mask = (
+        randn(device, 1, 2, 4, 64),
+        torch.ones(1, 1, 4, 64, dtype=torch.bool, device=device),
+    )
     mask[0, 0, 1] = False
     out = torch.ops.merak.masked_softmax(scores, mask, 1.0, False)
     assert out[:, :, 1].count_nonzero() == 0 and bool(out.isfinite().all())
@@ -67,16 +85,31 @@ def cross_entropy(device, dtype, smoothing, rows, columns, classes, start):
     grad = randn(device, *stats.shape, seed=1) / stats[:, 1:2]
     check("cross_entropy_grad", logits, target, stats, grad, start, classes)
     check("cross_entropy_grad_", logits, target, stats, grad, start, classes, changed=(0,))
-    check("cross_entropy_grad_", logits.t().contiguous().t(), target, stats, grad, start, classes, changed=(0,))
+    check(
+        "cross_entropy_grad_",
+        logits.t().contiguous().t(),
+        target,
+        stats,
+        grad,
+        start,
+        classes,
+        changed=(0,),
+    )
 
 
 def exponentiate(device, dtype, columns, classes):
     target = torch.arange(9, device=device) * 31 % classes
-    check("exponentiate_", 3 * randn(device, 9, columns, dtype=dtype), target, classes, changed=(0,))
+    check(
+        "exponentiate_", 3 * randn(device, 9, columns, dtype=dtype), target, classes, changed=(0,)
+    )
 
 
 def adamw(device, count, grad, copy):
-    state = [randn(device, count), randn(device, count, seed=1), randn(device, count, seed=2).square()]
+    state = [
+        randn(device, count),
+        randn(device, count, seed=1),
+        randn(device, count, seed=2).square(),
+    ]
     gradient = randn(device, count, seed=3, dtype=grad)
     copied = None if copy is None else torch.zeros(count, dtype=copy, device=device)
     truths = [t.double() for t in (*state, gradient)]
@@ -92,7 +125,11 @@ def adamw(device, count, grad, copy):
 def sum_of_squares(device, dtype, count):
     x = randn(device, count, dtype=dtype)
     found = [torch.ops.merak.sum_of_squares(x) for _ in range(3)]
-    assert found[0].dtype == torch.float64 and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert (
+        found[0].dtype == torch.float64
+        and torch.equal(found[0], found[1])
+        and torch.equal(found[0], found[2])
+    )
     torch.testing.assert_close(found[0], x.double().square().sum(), rtol=1e-13, atol=0)
 
 
@@ -108,7 +145,10 @@ def scaled_copies_and_sums(device, into, source, counts):
 def rows_add_up_in_order(device, table, count, width):
     """The same bits as one row after the other in fp32, however often."""
     index = torch.randint(table, (count,), generator=torch.Generator().manual_seed(0))
-    rows, held = randn(device, count, width, seed=1, dtype=torch.bfloat16), randn(device, table, width)
+    rows, held = (
+        randn(device, count, width, seed=1, dtype=torch.bfloat16),
+        randn(device, table, width),
+    )
     found = held.clone()
     torch.ops.merak.add_rows_(found, index.to(device), rows)
     expected = held.cpu().index_add_(0, index, rows.cpu().float())

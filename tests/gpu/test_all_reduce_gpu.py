@@ -1,4 +1,6 @@
-"""All-reduce over peer memory on one GPU: virtual ranks on streams of one process, and ranks that share the device."""
+"""All-reduce over peer memory on one GPU: virtual ranks on streams of one process, and ranks that
+share the device.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or load_kernels() is None, reason="no GPU, or no CUDA kernels"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or load_kernels() is None, reason="no GPU, or no CUDA kernels"
+    ),
 ]
 
 CAPACITY = 1 << 20
@@ -32,7 +36,9 @@ def summed(tensors):
 
 
 class Ranks:
-    """Virtual ranks, each with a stream. All their blocks must be on the GPU at once, or they would wait for ever."""
+    """Virtual ranks, each with a stream. All their blocks must be on the GPU at once, or they would
+    wait for ever.
+    """
 
     def __init__(self, world, patience):
         self.world, device = world, torch.device("cuda", torch.cuda.current_device())
@@ -44,7 +50,9 @@ class Ranks:
 
     def check(self, count, dtype, seed=0, offset=0):
         given = messages(self.world, count, dtype, seed)
-        held = [torch.empty(count + offset, dtype=dtype, device="cuda")[offset:].copy_(t) for t in given]
+        held = [
+            torch.empty(count + offset, dtype=dtype, device="cuda")[offset:].copy_(t) for t in given
+        ]
         torch.cuda.synchronize()
         for rank, stream, tensor in zip(self.ranks, self.streams, held, strict=True):
             assert rank.problem(tensor) == ""
@@ -58,7 +66,9 @@ class Ranks:
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_any_size(world, dtype, patience):
-    """From one element to all that fits: one shot, two shots, tails, addresses that packs cannot use."""
+    """From one element to all that fits: one shot, two shots, tails, addresses that packs cannot
+    use.
+    """
     ranks = Ranks(world, patience)
     most = CAPACITY // torch.empty(0, dtype=dtype).element_size()
     for seed, count in enumerate((1, 7, 8, 1000, 4099, 65536, most // 2 + 1, most)):
@@ -96,11 +106,14 @@ def test_a_captured_call_can_be_replayed(patience):
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(t.cpu(), summed(given) * 4) for t in held)  # the sum, and twice its double
+    # the sum, and twice its double
+    assert all(torch.equal(t.cpu(), summed(given) * 4) for t in held)
 
 
 def test_sums_on_a_side_stream_wait_for_their_products(patience):
-    """Each virtual rank launches all of its work, and sums on a side stream, before any result is looked at."""
+    """Each virtual rank launches all of its work, and sums on a side stream, before any result is
+    looked at.
+    """
     ranks = Ranks(2, patience)
     generator = torch.Generator("cuda").manual_seed(0)
     x = [torch.randn(700, 64, generator=generator, device="cuda") for _ in range(2)]
@@ -117,11 +130,14 @@ def test_sums_on_a_side_stream_wait_for_their_products(patience):
     torch.cuda.synchronize()
     exact = sum(rows.double() @ own.double().t() for rows, own in zip(x, weight, strict=True))
     assert torch.equal(found[0], found[1])
-    torch.testing.assert_close(found[0].double(), exact, rtol=1e-2, atol=0.3)  # products may be in TF32
+    # products may be in TF32
+    torch.testing.assert_close(found[0].double(), exact, rtol=1e-2, atol=0.3)
 
 
 def _shared_device(rank, world_size, patience):
-    """Two processes on one GPU: NCCL refuses that, so the group is gloo, and peer memory is what is tested."""
+    """Two processes on one GPU: NCCL refuses that, so the group is gloo, and peer memory is what is
+    tested.
+    """
     torch.cuda.set_device(0)
     peers = PeerMemory(dist.group.WORLD, torch.device("cuda", 0), CAPACITY, patience)
     assert peers.reason == "", peers.reason

@@ -1,4 +1,6 @@
-"""Captured models on a GPU compute what HuggingFace's compute on a CPU; the comparison itself is tried on a CPU."""
+"""Captured models on a GPU compute what HuggingFace's compute on a CPU; the comparison itself is
+tried on a CPU.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
 @pytest.mark.parametrize(
     ("name", "device"),
     [("gpt2", CPU)]
-    + [pytest.param(name, GPU, marks=ON_A_GPU) for name in ("llama", "gpt2", "mixtral", "t5", "bert", "vit")],
+    + [
+        pytest.param(name, GPU, marks=ON_A_GPU)
+        for name in ("llama", "gpt2", "mixtral", "t5", "bert", "vit")
+    ],
 )
 def test_a_model_computes_what_it_computes_eagerly(name, device):
     same_as_eager(name, device)

@@ -1,4 +1,6 @@
-"""Messages by the copy engine on one GPU: virtual ranks, each with streams of its own, in one process."""
+"""Messages by the copy engine on one GPU: virtual ranks, each with streams of its own, in one
+process.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from megatron_merak.parallel.peer_kernels import load_kernels
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or load_kernels() is None, reason="no GPU, or no CUDA kernels"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or load_kernels() is None, reason="no GPU, or no CUDA kernels"
+    ),
 ]
 
 SHAPE = Shape(slots=3, size=1 << 16)
@@ -19,10 +23,15 @@ CHANNELS = [(0, 1, "F"), (1, 0, "B")]
 def test_messages_both_ways(rounds, patience):
     """Sizes of no slot to more than there are; the host runs ahead and waits for nothing."""
     device = torch.device("cuda", torch.cuda.current_device())
-    buffers = [torch.zeros(places(CHANNELS, rank, SHAPE)[1], dtype=torch.uint8, device=device) for rank in range(2)]
+    buffers = [
+        torch.zeros(places(CHANNELS, rank, SHAPE)[1], dtype=torch.uint8, device=device)
+        for rank in range(2)
+    ]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    ends = [Ends(CHANNELS, rank, buffers, Machine(load_kernels(), patience), SHAPE) for rank in range(2)]
+    ends = [
+        Ends(CHANNELS, rank, buffers, Machine(load_kernels(), patience), SHAPE) for rank in range(2)
+    ]
     generator = torch.Generator().manual_seed(0)
     wanted, found = [], []
     for turn in range(rounds):

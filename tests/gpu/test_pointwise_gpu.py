@@ -1,4 +1,6 @@
-"""Norms, activations, residual and rotary on a GPU, against float64: the comparisons of tests/native, larger."""
+"""Norms, activations, residual and rotary on a GPU, against float64: the comparisons of
+tests/native, larger.
+"""
 
 import math
 
@@ -18,7 +20,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 GPU = "cuda"
-SIZES = [(1, 1), (3, 7), (5, 8), (257, 1000), (64, 4096), (33, 8192), (9, 8200), (5, 20001), (4096, 128)]
+SIZES = [
+    (1, 1),
+    (3, 7),
+    (5, 8),
+    (257, 1000),
+    (64, 4096),
+    (33, 8192),
+    (9, 8200),
+    (5, 20001),
+    (4096, 128),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +65,9 @@ def test_activation(kind, rows, width, dtype):
     bias = activation.numbers(dtype, width, seed=3)
     activation.compare_gated(GPU, kind, x, up, grad, run.gated)
     activation.compare_gated(GPU, kind, x, up, grad, run.gated_merged)
-    activation.compare_gated(GPU, kind, *activation.numbers(dtype, rows, 2 * width).chunk(2, -1), grad, run.gated)
+    activation.compare_gated(
+        GPU, kind, *activation.numbers(dtype, rows, 2 * width).chunk(2, -1), grad, run.gated
+    )
     activation.compare_gated(GPU, kind, shifted(x), up, shifted(grad), run.gated)
     for of_bias in (bias, bias.float(), None):
         activation.compare_biased(GPU, kind, x, of_bias, grad, run.biased)
@@ -61,9 +75,13 @@ def test_activation(kind, rows, width, dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (5, 8), (40, 1000), (700, 40), (2, 20001)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(1, 1), (3, 7), (5, 8), (40, 1000), (700, 40), (2, 20001)]
+)
 def test_bias_dropout_add(rows, width, dtype):
-    """The mask to the bit, so also its statistics, which tests/native takes from the same definition."""
+    """The mask to the bit, so also its statistics, which tests/native takes from the same
+    definition.
+    """
     x, other = (residual.numbers(dtype, rows, width, seed=i) for i in range(2))
     for bias in (None, other[0].clone(), other[0].float()):
         for p, seed in ((0.0, None), (0.3, 5), (0.1, -1)):
@@ -76,13 +94,18 @@ def test_the_share_that_is_kept():
     ones = torch.ones(1, count, device=GPU)
     for p in (0.01, 0.1, 0.5):
         seed = torch.tensor([7], device=GPU)
-        kept = torch.ops.merak.bias_dropout_add(ones, None, None, p, seed).count_nonzero().item() / count
+        kept = (
+            torch.ops.merak.bias_dropout_add(ones, None, None, p, seed).count_nonzero().item()
+            / count
+        )
         assert abs(kept - (1 - p)) < 4 * math.sqrt(p * (1 - p) / count)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("features", "rotated"), [(64, 64), (128, 32), (80, 20), (7, 6), (2, 2), (256, 256)])
+@pytest.mark.parametrize(
+    ("features", "rotated"), [(64, 64), (128, 32), (80, 20), (7, 6), (2, 2), (256, 256)]
+)
 def test_rotary(features, rotated, interleaved, dtype):
     fused = rotary.numbers(dtype, 129, 2, 8, features).transpose(0, 1)
     for of_angles in (dtype, torch.float32):

@@ -1,4 +1,6 @@
-"""Softmax, cross entropy and flat buffers on a GPU: every operation against its PyTorch twin in float64."""
+"""Softmax, cross entropy and flat buffers on a GPU: every operation against its PyTorch twin in
+float64.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from megatron_merak import ops
 from . import reductions
 from .reductions import DTYPES, randn
 
-PROBLEM = ops.PROBLEMS["_ops_cuda"] or ("" if torch.cuda.is_available() else "there is no CUDA device")
+PROBLEM = ops.PROBLEMS["_ops_cuda"] or (
+    "" if torch.cuda.is_available() else "there is no CUDA device"
+)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "-")]
 
 
@@ -26,7 +30,8 @@ def test_softmax_of_rows_that_see_nothing():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("smoothing", [False, True])
 @pytest.mark.parametrize(
-    ("columns", "classes", "start"), [(7, 7, 0), (1000, 990, 500), (32000, 32000, 0), (50257, 50257, 0)]
+    ("columns", "classes", "start"),
+    [(7, 7, 0), (1000, 990, 500), (32000, 32000, 0), (50257, 50257, 0)],
 )
 def test_cross_entropy(dtype, smoothing, columns, classes, start):
     reductions.cross_entropy("cuda", dtype, smoothing, 33, columns, classes, start)
@@ -39,7 +44,9 @@ def test_exponentiate(dtype, columns, classes):
 
 
 @pytest.mark.parametrize("count", [1, 1023, 4096, 1_000_003])
-@pytest.mark.parametrize(("grad", "copy"), [(torch.float32, torch.bfloat16), (torch.bfloat16, None)])
+@pytest.mark.parametrize(
+    ("grad", "copy"), [(torch.float32, torch.bfloat16), (torch.bfloat16, None)]
+)
 def test_adamw(count, grad, copy):
     reductions.adamw("cuda", count, grad, copy)
 
@@ -56,7 +63,9 @@ def test_scaled_copies_and_sums(into, source):
     reductions.scaled_copies_and_sums("cuda", into, source, (1, 8, 100_003))
 
 
-@pytest.mark.parametrize(("table", "count", "width"), [(1, 100, 64), (50, 1000, 100), (1000, 4096, 4096)])
+@pytest.mark.parametrize(
+    ("table", "count", "width"), [(1, 100, 64), (50, 1000, 100), (1000, 4096, 4096)]
+)
 def test_rows_add_up_in_order(table, count, width):
     reductions.rows_add_up_in_order("cuda", table, count, width)
 

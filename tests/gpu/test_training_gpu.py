@@ -1,4 +1,6 @@
-"""Several ranks on one GPU, over gloo, train as one process that runs HuggingFace's model on a CPU does."""
+"""Several ranks on one GPU, over gloo, train as one process that runs HuggingFace's model on a CPU
+does.
+"""
 
 import datetime
 
@@ -25,7 +27,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def on_one_gpu(rank, world_size, case, store):
     dist.destroy_process_group()
     staged.register()
-    dist.init_process_group(staged.NAME, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        staged.NAME, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
     return train(case, mesh_of(case, rank, torch.device("cuda", 0)))
 
 
@@ -52,9 +56,13 @@ def over_peer_memory(rank, world_size, case, store, patience):
     device = torch.device("cuda", 0)
     staged.register()
     peer_group.register(device, staged=True)
-    dist.init_process_group(staged.NAME, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        staged.NAME, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
     limit = datetime.timedelta(seconds=patience)  # also of kernels that wait for a peer
-    mesh = build_mesh(Grid(tp=case.tp, pp=case.pp), rank, device, limit, collectives=peer_group.NAME)
+    mesh = build_mesh(
+        Grid(tp=case.tp, pp=case.pp), rank, device, limit, collectives=peer_group.NAME
+    )
     outcome = train(case, mesh)
     assert mesh.tp is None or mesh.tp.sums._memory.reason == ""
     pipes = Pipes(mesh, add_communication(build_schedule(case.schedule, case.pp, 6)))
@@ -65,12 +73,18 @@ def over_peer_memory(rank, world_size, case, store, patience):
 @pytest.mark.skipif(load_kernels() is None, reason="no CUDA kernels")
 @pytest.mark.parametrize(
     "case",
-    [Case("gpt2", tp=2), Case("qwen", pp=2, schedule="zb-v"), Case("llama", tp=2, pp=2, overlap="sub-pipeline")],
+    [
+        Case("gpt2", tp=2),
+        Case("qwen", pp=2, schedule="zb-v"),
+        Case("llama", tp=2, pp=2, overlap="sub-pipeline"),
+    ],
     ids=str,
 )
 def test_equals_one_process_over_peer_memory(case, tmp_path, patience):
     """The engine's sums and messages, each on a stream beside the one that computes."""
-    outcomes = run_ranks(over_peer_memory, case.world, case, str(tmp_path / "store"), patience, timeout=240)
+    outcomes = run_ranks(
+        over_peer_memory, case.world, case, str(tmp_path / "store"), patience, timeout=240
+    )
     check(case, put_together(outcomes))
 
 

@@ -16,7 +16,8 @@ from tests.graph.tiny import tiny
 FAMILIES = "llama gpt2 bloom gemma2 t5 bert vit whisper mixtral bart gpt_oss clip phi3".split()
 
 
-DTYPES = {"bloom": torch.float64}  # its own gelu takes its gradient by another formula: rounding must not matter
+# its own gelu takes its gradient by another formula: rounding must not matter
+DTYPES = {"bloom": torch.float64}
 
 
 @cache
@@ -26,7 +27,9 @@ def captured_family(name, training=True, **sizes):
 
 
 def run_stages(captured, chain, bounds, parameters, batch):
-    """The outputs, computed stage by stage: each sees the values that cross into it and what the batch gives."""
+    """The outputs, computed stage by stage: each sees the values that cross into it and what the
+    batch gives.
+    """
     graph, kinds, after = captured.module.graph, chain.kinds, mutation_deps(captured.module.graph)
     values = {}
     for first, last in pairwise(bounds):
@@ -48,8 +51,14 @@ def evaluate(node, captured, parameters, batch, values):
     if node.op == "placeholder":
         return batch[node.target]
     if node.op == "get_attr":
-        return parameters[node.target] if node.target in captured.shapes else attribute(captured.module, node.target)
-    return node.target(*map_arg(node.args, values.__getitem__), **map_arg(node.kwargs, values.__getitem__))
+        return (
+            parameters[node.target]
+            if node.target in captured.shapes
+            else attribute(captured.module, node.target)
+        )
+    return node.target(
+        *map_arg(node.args, values.__getitem__), **map_arg(node.kwargs, values.__getitem__)
+    )
 
 
 def attribute(module, name):
@@ -59,7 +68,9 @@ def attribute(module, name):
 
 
 def stages(chain, count):
-    return partition([3 * load.flops + 1 for load in unit_loads(chain)], min(count, len(chain.units)))
+    return partition(
+        [3 * load.flops + 1 for load in unit_loads(chain)], min(count, len(chain.units))
+    )
 
 
 def check_chain(captured, chain):
@@ -72,11 +83,15 @@ def check_chain(captured, chain):
     outputs = graph.output_node().all_input_nodes
     for k, crossing in enumerate(chain.crossing):
         read_later = {
-            node for node in line if where[node] <= k and any(where.get(user, len(where)) > k for user in node.users)
+            node
+            for node in line
+            if where[node] <= k and any(where.get(user, len(where)) > k for user in node.users)
         }
         assert list(crossing) == [node for node in line if node in read_later]
         assert all(isinstance(node.meta["val"], torch.Tensor) for node in crossing)
-    assert all(node in chain.units[-1] or node in chain.crossing[-1] for node in outputs if node in where)
+    assert all(
+        node in chain.units[-1] or node in chain.crossing[-1] for node in outputs if node in where
+    )
     root = storages(graph)
     for writer in line:
         for node in line if aliased(writer)[1] else ():

@@ -7,7 +7,9 @@ from tests.graph.tiny import gradients, randomise, run, tiny
 
 
 def captured_gradients(captured, model, batch):
-    parameters = {k: p.detach().clone().requires_grad_(p.requires_grad) for k, p in model.named_parameters()}
+    parameters = {
+        k: p.detach().clone().requires_grad_(p.requires_grad) for k, p in model.named_parameters()
+    }
     loss, *_ = run(captured, parameters, batch)
     loss.backward()
     return loss.detach(), {k: p.grad for k, p in parameters.items() if p.grad is not None}

@@ -20,10 +20,13 @@ CAUSAL, ATTENTION = "causal attention", "attention"
 def assert_errs_alike(found, eager, truth, precision):
     for name, grad in truth.items():
         scale, error = grad.abs().max(), (found[name] - grad).abs().max()
-        assert error <= max(3 * (eager[name] - grad).abs().max(), precision * scale, 1e-9), (name, error / scale)
+        assert error <= max(3 * (eager[name] - grad).abs().max(), precision * scale, 1e-9), (
+            name,
+            error / scale,
+        )
 
 
-# ---- pieces on their own ------------------------------------------------------------------------------------------
+# ---- pieces on their own -------------------------------------------------------------------------
 class Scored(nn.Module):
     """``body`` between an embedding of width 8 and a loss."""
 
@@ -37,7 +40,8 @@ class Scored(nn.Module):
 
 
 def pieces(body, ids=None, labels=None, seen=None, chunk=0):
-    """How often each kind is found in ``body(module, x [2, 4, 8], labels)``, which must keep its loss and gradients.
+    """How often each kind is found in ``body(module, x [2, 4, 8], labels)``, which must keep its
+    loss and gradients.
 
     The graph is added to ``seen``.
     """
@@ -53,8 +57,18 @@ def pieces(body, ids=None, labels=None, seen=None, chunk=0):
         seen.append(rewritten.graph)
     loss, grads = gradients(model, batch)
     family = Family.__new__(Family)
-    family.model, family.batch, family.captured, family.rewritten = model, batch, captured, rewritten
-    family.units, family.rank, family.tp, family.sharding = len(chain.units), 0, 1, shard(captured, 1)
+    family.model, family.batch, family.captured, family.rewritten = (
+        model,
+        batch,
+        captured,
+        rewritten,
+    )
+    family.units, family.rank, family.tp, family.sharding = (
+        len(chain.units),
+        0,
+        1,
+        shard(captured, 1),
+    )
     found_loss, found = Stages(family).step(batch)
     torch.testing.assert_close(found_loss, loss, equal_nan=True)
     for name, grad in grads.items():

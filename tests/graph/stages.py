@@ -1,4 +1,6 @@
-"""A rewritten graph run through the real engine, in one range of units or in several that are chained by hand."""
+"""A rewritten graph run through the real engine, in one range of units or in several that are
+chained by hand.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ from megatron_merak.graph.lowering.rewrite import Rewritten, rewrite
 from megatron_merak.graph.lowering.split import split
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.shard import shard
-from megatron_merak.runtime.engine import Engine, State
+from megatron_merak.runtime.engine import Interpreter, State
 from megatron_merak.runtime.weights import Gradient, WeightGradients
 from megatron_merak.segment import Common
 from megatron_merak.tensor_parallel import derive_seed
@@ -26,7 +28,15 @@ CPU = torch.device("cpu")
 class Family:
     """A tiny model with random weights, its capture, and one rank's program."""
 
-    def __init__(self, name: str, rank: int = 0, tp: int = 1, training: bool = True, dtype=torch.float32, **overrides):
+    def __init__(
+        self,
+        name: str,
+        rank: int = 0,
+        tp: int = 1,
+        training: bool = True,
+        dtype=torch.float32,
+        **overrides,
+    ):
         real, empty, self.batch = tiny(name, **overrides)
         self.model: nn.Module = randomise(real()).to(dtype)
         self.batch = {k: v.to(dtype) if _floating(v) else v for k, v in self.batch.items()}
@@ -34,6 +44,7 @@ class Family:
         self.captured: Captured = capture(empty(), self.batch, training=training, dtype=dtype)
         chain = cut(self.captured)
         self.units, self.rank, self.tp = len(chain.units), rank, tp
+        self.cp_rank = 0
         self.sharding = shard(self.captured, tp)
         self.rewritten: Rewritten = rewrite(self.captured, chain, self.sharding, rank, tp)
 
@@ -51,7 +62,9 @@ class Sum(Gradient):
 
 def sink_of(dtypes: Mapping[Tensor, torch.dtype]) -> WeightGradients:
     """Gradients of parameters, zero, each in its dtype."""
-    return WeightGradients({p: Sum(torch.zeros(p.shape, dtype=dtype)) for p, dtype in dtypes.items()})
+    return WeightGradients(
+        {p: Sum(torch.zeros(p.shape, dtype=dtype)) for p, dtype in dtypes.items()}
+    )
 
 
 def _floating(value: Any) -> bool:
@@ -59,36 +72,65 @@ def _floating(value: Any) -> bool:
 
 
 class Stages:
-    """Ranges of one rank's units, each behind an engine of its own. No value is shared between them but by name."""
+    """Ranges of one rank's units, each behind an engine of its own. No value is shared between them
+    but by name.
+    """
 
-    def __init__(self, family: Family, count: int = 1, recompute: bool = False, group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        family: Family,
+        count: int = 1,
+        recompute: bool = False,
+        group: dist.ProcessGroup | None = None,
+        contexts: dist.ProcessGroup | None = None,
+    ):
         real = dict(family.model.named_parameters(remove_duplicate=False))
         self.parameters = {
-            name: nn.Parameter(part(real[name].detach(), t, family.rank, family.tp), real[name].requires_grad)
+            name: nn.Parameter(
+                part(real[name].detach(), t, family.rank, family.tp), real[name].requires_grad
+            )
             for name, t in family.sharding.tensors.items()
         }
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self.sink = sink_of({p: torch.promote_types(p.dtype, torch.float32) for p in trained})
-        self.family, self.group = family, group
+        self.family = family
+        self.group = group
+        self.contexts = contexts
         self.parts = [split(family.rewritten, units) for units in family.ranges(count)]
         self.engines = []
         for parts, units in zip(self.parts, family.ranges(count), strict=True):
             outputs = [value.name for value in parts.targets] + list(parts.results)
             segments = parts.segments(self.parameters, self.sink)
             again = [(unit,) for unit in units] if recompute else ()
-            self.engines.append(Engine(segments, again, outputs, group, self.sink, CPU))
+            self.engines.append(
+                Interpreter(
+                    segments,
+                    again,
+                    outputs,
+                    group,
+                    weights=self.sink,
+                    device=CPU,
+                    contexts=contexts,
+                )
+            )
 
     def seed(self, segment) -> None:
-        shard = self.family.rank if segment.sharded else 0
+        family = self.family
+        shard = segment.random_shard(family.rank, family.cp_rank, family.tp)
         torch.default_generator.manual_seed(derive_seed(5, segment.unit, segment.index, shard))
 
-    def forward(self, batch: Mapping[str, Any], training: bool = True) -> tuple[list[State], dict[str, Tensor]]:
+    def forward(
+        self, batch: Mapping[str, Any], training: bool = True
+    ) -> tuple[list[State], dict[str, Tensor]]:
         """The states, and the results of the last range."""
         states, values = [], {}
         for parts, engine in zip(self.parts, self.engines, strict=True):
             state = State(Common(parts.prelude(batch), self.seed), training)
             for value in parts.sources:
-                assert (values[value.name].shape, values[value.name].dtype) == (value.shape, value.dtype), value
+                assert (values[value.name].shape, values[value.name].dtype) == (
+                    value.shape,
+                    value.dtype,
+                ), value
                 state.values[value.name] = values[value.name].clone()
             engine.forward(state)
             names = [*(value.name for value in parts.targets), *parts.results]
@@ -100,16 +142,26 @@ class Stages:
         """(loss, gradients by name), those in ``partial`` summed over the ranks."""
         states, values = self.forward(batch)
         grads: dict[str, Tensor | None] = {"loss": torch.ones_like(values["loss"])}
-        for parts, engine, state in reversed(list(zip(self.parts, self.engines, states, strict=True))):
+        for parts, engine, state in reversed(
+            list(zip(self.parts, self.engines, states, strict=True))
+        ):
             for name, grad in grads.items():
                 if grad is not None:
                     state.add_grad(name, grad)
             engine.backward(state)
-            grads = {value.name: state.take_grad(value.name) for value in parts.sources if value.grad}
+            grads = {
+                value.name: state.take_grad(value.name) for value in parts.sources if value.grad
+            }
             assert state.leftovers() == [] and state.values == {}
-        found = {name: self.sink.grads[p].total.clone() for name, p in self.parameters.items() if p in self.sink.grads}
+        found = {
+            name: self.sink.grads[p].total.clone()
+            for name, p in self.parameters.items()
+            if p in self.sink.grads
+        }
         for name in self.family.rewritten.partial if self.group is not None else ():
             dist.all_reduce(found[name], group=self.group)
+        for grad in found.values() if self.contexts is not None else ():
+            dist.all_reduce(grad, group=self.contexts)
         return values["loss"], found
 
 
@@ -120,7 +172,9 @@ def graph_gradients(family: Family) -> tuple[Tensor, dict[str, Tensor]]:
     family.model.zero_grad(set_to_none=True)
     (loss, *_) = run(family.captured, dict(family.model.named_parameters()), family.batch)
     loss.backward()
-    grads = {name: p.grad.clone() for name, p in family.model.named_parameters() if p.grad is not None}
+    grads = {
+        name: p.grad.clone() for name, p in family.model.named_parameters() if p.grad is not None
+    }
     family.model.zero_grad(set_to_none=True)
     return loss.detach(), grads
 

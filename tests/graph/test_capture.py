@@ -1,4 +1,6 @@
-"""A captured graph gives the loss and the gradients of the model as it is, or the model is refused by name."""
+"""A captured graph gives the loss and the gradients of the model as it is, or the model is refused
+by name.
+"""
 
 import copy
 import importlib
@@ -41,14 +43,20 @@ def test_where_order_differs_fp64_is_exact(name):
 
 
 class Counts(nn.Module):
-    """Counts what it is given, as older mixture-of-experts losses count the tokens of each expert."""
+    """Counts what it is given, as older mixture-of-experts losses count the tokens of each
+    expert.
+    """
 
     def __init__(self, as_method=False):
         super().__init__()
         self.weight, self.as_method = nn.Parameter(torch.randn(4)), as_method
 
     def forward(self, x):
-        counts = x.reshape(-1).bincount(minlength=4) if self.as_method else torch.bincount(x.reshape(-1), None, 4)
+        counts = (
+            x.reshape(-1).bincount(minlength=4)
+            if self.as_method
+            else torch.bincount(x.reshape(-1), None, 4)
+        )
         return {"loss": (self.weight * counts.float()).square().mean()}
 
 
@@ -59,7 +67,9 @@ def test_counts_of_a_minimal_length_have_it(as_method):
     found_loss, found = captured_gradients(capture(model, batch), model, batch)
     assert torch.equal(loss, found_loss) and torch.equal(found["weight"], expected["weight"])
     with pytest.raises(RuntimeError, match="out of bounds"):
-        captured_gradients(capture(model, batch), model, {"x": torch.tensor([[0, 2, 2], [1, 0, 4]])})
+        captured_gradients(
+            capture(model, batch), model, {"x": torch.tensor([[0, 2, 2], [1, 0, 4]])}
+        )
 
 
 def test_dropout_draws_the_models_numbers():
@@ -87,12 +97,17 @@ def test_names_ties_and_dtypes():
     assert captured.shapes == {k: tuple(p.shape) for k, p in model.named_parameters()}
     assert set(captured.dtypes.values()) == {torch.bfloat16}
     assert captured.trainable == captured.shapes.keys() - {"transformer.wpe.weight"}
-    assert {n.target for n in captured.module.graph.find_nodes(op="placeholder")} == {"input_ids", "labels"}
+    assert {n.target for n in captured.module.graph.find_nodes(op="placeholder")} == {
+        "input_ids",
+        "labels",
+    }
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
 def test_a_lower_precision_is_that_of_from_config(name):
-    """Parameters are cast, tables such as the rotary frequencies are not: as in ``from_pretrained(dtype=...)``."""
+    """Parameters are cast, tables such as the rotary frequencies are not: as in
+    ``from_pretrained(dtype=...)``.
+    """
     import transformers
 
     real, empty, batch = tiny(name)
@@ -141,7 +156,9 @@ def test_packed_sequences_and_padding_keep_their_masks(key):
     for given in ({**batch, key: value}, plain):
         (loss,) = run(captured, parameters, given)
         assert (loss - model(**given).loss).abs() < 1e-6
-    assert (run(captured, parameters, plain)[0] - run(captured, parameters, {**batch, key: value})[0]).abs() > 1e-5
+    assert (
+        run(captured, parameters, plain)[0] - run(captured, parameters, {**batch, key: value})[0]
+    ).abs() > 1e-5
 
 
 class Positions(nn.Module):
@@ -174,13 +191,19 @@ def test_positions_that_depend_on_the_batch_may_be_packed(written):
     assert "is_causal" not in captured.how
     ids = batch["input_ids"].clone()
     ids[:, 6:8] = 0
-    assert (run(captured, dict(model.named_parameters()), {"input_ids": ids})[0] - model(ids)).abs() < 1e-6
+    assert (
+        run(captured, dict(model.named_parameters()), {"input_ids": ids})[0] - model(ids)
+    ).abs() < 1e-6
 
 
 def test_checkpointing_is_left_to_the_runtime():
     _, empty, batch = tiny("llama")
     model = empty()
-    name = next(each for each in ("activation_checkpointing", "gradient_checkpointing") if hasattr(model, f"is_{each}"))
+    name = next(
+        each
+        for each in ("activation_checkpointing", "gradient_checkpointing")
+        if hasattr(model, f"is_{each}")
+    )
     getattr(model, f"{name}_enable")()
     assert str(capture(model, batch).module.graph) == str(capture(empty(), batch).module.graph)
     assert getattr(model, f"is_{name}")
@@ -198,15 +221,21 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "function", [lambda m, y: y.sum(), lambda m, y: (y.sum(), y), lambda m, y: {"loss": y.sum()[None]}]
+    "function",
+    [lambda m, y: y.sum(), lambda m, y: (y.sum(), y), lambda m, y: {"loss": y.sum()[None]}],
 )
 def test_plain_modules_return_a_tensor_a_tuple_or_a_dict(function):
     model, x = Net(function), torch.randn(3, 4)
     captured = capture(model, {"x": x, "scale": 2.0})
     loss, grads = captured_gradients(captured, model, {"x": x})
-    assert torch.equal(loss, (model.layer(x) * 2).sum()) and grads.keys() == {"layer.weight", "layer.bias"}
+    assert torch.equal(loss, (model.layer(x) * 2).sum()) and grads.keys() == {
+        "layer.weight",
+        "layer.bias",
+    }
     with init_empty_weights():
-        assert str(capture(Net(function), {"x": x, "scale": 2.0}).module.graph) == str(captured.module.graph)
+        assert str(capture(Net(function), {"x": x, "scale": 2.0}).module.graph) == str(
+            captured.module.graph
+        )
 
 
 def test_batches_that_do_not_fit_are_named():
@@ -236,14 +265,19 @@ def test_values_that_decide_are_named_by_their_line(capfd):
     def branch(module, y):
         return y.sum() if (y > 0).any() else y.mean()  # the line
 
-    with pytest.raises(TraceError, match=r"model Net: .*test_capture.py:\d+ in branch: return y.sum\(\) if .* # the l"):
+    with pytest.raises(
+        TraceError,
+        match=r"model Net: .*test_capture.py:\d+ in branch: return y.sum\(\) if .* # the l",
+    ):
         capture(Net(branch), {"x": torch.randn(3, 4)})
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""
 
 
 def test_a_failing_forward_is_told_with_its_line():
-    with pytest.raises(TraceError, match=r"test_capture.py:\d+ in <lambda>: .* raises RuntimeError: .*shape"):
+    with pytest.raises(
+        TraceError, match=r"test_capture.py:\d+ in <lambda>: .* raises RuntimeError: .*shape"
+    ):
         capture(Net(lambda m, y: y.reshape(5).sum()), {"x": torch.randn(3, 4)})
 
 
@@ -258,7 +292,9 @@ def test_layer_drop_never_fires_and_other_scalar_randomness_is_refused():
     model, x = Net(skipping), torch.randn(3, 4)
     captured = capture(model, {"x": x})
     assert "no layer drop" in captured.how
-    assert torch.equal(run(captured, dict(model.named_parameters()), {"x": x})[0], model.layer(x).sum())
+    assert torch.equal(
+        run(captured, dict(model.named_parameters()), {"x": x})[0], model.layer(x).sum()
+    )
     with pytest.raises(TraceError, match="choosing"):
         capture(Net(choosing), {"x": x})
 
@@ -343,7 +379,10 @@ def test_shapes_that_depend_on_values_are_refused():
     with pytest.raises(TraceError, match=r"test_capture.py.* shape depends on values"):
         capture(Net(lambda m, y: y[y > 0].sum()), {"x": torch.randn(3, 4)})
     with pytest.raises(TraceError, match=r"test_capture.py.* torch.vmap"):
-        capture(Net(lambda m, y: torch.vmap(lambda row: row.exp().sum())(y).sum()), {"x": torch.randn(3, 4)})
+        capture(
+            Net(lambda m, y: torch.vmap(lambda row: row.exp().sum())(y).sum()),
+            {"x": torch.randn(3, 4)},
+        )
 
 
 def test_values_of_parameters_apart_from_their_gradient_are_refused():
@@ -351,7 +390,10 @@ def test_values_of_parameters_apart_from_their_gradient_are_refused():
         module.layer.weight.data.clamp_(-1, 1)
         return y.sum()
 
-    with pytest.raises(TraceError, match=r"test_capture.py.* uses the values of a parameter apart from its gradient"):
+    with pytest.raises(
+        TraceError,
+        match=r"test_capture.py.* uses the values of a parameter apart from its gradient",
+    ):
         capture(Net(clipping), {"x": torch.randn(3, 4)})
 
 
@@ -376,10 +418,14 @@ def test_a_buffer_that_was_made_from_a_parameter_may_be_there_if_nothing_reads_i
 
 
 def test_outputs_have_their_names_in_every_way_to_trace(monkeypatch):
-    """Strict tracing runs the bytecode of a forward, and loses what that leaves anywhere but in its result."""
+    """Strict tracing runs the bytecode of a forward, and loses what that leaves anywhere but in its
+    result.
+    """
     real, empty, batch = tiny("llama")
     expected = capture(empty(), batch, outputs=("loss", "*")).outputs
     module = importlib.import_module(capture.__module__)
-    monkeypatch.setattr(module, "_attempts", lambda model, batch: iter([module.Attempt("", strict=True)]))
+    monkeypatch.setattr(
+        module, "_attempts", lambda model, batch: iter([module.Attempt("", strict=True)])
+    )
     captured = capture(empty(), batch, outputs=("loss", "*"))
     assert captured.how == "as it is, strict" and captured.outputs == expected == ("loss", "logits")

@@ -1,4 +1,6 @@
-"""Every repair on a module made for it: the graph has the shape that later passes rely on, and computes the same."""
+"""Every repair on a module made for it: the graph has the shape that later passes rely on, and
+computes the same.
+"""
 
 import operator
 
@@ -35,7 +37,9 @@ def check(function, x=None):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) if x is None else x
     model = Net(function)
     captured = capture(model, {"x": x})
-    parameters = {k: p.detach().clone().requires_grad_(p.requires_grad) for k, p in model.named_parameters()}
+    parameters = {
+        k: p.detach().clone().requires_grad_(p.requires_grad) for k, p in model.named_parameters()
+    }
     expected = model(x.clone())
     (found,) = run(captured, parameters, {"x": x.clone()})
     assert torch.equal(expected, found)
@@ -75,11 +79,19 @@ def written(captured):
 
 def test_parameters_constants_and_buffers_keep_their_names():
     captured = check(lambda m, x: (m.layer(x) * m.table * m.plain * m.frozen * m.unsaved).sum())
-    held = {node.target: node.meta["val"] for node in captured.module.graph.find_nodes(op="get_attr")}
+    held = {
+        node.target: node.meta["val"] for node in captured.module.graph.find_nodes(op="get_attr")
+    }
     assert held.keys() == {"layer.weight", "layer.bias", "table", "plain", "frozen", "unsaved"}
-    assert captured.buffers == ("table",) and captured.shapes.keys() == {"layer.weight", "layer.bias", "frozen"}
+    assert captured.buffers == ("table",) and captured.shapes.keys() == {
+        "layer.weight",
+        "layer.bias",
+        "frozen",
+    }
     assert captured.trainable == {"layer.weight", "layer.bias"}
-    assert torch.equal(held["table"], torch.arange(6.0)) and torch.equal(captured.module.table, torch.arange(6.0))
+    assert torch.equal(held["table"], torch.arange(6.0)) and torch.equal(
+        captured.module.table, torch.arange(6.0)
+    )
 
 
 def test_regions_without_gradient_are_flat():
@@ -166,7 +178,9 @@ def test_a_forward_that_changes_its_tables_is_refused():
 
 
 def test_a_write_without_gradients_into_a_value_without_one_is_kept():
-    """The second region writes into a result of the first, and into a copy of an entry of the batch."""
+    """The second region writes into a result of the first, and into a copy of an entry of the
+    batch.
+    """
 
     def weighted(m, x):
         with torch.no_grad():
@@ -189,7 +203,9 @@ def test_a_write_without_gradients_into_a_value_without_one_is_kept():
             return loss.sum()
 
     model, x = Net(evaluated).eval(), torch.randn(4, 6)
-    (found,) = run(capture(model, {"x": x}, training=False), dict(model.named_parameters()), {"x": x})
+    (found,) = run(
+        capture(model, {"x": x}, training=False), dict(model.named_parameters()), {"x": x}
+    )
     assert torch.equal(found, model(x)) and not found.requires_grad
 
 
@@ -205,9 +221,14 @@ def test_batch_norm_counts_nothing():
     model = Normed()
     captured = capture(model, {"x": torch.randn(4, 6)})
     assert names(captured) == ["batch_norm", "mul", "sum"]
-    assert "norm.num_batches_tracked" not in captured.buffers and model.norm.num_batches_tracked == 0
+    assert (
+        "norm.num_batches_tracked" not in captured.buffers and model.norm.num_batches_tracked == 0
+    )
     assert torch.equal(model.norm.running_mean, torch.zeros(6))
-    assert len(captured.notes) == 1 and not capture(model, {"x": torch.randn(4, 6)}, training=False).notes
+    assert (
+        len(captured.notes) == 1
+        and not capture(model, {"x": torch.randn(4, 6)}, training=False).notes
+    )
 
 
 def test_the_batch_is_not_written():
@@ -222,7 +243,10 @@ def test_what_changes_nothing_is_gone():
     def function(m, x):
         y = m.layer(x).float().to(torch.float32).reshape(4, 6)[:, 0:6][:, :]
         y = nn.functional.dropout(y, 0.0, True)
-        return nn.functional.dropout(y, 0.5, False).expand(4, 6).view(4, 6).sum() + m.table.detach().sum()
+        return (
+            nn.functional.dropout(y, 0.5, False).expand(4, 6).view(4, 6).sum()
+            + m.table.detach().sum()
+        )
 
     assert names(check(function)) == ["linear", "sum", "sum", "add"]
 
@@ -244,14 +268,17 @@ def test_dead_code_is_gone():
 
 
 @pytest.mark.parametrize(
-    "turn", [lambda w: w.T, lambda w: w.t(), lambda w: w.transpose(-1, 0), lambda w: w.permute(1, 0)]
+    "turn",
+    [lambda w: w.T, lambda w: w.t(), lambda w: w.transpose(-1, 0), lambda w: w.permute(1, 0)],
 )
 def test_a_product_with_a_transposed_weight_is_linear(turn):
     assert names(check(lambda m, x: (x @ turn(m.weight)).sum())) == ["linear", "sum"]
 
 
 def test_a_product_with_a_weight_that_is_not_transposed_is_none():
-    captured = check(lambda m, x: (x @ m.layer.weight.permute(0, 1)).sum() + (x @ m.layer.weight).sum())
+    captured = check(
+        lambda m, x: (x @ m.layer.weight.permute(0, 1)).sum() + (x @ m.layer.weight).sum()
+    )
     assert "linear" not in names(captured)
 
 
@@ -263,7 +290,11 @@ def test_each_reader_of_a_parameters_view_has_its_own():
 
     captured = check(function)
     nodes = list(captured.module.graph.nodes)
-    views = [n for n in nodes if n.op == "call_function" and ("transpose" in n.name or "unbind" in n.name)]
+    views = [
+        n
+        for n in nodes
+        if n.op == "call_function" and ("transpose" in n.name or "unbind" in n.name)
+    ]
     views += [n for n in nodes if n.target is operator.getitem]
     assert len(views) >= 9 and all(len(n.users) == 1 for n in views)
     assert all(next(iter(n.users)) is n.next for n in views)

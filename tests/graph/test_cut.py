@@ -40,7 +40,11 @@ def test_chained_units_are_the_model(name):
             assert torch.equal(found, loss)
             for key, grad in grads.items():
                 error = (parameters[key].grad - grad).abs().max()
-                assert error <= (1e-11 * grad.abs().max() if name == "bloom" else 0), (algorithm, count, key)
+                assert error <= (1e-11 * grad.abs().max() if name == "bloom" else 0), (
+                    algorithm,
+                    count,
+                    key,
+                )
 
 
 def test_two_units_per_decoder_layer():
@@ -82,8 +86,8 @@ def test_one_value_crosses_between_layers(name):
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_decoders_of_encoders_send_two_values(name):
-    """Each decoder layer sends the encoder's output beside its own, until the last that reads it; what T5's position
-    biases share is computed once and crosses too."""
+    """Each decoder layer sends the encoder's output beside its own, until the last that reads it;
+    what T5's position biases share is computed once and crosses too."""
     captured = captured_family(name)
     chain = cut(captured)
     begin = len(chain.units) - 7
@@ -92,7 +96,9 @@ def test_decoders_of_encoders_send_two_values(name):
     assert sides == ([0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0] if name == "t5" else [0] * len(sides))
 
 
-@pytest.mark.parametrize(("name", "cuts"), [("llama", (5, 4)), ("mixtral", (5, 2)), ("t5", (11, 4))])
+@pytest.mark.parametrize(
+    ("name", "cuts"), [("llama", (5, 4)), ("mixtral", (5, 2)), ("t5", (11, 4))]
+)
 def test_both_algorithms(name, cuts):
     """The paper's never cuts more often; with fewer cuts the balance is no better."""
     chains = [cut(captured_family(name), algorithm) for algorithm in ALGORITHMS]
@@ -101,15 +107,17 @@ def test_both_algorithms(name, cuts):
 
 
 def test_farthest_dependency_merges_what_reaches_back():
-    """Pieces of llama end behind the first node after which nothing else is read: the residual sums."""
+    """Pieces of llama end behind the first node after which nothing else is read: the residual
+    sums.
+    """
     chain = cut(captured_family("llama"), "farthest-dependency")
     assert [op_name(crossing[0]) for crossing in chain.crossing] == ["add"] * 4
     assert crossings(chain) == [1] * 4 and chain.names[-1] == "lm_head"
 
 
 def test_values_with_many_users_are_handed_on():
-    """Of an encoder's output that two decoder layers read the paper's rule makes one piece; four layers make it
-    common, so that it crosses from piece to piece."""
+    """Of an encoder's output that two decoder layers read the paper's rule makes one piece; four
+    layers make it common, so that it crosses from piece to piece."""
     captures = captured_family("bart"), captured_family("bart", decoder_layers=4)
     few, many = (cut(captured, "farthest-dependency") for captured in captures)
     assert max(crossings(few)) == 1 and max(crossings(many)) == 2
@@ -124,7 +132,9 @@ def test_the_limit_of_crossing_values():
 
 @pytest.mark.parametrize("name", ["llama", "t5", "clip"])
 def test_chains_of_one_model_correspond(name):
-    """Captures of other batches, and of evaluation, have the same units, cut the same way by themselves or aligned."""
+    """Captures of other batches, and of evaluation, have the same units, cut the same way by
+    themselves or aligned.
+    """
     captured = captured_family(name)
     references = [cut(captured, algorithm) for algorithm in ALGORITHMS]
     others = [captured_family(name, batch=3, length=24), captured_family(name, training=False)]
@@ -154,7 +164,11 @@ def test_a_loop_over_the_batch_moves_no_border():
     one, other = (capture(model, {"x": torch.randn(n, 8), "y": torch.randn(n, 8)}) for n in (6, 4))
     chain, aligned = cut(one), align(cut(other), cut(one))
     check_chain(other, aligned)
-    assert len(chain.units) == 3 and chain.names == aligned.names and chain.parameters == aligned.parameters
+    assert (
+        len(chain.units) == 3
+        and chain.names == aligned.names
+        and chain.parameters == aligned.parameters
+    )
 
 
 def test_evaluation_hands_out_logits():
@@ -163,7 +177,10 @@ def test_evaluation_hands_out_logits():
     for algorithm in ALGORITHMS:
         aligned = align(cut(captured), cut(captured_family("t5"), algorithm))
         check_chain(captured, aligned)
-        assert all(node in aligned.units[-1] for node in captured.module.graph.output_node().all_input_nodes)
+        assert all(
+            node in aligned.units[-1]
+            for node in captured.module.graph.output_node().all_input_nodes
+        )
 
 
 def test_repeated_layers_are_told_apart_by_their_order():
@@ -174,8 +191,16 @@ def test_repeated_layers_are_told_apart_by_their_order():
             return self.parts[1](x)
 
     model = Model(nn.Linear(8, 8), nn.Linear(8, 8))
-    one, other = (cut(capture(model, {"x": torch.randn(n, 8), "y": torch.randn(n, 8)})) for n in (6, 4))
-    assert align(other, one).names == ("parts.0#1", "parts.0#2", "parts.0#3", "parts.0#4", "parts.1")
+    one, other = (
+        cut(capture(model, {"x": torch.randn(n, 8), "y": torch.randn(n, 8)})) for n in (6, 4)
+    )
+    assert align(other, one).names == (
+        "parts.0#1",
+        "parts.0#2",
+        "parts.0#3",
+        "parts.0#4",
+        "parts.1",
+    )
     assert [op_name(unit[0]) for unit in align(other, one).units] == ["linear"] * 5
 
 
@@ -185,7 +210,10 @@ def test_evaluation_may_do_without_a_parameter_but_not_add_one():
             x = self.parts[1](self.parts[0](x).relu())
             return self.parts[2](x + self.parts[3].bias if self.training else x)
 
-    model, batch = Model(*(nn.Linear(8, 8) for _ in range(4))), {"x": torch.randn(6, 8), "y": torch.randn(6, 8)}
+    model, batch = (
+        Model(*(nn.Linear(8, 8) for _ in range(4))),
+        {"x": torch.randn(6, 8), "y": torch.randn(6, 8)},
+    )
     training, evaluation = (cut(capture(model, batch, training=mode)) for mode in (True, False))
     assert align(evaluation, training).names == training.names == ("parts.0", "parts.1", "parts.2")
     with pytest.raises(PlanError, match="parts.3.bias"):
@@ -203,7 +231,9 @@ def test_a_capture_may_do_without_units_but_not_have_others():
 
 
 def test_unknown_algorithm():
-    with pytest.raises(PlanError, match="graph sharding farthest: the algorithms are cut and farthest-dependency"):
+    with pytest.raises(
+        PlanError, match="graph sharding farthest: the algorithms are cut and farthest-dependency"
+    ):
         cut(captured_family("gpt2"), "farthest")
 
 
@@ -211,9 +241,17 @@ def test_loads():
     captured = captured_family("gpt2")
     loads = unit_loads(cut(captured))
     tokens, hidden, vocabulary, heads = 2 * 16, 32, 96, 1
-    attention = 2 * tokens * hidden * 4 * hidden + 2 * tokens * 16 * hidden * heads  # causal: half of the scores
+    # causal: half of the scores
+    attention = 2 * tokens * hidden * 4 * hidden + 2 * tokens * 16 * hidden * heads
     mlp = 2 * tokens * hidden * 2 * 4 * hidden
-    assert [load.flops for load in loads] == [0, attention, mlp, attention, mlp, 2 * tokens * hidden * vocabulary]
+    assert [load.flops for load in loads] == [
+        0,
+        attention,
+        mlp,
+        attention,
+        mlp,
+        2 * tokens * hidden * vocabulary,
+    ]
     assert [load.output_bytes for load in loads] == [4 * tokens * hidden] * 5 + [4]
     assert loads[0].parameters == ("transformer.wte.weight", "transformer.wpe.weight")
     assert loads[-1].shared == ("transformer.wte.weight",)

@@ -22,7 +22,9 @@ def check_plain(model, algorithm="cut", max_crossing=2, take=capture):
     captured = take(model, batch)
     chain = cut(captured, algorithm, max_crossing)
     check_chain(captured, chain)
-    (found,) = run_stages(captured, chain, range(len(chain.units) + 1), dict(model.named_parameters()), batch)
+    (found,) = run_stages(
+        captured, chain, range(len(chain.units) + 1), dict(model.named_parameters()), batch
+    )
     assert torch.equal(found, model(**batch))
     return chain
 
@@ -50,7 +52,9 @@ def test_a_storage_stays_with_those_that_write_to_it(algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_mask_that_changes_after_its_use(algorithm):
-    """It cannot be computed by every stage for itself: it is written to in place between two of its readers."""
+    """It cannot be computed by every stage for itself: it is written to in place between two of its
+    readers.
+    """
 
     class Model(Loss):
         def body(self, x):
@@ -61,7 +65,10 @@ def test_a_mask_that_changes_after_its_use(algorithm):
             return self.parts[3](self.parts[2](self.parts[1](x * mask) * mask)) * mask
 
     chain = check_plain(Model(*(nn.Linear(8, 8) for _ in range(4))), algorithm, take=with_writes)
-    assert "main" in [chain.kinds[node] for node in chain.kinds if is_op(node, "zeros")] and len(chain.units) > 1
+    assert (
+        "main" in [chain.kinds[node] for node in chain.kinds if is_op(node, "zeros")]
+        and len(chain.units) > 1
+    )
 
 
 def test_pieces_of_one_result_are_not_parted():
@@ -105,7 +112,13 @@ def test_siamese_towers_share_parameters():
     assert crossings(chain) == [1, 1, 1, 2]
     names = [(f"parts.{i}.weight", f"parts.{i}.bias") for i in range(3)]
     assert [load.parameters for load in unit_loads(chain)] == [*names, (), ()]
-    assert [load.shared for load in unit_loads(chain)] == [(), (), (), names[0] + names[1], names[2]]
+    assert [load.shared for load in unit_loads(chain)] == [
+        (),
+        (),
+        (),
+        names[0] + names[1],
+        names[2],
+    ]
     assert align(chain, chain).units == chain.units
 
 
@@ -150,7 +163,10 @@ def test_random_numbers_are_drawn_once():
                 x = part(x * noise)
             return x * noise
 
-    captured = capture(Model(*(nn.Linear(8, 8) for _ in range(3))), {"x": torch.randn(6, 8), "y": torch.randn(6, 8)})
+    captured = capture(
+        Model(*(nn.Linear(8, 8) for _ in range(3))),
+        {"x": torch.randn(6, 8), "y": torch.randn(6, 8)},
+    )
     chain = cut(captured)
     check_chain(captured, chain)
     assert crossings(chain) == [2, 2] and is_op(chain.units[0][0], "rand")
@@ -160,8 +176,15 @@ def test_random_numbers_are_drawn_once():
 def test_405_billion_parameters_are_cut_in_a_second():
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128256}
-    config = LlamaConfig(**sizes, num_attention_heads=128, num_key_value_heads=8, max_position_embeddings=4096)
+    sizes = {
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "vocab_size": 128256,
+    }
+    config = LlamaConfig(
+        **sizes, num_attention_heads=128, num_key_value_heads=8, max_position_embeddings=4096
+    )
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     ids = torch.zeros(1, 4096, dtype=torch.long)

@@ -27,7 +27,9 @@ class Experts(nn.Module):
         made = torch.zeros_like(x)
         for index in chosen.unique():
             rows = torch.where(chosen == index)[0]
-            made.index_add_(0, rows, nn.functional.dropout(self.experts[index](x[rows]) * self.scale, drop))
+            made.index_add_(
+                0, rows, nn.functional.dropout(self.experts[index](x[rows]) * self.scale, drop)
+            )
         return made, None
 
 
@@ -55,7 +57,10 @@ def check(block, scale=1.0, **options):
     expected = model(x)
     expected.backward()
     assert torch.equal(loss, expected.detach())
-    grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    grads = {
+        name: p.grad if p.grad is not None else torch.zeros_like(p)
+        for name, p in model.named_parameters()
+    }
     assert grads.keys() == captured.shapes.keys()
     for name, grad in grads.items():
         assert torch.equal(found.get(name, torch.zeros_like(grad)), grad), name
@@ -69,7 +74,10 @@ def test_experts_that_are_chosen_by_values_run_as_they_are():
     assert [n.name for n in nodes] == ["Experts_forward", "Experts_forward_1"]
     assert flops(nodes[0]) == 2 * 6 * 4 * 4
     (note,) = captured.notes
-    assert "Experts runs as it is, replicated on every rank" in note and "for index in chosen.unique()" in note
+    assert (
+        "Experts runs as it is, replicated on every rank" in note
+        and "for index in chosen.unique()" in note
+    )
 
 
 def test_random_numbers_are_drawn_in_the_same_order():
@@ -105,7 +113,9 @@ class Around(nn.Module):
 
     def forward(self, x, chosen):
         counts = self.selecting(x, chosen)
-        return torch.cat([part * i for i, part in enumerate(x.sort(0)[0].split(counts))]) + self.layer(x)
+        return torch.cat(
+            [part * i for i, part in enumerate(x.sort(0)[0].split(counts))]
+        ) + self.layer(x)
 
 
 def test_what_hands_on_numbers_is_kept_with_what_reads_them():
@@ -134,7 +144,9 @@ class OfOtherShapes(Experts):
 
 @pytest.mark.parametrize("block", [Remembering, Counting, OfOtherShapes])
 def test_what_does_more_or_returns_other_shapes_is_refused(block):
-    with pytest.raises(TraceError, match=r"eager_module.py.* (decides by the values|whose shape depends on values)"):
+    with pytest.raises(
+        TraceError, match=r"eager_module.py.* (decides by the values|whose shape depends on values)"
+    ):
         capture(Model(block), {"x": torch.randn(6, 4)})
 
 
@@ -180,7 +192,9 @@ class Sometimes(Experts):
 @pytest.mark.parametrize("value", [0, 1])
 def test_a_gradient_can_be_asked_for_even_where_there_is_none(value):
     _, (node, _) = check(Sometimes)
-    tensors = [torch.full(x.shape, value, dtype=x.dtype) for x in (n.meta["val"] for n in node.args)]
+    tensors = [
+        torch.full(x.shape, value, dtype=x.dtype) for x in (n.meta["val"] for n in node.args)
+    ]
     tensors = [x.requires_grad_(x.is_floating_point()) for x in tensors]
     (made,) = node.target(*tensors)
     made.sum().backward()

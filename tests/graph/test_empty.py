@@ -1,4 +1,6 @@
-"""Models without memory: shapes and dtypes as always, buffers with values, everything restored afterwards."""
+"""Models without memory: shapes and dtypes as always, buffers with values, everything restored
+afterwards.
+"""
 
 import resource
 
@@ -73,7 +75,9 @@ def test_initialisation_leaves_no_mark():
 
 
 def test_a_tensor_that_no_host_could_hold_is_a_parameter():
-    """All experts of a layer in one tensor; their memory is not even asked for, so that nothing refuses it."""
+    """All experts of a layer in one tensor; their memory is not even asked for, so that nothing
+    refuses it.
+    """
 
     class Experts(nn.Module):
         def __init__(self):

@@ -19,7 +19,11 @@ SIZES = {
 
 def tiny(kind: str) -> torch.nn.Module:
     auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 128} if kind != "t5" else {"vocab_size": 128}
+    sizes = (
+        {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 128}
+        if kind != "t5"
+        else {"vocab_size": 128}
+    )
     with init_empty_weights():
         return auto.from_config(AutoConfig.for_model(kind, **sizes, **SIZES[kind]))
 
@@ -41,7 +45,9 @@ def test_a_node_names_the_line_of_the_model_and_not_of_torch():
     ids = torch.zeros(2, 8, dtype=torch.long)
     graph = capturing.capture(tiny("llama"), {"input_ids": ids, "labels": ids}).module.graph
     (lookup,) = graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
-    assert lookup.meta["stack_trace"].splitlines()[-1].strip().endswith("self.embed_tokens(input_ids)")
+    assert (
+        lookup.meta["stack_trace"].splitlines()[-1].strip().endswith("self.embed_tokens(input_ids)")
+    )
     products = graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
     assert "query_states = self.q_proj(hidden_states)" in products[0].meta["stack_trace"]
 

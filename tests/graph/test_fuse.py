@@ -1,4 +1,6 @@
-"""Fusion: which pieces are found in which model, that nothing else changes, and what must be left alone."""
+"""Fusion: which pieces are found in which model, that nothing else changes, and what must be left
+alone.
+"""
 
 import math
 from collections import Counter
@@ -28,9 +30,10 @@ LOSS, NORM, LAYER_NORM = "output layer with loss", "rms norm", "layer norm"
 PAIR, SHARED = "gate and up as one", "linears of one input"
 
 
-# Two layers each. gemma2 caps scores and logits, bloom adds alibi in its product, t5 learns its position bias and has
-# two attentions to the encoder's output; the output layers of bert and gptj have a bias; mistral, phi3 slide a window.
-# gptj multiplies by an explicit mask up to transformers 5.23 and calls an attention function from 5.24.
+# Two layers each. gemma2 caps scores and logits, bloom adds alibi in its product, t5 learns its
+# position bias and has two attentions to the encoder's output; the output layers of bert and gptj
+# have a bias; mistral, phi3 slide a window. gptj multiplies by an explicit mask up to transformers
+# 5.23 and calls an attention function from 5.24.
 GPTJ = CAUSAL if parse(transformers.__version__) >= parse("5.24") else ATTENTION
 
 
@@ -42,7 +45,14 @@ COUNTS = {
     "mistral": {NORM: 5, "rotary": 4, ATTENTION: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
     "phi3": {NORM: 5, "rotary": 4, ATTENTION: 2, "swiglu": 2, LOSS: 1},
     "gpt_neox": {LAYER_NORM: 5, "partial rotary": 4, CAUSAL: 2, "bias gelu": 2, LOSS: 1},
-    "gptj": {LAYER_NORM: 3, "partial rotary": 4, GPTJ: 2, "gelu tanh": 2, "bias gelu": 2, SHARED: 2},
+    "gptj": {
+        LAYER_NORM: 3,
+        "partial rotary": 4,
+        GPTJ: 2,
+        "gelu tanh": 2,
+        "bias gelu": 2,
+        SHARED: 2,
+    },
     "bloom": {LAYER_NORM: 6, "gelu tanh": 2, "bias gelu": 2, LOSS: 1},
     "t5": {NORM: 12, ATTENTION: 2, LOSS: 1, SHARED: 6},
     "bert": {LAYER_NORM: 6, "add layer norm": 4, ATTENTION: 2, "bias gelu": 3, SHARED: 2},
@@ -64,16 +74,29 @@ def test_what_is_found_and_that_the_model_stays_the_same(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "t5"])
 def test_recomputed_activations(name):
-    """One in each of two layers; T5's is no activation that is known, so asking for it is an error."""
+    """One in each of two layers; T5's is no activation that is known, so asking for it is
+    an error.
+    """
     family = Family(name)
     if name == "t5":
-        with pytest.raises(PlanError, match="--recompute-granularity selective .* no linear layer behind an activ"):
-            measure(family.captured, cut(family.captured), family.sharding, 1, recompute_activations=True)
+        with pytest.raises(
+            PlanError, match="--recompute-granularity selective .* no linear layer behind an activ"
+        ):
+            measure(
+                family.captured,
+                cut(family.captured),
+                family.sharding,
+                1,
+                recompute_activations=True,
+            )
     counts = fuse(family.rewritten.graph, recompute_activations=True)
     assert counts["recomputed activation"] == (0 if name == "t5" else 2), dict(counts)
     plain = Family(name)
     fuse(plain.rewritten.graph)
-    (loss, grads), (again, found) = Stages(plain, 2).step(plain.batch), Stages(family, 2).step(family.batch)
+    (loss, grads), (again, found) = (
+        Stages(plain, 2).step(plain.batch),
+        Stages(family, 2).step(family.batch),
+    )
     assert torch.equal(loss, again) and not unequal(found, grads)
 
 
@@ -98,7 +121,9 @@ def test_mixtures_of_experts(name, wanted):
 def test_what_does_not_narrow_is_exact_in_double_precision(name):
     family = Family(name, dtype=torch.float64)
     counts = fuse(family.rewritten.graph)
-    assert counts and NORM not in counts and LOSS not in counts, "they would be more precise than the model"
+    assert counts and NORM not in counts and LOSS not in counts, (
+        "they would be more precise than the model"
+    )
     loss, grads = gradients(family.model, family.batch)
     found_loss, found = Stages(family, 2).step(family.batch)
     differ = unequal(found, grads)
@@ -107,7 +132,9 @@ def test_what_does_not_narrow_is_exact_in_double_precision(name):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_half_precision(name):
-    """The same pieces behind the conversions that half precision brings; no less precise than the eager model."""
+    """The same pieces behind the conversions that half precision brings; no less precise than the
+    eager model.
+    """
     family, exact = Family(name, dtype=torch.bfloat16), Family(name, dtype=torch.float64)
     counts = fuse(family.rewritten.graph)
     assert counts == COUNTS[name], dict(counts)
@@ -121,7 +148,9 @@ def test_half_precision(name):
 def two_ranks(rank, world_size):
     found = {}
     for name, chunk in (("llama", 0), ("phi3", 0), ("gpt2", 0), ("llama", 5)):
-        dropout = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1} if name == "gpt2" else {}
+        dropout = (
+            {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1} if name == "gpt2" else {}
+        )
         family = Family(name, rank, world_size, **dropout)
         loss, grads = gradients(family.model, family.batch)
         counts = fuse(family.rewritten.graph, chunk)
@@ -129,7 +158,10 @@ def two_ranks(rank, world_size):
         found[name, chunk] = float(found_loss), dict(counts)
         if dropout:
             continue
-        wanted = {name: part(g, family.sharding.tensors[name], rank, world_size) for name, g in grads.items()}
+        wanted = {
+            name: part(g, family.sharding.tensors[name], rank, world_size)
+            for name, g in grads.items()
+        }
         assert abs(found_loss - loss) < 1e-5 and worst(unequal(shards, wanted)) < 1e-4
     return found
 
@@ -140,7 +172,13 @@ def test_pieces_of_sharded_work():
     for name in ("llama", "phi3"):
         assert first[name, 0][1] == {kind: n for kind, n in COUNTS[name].items() if kind != LOSS}
     assert first["llama", 5][1] == COUNTS["llama"]
-    assert first["gpt2", 0][1] == {LAYER_NORM: 5, CAUSAL: 2, "gelu tanh": 2, "bias gelu": 2, "bias dropout add": 4}
+    assert first["gpt2", 0][1] == {
+        LAYER_NORM: 5,
+        CAUSAL: 2,
+        "gelu tanh": 2,
+        "bias gelu": 2,
+        "bias dropout add": 4,
+    }
 
 
 def cross_entropy(module, x, labels, **options):
@@ -168,13 +206,17 @@ IGNORED = torch.tensor([[-100, 1, 2, -100], [5, 4, 0, 0]])
 @pytest.mark.parametrize("chunk", [0, 3])
 def test_loss_of_rows_that_count(labels, options, chunk):
     seen = []
-    assert pieces(lambda m, x, y: cross_entropy(m, x, y, **options), None, labels, seen, chunk) == {LOSS: 1}
+    assert pieces(lambda m, x, y: cross_entropy(m, x, y, **options), None, labels, seen, chunk) == {
+        LOSS: 1
+    }
     (node,) = seen[0].find_nodes(op="call_function", target=ops.linear_cross_entropy)
     assert node.kwargs.get("chunk", 0) == chunk
 
 
 def test_loss_over_the_items_of_a_whole_batch():
-    assert pieces(lambda m, x, y: cross_entropy(m, x, y, reduction="sum") / 17.0, labels=IGNORED) == {LOSS: 1}
+    assert pieces(
+        lambda m, x, y: cross_entropy(m, x, y, reduction="sum") / 17.0, labels=IGNORED
+    ) == {LOSS: 1}
 
 
 @pytest.mark.parametrize(
@@ -183,11 +225,20 @@ def test_loss_over_the_items_of_a_whole_batch():
         lambda m, x, y: cross_entropy(m, x, y, label_smoothing=0.1),
         lambda m, x, y: cross_entropy(m, x, y, weight=torch.arange(6.0)),
         lambda m, x, y: F.cross_entropy(torch.tanh(m.head(x)).view(-1, 6), y.view(-1)),
-        lambda m, x, y: (lambda z: F.cross_entropy(z.view(-1, 6), y.view(-1)) + z.mean())(m.head(x)),
+        lambda m, x, y: (lambda z: F.cross_entropy(z.view(-1, 6), y.view(-1)) + z.mean())(
+            m.head(x)
+        ),
         lambda m, x, y: cross_entropy(m, x, (x.sum(-1) > 0).long()),
         lambda m, x, y: F.cross_entropy((x @ (2 * m.head.weight).T).view(-1, 6), y.view(-1)),
     ],
-    ids=["smoothing", "weights of classes", "capped logits", "logits read twice", "labels computed", "weight computed"],
+    ids=[
+        "smoothing",
+        "weights of classes",
+        "capped logits",
+        "logits read twice",
+        "labels computed",
+        "weight computed",
+    ],
 )
 def test_other_losses_are_left_alone(body):
     assert pieces(body) == {}
@@ -211,14 +262,32 @@ def test_rms_norms(body):
     "body",
     [
         lambda m, x, y: mean(m, x * rms(x), y),
-        lambda m, x, y: mean(m, m.weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)), y),
-        lambda m, x, y: mean(m, m.weight * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True).abs() + 1e-5)), y),
+        lambda m, x, y: mean(
+            m, m.weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)), y
+        ),
+        lambda m, x, y: mean(
+            m, m.weight * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True).abs() + 1e-5)), y
+        ),
         lambda m, x, y: (lambda z: mean(m, m.weight * z, y) + z.mean())(rms(x)),
-        lambda m, x, y: mean(m, m.weight * (m.table.weight[:1] * torch.rsqrt(x.pow(2).mean(-1, True) + 1.0)), y),
-        lambda m, x, y: mean(m, m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, True) + x[..., :1].abs() + 1)), y),
-        lambda m, x, y: mean(m, m.weight * (x * torch.rsqrt(torch.add(x.pow(2).mean(-1, True), 0.1, alpha=3))), y),
+        lambda m, x, y: mean(
+            m, m.weight * (m.table.weight[:1] * torch.rsqrt(x.pow(2).mean(-1, True) + 1.0)), y
+        ),
+        lambda m, x, y: mean(
+            m, m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, True) + x[..., :1].abs() + 1)), y
+        ),
+        lambda m, x, y: mean(
+            m, m.weight * (x * torch.rsqrt(torch.add(x.pow(2).mean(-1, True), 0.1, alpha=3))), y
+        ),
     ],
-    ids=["no weight", "other dimension", "other power", "read in between", "other value", "eps computed", "eps scaled"],
+    ids=[
+        "no weight",
+        "other dimension",
+        "other power",
+        "read in between",
+        "other value",
+        "eps computed",
+        "eps scaled",
+    ],
 )
 def test_what_only_looks_like_a_norm(body):
     assert pieces(body) == {}
@@ -254,21 +323,32 @@ def test_what_is_written_in_place_is_left_alone(writes):
         (lambda m, x, y: mean(m, F.silu(x) * m.weight * 1.0, y), {}),
         (lambda m, x, y: mean(m, F.silu(x) * x.tanh(), y), {"gated silu": 1}),
         (lambda m, x, y: mean(m, x.tanh() * F.gelu(x), y), {"gated gelu": 1}),
-        (lambda m, x, y: mean(m, x.tanh() * F.gelu(x, approximate="tanh"), y), {"gated gelu_tanh": 1}),
         (
-            lambda m, x, y: mean(m, (lambda g, u: F.silu(g) * u)(*torch.cat((x, x.tanh()), -1).chunk(2, -1)), y),
+            lambda m, x, y: mean(m, x.tanh() * F.gelu(x, approximate="tanh"), y),
+            {"gated gelu_tanh": 1},
+        ),
+        (
+            lambda m, x, y: mean(
+                m, (lambda g, u: F.silu(g) * u)(*torch.cat((x, x.tanh()), -1).chunk(2, -1)), y
+            ),
             {"swiglu": 1},
         ),
         (
-            lambda m, x, y: mean(m, (lambda g, u: g * F.silu(u))(*torch.cat((x, x.tanh()), -1).chunk(2, -1)), y),
+            lambda m, x, y: mean(
+                m, (lambda g, u: g * F.silu(u))(*torch.cat((x, x.tanh()), -1).chunk(2, -1)), y
+            ),
             {"gated silu": 1},
         ),
         (
-            lambda m, x, y: mean(m, 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))), y),
+            lambda m, x, y: mean(
+                m, 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))), y
+            ),
             {"gelu tanh": 1},
         ),
         (
-            lambda m, x, y: mean(m, 0.5 * x * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))), y),
+            lambda m, x, y: mean(
+                m, 0.5 * x * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))), y
+            ),
             {"gelu tanh": 1},
         ),
         (lambda m, x, y: mean(m, 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3))), y), {}),
@@ -306,14 +386,19 @@ BIAS_GELU = "bias gelu"
 )
 def test_activations_take_the_bias(body, count):
     seen = []
-    assert pieces(lambda m, x, y: mean(m, body(m, x), y), seen=seen) == ({BIAS_GELU: count} if count else {})
+    assert pieces(lambda m, x, y: mean(m, body(m, x), y), seen=seen) == (
+        {BIAS_GELU: count} if count else {}
+    )
     assert not count or not any(node.target is aten.addmm.default for node in seen[0].nodes)
 
 
 @pytest.mark.parametrize(
     ("body", "fused"),
     [
-        (lambda m, x: F.layer_norm(x + x.tanh(), (8,), m.weight, m.weight), {LAYER_NORM: 1, "add layer norm": 1}),
+        (
+            lambda m, x: F.layer_norm(x + x.tanh(), (8,), m.weight, m.weight),
+            {LAYER_NORM: 1, "add layer norm": 1},
+        ),
         (lambda m, x: m.weight * rms(x + x.tanh()), {NORM: 1, "add rms norm": 1}),
         (lambda m, x: m.weight * rms(torch.add(x, x.tanh(), alpha=2)), {NORM: 1}),
         (lambda m, x: m.weight * rms(x + m.weight), {NORM: 1}),
@@ -338,6 +423,8 @@ def test_tables_are_halved_before_any_unit_runs():
     family = Family("llama")
     fuse(family.rewritten.graph)
     turned = [node for node in family.rewritten.graph.nodes if node.target is ops.rotary]
-    assert len({node.args[1:] for node in turned}) == 2 and len(turned) == 4, "query and key of a layer share them"
+    assert len({node.args[1:] for node in turned}) == 2 and len(turned) == 4, (
+        "query and key of a layer share them"
+    )
     assert all(table.meta["unit"] is None for table in turned[0].args[1:])
     assert isinstance(fuse(family.rewritten.graph), Counter) and not fuse(family.rewritten.graph)

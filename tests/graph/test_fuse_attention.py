@@ -1,4 +1,6 @@
-"""Fusion of rotary embeddings and attention: what is found in which spelling, and what is left alone."""
+"""Fusion of rotary embeddings and attention: what is found in which spelling, and what is left
+alone.
+"""
 
 import pytest
 import torch
@@ -52,7 +54,9 @@ def test_interleaved_rotary_needs_tables_that_repeat_pair_by_pair():
     assert pieces(lambda m, x, y: mean(m, rotate_pairs(x, *angles_of_pairs(8)), y)) == {"rotary": 1}
 
     def partial(m, x, y):
-        return mean(m, torch.cat((rotate_pairs(x[..., :4], *angles_of_pairs(4)), x[..., 4:]), -1), y)
+        return mean(
+            m, torch.cat((rotate_pairs(x[..., :4], *angles_of_pairs(4)), x[..., 4:]), -1), y
+        )
 
     assert pieces(partial) == {"partial rotary": 1}
 
@@ -63,7 +67,10 @@ def test_interleaved_rotary_needs_tables_that_repeat_pair_by_pair():
         return table.repeat_interleave(2, 1)[:, :4].repeat(1, 1, 2)
 
     for repeat in (halves, by_position):
-        assert pieces(lambda m, x, y, r=repeat: mean(m, rotate_pairs(x, *angles_of_pairs(8, r)), y)) == {}
+        assert (
+            pieces(lambda m, x, y, r=repeat: mean(m, rotate_pairs(x, *angles_of_pairs(8, r)), y))
+            == {}
+        )
 
     def unsigned(m, x, y):
         cos, sin = angles_of_pairs(8)
@@ -92,7 +99,9 @@ TRIANGLE = torch.ones(4, 4).tril().bool()
 )
 def test_attention(options, kind):
     def body(m, x, y):
-        out = F.scaled_dot_product_attention(heads(x), heads(x * m.weight), heads(x.tanh()), **options)
+        out = F.scaled_dot_product_attention(
+            heads(x), heads(x * m.weight), heads(x.tanh()), **options
+        )
         return mean(m, out.transpose(1, 2).reshape(2, 4, 8), y)
 
     assert pieces(body) == ({kind: 1} if kind else {})
@@ -101,7 +110,9 @@ def test_attention(options, kind):
 def test_attention_with_a_learned_bias_is_left_alone():
     def body(m, x, y):
         bias = (x @ x.mT)[:, None]
-        out = F.scaled_dot_product_attention(heads(x), heads(x * m.weight), heads(x.tanh()), attn_mask=bias)
+        out = F.scaled_dot_product_attention(
+            heads(x), heads(x * m.weight), heads(x.tanh()), attn_mask=bias
+        )
         return mean(m, out.transpose(1, 2).reshape(2, 4, 8), y)
 
     assert pieces(body) == {}
@@ -109,7 +120,9 @@ def test_attention_with_a_learned_bias_is_left_alone():
 
 def test_attention_that_is_read_head_by_head():
     def body(m, x, y):
-        out = F.scaled_dot_product_attention(heads(x), heads(x * m.weight), heads(x.tanh()), is_causal=True)
+        out = F.scaled_dot_product_attention(
+            heads(x), heads(x * m.weight), heads(x.tanh()), is_causal=True
+        )
         return mean(m, out.flip(1).transpose(1, 2).reshape(2, 4, 8), y)
 
     assert pieces(body) == {CAUSAL: 1}
@@ -125,7 +138,9 @@ def test_key_heads_of_a_group_are_not_repeated(causal):
     seen = []
 
     def body(m, x, y):
-        out = F.scaled_dot_product_attention(heads(x), shared(x[..., :4]), shared(x[..., 4:]), is_causal=causal)
+        out = F.scaled_dot_product_attention(
+            heads(x), shared(x[..., :4]), shared(x[..., 4:]), is_causal=causal
+        )
         return mean(m, out.transpose(1, 2).reshape(2, 4, 8), y)
 
     assert pieces(body, seen=seen) == {CAUSAL if causal else ATTENTION: 1}
@@ -156,4 +171,6 @@ BIAS = torch.zeros(1, 1, 4, 4).masked_fill(~TRIANGLE, torch.finfo(torch.float32)
     ],
 )
 def test_attention_written_out(options, count):
-    assert pieces(lambda m, x, y: mean(m, written_out(m, x, **options), y)) == ({ATTENTION: 1} if count else {})
+    assert pieces(lambda m, x, y: mean(m, written_out(m, x, **options), y)) == (
+        {ATTENTION: 1} if count else {}
+    )

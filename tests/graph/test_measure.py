@@ -1,4 +1,6 @@
-"""The planner's numbers of captured units: the bytes that real segments keep, and those of the native model."""
+"""The planner's numbers of captured units: the bytes that real segments keep, and those of the
+native model.
+"""
 
 import pytest
 import torch
@@ -21,9 +23,16 @@ from megatron_merak.planner.cost import gpt_units
 from megatron_merak.segment import Common
 from megatron_merak.training.hf_batches import TokenBatches
 from tests.graph.stages import Family, Stages
+from tests.requests import request
 
 SAMPLES, LENGTH = 2, 16
-SHAPE = {"num_layers": 3, "hidden_size": 64, "seq_length": LENGTH, "vocab_size": 128, "num_attention_heads": 8}
+SHAPE = {
+    "num_layers": 3,
+    "hidden_size": 64,
+    "seq_length": LENGTH,
+    "vocab_size": 128,
+    "num_attention_heads": 8,
+}
 NATIVE = {
     "llama": ModelConfig(
         **SHAPE,
@@ -39,7 +48,9 @@ NATIVE = {
         hidden_dropout=0,
         attention_dropout=0,
     ),
-    "gpt2": ModelConfig(**SHAPE, make_vocab_size_divisible_by=1, hidden_dropout=0, attention_dropout=0),
+    "gpt2": ModelConfig(
+        **SHAPE, make_vocab_size_divisible_by=1, hidden_dropout=0, attention_dropout=0
+    ),
 }
 
 
@@ -47,10 +58,19 @@ def captured(name: str, **overrides):
     sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
     with init_empty_weights():
         if name == "llama":
-            sizes |= {"intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
+            sizes |= {
+                "intermediate_size": 96,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": LENGTH,
+            }
             model = LlamaForCausalLM(LlamaConfig(**sizes))
         else:
-            drops = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "n_positions": LENGTH} | overrides
+            drops = {
+                "resid_pdrop": 0,
+                "embd_pdrop": 0,
+                "attn_pdrop": 0,
+                "n_positions": LENGTH,
+            } | overrides
             model = GPT2LMHeadModel(GPT2Config(**sizes, **drops))
     return capture(model, TokenBatches("shifted").example(SAMPLES, LENGTH))
 
@@ -64,7 +84,10 @@ def units_of(graph, tp: int = 1, fused_attention: bool = False):
 @pytest.mark.parametrize("name", NATIVE)
 def test_the_numbers_are_those_of_the_native_model(name, tp):
     """A layer is two units here, so of what it keeps the border between them is an input."""
-    found, native = units_of(captured(name), tp), gpt_units(NATIVE[name], SAMPLES, 4, tp, fused_dropout=False)
+    found, native = (
+        units_of(captured(name), tp),
+        gpt_units(NATIVE[name], SAMPLES, 4, tp, fused_dropout=False),
+    )
     assert held_parameters(found) == held_parameters(native)
     for unit in (*found, *native):
         assert sum(2 * m * n * k for m, n, k in unit.products) == unit.flops - unit.attention_flops
@@ -77,7 +100,9 @@ def test_the_numbers_are_those_of_the_native_model(name, tp):
         assert attention.saved_bytes + border + mlp.saved_bytes == whole.saved_bytes
         assert border == mlp.output_bytes == whole.output_bytes and attention.passed_bytes == 0
         for field in ("reduces", "reduced_bytes"):
-            summed = tuple(map(sum, zip(getattr(attention, field), getattr(mlp, field), strict=True)))
+            summed = tuple(
+                map(sum, zip(getattr(attention, field), getattr(mlp, field), strict=True))
+            )
             assert summed == getattr(whole, field)
     head, theirs = found[-1], native[-1]
     assert (head.parameters, head.flops) == (theirs.parameters, theirs.flops)
@@ -86,7 +111,9 @@ def test_the_numbers_are_those_of_the_native_model(name, tp):
 
 
 def really_saved(family: Family) -> list[int]:
-    """Bytes that autograd keeps of each unit's segments, beside inputs, parameters and what the batch gives."""
+    """Bytes that autograd keeps of each unit's segments, beside inputs, parameters and what the
+    batch gives.
+    """
     parts = split(family.rewritten, range(family.units))
     segments = parts.segments(Stages(family).parameters)
     common = Common(parts.prelude(family.batch))
@@ -101,15 +128,21 @@ def really_saved(family: Family) -> list[int]:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             ins = [values[i.value].detach().requires_grad_(i.grad) for i in segment.ins]
-            values.update(zip([o.value for o in segment.outs], segment.fn(common, *ins), strict=True))
+            values.update(
+                zip([o.value for o in segment.outs], segment.fn(common, *ins), strict=True)
+            )
     made_by = {out.value: segment.unit for segment in segments for out in segment.outs}
     totals = []
     for unit, kept in enumerate(saved):
         mine = [segment for segment in segments if segment.unit == unit]
         outside = [p for segment in mine for p in segment.parameters] + list(common.values())
-        outside += [values[i.value] for segment in mine for i in segment.ins if made_by[i.value] != unit]
+        outside += [
+            values[i.value] for segment in mine for i in segment.ins if made_by[i.value] != unit
+        ]
         known = {tensor.untyped_storage().data_ptr() for tensor in outside}
-        totals.append(sum(storage.nbytes() for address, storage in kept.items() if address not in known))
+        totals.append(
+            sum(storage.nbytes() for address, storage in kept.items() if address not in known)
+        )
     return totals
 
 
@@ -132,15 +165,25 @@ def test_flops_of_all_ranks_are_those_of_the_model():
 def test_equal_layers_are_measured_once(monkeypatch):
     graph, measured = captured("gpt2"), []
     run = measuring.unit_costs
-    monkeypatch.setattr(measuring, "unit_costs", lambda *args, **options: measured.append(1) or run(*args, **options))
+    monkeypatch.setattr(
+        measuring,
+        "unit_costs",
+        lambda *args, **options: measured.append(1) or run(*args, **options),
+    )
     assert len(units_of(graph)) == 8 and len(measured) == 4
 
 
 def test_attention_with_dropout_keeps_its_probabilities_on_a_cpu_only():
     graph = captured("gpt2", attn_pdrop=0.1)
-    on_cpu, on_gpu = (units_of(graph, fused_attention=fused)[1].saved_bytes for fused in (False, True))
+    on_cpu, on_gpu = (
+        units_of(graph, fused_attention=fused)[1].saved_bytes for fused in (False, True)
+    )
     normed, query, statistics = 64 * 4 + 2 * 4, 64 * 4, 8 * 4  # of a token
     assert on_gpu == SAMPLES * LENGTH * (normed + 3 * query + statistics + 64 * 4)
+    assert any(unit.attention_drops for unit in units_of(graph, fused_attention=True))
+    assert not any(
+        unit.attention_drops for unit in units_of(captured("gpt2"), fused_attention=True)
+    )
     probabilities = 8 * LENGTH * 4  # before and after dropout
     assert on_cpu - on_gpu >= SAMPLES * LENGTH * (2 * probabilities - statistics)
 
@@ -156,14 +199,17 @@ def test_values_that_pass_a_unit_are_told_from_those_it_makes():
         assert unit.output_bytes - unit.passed_bytes == sum(
             node.meta["val"].nbytes for node in crossing if node in nodes
         )
-    made = plan_chain(units, Grid(pp=2), microbatches=2, micro_batch_size=2)
+    made = plan_chain(units, request(Grid(pp=2), microbatches=2, micro_batch_size=2))
     assert made.predicted_time > 0 and len(made.stages) == 2
 
 
 def test_what_a_rank_stores_includes_padding():
     assert stored_values(TensorSharding("w", (11, 8), 0, padded=12), 2) == 48
     assert stored_values(TensorSharding("w", (12, 8), 1, blocks=2), 2) == 48
-    assert stored_values(TensorSharding("w", (12, 8)), 2) == 96 and stored_values(TensorSharding("s", ()), 2) == 1
+    assert (
+        stored_values(TensorSharding("w", (12, 8)), 2) == 96
+        and stored_values(TensorSharding("s", ()), 2) == 1
+    )
 
 
 def _llama(trained):

@@ -21,7 +21,9 @@ from megatron_merak.graph.ir.operators import flops
 
 
 def export(function, *inputs, parameters=()):
-    """The aten graph of ``function(module, *inputs)``, its get_attr nodes with values, all of it in training mode."""
+    """The aten graph of ``function(module, *inputs)``, its get_attr nodes with values, all of it in
+    training mode.
+    """
 
     class Model(nn.Module):
         def __init__(self):
@@ -54,17 +56,42 @@ grouped = (torch.rand(6, 8, dtype=torch.bfloat16), torch.rand(2, 8, 16, dtype=to
     ("function", "inputs", "name", "expected"),
     [
         (lambda m, a, b: F.linear(a, b), (x, torch.rand(7, 5)), "linear", 2 * 3 * 5 * 7),
-        (lambda m, a, b, c: torch.addmm(c, a, b), (x, torch.rand(5, 7), torch.rand(7)), "addmm", 2 * 3 * 5 * 7),
-        (lambda m, a, b: a @ b, (torch.rand(2, 3, 5), torch.rand(2, 5, 7)), "matmul", 2 * 2 * 3 * 5 * 7),
-        (lambda m, a, b: torch.bmm(a, b), (torch.rand(2, 3, 5), torch.rand(2, 5, 7)), "bmm", 2 * 2 * 3 * 5 * 7),
-        (lambda m, a, w: F.conv2d(a, w, groups=2), (image, torch.rand(6, 2, 3, 3)), "conv2d", 2 * 2 * 6 * 49 * 2 * 9),
+        (
+            lambda m, a, b, c: torch.addmm(c, a, b),
+            (x, torch.rand(5, 7), torch.rand(7)),
+            "addmm",
+            2 * 3 * 5 * 7,
+        ),
+        (
+            lambda m, a, b: a @ b,
+            (torch.rand(2, 3, 5), torch.rand(2, 5, 7)),
+            "matmul",
+            2 * 2 * 3 * 5 * 7,
+        ),
+        (
+            lambda m, a, b: torch.bmm(a, b),
+            (torch.rand(2, 3, 5), torch.rand(2, 5, 7)),
+            "bmm",
+            2 * 2 * 3 * 5 * 7,
+        ),
+        (
+            lambda m, a, w: F.conv2d(a, w, groups=2),
+            (image, torch.rand(6, 2, 3, 3)),
+            "conv2d",
+            2 * 2 * 6 * 49 * 2 * 9,
+        ),
         (
             lambda m, a, w: F.conv_transpose2d(a, w),
             (image, torch.rand(4, 6, 3, 3)),
             "conv_transpose2d",
             2 * 2 * 4 * 81 * 6 * 9,
         ),
-        (lambda m, q: F.scaled_dot_product_attention(q, q, q), (attention,), None, 4 * 2 * 3 * 8 * 8 * 6),
+        (
+            lambda m, q: F.scaled_dot_product_attention(q, q, q),
+            (attention,),
+            None,
+            4 * 2 * 3 * 8 * 8 * 6,
+        ),
         (
             lambda m, q: F.scaled_dot_product_attention(q, q, q, is_causal=True),
             (attention,),
@@ -83,12 +110,19 @@ grouped = (torch.rand(6, 8, dtype=torch.bfloat16), torch.rand(2, 8, 16, dtype=to
             "einsum",
             2 * 2 * 3 * 5 * 7,
         ),
-        (lambda m, a: torch.einsum("bij,bkj->bik", a, a), (torch.rand(2, 3, 5),), "einsum", 2 * 2 * 3 * 3 * 5),
+        (
+            lambda m, a: torch.einsum("bij,bkj->bik", a, a),
+            (torch.rand(2, 3, 5),),
+            "einsum",
+            2 * 2 * 3 * 3 * 5,
+        ),
         (lambda m, a, b: a * b, (x, x), "mul", 0),
     ],
 )
 def test_flops(function, inputs, name, expected):
-    assert flops(find(export(function, *inputs), name or "scaled_dot_product_attention")) == expected
+    assert (
+        flops(find(export(function, *inputs), name or "scaled_dot_product_attention")) == expected
+    )
 
 
 def test_an_opaque_region_costs_what_is_in_it():
@@ -158,15 +192,28 @@ def test_classes():
         side = m.bias.exp()
         return (F.linear(a * table, m.w) + side).masked_fill(mask.logical_not(), 0)
 
-    graph = export(f, x, torch.ones(7, dtype=bool), parameters={"w": torch.rand(7, 5), "bias": torch.rand(7)})
+    graph = export(
+        f, x, torch.ones(7, dtype=bool), parameters={"w": torch.rand(7, 5), "bias": torch.rand(7)}
+    )
     kinds = kinds_of(graph)
-    expected = dict.fromkeys(("arange", "cos", "mul", "logical_not"), "common") | {"exp": "side", "linear": "main"}
-    expected |= {"add": "main", "masked_fill": "main", "placeholder": "leaf", "get_attr": "param", "output": "output"}
+    expected = dict.fromkeys(("arange", "cos", "mul", "logical_not"), "common") | {
+        "exp": "side",
+        "linear": "main",
+    }
+    expected |= {
+        "add": "main",
+        "masked_fill": "main",
+        "placeholder": "leaf",
+        "get_attr": "param",
+        "output": "output",
+    }
     assert kinds == expected
 
 
 def test_chance_is_never_computed_twice():
-    graph = export(lambda m, a: F.linear(a * torch.rand(5).sqrt(), m.w), x, parameters={"w": torch.rand(7, 5)})
+    graph = export(
+        lambda m, a: F.linear(a * torch.rand(5).sqrt(), m.w), x, parameters={"w": torch.rand(7, 5)}
+    )
     assert kinds_of(graph) | {"rand": "main", "sqrt": "main", "mul": "main"} == kinds_of(graph)
 
 

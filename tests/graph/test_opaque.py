@@ -1,4 +1,6 @@
-"""Custom autograd Functions: traced through where that changes no gradient, else one node that is the Function."""
+"""Custom autograd Functions: traced through where that changes no gradient, else one node that is
+the Function.
+"""
 
 import copy
 
@@ -61,7 +63,9 @@ class OnlySome(torch.autograd.Function):
 
 
 class Saturating(torch.autograd.Function):
-    """Several results, one of them no tensor and one without gradient; bounds what all its readers send back."""
+    """Several results, one of them no tensor and one without gradient; bounds what all its readers
+    send back.
+    """
 
     @staticmethod
     def forward(ctx, x, options):
@@ -173,7 +177,9 @@ def test_a_function_that_draws_random_numbers_is_random():
 
 
 def test_nodes_survive_copies_of_the_graph_and_have_stable_names():
-    captured = check(lambda m, y: StraightThrough.apply(StraightThrough.apply(y) * 1.5).sum(), count=2)
+    captured = check(
+        lambda m, y: StraightThrough.apply(StraightThrough.apply(y) * 1.5).sum(), count=2
+    )
     again = copy.deepcopy(captured.module.graph)
     assert [n.name for n in again.nodes if isinstance(n.target, CustomFunction)] == [
         "StraightThrough_apply",
@@ -206,8 +212,14 @@ class Writes(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda m, y: ReadsMore.apply(y, m.layer).sum(), "ReadsMore.*in a module that is an argument"),
-        (lambda m, y: ReadsMore.apply(y, lambda: m.layer.bias).sum(), "ReadsMore.*that is not one of its arguments"),
+        (
+            lambda m, y: ReadsMore.apply(y, m.layer).sum(),
+            "ReadsMore.*in a module that is an argument",
+        ),
+        (
+            lambda m, y: ReadsMore.apply(y, lambda: m.layer.bias).sum(),
+            "ReadsMore.*that is not one of its arguments",
+        ),
         (lambda m, y: Writes.apply(y * 1).sum(), "Writes.*changes memory of its arguments"),
     ],
 )

@@ -23,7 +23,9 @@ class Derived(Base):
     pass
 
 
-@pytest.mark.parametrize("owner", [Base, Derived, Derived()], ids=["own", "inherited", "of an object"])
+@pytest.mark.parametrize(
+    "owner", [Base, Derived, Derived()], ids=["own", "inherited", "of an object"]
+)
 def test_what_was_there_comes_back(owner):
     before = dict(vars(owner))
     with pytest.raises(KeyError), overriding(owner, "made", lambda: "another"):
@@ -48,7 +50,13 @@ def test_what_a_release_lacks_is_named(owner):
 
 
 def test_nothing_else_replaces_attributes():
-    """A patch by unittest.mock of something that a release renamed is an AttributeError of the mock."""
+    """A patch by unittest.mock of something that a release renamed is an AttributeError of the
+    mock.
+    """
     package = Path(megatron_merak.__file__).parent
-    found = [path for path in package.rglob("*.py") if re.search(r"^\s*(from|import) unittest", path.read_text(), re.M)]
+    found = [
+        path
+        for path in package.rglob("*.py")
+        if re.search(r"^\s*(from|import) unittest", path.read_text(), re.M)
+    ]
     assert not found

@@ -1,4 +1,6 @@
-"""Features that the ranks do not share evenly: their padding changes no loss and no gradient, and stays zero."""
+"""Features that the ranks do not share evenly: their padding changes no loss and no gradient, and
+stays zero.
+"""
 
 import pytest
 import torch
@@ -20,13 +22,18 @@ class Odd(nn.Module):
     def __init__(self, between):
         super().__init__()
         self.into, self.also, self.out = nn.Linear(8, 67), nn.Linear(8, 67), nn.Linear(67, 8)
-        self.table, self.scale, self.between = nn.Embedding(67, 8), nn.Parameter(torch.full((1,), 0.7)), between
+        self.table, self.scale, self.between = (
+            nn.Embedding(67, 8),
+            nn.Parameter(torch.full((1,), 0.7)),
+            between,
+        )
 
     def forward(self, x):
         return self.between(self, x).square().sum()
 
 
-# What the padding of the first layer's features would become, or what it would do to the gradient of other padding.
+# What the padding of the first layer's features would become, or what it would do to the gradient
+# of other padding.
 CASES = {
     "add of one number": lambda m, x: m.out(m.into(x) + m.scale),
     "add of a mean": lambda m, x: m.out(m.into(x) + x.mean(-1, keepdim=True)),
@@ -83,7 +90,13 @@ def test_three_steps_equal_one_process_and_padding_stays_zero(case):
     real = {name: dict(model.named_parameters())[name] for name in sharding.tensors}
     for _ in range(3):
         loss = model(**batch)
-        wanted = dict(zip(real, torch.autograd.grad(loss, list(real.values()), materialize_grads=True), strict=True))
+        wanted = dict(
+            zip(
+                real,
+                torch.autograd.grad(loss, list(real.values()), materialize_grads=True),
+                strict=True,
+            )
+        )
         losses, found = lockstep.gradients(programs, held, batch)
         assert all(torch.allclose(one, loss.detach(), rtol=1e-11) for one in losses)
         scale = max(float(grad.abs().max()) for grad in wanted.values())
@@ -94,5 +107,7 @@ def test_three_steps_equal_one_process_and_padding_stays_zero(case):
                     assert torch.allclose(grads[name], part, rtol=1e-9, atol=1e-12 * scale), name
                     held[rank][name] -= 1e-2 / scale * grads[name]
                     padding = lockstep.part(torch.ones_like(wanted[name]), tensor, rank, tp) == 0
-                    assert not grads[name][padding].any() and not held[rank][name][padding].any(), name
+                    assert not grads[name][padding].any() and not held[rank][name][padding].any(), (
+                        name
+                    )
                 real[name] -= 1e-2 / scale * wanted[name]

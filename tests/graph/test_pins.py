@@ -1,4 +1,6 @@
-"""A plan says how parameters are sharded: the ranks then compute with exactly that, or it is refused by name."""
+"""A plan says how parameters are sharded: the ranks then compute with exactly that, or it is
+refused by name.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -10,7 +12,7 @@ from megatron_merak.errors import PlanError
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.sharding.assumptions import Assumptions
 from megatron_merak.graph.sharding.pins import spec_of
-from megatron_merak.graph.sharding.propagate import Propagation
+from megatron_merak.graph.sharding.propagate import propagated
 from megatron_merak.graph.sharding.roles import roles
 from megatron_merak.graph.sharding.rules import RULES, STARTERS
 from megatron_merak.graph.sharding.shard import TensorRules, shard
@@ -19,7 +21,8 @@ from tests.graph import lockstep
 from tests.graph.test_shard import captured
 from tests.graph.tiny import FAMILIES, gradients, randomise, tiny
 
-TIED = {"bert.embeddings.word_embeddings.weight": "cls.predictions.bias"}  # a bias with the rows of a tied table
+# a bias with the rows of a tied table
+TIED = {"bert.embeddings.word_embeddings.weight": "cls.predictions.bias"}
 LAYERS = "layers.0.", "h.0.", "layer.0.", "block.0."
 
 
@@ -61,14 +64,22 @@ def follow(tensors, edited, before):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "t5", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mixtral", "bert"))]
+    "name",
+    [
+        "llama",
+        "gpt2",
+        "t5",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("mixtral", "bert")),
+    ],
 )
 def test_every_edit_of_one_weight_is_obeyed_and_changes_no_gradient(name):
     capturing, model, batch, loss, grads = subject(name)
     tensors = shard(capturing, 2).tensors
     done = []
     for tensor in tensors.values():
-        inside = any(part in tensor.name for part in LAYERS) or not any(c.isdigit() for c in tensor.name)
+        inside = any(part in tensor.name for part in LAYERS) or not any(
+            c.isdigit() for c in tensor.name
+        )
         if tensor.dim is None or len(tensor.shape) < 2 or not inside:
             continue
         for text, edited in ways(tensor):
@@ -76,8 +87,16 @@ def test_every_edit_of_one_weight_is_obeyed_and_changes_no_gradient(name):
             sharding = shard(capturing, 2, pins=plan, complete=True)
             assert sharding.tensors == plan
             assert "as the plan says" in sharding.reasons[edited.name]
-            difference, worst, where, _ = lockstep.compare(capturing, sharding, model, batch, loss, grads)
-            assert difference <= 1e-5 and worst <= 1e-4, (tensor.name, text, difference, where, worst)
+            difference, worst, where, _ = lockstep.compare(
+                capturing, sharding, model, batch, loss, grads
+            )
+            assert difference <= 1e-5 and worst <= 1e-4, (
+                tensor.name,
+                text,
+                difference,
+                where,
+                worst,
+            )
             done.append(text)
     assert done.count("to the other dimension") >= 4 and "vocabulary to another padding" in done
 
@@ -105,9 +124,13 @@ def test_a_plan_may_divide_what_propagation_does_not():
 def test_one_layer_is_edited_and_reasons_tell_what_the_plan_did():
     name = "model.layers.1.mlp.up_proj.weight"
     found = shard(captured("llama"), 2)
-    sharding = shard(captured("llama"), 2, pins=found.tensors | {name: replace(found.tensors[name], dim=1)})
+    sharding = shard(
+        captured("llama"), 2, pins=found.tensors | {name: replace(found.tensors[name], dim=1)}
+    )
     assert sharding.reasons[name] == "row parallel: as the plan says"
-    assert {key: text for key, text in sharding.reasons.items() if "plan" in text} == {name: sharding.reasons[name]}
+    assert {key: text for key, text in sharding.reasons.items() if "plan" in text} == {
+        name: sharding.reasons[name]
+    }
     same = [key for key in found.reasons if "layers.0." in key or "norm" in key]
     assert all(sharding.reasons[key] == found.reasons[key] for key in same)
 
@@ -121,17 +144,24 @@ def test_what_is_made_whole_for_an_edit_is_told():
 
 
 def walk(capturing, tp, assumptions):
-    return Propagation(capturing, tp, RULES, STARTERS, assumptions).run()
+    return propagated(capturing, tp, RULES, STARTERS, assumptions=assumptions)
 
 
 SLOW = "swin whisper clip recurrent_gemma deberta-v2 mamba olmo2 bart blip falcon gemma2 phi bloom opt".split()
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in FAMILIES if x != "phimoe"]
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x
+        for x in FAMILIES
+        if x != "phimoe"
+    ],
 )
 def test_a_plan_that_nobody_edited_changes_nothing(name):
-    """Neither where it is compared with what propagation finds, nor where propagation starts from it."""
+    """Neither where it is compared with what propagation finds, nor where propagation starts from
+    it.
+    """
     found = shard(captured(name), 2)
     again = shard(captured(name), 2, pins=found.tensors, complete=True)
     assert again.tensors == found.tensors and again.reasons == found.reasons
@@ -155,26 +185,62 @@ def test_an_evaluation_capture_follows_an_edited_plan():
     assert first.tensors == later.tensors == plan
 
 
-Q, NORM, TABLE = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
+Q, NORM, TABLE = (
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.norm.weight",
+    "model.embed_tokens.weight",
+)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "reason", "remedy"),
     [
-        (Q, {"shape": (32, 64)}, r"its shape is (32, 64) in the plan, and (32, 32) in the model", "Correct the plan"),
-        (Q, {"blocks": 5}, "the plan has it in 5 blocks, and dimension 0 is 32 long", "Let blocks be 1"),
+        (
+            Q,
+            {"shape": (32, 64)},
+            r"its shape is (32, 64) in the plan, and (32, 32) in the model",
+            "Correct the plan",
+        ),
+        (
+            Q,
+            {"blocks": 5},
+            "the plan has it in 5 blocks, and dimension 0 is 32 long",
+            "Let blocks be 1",
+        ),
         (Q, {"blocks": 0}, "the plan has it in 0 blocks", "Let blocks be 1"),
-        (Q, {"blocks": (31, 1)}, "and 31 is not divisible by 2 tensor-parallel ranks", "Let dim be null"),
-        (TABLE, {"padded": 97}, "padded to 97, and 97 is not divisible by 2", "Pad it to a multiple of 2"),
-        (TABLE, {"blocks": 2}, "embedding in model.embed_tokens looks up rows that are sharded", "Let it be sharded"),
-        (None, {"name": "model.layers.9.weight"}, "the model computes with no such parameter", "Leave it out"),
+        (
+            Q,
+            {"blocks": (31, 1)},
+            "and 31 is not divisible by 2 tensor-parallel ranks",
+            "Let dim be null",
+        ),
+        (
+            TABLE,
+            {"padded": 97},
+            "padded to 97, and 97 is not divisible by 2",
+            "Pad it to a multiple of 2",
+        ),
+        (
+            TABLE,
+            {"blocks": 2},
+            "embedding in model.embed_tokens looks up rows that are sharded",
+            "Let it be sharded",
+        ),
+        (
+            None,
+            {"name": "model.layers.9.weight"},
+            "the model computes with no such parameter",
+            "Leave it out",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_by_name(name, change, reason, remedy):
     plan = dict(shard(captured("llama", vocab_size=96), 2).tensors)
     changed = replace(plan[name or Q], **change)
     with pytest.raises(PlanError) as caught:
-        shard(captured("llama", vocab_size=96), 2, pins=plan | {changed.name: changed}, complete=True)
+        shard(
+            captured("llama", vocab_size=96), 2, pins=plan | {changed.name: changed}, complete=True
+        )
     assert (caught.value.what, caught.value.value) == ("sharding of", changed.name)
     assert reason in caught.value.reason and caught.value.remedy.startswith(remedy)
 
@@ -182,17 +248,39 @@ def test_a_plan_that_cannot_be_is_refused_by_name(name, change, reason, remedy):
 @pytest.mark.parametrize(
     ("family", "edits", "fault", "reason"),
     [
-        ("gpt2", {"transformer.ln_f.weight": 0}, "transformer.ln_f.weight", "layer_norm in transformer.ln_f takes"),
-        ("gpt2", {"h.0.attn.c_attn.weight": 0}, "h.0.attn.c_attn.weight", "h.0.attn.c_attn.bias, which is sharded"),
+        (
+            "gpt2",
+            {"transformer.ln_f.weight": 0},
+            "transformer.ln_f.weight",
+            "layer_norm in transformer.ln_f takes",
+        ),
+        (
+            "gpt2",
+            {"h.0.attn.c_attn.weight": 0},
+            "h.0.attn.c_attn.weight",
+            "h.0.attn.c_attn.bias, which is sharded",
+        ),
         ("gpt2", {"h.1.mlp.c_fc.weight": None}, "h.1.mlp.c_fc.bias", "needs replicated operands"),
-        ("gpt2", {"h.1.mlp.c_proj.bias": 0}, "h.1.mlp.c_proj.bias", "bias, which is sharded, to a replicated one"),
-        ("mixtral", {"layers.0.mlp.experts.down_proj": 0}, "layers.0.mlp.experts.down_proj", "needs replicated"),
+        (
+            "gpt2",
+            {"h.1.mlp.c_proj.bias": 0},
+            "h.1.mlp.c_proj.bias",
+            "bias, which is sharded, to a replicated one",
+        ),
+        (
+            "mixtral",
+            {"layers.0.mlp.experts.down_proj": 0},
+            "layers.0.mlp.experts.down_proj",
+            "needs replicated",
+        ),
     ],
 )
 def test_an_edit_that_the_graph_cannot_follow_is_refused_by_name(family, edits, fault, reason):
     tensors = shard(captured(family), 2).tensors
     found = {name: dim for end, dim in edits.items() for name in tensors if name.endswith(end)}
-    plan = tensors | {name: replace(tensors[name], dim=dim, blocks=1) for name, dim in found.items()}
+    plan = tensors | {
+        name: replace(tensors[name], dim=dim, blocks=1) for name, dim in found.items()
+    }
     with pytest.raises(PlanError) as caught:
         shard(captured(family), 2, pins=plan, complete=True)
     assert caught.value.what == "sharding of" and caught.value.value.endswith(fault)
@@ -205,19 +293,24 @@ def test_a_plan_says_of_every_parameter_and_by_its_own_name():
     with pytest.raises(PlanError, match=r"lm_head.weight: it is tied to transformer.wte.weight"):
         shard(captured("gpt2"), 2, pins=plan | {"lm_head.weight": tied}, complete=True)
     del plan["transformer.ln_f.bias"]
-    with pytest.raises(PlanError, match=r"transformer.ln_f.bias: the model computes with it, and the plan does not"):
+    with pytest.raises(
+        PlanError, match=r"transformer.ln_f.bias: the model computes with it, and the plan does not"
+    ):
         shard(captured("gpt2"), 2, pins=plan, complete=True)
     assert shard(captured("gpt2"), 2, pins=plan).tensors["transformer.ln_f.bias"].dim is None
 
 
 def test_one_rank_divides_nothing():
     plan = shard(captured("llama"), 2).tensors
-    with pytest.raises(PlanError, match=f"{TABLE}: the plan has it sharded .* one tensor-parallel rank"):
+    with pytest.raises(
+        PlanError, match=f"{TABLE}: the plan has it sharded .* one tensor-parallel rank"
+    ):
         shard(captured("llama"), 1, pins=plan)
 
 
 @pytest.mark.parametrize(
-    ("rule", "dim"), [(f"{Q}=replicate", 0), (f"{Q}=row", 0), (f"{Q}=column", None), (f"{Q}=column", 1)]
+    ("rule", "dim"),
+    [(f"{Q}=replicate", 0), (f"{Q}=row", 0), (f"{Q}=column", None), (f"{Q}=column", 1)],
 )
 def test_a_rule_that_contradicts_the_plan_is_refused(rule, dim):
     plan = shard(captured("llama"), 2).tensors

@@ -1,4 +1,6 @@
-"""What a forward writes in Python is refused by name and line, unless the next forward does not mind."""
+"""What a forward writes in Python is refused by name and line, unless the next forward does not
+mind.
+"""
 
 import itertools
 import random
@@ -187,7 +189,9 @@ def test_what_a_forward_writes_into_the_config_is_there_afterwards():
 
 
 def test_what_other_threads_do_meanwhile_is_not_the_models():
-    """Loggers and downloads read the clock and draw numbers beside a capture: it took these for its forward's."""
+    """Loggers and downloads read the clock and draw numbers beside a capture: it took these for its
+    forward's.
+    """
     done = threading.Event()
     began = threading.Event()
 

@@ -1,4 +1,6 @@
-"""A rewritten model on all its ranks against the whole one: the loss and every gradient, random weights."""
+"""A rewritten model on all its ranks against the whole one: the loss and every gradient, random
+weights.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,12 +14,14 @@ from torch._ops import OpOverload
 from torch.fx.node import map_aggregate, map_arg
 
 from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.ir.kinds import NodeKind, kind
 from megatron_merak.graph.ir.marks import copy_in, reduce_sum, stack
 from megatron_merak.graph.ir.nodes import is_random
 from megatron_merak.graph.lowering.rewrite import rewrite
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding import local
 from megatron_merak.graph.sharding.shard import TensorRules, shard
+from megatron_merak.segment import LayerAxis
 from tests.graph import lockstep
 from tests.graph.tiny import FAMILIES, gradients, randomise, tiny
 from tests.ranks import run_ranks
@@ -26,13 +30,17 @@ FULL = "llama gpt2 bloom gemma2 qwen3 mixtral gpt_oss phi3 falcon olmo2 mamba be
 
 
 def check(name, tp, rules="", **overrides):
-    """The family's (sharding, programs) for ``tp`` ranks, after comparing them with the eager model."""
+    """The family's (sharding, programs) for ``tp`` ranks, after comparing them with the eager
+    model.
+    """
     real, _, batch = tiny(name, **overrides)
     model = randomise(real())
     captured = capture(model, batch)
     sharding = shard(captured, tp, TensorRules.parse(rules))
     loss, grads = gradients(model, batch)
-    difference, worst, where, programs = lockstep.compare(captured, sharding, model, batch, loss, grads)
+    difference, worst, where, programs = lockstep.compare(
+        captured, sharding, model, batch, loss, grads
+    )
     assert difference <= 1e-5 and worst <= 1e-4, (difference, where, worst)
     return sharding, programs
 
@@ -45,7 +53,9 @@ def trained(model, batch):
 
 
 def marks(program):
-    return Counter(node.target for node in program.graph.nodes if node.target in (copy_in, reduce_sum, stack))
+    return Counter(
+        node.target for node in program.graph.nodes if node.target in (copy_in, reduce_sum, stack)
+    )
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -74,7 +84,11 @@ def test_a_layer_costs_two_sums_in_either_direction():
 def test_experts_are_summed_after_their_top_k():
     _, (program, _) = check("mixtral", 2)
     tokens = 2 * 16 * 32
-    assert all(n.meta["val"].numel() <= tokens for n in program.graph.nodes if n.target in (copy_in, reduce_sum))
+    assert all(
+        n.meta["val"].numel() <= tokens
+        for n in program.graph.nodes
+        if n.target in (copy_in, reduce_sum)
+    )
 
 
 def test_parallel_branches_share_one_sum():
@@ -114,8 +128,11 @@ def test_dropout_in_sharded_work_is_told_from_that_on_whole_values():
     captured = capture(real(), batch)
     program = rewrite(captured, cut(captured), shard(captured, 2), 0, 2)
     random = [node for node in program.graph.nodes if is_random(node)]
-    assert {node.meta["sharded"] for node in random if "attention" in str(node.target)} == {True}
-    assert {node.meta["sharded"] for node in random if "dropout.default" in str(node.target)} == {False}
+    kinds = {str(node.target): kind(node, LayerAxis.TP) for node in random}
+    assert kinds == {
+        "aten.dropout.default": NodeKind.FULL,
+        "aten.scaled_dot_product_attention.default": NodeKind.SHARDS,
+    }
 
 
 def test_norms_inside_sharded_work_are_partial():
@@ -124,7 +141,9 @@ def test_norms_inside_sharded_work_are_partial():
 
 
 def test_a_rule_makes_a_weight_whole_and_the_result_stays_right():
-    sharding, (program, _) = check("llama", 2, rules="*.o_proj.weight=replicate; *.up_proj.weight=row")
+    sharding, (program, _) = check(
+        "llama", 2, rules="*.o_proj.weight=replicate; *.up_proj.weight=row"
+    )
     assert sharding.tensors["model.layers.0.self_attn.o_proj.weight"].dim is None
     assert "model.layers.0.self_attn.o_proj.weight" in program.partial
 
@@ -136,9 +155,13 @@ def test_nodes_say_where_they_belong():
     program = rewrite(captured, chain, shard(captured, 2), 0, 2)
     for node in program.graph.nodes:
         if node.op != "output":
-            assert {"val", "unit", "sharded"} <= set(node.meta), node
-        if node.op == "call_function" and node.target not in (reduce_sum, stack) and not node.meta["sharded"]:
-            assert not any(x.meta["sharded"] for x in node.all_input_nodes), node
+            assert {"val", "unit"} <= set(node.meta), node
+        if (
+            node.op == "call_function"
+            and node.target not in (reduce_sum, stack)
+            and not kind(node, LayerAxis.TP)
+        ):
+            assert not any(kind(x, LayerAxis.TP) for x in node.all_input_nodes), node
     units = [node.meta["unit"] for node in program.graph.nodes if node.meta.get("unit") is not None]
     assert sorted(set(units)) == list(range(len(chain.units)))
 
@@ -160,11 +183,17 @@ def test_logits_are_made_whole(vocabulary):
     programs = [rewrite(captured, cut(captured), sharding, rank, 2) for rank in range(2)]
     assert programs[0].names == ("loss", "logits")
     held = [
-        {n: lockstep.part(model.get_parameter(n).detach(), t, rank, 2) for n, t in sharding.tensors.items()}
+        {
+            n: lockstep.part(model.get_parameter(n).detach(), t, rank, 2)
+            for n, t in sharding.tensors.items()
+        }
         for rank in range(2)
     ]
     for _, logits in lockstep.run(programs, held, batch):
-        assert torch.allclose(logits, model(**batch).logits, atol=1e-6) and logits.shape[-1] == vocabulary
+        assert (
+            torch.allclose(logits, model(**batch).logits, atol=1e-6)
+            and logits.shape[-1] == vocabulary
+        )
 
 
 class Head(nn.Module):
@@ -172,7 +201,10 @@ class Head(nn.Module):
 
     def __init__(self, loss, vocabulary=67, tied=False):
         super().__init__()
-        self.embedding, self.output = nn.Embedding(vocabulary, 16, padding_idx=3), nn.Linear(16, vocabulary)
+        self.embedding, self.output = (
+            nn.Embedding(vocabulary, 16, padding_idx=3),
+            nn.Linear(16, vocabulary),
+        )
         self.loss = loss
         if tied:
             self.output.weight = self.embedding.weight
@@ -183,7 +215,9 @@ class Head(nn.Module):
 
 def shifted(logits, labels):
     labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    return F.cross_entropy(logits.float().view(-1, 67).to(logits.dtype), labels.view(-1), ignore_index=-100)
+    return F.cross_entropy(
+        logits.float().view(-1, 67).to(logits.dtype), labels.view(-1), ignore_index=-100
+    )
 
 
 def by_hand(logits, labels, maximum):
@@ -195,14 +229,20 @@ LOSSES = {
     "shifted": shifted,
     "sliced": lambda x, y: F.cross_entropy(x[:, :-1].reshape(-1, 67), y[:, 1:].reshape(-1)),
     "sum": lambda x, y: F.cross_entropy(x.view(-1, 67), y.view(-1), reduction="sum") / 5.0,
-    "none": lambda x, y: F.cross_entropy(x.view(-1, 67), y.view(-1), reduction="none").square().mean(),
+    "none": lambda x, y: (
+        F.cross_entropy(x.view(-1, 67), y.view(-1), reduction="none").square().mean()
+    ),
     "smoothing": lambda x, y: F.cross_entropy(x.view(-1, 67), y.view(-1), label_smoothing=0.1),
     "ignored": lambda x, y: F.cross_entropy(x.view(-1, 67), y.view(-1), ignore_index=5),
     "capped": lambda x, y: F.cross_entropy((3 * torch.tanh(x / 3) * 0.5).view(-1, 67), y.view(-1)),
     "classes second": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
     "log softmax": lambda x, y: -x.log_softmax(-1).gather(-1, y[..., None]).mean(),
-    "log softmax of rows": lambda x, y: -F.log_softmax(x.view(-1, 67), 1)[torch.arange(10), y.view(-1) - 67].mean(),
-    "nll": lambda x, y: F.nll_loss(F.log_softmax(x.transpose(1, 2), 1), y, ignore_index=5, reduction="sum"),
+    "log softmax of rows": lambda x, y: (
+        -F.log_softmax(x.view(-1, 67), 1)[torch.arange(10), y.view(-1) - 67].mean()
+    ),
+    "nll": lambda x, y: F.nll_loss(
+        F.log_softmax(x.transpose(1, 2), 1), y, ignore_index=5, reduction="sum"
+    ),
     "logsumexp": lambda x, y: (x.logsumexp(-1) - x.gather(-1, y[..., None])[..., 0]).mean(),
     "amax": lambda x, y: by_hand(x, y, x.amax(-1, keepdim=True)),
     "amax, detached": lambda x, y: by_hand(x, y, x.amax(-1, keepdim=True).detach()),
@@ -213,7 +253,9 @@ LOSSES = {
         -(x.log_softmax(-1).gather(-1, y[..., None]) + x.log_softmax(-1).mean(-1, True)).sum()
     ),
     "one hot": lambda x, y: -(F.one_hot(y, 67) * x.log_softmax(-1)).sum(-1).mean(),
-    "accuracy beside": lambda x, y: F.cross_entropy(x.transpose(1, 2), y) + (x.argmax(-1) == y).double().mean(),
+    "accuracy beside": lambda x, y: (
+        F.cross_entropy(x.transpose(1, 2), y) + (x.argmax(-1) == y).double().mean()
+    ),
 }
 
 
@@ -242,7 +284,9 @@ def test_losses_over_a_padded_vocabulary(loss, tied):
 
 def test_a_loss_that_weights_the_classes_keeps_the_output_layer_whole():
     weights = torch.linspace(0.5, 2, 67).double()
-    sharding = check_head(Head(lambda x, y: F.cross_entropy(x.view(-1, 67), y.view(-1), weight=weights)))
+    sharding = check_head(
+        Head(lambda x, y: F.cross_entropy(x.view(-1, 67), y.view(-1), weight=weights))
+    )
     assert sharding.tensors["output.weight"].dim is None
     assert "weights the classes" in sharding.reasons["output.weight"]
 
@@ -269,7 +313,9 @@ def test_a_parameter_read_in_both_ways_counts_once():
     captured = capture(model, batch)
     loss, grads = trained(model, batch)
     sharding = shard(captured, 2)
-    difference, worst, where, programs = lockstep.compare(captured, sharding, model, batch, loss, grads)
+    difference, worst, where, programs = lockstep.compare(
+        captured, sharding, model, batch, loss, grads
+    )
     assert difference <= 1e-12 and worst <= 1e-12, (where, worst)
     assert programs[0].partial == ("scale",)
     assert any(node.target is local.grad_on_rank_0 for node in programs[0].graph.nodes)
@@ -355,7 +401,9 @@ def portable(program):
 
 def _operator(target):
     _, packet, overload = target.split(".") if isinstance(target, str) else ("", "", "")
-    return getattr(getattr(torch.ops.aten, packet), overload) if packet else MARKS.get(target, target)
+    return (
+        getattr(getattr(torch.ops.aten, packet), overload) if packet else MARKS.get(target, target)
+    )
 
 
 def _step(rank, world_size, programs, parameters, constants, batch, partial):
@@ -364,11 +412,15 @@ def _step(rank, world_size, programs, parameters, constants, batch, partial):
     given = {**constants, **held, **batch}
     values = {}
     for name, op, target, args, kwargs in programs[rank]:
-        args, kwargs = map_aggregate((args, kwargs), lambda x: values[x.name] if isinstance(x, Ref) else x)
+        args, kwargs = map_aggregate(
+            (args, kwargs), lambda x: values[x.name] if isinstance(x, Ref) else x
+        )
         if op == "output":
             args[0][0].backward()
             break
-        values[name] = given[target] if op != "call_function" else _operator(target)(*args, **kwargs)
+        values[name] = (
+            given[target] if op != "call_function" else _operator(target)(*args, **kwargs)
+        )
     grads = {name: value.grad for name, value in held.items()}
     for name in partial:
         dist.all_reduce(grads[name])
@@ -383,11 +435,16 @@ def test_processes_agree_with_the_model():
     loss, grads = gradients(model, batch)
     programs = [rewrite(captured, cut(captured), sharding, rank, 2) for rank in range(2)]
     parts = [
-        {n: lockstep.part(model.get_parameter(n).detach(), t, rank, 2) for n, t in sharding.tensors.items()}
+        {
+            n: lockstep.part(model.get_parameter(n).detach(), t, rank, 2)
+            for n, t in sharding.tensors.items()
+        }
         for rank in range(2)
     ]
     sent = [portable(program) for program in programs]
-    results = run_ranks(_step, 2, sent, parts, dict(programs[0].constants), batch, programs[0].partial)
+    results = run_ranks(
+        _step, 2, sent, parts, dict(programs[0].constants), batch, programs[0].partial
+    )
     for rank, (got, got_grads) in enumerate(results):
         assert abs(got - loss.item()) <= 1e-5
         for name, tensor in sharding.tensors.items():

@@ -1,4 +1,6 @@
-"""Each rule in a small module: a linear layer, the op, a loss. Right on two ranks, and sharded where a rule says so."""
+"""Each rule in a small module: a linear layer, the op, a loss. Right on two ranks, and sharded
+where a rule says so.
+"""
 
 import pytest
 import torch
@@ -67,7 +69,9 @@ def fused(h):
 
 def eager(h):
     q, k, v = qkv(h)
-    return (q @ k.transpose(-1, -2)).masked_fill(torch.ones(4, 4).triu(1).bool(), -1e4).softmax(-1) @ v
+    return (q @ k.transpose(-1, -2)).masked_fill(torch.ones(4, 4).triu(1).bool(), -1e4).softmax(
+        -1
+    ) @ v
 
 
 def grouped_queries(h):
@@ -84,7 +88,9 @@ def scatter(h):
 
 
 def complex_product(h):
-    turned = torch.view_as_complex(heads(h).reshape(2, 4, 4, 3, 2)) * torch.polar(torch.ones(3), torch.arange(3.0))
+    turned = torch.view_as_complex(heads(h).reshape(2, 4, 4, 3, 2)) * torch.polar(
+        torch.ones(3), torch.arange(3.0)
+    )
     return torch.view_as_real(turned).flatten(3)
 
 
@@ -113,8 +119,12 @@ DIVIDED = {
     "flatten": lambda h: heads(h).transpose(1, 2).flatten(2),
     "unflatten": lambda h: h.unflatten(-1, (4, 6)),
     "movedim": lambda h: heads(h).movedim(1, -1),
-    "narrowed": lambda h: h.narrow(-1, 0, 8) * h.narrow(-1, 16, 8) + h[:, 1:2].narrow(1, 0, 1)[..., 8:16],
-    "broadcast": lambda h: torch.broadcast_to(heads(h)[:, :, :1], (2, 4, 3, 6)).swapdims(1, 2).moveaxis(1, 2),
+    "narrowed": lambda h: (
+        h.narrow(-1, 0, 8) * h.narrow(-1, 16, 8) + h[:, 1:2].narrow(1, 0, 1)[..., 8:16]
+    ),
+    "broadcast": lambda h: (
+        torch.broadcast_to(heads(h)[:, :, :1], (2, 4, 3, 6)).swapdims(1, 2).moveaxis(1, 2)
+    ),
     "transposed": lambda h: heads(h).mT @ h[0].t().view(4, 6, 4).mT,
     "squeeze": lambda h: h.unsqueeze(1).unsqueeze(-1).squeeze(1),
     "expand_as": lambda h: h * (torch.arange(24.0) / 24).expand_as(h),
@@ -134,9 +144,13 @@ DIVIDED = {
     "stack": lambda h: torch.stack([h, h.tanh()], 1),
     "new_zeros": lambda h: torch.cat([heads(h), heads(h).new_zeros(2, 4, 4, 2)], -1),
     "slice_scatter": lambda h: heads(h).slice_scatter(heads(h)[..., :2].tanh(), 3, 2, 4),
-    "select_scatter": lambda h: heads(h).select_scatter(h.view(2, 4, 4, 6)[:, 0, :, :].tanh(), 2, 3),
+    "select_scatter": lambda h: heads(h).select_scatter(
+        h.view(2, 4, 4, 6)[:, 0, :, :].tanh(), 2, 3
+    ),
     "written piece by piece": pieces,
-    "index_put": lambda h: h.transpose(0, 1).index_put((torch.tensor([2, 0]),), h.transpose(0, 1)[:2].tanh()),
+    "index_put": lambda h: h.transpose(0, 1).index_put(
+        (torch.tensor([2, 0]),), h.transpose(0, 1)[:2].tanh()
+    ),
     "index_add": lambda h: h.index_add(1, torch.tensor([2, 0]), h[:, :2].tanh()),
     "solve": lambda h: torch.linalg.solve_triangular(TRIANGLE, heads(h)[..., :4].mT, upper=False),
     "windows": lambda h: heads(h).unfold(2, 2, 1),

@@ -1,4 +1,6 @@
-"""What propagation decides: for known families, under rules and pins, and when nothing can be sharded."""
+"""What propagation decides: for known families, under rules and pins, and when nothing can be
+sharded.
+"""
 
 import time
 from functools import cache
@@ -22,7 +24,9 @@ def captured(name, outputs=("loss",), training=True, **overrides):
 
 def sharded(sharding, part=""):
     """name -> (dim, blocks, padded) of the sharded parameters whose name contains ``part``."""
-    tensors = {name: t for name, t in sharding.tensors.items() if part in name and t.dim is not None}
+    tensors = {
+        name: t for name, t in sharding.tensors.items() if part in name and t.dim is not None
+    }
     return {name: (t.dim, t.blocks, t.padded) for name, t in tensors.items()}
 
 
@@ -78,11 +82,15 @@ def test_every_reason_is_a_sentence_about_the_parameter():
     assert reasons["model.layers.0.self_attn.q_proj.weight"].startswith("column parallel")
     assert reasons["model.layers.0.mlp.down_proj.weight"].startswith("row parallel")
     assert "gate_proj" in reasons["model.layers.0.mlp.down_proj.weight"]
-    assert reasons["model.norm.weight"] == "replicated: mul in model.norm works on replicated values"
+    assert (
+        reasons["model.norm.weight"] == "replicated: mul in model.norm works on replicated values"
+    )
 
 
 def test_rules_are_obeyed():
-    rules = TensorRules.parse("*.up_proj.weight = row\n *.q_proj.weight=column; lm_head.weight=replicate")
+    rules = TensorRules.parse(
+        "*.up_proj.weight = row\n *.q_proj.weight=column; lm_head.weight=replicate"
+    )
     sharding = shard(captured("llama"), 2, rules)
     assert sharding.tensors["lm_head.weight"].dim is None
     assert "lm_head.weight=replicate" in sharding.reasons["lm_head.weight"]
@@ -105,10 +113,15 @@ def test_a_rule_that_cannot_be_met_is_refused(text, words):
 
 
 def test_an_evaluation_capture_follows_the_training_one():
-    pins = shard(captured("gpt2", vocab_size=97), 2, TensorRules.parse("*.h.1.mlp.c_fc.weight=replicate")).tensors
+    pins = shard(
+        captured("gpt2", vocab_size=97), 2, TensorRules.parse("*.h.1.mlp.c_fc.weight=replicate")
+    ).tensors
     sharding = shard(captured("gpt2", ("loss", "logits"), False, vocab_size=97), 2, pins=pins)
     assert sharding.tensors == pins
-    assert pins["transformer.h.1.mlp.c_fc.weight"].dim is None and pins["transformer.h.0.mlp.c_fc.weight"].dim == 1
+    assert (
+        pins["transformer.h.1.mlp.c_fc.weight"].dim is None
+        and pins["transformer.h.0.mlp.c_fc.weight"].dim == 1
+    )
 
 
 def test_a_model_without_anything_to_divide_is_refused():
@@ -120,7 +133,9 @@ def test_a_model_without_anything_to_divide_is_refused():
         def forward(self, x):
             return self.linear(x).square().mean()
 
-    with pytest.raises(PlanError, match=r"no weight .* its 7 output features are not divisible by 2"):
+    with pytest.raises(
+        PlanError, match=r"no weight .* its 7 output features are not divisible by 2"
+    ):
         shard(capture(Odd(), {"x": torch.ones(2, 5)}), 2)
 
 
@@ -144,7 +159,9 @@ class Pairs(torch.nn.Module):
 
     def __init__(self, blocks=3):
         super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.ModuleList(map(torch.nn.Linear, *SIZES)) for _ in range(blocks))
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleList(map(torch.nn.Linear, *SIZES)) for _ in range(blocks)
+        )
 
     def forward(self, x):
         for l0, l1, l2, l3 in self.blocks:

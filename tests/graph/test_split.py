@@ -1,4 +1,6 @@
-"""Captured models run by the engine as segments, against the eager model; and the splitting of small graphs."""
+"""Captured models run by the engine as segments, against the eager model; and the splitting of
+small graphs.
+"""
 
 import operator
 from types import SimpleNamespace
@@ -60,7 +62,9 @@ def test_random_numbers_do_not_depend_on_ranges_or_recomputation():
     loss, grads = Stages(family).step(family.batch)
     for count, recompute in WAYS:
         again_loss, again = Stages(family, count, recompute).step(family.batch)
-        assert torch.equal(loss, again_loss) and all(torch.equal(again[name], grads[name]) for name in grads)
+        assert torch.equal(loss, again_loss) and all(
+            torch.equal(again[name], grads[name]) for name in grads
+        )
     other = Family("gpt2")
     assert not torch.equal(loss, Stages(other).step(other.batch)[0])
     for seen, known in ((family, True), (other, False)):
@@ -89,9 +93,14 @@ def two_ranks(rank, world_size):
 
 
 def _against_eager(family, group):
-    """The losses of all ways to run a family, its gradients having been compared with those of the whole model."""
+    """The losses of all ways to run a family, its gradients having been compared with those of the
+    whole model.
+    """
     loss, grads = gradients(family.model, family.batch)
-    wanted = {name: part(g, family.sharding.tensors[name], family.rank, family.tp) for name, g in grads.items()}
+    wanted = {
+        name: part(g, family.sharding.tensors[name], family.rank, family.tp)
+        for name, g in grads.items()
+    }
     losses = []
     for count, recompute in ((1, False), (2, True)):
         found_loss, found = Stages(family, count, recompute, group).step(family.batch)
@@ -107,7 +116,9 @@ def _with_dropout(rank, world_size, group):
     family = Family("gpt2", rank, world_size, attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
     loss, grads = Stages(family, 1, False, group).step(family.batch)
     again_loss, again = Stages(family, 2, True, group).step(family.batch)
-    assert torch.equal(again_loss, loss) and all(torch.equal(again[name], grads[name]) for name in grads)
+    assert torch.equal(again_loss, loss) and all(
+        torch.equal(again[name], grads[name]) for name in grads
+    )
     whole = [name for name, tensor in family.sharding.tensors.items() if tensor.dim is None]
     return [float(loss), *(float(grads[name].sum()) for name in whole)]
 
@@ -117,7 +128,7 @@ def test_two_ranks_of_six_families():
     assert first == second, "what is replicated differs between ranks"
 
 
-# ---- small graphs ---------------------------------------------------------------------------------------------------
+# ---- small graphs --------------------------------------------------------------------------------
 def shape_of(part):
     return part.unit, part.sharded, part.ins, part.outs
 
@@ -140,26 +151,38 @@ def test_levels_alternate_and_marks_become_edges():
         (0, False, (In("total"), In("a")), (Out("loss"),)),
     ]
     assert parts.results == ("loss",) and parts.sources == parts.targets == ()
-    assert [p.parameters for p in parts.parts] == [("w",), ("v",), (), ()] and parts.parameters == ("w", "v")
+    assert [p.parameters for p in parts.parts] == [("w",), ("v",), (), ()] and parts.parameters == (
+        "w",
+        "v",
+    )
 
 
 def test_only_a_matrix_product_nobody_keeps_is_reduced_in_place():
     s = Sketch()
     x, w, v = s.input("x"), s.weight("w", 4, 4), s.weight("v", 4, 4)
     a = s.call(aten.linear.default, x, w, unit=0, sharded=True)
-    b = s.call(aten.tanh.default, s.call(aten.linear.default, x, v, unit=0, sharded=True), unit=0, sharded=True)
+    b = s.call(
+        aten.tanh.default,
+        s.call(aten.linear.default, x, v, unit=0, sharded=True),
+        unit=0,
+        sharded=True,
+    )
     sums = [s.call(reduce_sum, each, unit=0) for each in (a, b)]
     parts = split(s.done(s.call(aten.add.Tensor, *sums, unit=0)), range(1)).parts
     assert [out.inplace for out in parts[0].outs] == [True, False]
 
 
 def test_a_value_copied_into_several_segments_is_reduced_once():
-    """The first of them hands its copy on, so that the partial gradients are added before they are reduced."""
+    """The first of them hands its copy on, so that the partial gradients are added before they are
+    reduced.
+    """
     s = Sketch()
     x, w = s.input("x"), s.weight("w")
     a = s.call(aten.mul.Tensor, x, w, unit=0, name="a")
     entered = s.call(copy_in, a, unit=0, sharded=True, name="entered")
-    b = s.call(reduce_sum, s.call(aten.tanh.default, entered, unit=0, sharded=True), unit=0, name="b")
+    b = s.call(
+        reduce_sum, s.call(aten.tanh.default, entered, unit=0, sharded=True), unit=0, name="b"
+    )
     again = s.call(copy_in, b, unit=1, sharded=True, name="again")
     c = s.call(aten.add.Tensor, entered, again, unit=1, sharded=True)
     loss = s.call(reduce_sum, c, unit=1, name="d")
@@ -183,11 +206,29 @@ def test_crossing_values_include_those_that_pass_through_in_the_order_of_the_gra
     loss = s.call(aten.add.Tensor, fourth, third, unit=2)
     program = s.done(loss, picks, names=("loss", "order"))
     middle, last = split(program, range(1, 2)), split(program, range(2, 3))
-    assert [(v.name, v.grad) for v in middle.sources] == [("first", True), ("picks", False), ("second", True)]
-    assert [(v.name, v.grad) for v in middle.targets] == [("first", True), ("picks", False), ("third", True)]
-    assert middle.targets == last.sources and middle.results == () and last.results == ("loss", "picks")
-    assert [i.value for i in middle.parts[0].ins] == ["second"] and middle.sources[1].dtype == torch.int64
-    assert [(i.value, i.grad) for i in last.parts[0].ins] == [("first", True), ("picks", False), ("third", True)]
+    assert [(v.name, v.grad) for v in middle.sources] == [
+        ("first", True),
+        ("picks", False),
+        ("second", True),
+    ]
+    assert [(v.name, v.grad) for v in middle.targets] == [
+        ("first", True),
+        ("picks", False),
+        ("third", True),
+    ]
+    assert (
+        middle.targets == last.sources
+        and middle.results == ()
+        and last.results == ("loss", "picks")
+    )
+    assert [i.value for i in middle.parts[0].ins] == ["second"] and middle.sources[
+        1
+    ].dtype == torch.int64
+    assert [(i.value, i.grad) for i in last.parts[0].ins] == [
+        ("first", True),
+        ("picks", False),
+        ("third", True),
+    ]
 
 
 def test_gradients_stop_where_the_model_stops_them():
@@ -266,7 +307,9 @@ class Recorded:
         self.calls.append(("matmul", weight, grad_output.t() @ input))
 
     def rows(self, weight, index, grad_output):
-        self.calls.append(("rows", weight, torch.zeros_like(weight).index_add_(0, index, grad_output)))
+        self.calls.append(
+            ("rows", weight, torch.zeros_like(weight).index_add_(0, index, grad_output))
+        )
 
     def getter(self, input):
         return None
@@ -309,21 +352,30 @@ def test_code_drops_values_early_and_runs_on_the_device_of_the_rank():
     s = Sketch()
     x, w = s.input("x"), s.weight("w")
     positions = s.graph.call_function(aten.arange.default, (4,), {"device": torch.device("cpu")})
-    positions.meta.update(val=torch.arange(4), unit=0, sharded=False)
+    positions.meta.update(val=torch.arange(4), unit=0)
     pieces = s.call(aten.split.Tensor, s.call(aten.mul.Tensor, x, w, unit=0), 2, 1, unit=0)
     left, right = (s.call(operator.getitem, pieces, i, unit=0) for i in range(2))
     both = s.call(aten.mul.Tensor, left, right, unit=0)
-    loss = s.call(aten.sum.default, s.call(aten.add.Tensor, s.call(aten.sum.default, both, unit=0), positions, unit=0))
+    loss = s.call(
+        aten.sum.default,
+        s.call(aten.add.Tensor, s.call(aten.sum.default, both, unit=0), positions, unit=0),
+    )
     loss.meta["unit"] = 0
     (part,) = split(s.done(loss), range(1), torch.device("meta")).parts
     lines = part.code.__self__.code.splitlines()
-    dropped = {name: line for line in lines for name in line.partition(";  ")[2].removesuffix(" = None").split(" = ")}
+    dropped = {
+        name: line
+        for line in lines
+        for name in line.partition(";  ")[2].removesuffix(" = None").split(" = ")
+    }
     assert "getitem_1 = " in dropped["split_tensor"] and "mul_tensor_1 = " in dropped["getitem"]
     assert any("arange" in line and "device(type='meta')" in line for line in lines)
 
 
 def test_the_same_program_on_every_rank():
-    """Names and order of what crosses and of what is reduced: collectives and transfers are paired by them."""
+    """Names and order of what crosses and of what is reduced: collectives and transfers are paired
+    by them.
+    """
     programs = [split(Family("t5", rank, 2).rewritten, range(3, 9)) for rank in range(2)]
     seen = [
         SimpleNamespace(
@@ -334,4 +386,6 @@ def test_the_same_program_on_every_rank():
     ]
     assert seen[0] == seen[1] and seen[0].borders[0]
     names = [out.value for _, _, _, outs, _, _ in seen[0].edges for out in outs]
-    assert any(name.startswith("copy_in") for name in names), "cross attention shares the copy of the encoder's output"
+    assert any(name.startswith("copy_in") for name in names), (
+        "cross attention shares the copy of the encoder's output"
+    )

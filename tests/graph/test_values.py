@@ -1,4 +1,6 @@
-"""Models that decide by values of the batch: captured for the example's case, with guards that tell other cases."""
+"""Models that decide by values of the batch: captured for the example's case, with guards that tell
+other cases.
+"""
 
 import pytest
 import torch
@@ -26,14 +28,21 @@ class Deciding(nn.Module):
         hidden, mask = self.down(hidden)[:, :longest], mask[:, :longest]
         labels[labels == 0] = -1  # in place, and before the labels are selected
         rows, _ = torch.where(mask)
-        chosen = hidden[mask] * torch.masked_select(labels[:, :longest], mask)[:, None] + hidden[rows, 0]
+        chosen = (
+            hidden[mask] * torch.masked_select(labels[:, :longest], mask)[:, None] + hidden[rows, 0]
+        )
         for count in mask.sum(1).tolist():
             chosen = chosen * (1 + count)
         repeated = torch.repeat_interleave(x[:, 0], mask.sum(1), dim=0)
         return {"loss": (chosen * repeated).sum() * self.scales.max().item()}
 
 
-MASKS = ([[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [1, 1, 1]], [[1, 0, 0], [1, 1, 0]], [[1, 1, 1], [0, 0, 1]])
+MASKS = (
+    [[1, 1, 0], [1, 0, 0]],
+    [[1, 1, 1], [1, 1, 1]],
+    [[1, 0, 0], [1, 1, 0]],
+    [[1, 1, 1], [0, 0, 1]],
+)
 
 
 def deciding_batch(mask, seed=0):
@@ -42,7 +51,10 @@ def deciding_batch(mask, seed=0):
 
 
 def copied(batch):
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 def check(captured, model, batch):
@@ -53,11 +65,16 @@ def check(captured, model, batch):
 
 
 def test_each_case_is_exact_and_every_other_one_is_told():
-    model, batches = randomise(Deciding()), [deciding_batch(mask, seed) for seed, mask in enumerate(MASKS)]
+    model, batches = (
+        randomise(Deciding()),
+        [deciding_batch(mask, seed) for seed, mask in enumerate(MASKS)],
+    )
     for i, example in enumerate(batches):
         before = copied(example)
         captured = capture(model, example)
-        assert all(torch.equal(example[name], before[name]) for name in example), "the example is not written to"
+        assert all(torch.equal(example[name], before[name]) for name in example), (
+            "the example is not written to"
+        )
         other = deciding_batch(MASKS[i], seed=9)
         assert not captured.guards.broken(example) and not captured.guards.broken(other)
         check(captured, model, example)
@@ -69,7 +86,9 @@ def test_each_case_is_exact_and_every_other_one_is_told():
 
 
 class Windowed(nn.Module):
-    """Borders of windows without repetitions, and a tensor made of numbers of the batch, as in Qwen2.5-VL."""
+    """Borders of windows without repetitions, and a tensor made of numbers of the batch, as in
+    Qwen2.5-VL.
+    """
 
     def __init__(self):
         super().__init__()
@@ -86,7 +105,10 @@ class Windowed(nn.Module):
 def test_repeated_borders_and_tensors_of_numbers():
     model = randomise(Windowed())
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    batches = [{"x": x, "borders": torch.tensor(each)} for each in ([0, 2, 2, 5], [0, 0, 2, 5], [0, 1, 1, 5])]
+    batches = [
+        {"x": x, "borders": torch.tensor(each)}
+        for each in ([0, 2, 2, 5], [0, 0, 2, 5], [0, 1, 1, 5])
+    ]
     captured = capture(model, batches[0])
     for same in batches[:2]:
         assert not captured.guards.broken(same)
@@ -106,7 +128,12 @@ def test_a_model_that_does_not_ask_has_no_guards():
 
     captured = capture(Fixed(), {"x": torch.randn(2, 3)})
     assert captured.guards is None and "values" in captured.how
-    assert capture(nn.Sequential(nn.Linear(3, 1), nn.Flatten(0, 0)), {"input": torch.randn(1, 3)}).guards is None
+    assert (
+        capture(
+            nn.Sequential(nn.Linear(3, 1), nn.Flatten(0, 0)), {"input": torch.randn(1, 3)}
+        ).guards
+        is None
+    )
 
 
 class ByWeight(nn.Module):
@@ -145,7 +172,10 @@ def test_the_shape_of_what_depends_on_parameters_is_known():
             return hidden[own].sum() * (2 if own.all() else 1)
 
     model = randomise(Shaped())
-    some, every = ({"x": torch.randn(2, 3), "mask": torch.tensor(mask)} for mask in ([True, False], [True, True]))
+    some, every = (
+        {"x": torch.randn(2, 3), "mask": torch.tensor(mask)}
+        for mask in ([True, False], [True, True])
+    )
     for batch, other in ((some, every), (every, some)):
         captured = capture(model, batch)
         assert captured.guards.broken(other) and not captured.guards.broken(batch)

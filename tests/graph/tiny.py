@@ -1,4 +1,6 @@
-"""Tiny models of many families, with batches, random weights, and the plain way to run a captured graph."""
+"""Tiny models of many families, with batches, random weights, and the plain way to run a captured
+graph.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,7 +52,10 @@ _SIZES = {
     "state_size": 8,
     "use_cache": False,
 }
-_CLIP_PART = {k: _SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+_CLIP_PART = {
+    k: _SIZES[k]
+    for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+}
 _CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
 _SEQ2SEQ, _IMAGE = "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"
 
@@ -59,7 +64,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (_CAUSAL, {}),
     "gpt2": (_CAUSAL, {}),
     "bloom": (_CAUSAL, {}),
-    "gemma2": (_CAUSAL, {"attn_implementation": "eager"}),  # what caps scores; older releases default to sdpa
+    # what caps scores; older releases default to sdpa
+    "gemma2": (_CAUSAL, {"attn_implementation": "eager"}),
     "qwen3": (_CAUSAL, {}),
     "mistral": (_CAUSAL, {}),
     "mixtral": (_CAUSAL, {}),
@@ -103,15 +109,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny(name: str, **overrides: Any) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module], dict[str, Any]]:
-    """(build it with memory, build it without, a batch) of a family; ``overrides`` replace fields of its config.
+def tiny(
+    name: str, **overrides: Any
+) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module], dict[str, Any]]:
+    """(build it with memory, build it without, a batch) of a family; ``overrides`` replace fields
+    of its config.
 
-    Both models come in train mode and without dropout. ``attn_implementation`` may be among the overrides, and
-    ``batch``, ``length`` give the shape of the batch.
+    Both models come in train mode and without dropout. ``attn_implementation`` may be among the
+    overrides, and ``batch``, ``length`` give the shape of the batch.
     """
     batch, length = overrides.pop("batch", BATCH), overrides.pop("length", LENGTH)
     attention = (
-        {"attn_implementation": overrides.pop("attn_implementation")} if "attn_implementation" in overrides else {}
+        {"attn_implementation": overrides.pop("attn_implementation")}
+        if "attn_implementation" in overrides
+        else {}
     )
 
     def real() -> nn.Module:
@@ -157,7 +168,10 @@ def example(name: str, batch: int = BATCH, length: int = LENGTH) -> dict[str, An
     if auto in (_CAUSAL, _MASKED):
         return {"input_ids": ids, "labels": ids.clone()}
     if auto == _IMAGE:
-        return {"pixel_values": images, "labels": torch.randint(0, 2, (batch,), generator=generator)}
+        return {
+            "pixel_values": images,
+            "labels": torch.randint(0, 2, (batch,), generator=generator),
+        }
     if name == "clip":
         ids[:, -1] = 2
         return {"input_ids": ids, "pixel_values": images, "return_loss": True}
@@ -168,24 +182,38 @@ def example(name: str, batch: int = BATCH, length: int = LENGTH) -> dict[str, An
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random weights, each from its own name; vectors (norms, biases) around 0.5: defaults of 0 and 1 hide defects."""
+    """Random weights, each from its own name; vectors (norms, biases) around 0.5: defaults of 0 and
+    1 hide defects.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(map(ord, name)) * 31 + len(name))
+            generator = torch.Generator().manual_seed(
+                seed * 1_000_003 + sum(map(ord, name)) * 31 + len(name)
+            )
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.08
             parameter.copy_(values + (0.5 if parameter.dim() == 1 else 0.0))
     return model
 
 
-def run(captured: Captured, parameters: Mapping[str, Tensor], batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The captured outputs, computed node by node with these parameters (by canonical name; more do no harm)."""
+def run(
+    captured: Captured, parameters: Mapping[str, Tensor], batch: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    """The captured outputs, computed node by node with these parameters (by canonical name; more do
+    no harm).
+    """
 
     class Run(torch.fx.Interpreter):
         def get_attr(self, target, args, kwargs):
-            return parameters[target] if target in captured.shapes else super().get_attr(target, args, kwargs)
+            return (
+                parameters[target]
+                if target in captured.shapes
+                else super().get_attr(target, args, kwargs)
+            )
 
     graph = captured.module.graph
-    return Run(captured.module).run(*(batch[node.target] for node in graph.find_nodes(op="placeholder")))
+    return Run(captured.module).run(
+        *(batch[node.target] for node in graph.find_nodes(op="placeholder"))
+    )
 
 
 def gradients(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:

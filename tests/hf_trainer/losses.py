@@ -1,4 +1,6 @@
-"""Losses of scripts: a function, and overrides of ``compute_loss``, each as a trainer's class made of another's."""
+"""Losses of scripts: a function, and overrides of ``compute_loss``, each as a trainer's class made
+of another's.
+"""
 
 import torch
 import transformers as hf
@@ -7,9 +9,13 @@ from torch.nn import functional as F
 
 
 def focal(outputs, labels, num_items_in_batch=None):
-    """Tokens that are predicted well count less; a share of the step's loss where its targets are counted."""
+    """Tokens that are predicted well count less; a share of the step's loss where its targets are
+    counted.
+    """
     logits, targets = outputs["logits"][:, :-1].float(), labels[:, 1:]
-    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+    each = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none"
+    )
     total = (each * (1 - torch.exp(-each)) ** 2).sum()
     return total / (targets.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)
 
@@ -29,7 +35,9 @@ def by_class(trainer, model, inputs, return_outputs=False, num_items_in_batch=No
 
 
 def smooth_states(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """The model's own loss, and one of what its first layers make; another entry of the batch weighs the samples."""
+    """The model's own loss, and one of what its first layers make; another entry of the batch
+    weighs the samples.
+    """
     weights = inputs.pop("weight")
     outputs = model(**inputs, output_hidden_states=True, num_items_in_batch=num_items_in_batch)
     first, second = outputs.hidden_states[1:3]
@@ -40,7 +48,9 @@ def smooth_states(trainer, model, inputs, return_outputs=False, num_items_in_bat
 
 
 def twice(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """Two forwards of the model: its predictions should not depend on the order of a batch's halves."""
+    """Two forwards of the model: its predictions should not depend on the order of a batch's
+    halves.
+    """
     outputs = model(**inputs)
     other = model(input_ids=inputs["input_ids"].flip(1))
     loss = outputs.loss + (outputs.logits - other.logits.flip(1)).square().mean()
@@ -48,7 +58,8 @@ def twice(trainer, model, inputs, return_outputs=False, num_items_in_batch=None)
 
 
 def distilled(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """The model's loss, and in training its distance from a frozen part of the model that is a model itself.
+    """The model's loss, and in training its distance from a frozen part of the model that is a
+    model itself.
 
     The frozen part comes first: of two stages, one has nothing to do in evaluation.
     """
@@ -58,7 +69,9 @@ def distilled(trainer, model, inputs, return_outputs=False, num_items_in_batch=N
     outputs = model(**inputs)
     loss = outputs.loss
     if model.training:
-        pair = (F.log_softmax(each.float() / 2, -1).flatten(0, 1) for each in (outputs.logits, wanted))
+        pair = (
+            F.log_softmax(each.float() / 2, -1).flatten(0, 1) for each in (outputs.logits, wanted)
+        )
         loss = loss + F.kl_div(*pair, log_target=True, reduction="batchmean")
     return (loss, outputs) if return_outputs else loss
 
@@ -69,7 +82,9 @@ class Pupil(hf.LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         larger = {"hidden_size": 32, "num_hidden_layers": 6, "intermediate_size": 40}
-        self.teacher = hf.LlamaForCausalLM(hf.LlamaConfig(**config.to_diff_dict() | larger)).requires_grad_(False)
+        self.teacher = hf.LlamaForCausalLM(
+            hf.LlamaConfig(**config.to_diff_dict() | larger)
+        ).requires_grad_(False)
 
 
 class Regressor(nn.Module):
@@ -77,7 +92,11 @@ class Regressor(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.first, self.last = nn.Embedding(64, 16), nn.Linear(16, 32), nn.Linear(32, 64)
+        self.embed, self.first, self.last = (
+            nn.Embedding(64, 16),
+            nn.Linear(16, 32),
+            nn.Linear(32, 64),
+        )
 
     def forward(self, input_ids):
         return {"logits": self.last(F.gelu(self.first(self.embed(input_ids))))}

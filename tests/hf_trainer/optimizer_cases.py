@@ -9,8 +9,20 @@ from megatron_merak.optimizer.lion import Lion
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 
 RUN = {
-    **{"use_cpu": True, "max_steps": 6, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1, "seed": 3},
-    **{"disable_tqdm": True, "report_to": "none", "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"},
+    **{
+        "use_cpu": True,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "seed": 3,
+    },
+    **{
+        "disable_tqdm": True,
+        "report_to": "none",
+        "max_grad_norm": 0.5,
+        "lr_scheduler_type": "cosine",
+    },
     **{"save_steps": 3, "warmup_steps": 2},
 }
 
@@ -29,7 +41,10 @@ class Signs(torch.optim.Optimizer):
                     before = self.state[p].get("slow", torch.zeros_like(p))
                     self.state[p]["slow"] = group["beta"] * before + p.grad
                     self.state[p]["count"] = self.state[p].get("count", 0) + 1
-                    p.sub_(self.state[p]["slow"].sign(), alpha=group["lr"] / self.state[p]["count"] ** 0.5)
+                    p.sub_(
+                        self.state[p]["slow"].sign(),
+                        alpha=group["lr"] / self.state[p]["count"] ** 0.5,
+                    )
 
 
 class Lengths(torch.optim.Optimizer):
@@ -45,7 +60,9 @@ class Lengths(torch.optim.Optimizer):
                 if p.grad is not None:
                     update = p.grad + group["weight_decay"] * p
                     mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(update, 0.1)
-                    self.state[p]["rows"] = mean.square().sum(-1) if p.dim() > 1 else mean.square().sum()
+                    self.state[p]["rows"] = (
+                        mean.square().sum(-1) if p.dim() > 1 else mean.square().sum()
+                    )
                     p.sub_(mean * (p.norm() / mean.norm()), alpha=group["lr"])
 
 
@@ -59,7 +76,12 @@ def in_groups(kind, **options):
         outer = [p for name, p in named if p.dim() > 1 and "layers" not in name]
         groups = [{"params": layers}, {"params": vectors, "lr": 3e-3}, {"params": outer}]
         optimizer = kind(groups, lr=1e-2, **options)
-        return {"optimizers": (optimizer, LambdaLR(optimizer, [lambda k: 1 / (1 + k)] * 2 + [lambda k: 1.0]))}
+        return {
+            "optimizers": (
+                optimizer,
+                LambdaLR(optimizer, [lambda k: 1 / (1 + k)] * 2 + [lambda k: 1.0]),
+            )
+        }
 
     return given
 
@@ -70,12 +92,22 @@ def of_class(kind, **options):
 
 def muon_of(model):
     """For transformers, which has no such name."""
-    return {"optimizer_cls_and_kwargs": (lambda: muon, {"lr": 1e-2, "weight_decay": 0.1, "nesterov": False})}
+    return {
+        "optimizer_cls_and_kwargs": (
+            lambda: muon,
+            {"lr": 1e-2, "weight_decay": 0.1, "nesterov": False},
+        )
+    }
 
 
 def some(model):
     """A script that leaves out embeddings and head."""
-    return {"optimizers": (torch.optim.AdamW(model.model.layers.parameters(), lr=1e-2, weight_decay=0.3), None)}
+    return {
+        "optimizers": (
+            torch.optim.AdamW(model.model.layers.parameters(), lr=1e-2, weight_decay=0.3),
+            None,
+        )
+    }
 
 
 # name -> (arguments, what is given beside them, by the model; for MerakTrainer where it differs)
@@ -121,7 +153,9 @@ def run(kind, arguments, name, directory, changes, resume=None, model=tiny_llama
     settings = {**RUN, **settings, **(OURS[name] if own else THEIRS.get(name, {})), **changes}
     trained = model()
     more = {} if given is None or own else given(trained)
-    trainer = kind(trained, arguments(str(directory), **settings), collate, samples(24, ragged=False), **more)
+    trainer = kind(
+        trained, arguments(str(directory), **settings), collate, samples(24, ragged=False), **more
+    )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{directory}/last")
     return trainer, [
@@ -133,9 +167,13 @@ def run(kind, arguments, name, directory, changes, resume=None, model=tiny_llama
 
 def expected(name, directory):
     """What transformers does."""
-    return run(Trainer, TrainingArguments, name, directory, {"per_device_train_batch_size": 4, "save_strategy": "no"})[
-        1
-    ]
+    return run(
+        Trainer,
+        TrainingArguments,
+        name,
+        directory,
+        {"per_device_train_batch_size": 4, "save_strategy": "no"},
+    )[1]
 
 
 def moved(weights):

@@ -1,6 +1,7 @@
 """What a trainer does in a few runs: order of samples, events, logs, checkpoints, predictions.
 
-A case runs under ``transformers.Trainer`` and under ``MerakTrainer`` alike, on the same eager model.
+A case runs under ``transformers.Trainer`` and under ``MerakTrainer`` alike, on the same eager
+model.
 """
 
 import tempfile
@@ -32,7 +33,9 @@ def sorted_classes(prediction):
 
 
 def tiny_classifier():
-    """A loss that knows nothing of ``num_items_in_batch``: a step's loss is the mean over its micro-batches."""
+    """A loss that knows nothing of ``num_items_in_batch``: a step's loss is the mean over its
+    micro-batches.
+    """
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
@@ -44,7 +47,10 @@ def tiny_classifier():
 
 
 def classified(count, seed=1):
-    return [{"input_ids": row["input_ids"], "label": len(row["input_ids"]) % 3} for row in samples(count, seed=seed)]
+    return [
+        {"input_ids": row["input_ids"], "label": len(row["input_ids"]) % 3}
+        for row in samples(count, seed=seed)
+    ]
 
 
 def collate_classified(rows):
@@ -167,17 +173,34 @@ def untimed(record):
 
 
 def record(trainer_class, arguments_class, name: str, batches_of) -> dict:
-    """Run a case; ``batches_of(trainer)`` gives the first tokens of every micro-batch's rows that were trained on."""
+    """Run a case; ``batches_of(trainer)`` gives the first tokens of every micro-batch's rows that
+    were trained on.
+    """
     (model, collator, data, metrics), arguments, stops = CASES[name]
     witness = Witness()
     with tempfile.TemporaryDirectory() as directory:
-        args = arguments_class(directory, use_cpu=True, seed=3, disable_tqdm=True, report_to="none", **arguments)
-        callbacks = [witness, *([EarlyStoppingCallback(early_stopping_patience=2)] if stops else [])]
+        args = arguments_class(
+            directory, use_cpu=True, seed=3, disable_tqdm=True, report_to="none", **arguments
+        )
+        callbacks = [
+            witness,
+            *([EarlyStoppingCallback(early_stopping_patience=2)] if stops else []),
+        ]
         trainer = trainer_class(
-            model(), args, collator, data(22), data(7, seed=5), compute_metrics=metrics, callbacks=callbacks
+            model(),
+            args,
+            collator,
+            data(22),
+            data(7, seed=5),
+            compute_metrics=metrics,
+            callbacks=callbacks,
         )
         output = trainer.train()
-        state = {k: v for k, v in vars(trainer.state).items() if k not in ("log_history", "best_model_checkpoint")}
+        state = {
+            k: v
+            for k, v in vars(trainer.state).items()
+            if k not in ("log_history", "best_model_checkpoint")
+        }
         best = trainer.state.best_model_checkpoint
         kept = sorted(path.name for path in Path(directory).glob("checkpoint-*"))
         events = list(witness.events)
@@ -192,7 +215,10 @@ def record(trainer_class, arguments_class, name: str, batches_of) -> dict:
         "kept": kept,
         "output": [output.global_step, output.training_loss, untimed(output.metrics)],
         "weights": {n: p.double().norm().item() for n, p in trainer.model.state_dict().items()},
-        "predictions": [list(predicted.predictions.shape), float(np.abs(predicted.predictions).mean())],
+        "predictions": [
+            list(predicted.predictions.shape),
+            float(np.abs(predicted.predictions).mean()),
+        ],
         "labels": predicted.label_ids.tolist(),
         "metrics": untimed(predicted.metrics),
     }

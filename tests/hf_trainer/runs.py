@@ -1,4 +1,6 @@
-"""One script through one trainer, and all that can be seen of it; and how two of them are compared."""
+"""One script through one trainer, and all that can be seen of it; and how two of them are
+compared.
+"""
 
 import json
 import os
@@ -18,13 +20,26 @@ from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.cases import CASES
 
 RUN = {
-    **{"use_cpu": True, "disable_tqdm": True, "report_to": "none", "seed": 3, "per_device_train_batch_size": 2},
-    **{"max_steps": 4, "learning_rate": 1e-3, "weight_decay": 0.1, "logging_steps": 1, "eval_strategy": "steps"},
+    **{
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "seed": 3,
+        "per_device_train_batch_size": 2,
+    },
+    **{
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+    },
     **{"eval_steps": 2, "save_steps": 2, "per_device_eval_batch_size": 3},
     "adam_epsilon": 1e-4,  # else the rounding of a zero gradient moves biases that change no loss
 }
 TIMED = ("runtime", "per_second", "preparation_time")
-TRAINED, EVALUATED, PREDICTED = (16, 1), (7, 5), (5, 9)  # samples, seed; trained ones are a multiple of a step's
+# samples, seed; trained ones are a multiple of a step's
+TRAINED, EVALUATED, PREDICTED = (16, 1), (7, 5), (5, 9)
 
 
 def see(kind: type, arguments: type, name: str, directory: str, **changes: Any) -> dict[str, Any]:
@@ -35,7 +50,9 @@ def see(kind: type, arguments: type, name: str, directory: str, **changes: Any) 
     def trainer() -> Any:
         data = case.data(*TRAINED), case.data(*EVALUATED)
         given = {"compute_metrics": case.metrics, "compute_loss_func": case.loss}
-        return case.derive(kind)(case.build(), arguments(directory, **changes), case.collate, *data, **given)
+        return case.derive(kind)(
+            case.build(), arguments(directory, **changes), case.collate, *data, **given
+        )
 
     used = trainer()
     output = used.train()
@@ -51,7 +68,12 @@ def see(kind: type, arguments: type, name: str, directory: str, **changes: Any) 
     return {
         "keys": [list(entry) for entry in used.state.log_history],
         "logs": [untimed(entry) for entry in used.state.log_history],
-        "output": [output.global_step, output.training_loss, list(output.metrics), untimed(output.metrics)],
+        "output": [
+            output.global_step,
+            output.training_loss,
+            list(output.metrics),
+            untimed(output.metrics),
+        ],
         "state": state,
         "checkpoints": kept,
         "metrics": untimed(predicted.metrics),
@@ -73,7 +95,9 @@ def files(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def transformers_run(name: str, replicas: int, directory: str) -> dict[str, Any]:
     """HuggingFace's Trainer on one process, with as many micro-batches as all replicas have."""
-    found = see(Trainer, TrainingArguments, name, directory, gradient_accumulation_steps=2 * replicas)
+    found = see(
+        Trainer, TrainingArguments, name, directory, gradient_accumulation_steps=2 * replicas
+    )
     if CASES[name].resumes and parse(transformers.__version__) < parse("5.19"):
         return averaged_over_its_own_steps(found)
     return found
@@ -81,23 +105,33 @@ def transformers_run(name: str, replicas: int, directory: str) -> dict[str, Any]
 
 def transformers_rank(rank: int, world: int, name: str, directory: str) -> dict[str, Any]:
     """HuggingFace's Trainer on this rank."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+    )
     return see(Trainer, TrainingArguments, name, directory, gradient_accumulation_steps=2)
 
 
 def averaged_over_its_own_steps(found: dict[str, Any]) -> dict[str, Any]:
-    """transformers before 5.19 divides the losses of a resumed run by the steps of both: by 4, where it ran 2."""
+    """transformers before 5.19 divides the losses of a resumed run by the steps of both: by 4,
+    where it ran 2.
+    """
     steps, loss, *rest = found["output"]
     for record in (*found["logs"], *found["state"]["log_history"], rest[-1]):
         record.update({key: 2 * value for key, value in record.items() if key == "train_loss"})
     return found | {"output": [steps, 2 * loss, *rest]}
 
 
-def merak_run(rank: int, world: int, name: str, directory: str, tp: int, pp: int, changes: dict) -> dict[str, Any]:
+def merak_run(
+    rank: int, world: int, name: str, directory: str, tp: int, pp: int, changes: dict
+) -> dict[str, Any]:
     """MerakTrainer on this rank."""
     degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     return see(
-        MerakTrainer, MerakArguments, name, directory, **{"gradient_accumulation_steps": 2, **degrees, **changes}
+        MerakTrainer,
+        MerakArguments,
+        name,
+        directory,
+        **{"gradient_accumulation_steps": 2, **degrees, **changes},
     )
 
 

@@ -1,6 +1,8 @@
-"""The unmodified model in place of the engine, so that the trainer around it can be told from the engine's faults.
+"""The unmodified model in place of the engine, so that the trainer around it can be told from the
+engine's faults.
 
-Every rank runs the whole eager model; tensor and pipeline ranks of a replica repeat its work, replicas share gradients.
+Every rank runs the whole eager model; tensor and pipeline ranks of a replica repeat its work,
+replicas share gradients.
 """
 
 import json
@@ -26,17 +28,29 @@ class EagerEngine:
     buffer, scaler, is_causal, captures = None, None, False, (0, 0)
 
     def __init__(self, model, args, mesh):
-        self.model, self.args, self.mesh, self.iteration, self.dtype = model, args, mesh, 0, "float32"
+        self.model, self.args, self.mesh, self.iteration, self.dtype = (
+            model,
+            args,
+            mesh,
+            0,
+            "float32",
+        )
         self.accepts_num_items = accepts_num_items(model)
         decayed = frozenset(decayed_parameters(model))
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         groups = [
-            {"params": [p for name, p in named if name in decayed], "weight_decay": args.weight_decay},
+            {
+                "params": [p for name, p in named if name in decayed],
+                "weight_decay": args.weight_decay,
+            },
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
         betas = (args.adam_beta1, args.adam_beta2)
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=args.adam_epsilon, fused=True)
-        self.seen: list[list[list[int]]] = []  # per step, per micro-batch, the first token of every row
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=0.0, betas=betas, eps=args.adam_epsilon, fused=True
+        )
+        # per step, per micro-batch, the first token of every row
+        self.seen: list[list[list[int]]] = []
         self.shapes: set[tuple[int, ...]] = set()
 
     def read(self, batch):
@@ -82,7 +96,11 @@ class EagerEngine:
             return None
         left_out = {name.removeprefix("!") for name in outputs if name.startswith("!")} | {"loss"}
         return [
-            {name: x for name, x in output.items() if name in outputs or ("*" in outputs and name not in left_out)}
+            {
+                name: x
+                for name, x in output.items()
+                if name in outputs or ("*" in outputs and name not in left_out)
+            }
             for output in found
         ]
 
@@ -99,7 +117,11 @@ class EagerEngine:
         for batch in (one, *others):
             losses.append(self.model(**batch).loss)
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            grads.append(torch.autograd.grad(losses[-1], parameters, allow_unused=True, materialize_grads=True))
+            grads.append(
+                torch.autograd.grad(
+                    losses[-1], parameters, allow_unused=True, materialize_grads=True
+                )
+            )
         alike = torch.allclose(losses[0], sum(losses[1:]), rtol=1e-5)
         for first, *rest in zip(*grads, strict=True):
             alike = alike and torch.allclose(first, sum(rest), rtol=1e-3, atol=1e-6)
@@ -110,7 +132,13 @@ class EagerEngine:
 
     def check_finite(self):
         check_finite(
-            {"model": [Shard(n, tuple(p.shape), None, (), p) for n, p in self.model.named_parameters()]}, None, "cpu"
+            {
+                "model": [
+                    Shard(n, tuple(p.shape), None, (), p) for n, p in self.model.named_parameters()
+                ]
+            },
+            None,
+            "cpu",
         )
 
     def share_statistics(self):
@@ -122,9 +150,14 @@ class EagerEngine:
         flat = {f"{name}.{key}": value[key] for name, value in moments.items() for key in value}
         if self.mesh.rank == 0:
             Path(root).mkdir(parents=True, exist_ok=True)
-            save_file({k: v.clone() for k, v in self.model.state_dict().items()}, Path(root) / "model.safetensors")
+            save_file(
+                {k: v.clone() for k, v in self.model.state_dict().items()},
+                Path(root) / "model.safetensors",
+            )
             save_file(flat, Path(root) / "moments.safetensors")
-            (Path(root) / "extra.json").write_text(json.dumps({"iteration": self.iteration, "extra": extra}))
+            (Path(root) / "extra.json").write_text(
+                json.dumps({"iteration": self.iteration, "extra": extra})
+            )
 
     def load(self, root, iteration=None, verify=True, check=lambda extra: None):
         saved = json.loads((Path(root) / "extra.json").read_text())
@@ -160,7 +193,9 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 def samples(count: int, ragged: bool = True, seed: int = 1) -> list[dict[str, list[int]]]:
-    """Token lists that begin with the sample's number + 1, so that a batch tells what it is made of."""
+    """Token lists that begin with the sample's number + 1, so that a batch tells what it is made
+    of.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number in range(count):
@@ -178,5 +213,7 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         return torch.tensor([row[name] + [filler] * (longest - len(row[name])) for row in rows])
 
     ids = stack("input_ids", 0)
-    mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows])
+    mask = torch.tensor(
+        [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows]
+    )
     return {"input_ids": ids, "attention_mask": mask, "labels": stack("labels", -100)}

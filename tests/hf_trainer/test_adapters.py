@@ -1,4 +1,6 @@
-"""LoRA models of peft: trained as under transformers.Trainer, saved as peft saves them, on every layout."""
+"""LoRA models of peft: trained as under transformers.Trainer, saved as peft saves them, on every
+layout.
+"""
 
 import json
 
@@ -33,12 +35,22 @@ def adapted(base=None, seed=0, **more):
     torch.manual_seed(seed)
     targets = ["q_proj", "v_proj", "down_proj"]
     return get_peft_model(
-        base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0, **more)
+        base,
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            r=4,
+            lora_alpha=8,
+            target_modules=targets,
+            lora_dropout=0.0,
+            **more,
+        ),
     )
 
 
 def train(kind, arguments, directory, model, resume=None, **more):
-    trainer = kind(model, arguments(str(directory), **RUN | more), collate, samples(12, ragged=False))
+    trainer = kind(
+        model, arguments(str(directory), **RUN | more), collate, samples(12, ragged=False)
+    )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{directory}/saved")
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -71,7 +83,9 @@ def check(directory, losses, logits, wanted, theirs):
     assert losses == pytest.approx(wanted, rel=1e-5)
     for name in FILES:
         assert (directory / "saved" / name).read_bytes() == (directory / "own" / name).read_bytes()
-    config, their_config = (json.loads((d / "saved" / FILES[1]).read_text()) for d in (directory, theirs))
+    config, their_config = (
+        json.loads((d / "saved" / FILES[1]).read_text()) for d in (directory, theirs)
+    )
     for each in (config, their_config):  # sets, in any order
         each["target_modules"] = sorted(each["target_modules"])
     assert config == their_config
@@ -85,12 +99,18 @@ def check(directory, losses, logits, wanted, theirs):
     assert not (directory / "saved" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "with a head"])
+@pytest.mark.parametrize(
+    "more", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "with a head"]
+)
 def test_adapters_are_those_of_transformers_and_peft(more, tmp_path):
     _, wanted = train(Trainer, TrainingArguments, tmp_path / "theirs", adapted(**more))
     for tp, pp in ((1, 1), (1, 2)) if more else ((1, 1), (2, 1)):
         directory, ranks = tmp_path / f"{tp}{pp}", tp * pp
-        arguments = (str(directory), {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}, more)
+        arguments = (
+            str(directory),
+            {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp},
+            more,
+        )
         found = run_ranks(run, ranks, *arguments) if ranks > 1 else [run(0, 1, *arguments)]
         assert all(losses == found[0][0] for losses, _ in found)
         check(directory, *found[0], wanted, tmp_path / "theirs")
@@ -109,8 +129,11 @@ def test_so_are_those_of_replicas_that_share_in_two_instances(tmp_path):
 
 def with_embeddings(rank, world_size, directory, more):
     torch.manual_seed(rank)
-    targets = ["embed_tokens", "q_proj"]  # of a base's embeddings peft writes the frozen weights, too
-    model = get_peft_model(tiny_llama(0), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets))
+    # of a base's embeddings peft writes the frozen weights, too
+    targets = ["embed_tokens", "q_proj"]
+    model = get_peft_model(
+        tiny_llama(0), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets)
+    )
     trainer, losses = train(MerakTrainer, MerakArguments, directory, model, **more)
     assert world_size == 1 or all(map(is_withheld, model.parameters()))
     if trainer.gather_model() and rank == 0:
@@ -119,13 +142,17 @@ def with_embeddings(rank, world_size, directory, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"pipeline_model_parallel_size": 2}, {"fsdp": "full_shard"}], ids=["pp", "full"])
+@pytest.mark.parametrize(
+    "more", [{"pipeline_model_parallel_size": 2}, {"fsdp": "full_shard"}], ids=["pp", "full"]
+)
 def test_frozen_embeddings_are_saved_as_peft_saves_them(more, tmp_path):
     wanted = with_embeddings(0, 1, str(tmp_path / "one"), {})
     for losses in run_ranks(with_embeddings, 2, str(tmp_path / "ours"), more, timeout=250):
         assert len(losses) == 3 and ("fsdp" in more or losses == pytest.approx(wanted, rel=1e-5))
     for name in FILES:
-        assert (tmp_path / "ours/saved" / name).read_bytes() == (tmp_path / "ours/own" / name).read_bytes()
+        assert (tmp_path / "ours/saved" / name).read_bytes() == (
+            tmp_path / "ours/own" / name
+        ).read_bytes()
     found, one = (load_file(tmp_path / place / "saved" / FILES[2]) for place in ("ours", "one"))
     assert found.keys() == one.keys()
     (frozen,) = (name for name in one if "lora" not in name)
@@ -140,7 +167,9 @@ def test_the_base_is_read_from_its_directory(tmp_path):
     _, losses = train(MerakTrainer, MerakArguments, tmp_path / "ours", model)
     _, wanted = train(Trainer, TrainingArguments, tmp_path / "theirs", adapted(tiny_llama(3)))
     assert losses == pytest.approx(wanted, rel=1e-5)
-    loaded = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "ours" / "saved")
+    loaded = PeftModel.from_pretrained(
+        LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "ours" / "saved"
+    )
     rows = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(loaded.eval()(input_ids=rows).logits, model.eval()(input_ids=rows).logits)
 
@@ -155,7 +184,9 @@ class Distils(Trainer):
 
 @pytest.mark.parametrize("wrapped_last", [True, False])
 def test_a_part_of_the_base_is_read_from_its_own_directory(tmp_path, wrapped_last):
-    """The frozen teacher comes from another directory than the base, before or after the adapters were made."""
+    """The frozen teacher comes from another directory than the base, before or after the adapters
+    were made.
+    """
     for seed, name in ((3, "base"), (4, "teacher")):
         tiny_llama(seed).save_pretrained(tmp_path / name)
 
@@ -164,7 +195,12 @@ def test_a_part_of_the_base_is_read_from_its_own_directory(tmp_path, wrapped_las
         model = base if wrapped_last else adapted(base)
         model.teacher = load(tmp_path / "teacher").requires_grad_(False)
         model = adapted(base) if wrapped_last else model
-        return train(type("Own", (kind,), {"compute_loss": Distils.compute_loss}), arguments, tmp_path / "run", model)
+        return train(
+            type("Own", (kind,), {"compute_loss": Distils.compute_loss}),
+            arguments,
+            tmp_path / "run",
+            model,
+        )
 
     _, losses = distilled(from_pretrained, MerakTrainer, MerakArguments)
     _, wanted = distilled(LlamaForCausalLM.from_pretrained, Trainer, TrainingArguments)

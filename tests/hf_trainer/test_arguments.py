@@ -1,7 +1,10 @@
 """MerakArguments: every field of TrainingArguments is honoured or refused by name."""
 
+import ast
 import dataclasses
+import inspect
 import json
+import typing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,10 +13,11 @@ import torch.distributed as dist
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from megatron_merak.config import ParallelConfig
+from megatron_merak.config import CheckpointConfig, HFModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.errors import ConfigError, LaunchError
-from megatron_merak.hf_trainer.arguments.fields import HONOURED, NEWER, PARALLEL_FIELDS, REFUSED
+from megatron_merak.hf_trainer.arguments.fields import HONOURED, NEWER, REFUSED
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.arguments.shared import SHARED, SharedArguments
 from megatron_merak.hf_trainer.engine import wishes
 
 LACKING = NEWER - {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -53,17 +57,35 @@ def test_either_name_of_recomputation_counts():
 
 def test_harmless_values_of_refused_fields_pass():
     """A script for Trainer may name them all."""
-    plain = {"fp16": False, "deepspeed": None, "fsdp": "", "optim": "adamw_torch", "push_to_hub": False, "debug": ""}
-    args = MerakArguments("unused", use_cpu=True, label_smoothing_factor=0, ddp_find_unused_parameters=False, **plain)
+    plain = {
+        "fp16": False,
+        "deepspeed": None,
+        "fsdp": "",
+        "optim": "adamw_torch",
+        "push_to_hub": False,
+        "debug": "",
+    }
+    args = MerakArguments(
+        "unused", use_cpu=True, label_smoothing_factor=0, ddp_find_unused_parameters=False, **plain
+    )
     assert args.per_device_train_batch_size == 8
 
 
 WITHOUT_EFFECT = [
     {"ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 50, "ddp_static_graph": True},
-    {"ddp_broadcast_buffers": True, "torch_empty_cache_steps": 5, "dataloader_persistent_workers": True},
+    {
+        "ddp_broadcast_buffers": True,
+        "torch_empty_cache_steps": 5,
+        "dataloader_persistent_workers": True,
+    },
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": '{"use_reentrant": true}'},
-    {"accelerator_config": {"dispatch_batches": False, "gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+    {
+        "accelerator_config": {
+            "dispatch_batches": False,
+            "gradient_accumulation_kwargs": {"sync_each_batch": True},
+        }
+    },
     {"accelerator_config": AcceleratorConfig(non_blocking=True)},
 ]
 
@@ -71,10 +93,14 @@ WITHOUT_EFFECT = [
 @pytest.mark.parametrize("named", WITHOUT_EFFECT)
 def test_what_changes_no_number_is_taken(named):
     args, plain = (MerakArguments("unused", use_cpu=True, **given) for given in (named, {}))
-    assert all(getattr(args, name) == value or isinstance(value, str) for name, value in named.items())
+    assert all(
+        getattr(args, name) == value or isinstance(value, str) for name, value in named.items()
+    )
     asked, usual = wishes(args), wishes(plain)
-    recomputing = replace(usual["plan"]["parallel"], recompute_granularity=args.recompute_granularity)
-    assert asked == usual | {"plan": usual["plan"] | {"parallel": recomputing}}
+    recomputing = replace(
+        usual["request"].parallel, recompute_granularity=args.recompute_granularity
+    )
+    assert asked == usual | {"request": replace(usual["request"], parallel=recomputing)}
     assert dataclasses.replace(args, seed=3).seed == 3
     json.dumps(args.to_dict())
 
@@ -109,7 +135,10 @@ def test_a_misspelt_field_is_told():
         ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
         ({"ddp_backend": "ucc"}, "ddp_backend"),
-        ({"ddp_backend": "mpi", "bf16": True}, "ddp_backend mpi: torch's MPI backend has no 16-bit numbers"),
+        (
+            {"ddp_backend": "mpi", "bf16": True},
+            "ddp_backend mpi: torch's MPI backend has no 16-bit numbers",
+        ),
         ({"rank_order": "tp-pp"}, "rank_order tp-pp: dp is missing. Join tp, dp and pp"),
         ({"rank_order": ("tp", "pp", "dp")}, "rank_order .*: it is not text"),
         ({"ddp_backend": "gloo_cuda"}, "ddp_backend gloo_cuda: use_cpu is set"),
@@ -124,7 +153,10 @@ def test_a_misspelt_field_is_told():
         ),
         ({"load_best_model_at_end": True}, "strategy"),
         ({"optim": "adam_cubed"}, "adam_cubed"),
-        ({"optim": "adamw_8bit"}, "optim adamw_8bit: its state is quantised.*use_distributed_optimizer"),
+        (
+            {"optim": "adamw_8bit"},
+            "optim adamw_8bit: its state is quantised.*use_distributed_optimizer",
+        ),
         ({"optim": "adamw_torch_4bit"}, "optim adamw_torch_4bit: its state is quantised"),
         ({"optim": "paged_lion_8bit"}, "optim paged_lion_8bit: its state is quantised"),
         ({"optim": "paged_adamw_32bit"}, "optim paged_adamw_32bit: its state is paged"),
@@ -132,21 +164,48 @@ def test_a_misspelt_field_is_told():
         ({"optim": "galore_adamw"}, "optim galore_adamw: it projects gradients to a low rank"),
         ({"optim": "apollo_adamw_layerwise"}, "optim apollo_adamw_layerwise: it projects"),
         ({"optim": "lomo"}, "optim lomo: it updates weights inside of the backward"),
-        ({"optim": "schedule_free_adamw"}, "optim schedule_free_adamw: its weights in an evaluation"),
+        (
+            {"optim": "schedule_free_adamw"},
+            "optim schedule_free_adamw: its weights in an evaluation",
+        ),
         ({"optim": "stable_adamw"}, "optim stable_adamw: .*torch-optimi"),
         ({"optim": "grokadamw"}, "optim grokadamw: .*grokadamw"),
         ({"optim": "adamw_anyprecision"}, "optim adamw_anyprecision: .*torchdistx"),
-        ({"optim": "adamw_torch", "optim_args": "amsgrad=true"}, "optim_args amsgrad=true: adamw_torch takes none"),
-        ({"optim": "sgd", "optim_args": "weight_decay=0.1"}, "optim_args weight_decay=0.1: .* Set weight_decay"),
+        (
+            {"optim": "adamw_torch", "optim_args": "amsgrad=true"},
+            "optim_args amsgrad=true: adamw_torch takes none",
+        ),
+        (
+            {"optim": "sgd", "optim_args": "weight_decay=0.1"},
+            "optim_args weight_decay=0.1: .* Set weight_decay",
+        ),
         ({"optim": "sgd", "optim_args": "momentum"}, "optim_args momentum: it is not key=value"),
         ({"optim": "muon", "optim_args": "ns_steps=few"}, "optim_args ns_steps=few"),
-        ({"ddp_broadcast_buffers": False}, "ddp_broadcast_buffers False: the first replica's buffers"),
-        ({"gradient_checkpointing_kwargs": {"context_fn": print}}, "gradient_checkpointing_kwargs: context_fn"),
-        ({"gradient_checkpointing_kwargs": {"offload": True}}, "gradient_checkpointing_kwargs: offload True"),
-        ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches True: .*Divide per_dev"),
+        (
+            {"ddp_broadcast_buffers": False},
+            "ddp_broadcast_buffers False: the first replica's buffers",
+        ),
+        (
+            {"gradient_checkpointing_kwargs": {"context_fn": print}},
+            "gradient_checkpointing_kwargs: context_fn",
+        ),
+        (
+            {"gradient_checkpointing_kwargs": {"offload": True}},
+            "gradient_checkpointing_kwargs: offload True",
+        ),
+        (
+            {"accelerator_config": {"split_batches": True}},
+            "accelerator_config: split_batches True: .*Divide per_dev",
+        ),
         ({"accelerator_config": {"even_batches": False}}, "accelerator_config: even_batches False"),
-        ({"accelerator_config": {"batches": 2}}, "accelerator_config: batches 2: there is no such key"),
-        ({"accelerator_config": "nowhere.json"}, "accelerator_config nowhere.json: it cannot be read"),
+        (
+            {"accelerator_config": {"batches": 2}},
+            "accelerator_config: batches 2: there is no such key",
+        ),
+        (
+            {"accelerator_config": "nowhere.json"},
+            "accelerator_config nowhere.json: it cannot be read",
+        ),
         (
             {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}},
             "gradient_accumulation_kwargs: num_steps 4: gradient_accumulation_steps says it",
@@ -177,20 +236,46 @@ def test_as_text_and_as_flags():
     assert told["tensor_model_parallel_size"] == 1
     assert "tensor_model_parallel_size=1" in str(args)
     assert args.buckets == (8, 32)
-    flags = ["--output_dir", "out", "--pipeline_schedule", "gpipe", "--bf16", "--use_cpu", "--pad_to_multiple_of", "64"]
+    flags = [
+        "--output_dir",
+        "out",
+        "--pipeline_schedule",
+        "gpipe",
+        "--bf16",
+        "--use_cpu",
+        "--pad_to_multiple_of",
+        "64",
+    ]
     (parsed,) = HfArgumentParser(MerakArguments).parse_args_into_dataclasses(flags)
     assert (parsed.pipeline_schedule, parsed.bf16, parsed.pad_to_multiple_of) == ("gpipe", True, 64)
 
 
 def test_the_place_in_the_job_is_known_before_any_trainer():
     args = MerakArguments("out", use_cpu=True)
-    assert (args.world_size, args.process_index, args.device.type, args.should_save) == (1, 0, "cpu", True)
+    assert (args.world_size, args.process_index, args.device.type, args.should_save) == (
+        1,
+        0,
+        "cpu",
+        True,
+    )
     assert args.train_batch_size == 8
     with args.main_process_first():
         pass
 
 
 def test_fields_that_repeat_settings_have_their_defaults():
-    ours = {field.name: field.default for field in dataclasses.fields(MerakArguments)}
-    settings = {field.name: field.default for field in dataclasses.fields(ParallelConfig)}
-    assert {name: ours[name] for name in PARALLEL_FIELDS} == {name: settings[name] for name in PARALLEL_FIELDS}
+    ours = {field.name: field for field in dataclasses.fields(MerakArguments)}
+    sections = (ParallelConfig, HFModelConfig, TrainConfig, CheckpointConfig)
+    for name, row in SHARED.items():
+        (section,) = (section for section in sections if name in section.__dataclass_fields__)
+        assert ours[name].default == row.default
+        assert typing.get_type_hints(MerakArguments)[name] == typing.get_type_hints(section)[name]
+        assert ours[name].metadata.keys() == {"help"} and "--" not in ours[name].metadata["help"]
+
+
+def test_each_shared_argument_names_its_own_setting():
+    (declared,) = ast.parse(inspect.getsource(SharedArguments)).body
+    rows = [row for row in declared.body if isinstance(row, ast.AnnAssign)]
+    assert (
+        [row.target.id for row in rows] == [row.value.args[1].value for row in rows] == list(SHARED)
+    )

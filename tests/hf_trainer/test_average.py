@@ -1,4 +1,6 @@
-"""An average of the weights in a callback: right where it gathers them, an error where it would read stale ones."""
+"""An average of the weights in a callback: right where it gathers them, an error where it would
+read stale ones.
+"""
 
 import copy
 
@@ -14,7 +16,13 @@ from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
 RUN = {
-    **{"use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1},
+    **{
+        "use_cpu": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+    },
     **{"save_strategy": "no", "disable_tqdm": True, "report_to": "none", "max_grad_norm": 0.0},
 }
 TWICE = {"gradient_accumulation_steps": 2}
@@ -35,7 +43,9 @@ class Average(TrainerCallback):
     def update(self, model):
         if self.weights is None:
             self.weights = [parameter.detach().clone() for parameter in model.parameters()]
-        torch._foreach_lerp_(self.weights, [parameter.detach() for parameter in model.parameters()], 0.25)
+        torch._foreach_lerp_(
+            self.weights, [parameter.detach() for parameter in model.parameters()], 0.25
+        )
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.update(model)
@@ -55,7 +65,12 @@ class AverageOfGathered(Average):
 def made(directory, model, average, **more):
     arguments = MerakArguments(str(directory), **RUN | more)
     average.trainer = trainer = MerakTrainer(
-        model, arguments, collate, samples(16, ragged=False), samples(4, ragged=False), callbacks=[average]
+        model,
+        arguments,
+        collate,
+        samples(16, ragged=False),
+        samples(4, ragged=False),
+        callbacks=[average],
     )
     return trainer
 
@@ -85,10 +100,15 @@ def run(rank, world_size, directory, name):
     trainer.remove_callback(average)
     for reads in (Average(), Keeps(held), Reads(copy.deepcopy)):  # at the first step, each time
         trainer.add_callback(reads)
-        with pytest.raises(ConfigError, match=r"model\.embed_tokens\.weight \(\w+\): .* Call trainer.gather_model\(\)"):
+        with pytest.raises(
+            ConfigError,
+            match=r"model\.embed_tokens\.weight \(\w+\): .* Call trainer.gather_model\(\)",
+        ):
             trainer.train()
         trainer.remove_callback(reads)
-    assert all(map(is_withheld, held)) and model.num_parameters() == sum(parameter.numel() for parameter in held)
+    assert all(map(is_withheld, held)) and model.num_parameters() == sum(
+        parameter.numel() for parameter in held
+    )
     assert trainer.gather_model() is model and (rank > 0 or model.lm_head.weight.isfinite().all())
     return found, plain(f"{directory}/whole") if name == "full" else None
 
@@ -115,7 +135,9 @@ class Keeps(Average):
         self.update(self)
 
 
-@pytest.mark.parametrize("name", ["pp", *(pytest.param(k, marks=pytest.mark.slow) for k in ("full", "optim", "tp"))])
+@pytest.mark.parametrize(
+    "name", ["pp", *(pytest.param(k, marks=pytest.mark.slow) for k in ("full", "optim", "tp"))]
+)
 @pytest.mark.long
 def test_an_average_is_that_of_one_process_or_refused(name, tmp_path):
     found = run_ranks(run, 2, str(tmp_path), name, timeout=200)
@@ -133,7 +155,13 @@ def tied():
     return GPT2LMHeadModel(config)
 
 
-BEST = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 6}
+BEST = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "max_steps": 6,
+}
 BEST |= {"load_best_model_at_end": True, "learning_rate": 0.3}
 
 
@@ -145,38 +173,56 @@ class GathersAlways(TrainerCallback):
     def gather(self, args, state, control, **kwargs):
         self.trainer.gather_model()
 
-    on_train_begin = on_epoch_begin = on_step_begin = on_substep_end = on_pre_optimizer_step = gather
-    on_optimizer_step = on_step_end = on_log = on_evaluate = on_save = on_epoch_end = on_train_end = gather
+    on_train_begin = on_epoch_begin = on_step_begin = on_substep_end = on_pre_optimizer_step = (
+        gather
+    )
+    on_optimizer_step = on_step_end = on_log = on_evaluate = on_save = on_epoch_end = (
+        on_train_end
+    ) = gather
 
 
 def life(rank, world_size, directory, model, layout):
-    """What a script sees of a model that is trained twice, gathered and used between, saved and resumed."""
+    """What a script sees of a model that is trained twice, gathered and used between, saved and
+    resumed.
+    """
     torch.set_num_threads(1)
     rows, found = collate(samples(3, ragged=False, seed=9)), []
 
     def used(trainer):
         model = trainer.gather_model().eval()
         with torch.no_grad():
-            return None if rank else [model(**rows).loss, *map(torch.clone, model.state_dict().values())]
+            return (
+                None
+                if rank
+                else [model(**rows).loss, *map(torch.clone, model.state_dict().values())]
+            )
 
     gathers = GathersAlways() if len(layout) > 1 else TrainerCallback()
     trainer = made(f"{directory}/run", model(), gathers, **BEST | layout)
     found += [trainer.evaluate()["eval_loss"], used(trainer)]
     for _ in range(2):
         trainer.train()
-        found += [losses(trainer), trainer.state.best_metric, used(trainer), trainer.evaluate()["eval_loss"]]
+        found += [
+            losses(trainer),
+            trainer.state.best_metric,
+            used(trainer),
+            trainer.evaluate()["eval_loss"],
+        ]
         trainer.model.to("cpu").requires_grad_(True)
     trainer.model.config.use_cache = True
     resumed = made(f"{directory}/run", model(), TrainerCallback(), **BEST | layout)
     resumed.train(resume_from_checkpoint=f"{directory}/run/checkpoint-2")
     found += [losses(resumed), used(resumed)]
-    other = made(f"{directory}/other", trainer.gather_model(), TrainerCallback(), **RUN | layout)  # takes the model
+    # takes the model
+    other = made(f"{directory}/other", trainer.gather_model(), TrainerCallback(), **RUN | layout)
     other.train()
     return [*found, losses(other), used(other)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "model"), [("pp", tiny_llama), ("full", tiny_llama), ("optim", tied)])
+@pytest.mark.parametrize(
+    ("name", "model"), [("pp", tiny_llama), ("full", tiny_llama), ("optim", tied)]
+)
 def test_nothing_else_is_seen_of_it(name, model, tmp_path):
     layout = LAYOUTS[name] | {"gradient_accumulation_steps": 1}
     ours = run_ranks(life, 2, str(tmp_path / "ours"), model, layout, timeout=280)

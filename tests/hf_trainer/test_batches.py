@@ -1,4 +1,6 @@
-"""Which samples make which batch: accelerate's division, transformers' order, whatever the layout and the workers."""
+"""Which samples make which batch: accelerate's division, transformers' order, whatever the layout
+and the workers.
+"""
 
 import importlib.util
 import random
@@ -9,7 +11,12 @@ import torch
 from torch.utils.data import IterableDataset
 
 from megatron_merak.errors import DataError
-from megatron_merak.hf_trainer.batches.order import Division, Loading, epoch_order, private_randomness
+from megatron_merak.hf_trainer.batches.order import (
+    Division,
+    Loading,
+    epoch_order,
+    private_randomness,
+)
 
 
 def taken(loading, epoch=0, skip=0):
@@ -21,7 +28,12 @@ def stack(rows):
 
 
 def noisy(rows):
-    return {"x": torch.tensor(rows), "noise": torch.rand(2), "n": np.random.rand(), "p": random.random()}
+    return {
+        "x": torch.tensor(rows),
+        "noise": torch.rand(2),
+        "n": np.random.rand(),
+        "p": random.random(),
+    }
 
 
 class Stream(IterableDataset):
@@ -46,7 +58,9 @@ def test_the_picture_of_the_module():
     assert [len(alone.rows(n)) for n in range(alone.batches)] == [3, 3, 3, 2]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the reference is accelerate's")
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="the reference is accelerate's"
+)
 @pytest.mark.parametrize("drop_last", (False, True))
 @pytest.mark.parametrize("replicas", (1, 2, 3))
 def test_division_is_that_of_accelerate(replicas, drop_last):
@@ -58,14 +72,26 @@ def test_division_is_that_of_accelerate(replicas, drop_last):
             plain = BatchSampler(range(samples), size, drop_last)
             division = Division(samples, size, replicas, drop_last)
             for replica in range(replicas):
-                theirs = list(BatchSamplerShard(plain, replicas, replica) if replicas > 1 else plain)
-                ours = [list(division.rows(replica + replicas * n)) for n in range(division.batches)]
+                theirs = list(
+                    BatchSamplerShard(plain, replicas, replica) if replicas > 1 else plain
+                )
+                ours = [
+                    list(division.rows(replica + replicas * n)) for n in range(division.batches)
+                ]
                 assert ours == theirs, (samples, size, replica)
 
 
 def test_two_replicas_with_one_batch_take_what_one_takes_with_two():
     def loading(replica, replicas):
-        return Loading(list(range(16)), stack, 2, replica, replicas, 5, order=lambda epoch: epoch_order(16, 5, epoch))
+        return Loading(
+            list(range(16)),
+            stack,
+            2,
+            replica,
+            replicas,
+            5,
+            order=lambda epoch: epoch_order(16, 5, epoch),
+        )
 
     alone, pair = taken(loading(0, 1), 3), [taken(loading(replica, 2), 3) for replica in (0, 1)]
     assert [batch for both in zip(*pair, strict=True) for batch in both] == alone
@@ -74,7 +100,10 @@ def test_two_replicas_with_one_batch_take_what_one_takes_with_two():
 
 
 def test_the_order_of_an_epoch_is_seeded_by_the_seed_plus_the_epoch():
-    assert epoch_order(9, 3, 4) == torch.randperm(9, generator=torch.Generator().manual_seed(7)).tolist()
+    assert (
+        epoch_order(9, 3, 4)
+        == torch.randperm(9, generator=torch.Generator().manual_seed(7)).tolist()
+    )
     lengths = [5, 1, 9, 3] * 8
     grouped = epoch_order(32, 0, 0, lengths, 4)
     assert sorted(grouped) == list(range(32))
@@ -85,8 +114,12 @@ def test_the_order_of_an_epoch_is_seeded_by_the_seed_plus_the_epoch():
 @pytest.mark.parametrize("workers", (0, 2))
 def test_what_a_collator_draws_depends_on_the_batch_only(workers):
     def noise(replica, replicas, skip=0, epoch=1):
-        loading = Loading(list(range(8)), noisy, 2, replica, replicas, 5, options={"num_workers": workers})
-        return [(b["noise"].tolist(), float(b["n"]), float(b["p"])) for b in loading.epoch(epoch, skip)]
+        loading = Loading(
+            list(range(8)), noisy, 2, replica, replicas, 5, options={"num_workers": workers}
+        )
+        return [
+            (b["noise"].tolist(), float(b["n"]), float(b["p"])) for b in loading.epoch(epoch, skip)
+        ]
 
     alone = noise(0, 1)
     assert len({str(draw) for draw in alone}) == 4
@@ -125,7 +158,11 @@ def test_evaluation_takes_every_sample_once():
 
 @pytest.mark.parametrize(
     ("collate", "told"),
-    [(lambda rows: rows, "list"), (lambda rows: {"x": [rows]}, "x"), (lambda rows: {"x": {"y": 1}}, "x")],
+    [
+        (lambda rows: rows, "list"),
+        (lambda rows: {"x": [rows]}, "x"),
+        (lambda rows: {"x": {"y": 1}}, "x"),
+    ],
 )
 def test_a_collator_that_makes_no_tensors_is_told(collate, told):
     with pytest.raises(DataError, match=told):

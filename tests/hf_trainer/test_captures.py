@@ -16,7 +16,10 @@ def test_many_captures_are_warned_of_once():
         watched.look()
         engine.captures = (MANY, 3)
         silent.look()
-    with pytest.warns(UserWarning, match="16 programs were captured so far.* Set pad_to_multiple_of or length_buckets"):
+    with pytest.warns(
+        UserWarning,
+        match="16 programs were captured so far.* Set pad_to_multiple_of or length_buckets",
+    ):
         watched.look()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

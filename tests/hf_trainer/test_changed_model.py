@@ -1,4 +1,6 @@
-"""A model that is changed between two uses of a trainer: as under transformers.Trainer, or refused by name."""
+"""A model that is changed between two uses of a trainer: as under transformers.Trainer, or refused
+by name.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ KINDS = {"theirs": (Trainer, TrainingArguments), "ours": (MerakTrainer, MerakArg
 
 def made(directory, model, kind="ours", callbacks=None, **more):
     trainer, arguments = KINDS[kind]
-    return trainer(model, arguments(str(directory), **RUN | more), collate, ROWS, OTHERS, callbacks=callbacks)
+    return trainer(
+        model, arguments(str(directory), **RUN | more), collate, ROWS, OTHERS, callbacks=callbacks
+    )
 
 
 def evaluated(trainer):
@@ -37,7 +41,12 @@ def evaluated(trainer):
 
 
 def losses(trainer):
-    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+    return [
+        entry[key]
+        for entry in trainer.state.log_history
+        for key in ("loss", "grad_norm")
+        if key in entry
+    ]
 
 
 def both(play, directory):
@@ -74,7 +83,9 @@ def test_two_trainers_use_one_model(tmp_path):
             return [*found, model.eval()(**collate(OTHERS)).loss.item()]
 
     found = both(play, tmp_path)
-    assert found[-1] == pytest.approx(found[-2], rel=1e-5) and found[0] != pytest.approx(found[-1], rel=1e-3)
+    assert found[-1] == pytest.approx(found[-2], rel=1e-5) and found[0] != pytest.approx(
+        found[-1], rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("change", [freeze, scale, new_head])
@@ -118,7 +129,9 @@ def test_written_weights_reach_every_copy(bf16, tmp_path):
         after = evaluated(trainer)
         assert before != after
         trainer.train()
-        found.append([after, *losses(trainer), *(p.float().sum().item() for p in model.parameters())])
+        found.append(
+            [after, *losses(trainer), *(p.float().sum().item() for p in model.parameters())]
+        )
     assert found[0] == found[1]
 
 
@@ -152,7 +165,9 @@ def test_changes_that_are_refused(tmp_path):
     assert evaluated(trainer) == pytest.approx(evaluated(made(tmp_path, model)), rel=1e-6)
     with pytest.raises(ConfigError, match=r"trained other parameters .* Train a new MerakTrainer"):
         trainer.train()
-    trainer = made(tmp_path, model, max_steps=3, eval_strategy="steps", eval_steps=2, callbacks=[AtStep(scale)])
+    trainer = made(
+        tmp_path, model, max_steps=3, eval_strategy="steps", eval_steps=2, callbacks=[AtStep(scale)]
+    )
     with pytest.raises(ConfigError, match=r"self_attn.scaling 5.0: .*changed during training"):
         trainer.train()
 
@@ -176,7 +191,9 @@ def divided(rank, world_size, directory, expected):
     model = tiny_llama()
     trainer = made(directory, model, pipeline_model_parallel_size=2)
     found = [evaluated(trainer)]
-    with pytest.raises(ConfigError, match=r"load_state_dict .* Load weights before the trainer is first used"):
+    with pytest.raises(
+        ConfigError, match=r"load_state_dict .* Load weights before the trainer is first used"
+    ):
         model.load_state_dict({})
     with (
         torch.no_grad(),
@@ -191,13 +208,19 @@ def divided(rank, world_size, directory, expected):
     found.append(evaluated(trainer))
     trainer.train()
     assert [*found, *losses(trainer)] == pytest.approx(expected, rel=2e-5)
-    with pytest.raises(ConfigError, match=r"embed_tokens.weight .clamp_.: the trained weights are sharded"):
-        made(directory, tiny_llama(), callbacks=[AtStep(clamp)], pipeline_model_parallel_size=2).train()
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens.weight .clamp_.: the trained weights are sharded"
+    ):
+        made(
+            directory, tiny_llama(), callbacks=[AtStep(clamp)], pipeline_model_parallel_size=2
+        ).train()
     trainer.gather_model()
     trainer.save_model(f"{directory}/saved")
     evaluated(trainer)
     scale(model)
-    with pytest.raises(ConfigError, match=r"scaling 5.0: .* the trained weights are sharded over 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"scaling 5.0: .* the trained weights are sharded over 2 ranks"
+    ):
         trainer.evaluate()
     for layer in model.model.layers:
         layer.self_attn.scaling = layer.self_attn.head_dim**-0.5
@@ -206,7 +229,9 @@ def divided(rank, world_size, directory, expected):
         with torch.no_grad():
             model.lm_head.weight.mul_(3)
     for use in (trainer.train, trainer.evaluate, trainer.save_model, trainer.gather_model):
-        with pytest.raises(ConfigError, match=r"model.lm_head.weight .written since.: .* Make the change before"):
+        with pytest.raises(
+            ConfigError, match=r"model.lm_head.weight .written since.: .* Make the change before"
+        ):
             use()
 
 
@@ -241,7 +266,9 @@ def released(rank, world_size, directory, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"pipeline_model_parallel_size": 2}, {"fsdp": "full_shard"}], ids=["pp", "full"])
+@pytest.mark.parametrize(
+    "more", [{"pipeline_model_parallel_size": 2}, {"fsdp": "full_shard"}], ids=["pp", "full"]
+)
 def test_a_model_that_did_not_train_has_its_weights_back(more, tmp_path):
     model = tiny_llama()
     trainer = made(tmp_path / "theirs", model, "theirs")

@@ -1,4 +1,6 @@
-"""What a model takes is judged as transformers.Trainer does: by the base of a peft model, else by its forward."""
+"""What a model takes is judged as transformers.Trainer does: by the base of a peft model, else by
+its forward.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,9 @@ def mixed():
 
 
 def ia3():
-    return get_peft_model(tiny_llama(0), IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[]))
+    return get_peft_model(
+        tiny_llama(0), IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[])
+    )
 
 
 def patched():
@@ -32,7 +36,9 @@ def patched():
     before = model.forward
 
     def forward(input_ids, attention_mask=None, labels=None, **kwargs):
-        outputs = before(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        outputs = before(
+            input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs
+        )
         outputs["loss"] = outputs["loss"] * 2
         return outputs
 
@@ -50,21 +56,40 @@ class Wrapper(nn.Module):
 
 
 def trained(kind, arguments, build, directory, **more):
-    settings = {"use_cpu": True, "max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    settings |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    settings = {
+        "use_cpu": True,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+    }
+    settings |= {
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
     settings |= {"disable_tqdm": True, "adam_epsilon": 1e-4}
     torch.manual_seed(0)
     trainer = kind(build(), arguments(str(directory), **settings | more), collate, ROWS)
     trainer.train()
-    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+    return [
+        entry[key]
+        for entry in trainer.state.log_history
+        for key in ("loss", "grad_norm")
+        if key in entry
+    ]
 
 
 @pytest.mark.parametrize("build", [lora, mixed, ia3, patched])
 def test_columns_are_those_of_transformers(build, tmp_path):
     expected = trained(Trainer, TrainingArguments, build, tmp_path / "theirs")
-    assert trained(MerakTrainer, MerakArguments, build, tmp_path / "ours") == pytest.approx(expected, rel=2e-5)
+    assert trained(MerakTrainer, MerakArguments, build, tmp_path / "ours") == pytest.approx(
+        expected, rel=2e-5
+    )
 
 
 def test_samples_without_a_column_of_the_forward_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"no column of the samples \(input_ids, .* names args, kwargs, .*=False"):
+    with pytest.raises(
+        ConfigError, match=r"no column of the samples \(input_ids, .* names args, kwargs, .*=False"
+    ):
         trained(MerakTrainer, MerakArguments, Wrapper, tmp_path)

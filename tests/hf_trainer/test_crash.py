@@ -1,4 +1,6 @@
-"""kill -9 before each call that touches the disk, while MerakTrainer saves, saves again, rotates: nothing is lost."""
+"""kill -9 before each call that touches the disk, while MerakTrainer saves, saves again, rotates:
+nothing is lost.
+"""
 
 import os
 import tempfile
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megatron_merak.checkpoint import unit_directories
+from megatron_merak.checkpoint.unit_directories import Units
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.run import trainer_state
 from megatron_merak.hf_trainer.run.loop import TrainingLoop
@@ -20,15 +22,25 @@ from tests.ranks import run_ranks
 
 @pytest.fixture
 def root(tmp_path):
-    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and fsync is slow."""
+    """A directory in memory where there is one: a kill, unlike a power cut, does not care, and
+    fsync is slow.
+    """
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as directory:
+    with tempfile.TemporaryDirectory(
+        dir=memory if os.access(memory, os.W_OK) else tmp_path
+    ) as directory:
         yield Path(directory)
 
 
 def _loop(root: Path) -> TrainingLoop:
     """Of a trainer that has done a step with its engine."""
-    named = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "report_to": "none", "logging_steps": 100}
+    named = {
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "logging_steps": 100,
+    }
     args = MerakArguments(str(root), max_steps=1, save_total_limit=1, learning_rate=0.0, **named)
     trainer = MerakTrainer(tiny_llama(), args, collate, samples(8, ragged=False))
     trainer.train()
@@ -45,27 +57,37 @@ def _save(loop: TrainingLoop, step: int, value: float) -> None:
 
 
 def _look(loop: TrainingLoop, root: Path) -> tuple[int, float]:
-    """(step, value) of the newest checkpoint, all of which must be of one save; what looks complete must be whole."""
+    """(step, value) of the newest checkpoint, all of which must be of one save; what looks complete
+    must be whole.
+    """
     faults = []
-    for path in [*unit_directories.newest_first(root, faults)][::-1]:
+    for path in [*Units(root).newest_first(faults)][::-1]:
         verify(path, None)
         state = trainer_state.read(path, None)
         loop.engine.load(path / TRAINING_STATE)
-        held = [*loop.engine.shards(loop.engine.buffer.data), *loop.engine.shards(loop.engine.optimizer.exp_avg)]
+        held = [
+            *loop.engine.shards(loop.engine.buffer.data),
+            *loop.engine.shards(loop.engine.optimizer.exp_avg),
+        ]
         tensors = [*load_file(path / "model.safetensors").values(), *(part.tensor for part in held)]
         values = {
             state.log_history[0]["value"],
             *(value for t in tensors for value in (t.min().item(), t.max().item())),
         }
-        assert len(values) == 1 and loop.engine.iteration == state.global_step, f"torn: {path}, {values}"
+        assert len(values) == 1 and loop.engine.iteration == state.global_step, (
+            f"torn: {path}, {values}"
+        )
     assert not faults, faults
     return state.global_step, values.pop()
 
 
-def _kill_everywhere(rank: int, world: int, root: Path, calls: set[str], tidy: int, stride: int) -> tuple[int, int]:
+def _kill_everywhere(
+    rank: int, world: int, root: Path, calls: set[str], tidy: int, stride: int
+) -> tuple[int, int]:
     """Kill before every ``stride``-th of these calls. Returns (kills, different outcomes).
 
-    Every ``tidy``-th round starts without the leftovers of the one before: only then has each call its fixed number.
+    Every ``tidy``-th round starts without the leftovers of the one before: only then has each call
+    its fixed number.
     """
     loop = _loop(root)
     _save(loop, 1, 1.0)
@@ -73,7 +95,7 @@ def _kill_everywhere(rank: int, world: int, root: Path, calls: set[str], tidy: i
     before, seen, number, kills, done = (1, 1.0), set(), 0, 0, False
     while not done:
         step, value = before[0] + 1, before[1] + 3
-        (unit_directories.locate(root, before[0]) / "note.txt").write_text("mine")
+        (Units(root).locate(before[0]) / "note.txt").write_text("mine")
 
         def work(report, number=number, step=step, value=value):
             kill_before_call(number, calls)

@@ -1,4 +1,6 @@
-"""The batch that a model is captured with: datasets and collators are used as often as under transformers.Trainer."""
+"""The batch that a model is captured with: datasets and collators are used as often as under
+transformers.Trainer.
+"""
 
 import pytest
 import torch
@@ -11,17 +13,34 @@ from megatron_merak.hf_trainer.batches.apart import apart
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
-RUN = {"use_cpu": True, "max_steps": 6, "disable_tqdm": True, "report_to": "none", "logging_steps": 1}
-RUN |= {"remove_unused_columns": False, "save_strategy": "no", "learning_rate": 1e-2, "per_device_eval_batch_size": 4}
+RUN = {
+    "use_cpu": True,
+    "max_steps": 6,
+    "disable_tqdm": True,
+    "report_to": "none",
+    "logging_steps": 1,
+}
+RUN |= {
+    "remove_unused_columns": False,
+    "save_strategy": "no",
+    "learning_rate": 1e-2,
+    "per_device_eval_batch_size": 4,
+}
 TWO = ({"pipeline_model_parallel_size": 2}, {})
 OURS, THEIRS = (EagerTrainer, MerakArguments), (Trainer, TrainingArguments)
 
 
 class Counted(IterableDataset):
-    """Its samples depend on how often it was iterated over or, with ``once``, on what was taken before."""
+    """Its samples depend on how often it was iterated over or, with ``once``, on what was taken
+    before.
+    """
 
     def __init__(self, once=False):
-        self.begun, self.epochs, self.left = 0, [], iter(samples(40, ragged=False)) if once else None
+        self.begun, self.epochs, self.left = (
+            0,
+            [],
+            iter(samples(40, ragged=False)) if once else None,
+        )
 
     def __iter__(self):
         self.begun += 1
@@ -51,7 +70,9 @@ class Noisy(Dataset):
 
 
 class Masked:
-    """A collator with a generator of its own, made at the first call, as of DataCollatorForLanguageModeling."""
+    """A collator with a generator of its own, made at the first call, as of
+    DataCollatorForLanguageModeling.
+    """
 
     draw = None
 
@@ -80,18 +101,27 @@ def evaluated(kinds, directory, dataset, times):
 def test_a_stream_is_iterated_over_as_often_as_under_transformers(tmp_path, once):
     ours, theirs = Counted(once), Counted(once)
     losses = trained(OURS, str(tmp_path), ours)
-    assert losses == pytest.approx(trained(THEIRS, str(tmp_path), theirs), rel=1e-5) and len(losses) == 6
+    assert (
+        losses == pytest.approx(trained(THEIRS, str(tmp_path), theirs), rel=1e-5)
+        and len(losses) == 6
+    )
     assert ours.begun == theirs.begun == (1 if once else 3)
     ours, theirs = Counted(once), Counted(once)
     losses = evaluated(OURS, str(tmp_path), ours, 1 if once else 2)
-    assert losses == pytest.approx(evaluated(THEIRS, str(tmp_path), theirs, 1 if once else 2), rel=1e-5)
+    assert losses == pytest.approx(
+        evaluated(THEIRS, str(tmp_path), theirs, 1 if once else 2), rel=1e-5
+    )
     assert ours.begun == theirs.begun == len(losses)
 
 
-@pytest.mark.parametrize("dataset, collator", [(Noisy, collate), (Counted, Masked()), (Noisy, Masked())])
+@pytest.mark.parametrize(
+    "dataset, collator", [(Noisy, collate), (Counted, Masked()), (Noisy, Masked())]
+)
 def test_what_draws_from_its_own_generator_draws_as_under_transformers(tmp_path, dataset, collator):
     ours = trained(OURS, str(tmp_path), dataset(), apart(collator))
-    assert ours == pytest.approx(trained(THEIRS, str(tmp_path), dataset(), apart(collator)), rel=1e-5)
+    assert ours == pytest.approx(
+        trained(THEIRS, str(tmp_path), dataset(), apart(collator)), rel=1e-5
+    )
 
 
 def on_two_ranks(rank, world_size, directory):
@@ -99,7 +129,12 @@ def on_two_ranks(rank, world_size, directory):
     for degrees in TWO:
         for once in (False, True):
             stream = Counted(once)
-            found.append((trained(OURS, directory, stream, replicas=1 if degrees else 2, **degrees), stream.begun))
+            found.append(
+                (
+                    trained(OURS, directory, stream, replicas=1 if degrees else 2, **degrees),
+                    stream.begun,
+                )
+            )
     try:
         trained(OURS, directory, Spent() if rank else Counted(), replicas=2)
     except DataError as error:
@@ -115,7 +150,9 @@ class Spent(IterableDataset):
 @pytest.mark.timeout(120)
 @pytest.mark.long
 def test_streams_on_two_ranks(tmp_path):
-    wanted = [(trained(THEIRS, str(tmp_path), Counted(once)), 1 if once else 3) for once in (False, True)] * len(TWO)
+    wanted = [
+        (trained(THEIRS, str(tmp_path), Counted(once)), 1 if once else 3) for once in (False, True)
+    ] * len(TWO)
     for *found, refused in run_ranks(on_two_ranks, 2, str(tmp_path / "ours"), timeout=100):
         assert [begun for _, begun in found] == [begun for _, begun in wanted]
         for (ours, _), (theirs, _) in zip(found, wanted, strict=True):
@@ -129,7 +166,13 @@ def test_a_resumed_stream_begins_with_the_epoch_it_goes_on_with(tmp_path, step, 
     trained(OURS, str(tmp_path), stream, save_strategy="steps", save_steps=1, max_steps=6)
     assert stream.epochs == [0, 1, 2] and stream.begun == 3
     stream = Counted()
-    trained(OURS, str(tmp_path), stream, save_strategy="steps", resume=str(tmp_path / f"checkpoint-{step}"))
+    trained(
+        OURS,
+        str(tmp_path),
+        stream,
+        save_strategy="steps",
+        resume=str(tmp_path / f"checkpoint-{step}"),
+    )
     assert stream.epochs == epochs and stream.begun == len(epochs)
 
 

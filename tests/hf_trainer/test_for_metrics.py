@@ -1,4 +1,6 @@
-"""``include_for_metrics``: what ``compute_metrics`` gets beside predictions and labels is what transformers gives."""
+"""``include_for_metrics``: what ``compute_metrics`` gets beside predictions and labels is what
+transformers gives.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ RUN = {
 
 
 def shown(kind: type, arguments: type, directory: str) -> tuple[list, list, list]:
-    """The inputs, the losses and the labels that the metric gets; seven samples, in batches of three."""
+    """The inputs, the losses and the labels that the metric gets; seven samples, in batches of
+    three.
+    """
     seen: list[EvalPrediction] = []
 
     def metric(prediction: EvalPrediction) -> dict[str, float]:
@@ -24,7 +28,9 @@ def shown(kind: type, arguments: type, directory: str) -> tuple[list, list, list
         return {"inputs": float(prediction.inputs.sum()), "losses": float(prediction.losses.mean())}
 
     model, data = tiny_llama(), samples(7, seed=5)
-    trainer = kind(model, arguments(directory, **RUN), collate, eval_dataset=data, compute_metrics=metric)
+    trainer = kind(
+        model, arguments(directory, **RUN), collate, eval_dataset=data, compute_metrics=metric
+    )
     metrics = trainer.evaluate()
     found = [[each.inputs.tolist(), each.losses.tolist(), each.label_ids.tolist()] for each in seen]
     return found, [metrics[name] for name in ("eval_inputs", "eval_losses", "eval_loss")]

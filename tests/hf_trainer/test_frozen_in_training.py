@@ -1,4 +1,6 @@
-"""Callbacks that freeze and thaw parameters while a model trains: as under transformers.Trainer, on every layout."""
+"""Callbacks that freeze and thaw parameters while a model trains: as under transformers.Trainer, on
+every layout.
+"""
 
 import numpy as np
 import pytest
@@ -67,7 +69,12 @@ def play(kind, arguments, directory, callback, resume=None, **more):
     trainer = kind(tiny_llama(0), made, collate, ROWS, ROWS[:4], callbacks=[CALLBACKS[callback]()])
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
-    return trainer, [entry[key] for entry in history for key in ("loss", "grad_norm", "eval_loss") if key in entry]
+    return trainer, [
+        entry[key]
+        for entry in history
+        for key in ("loss", "grad_norm", "eval_loss")
+        if key in entry
+    ]
 
 
 def wanted(directory, callback, **more):
@@ -78,7 +85,9 @@ def wanted(directory, callback, **more):
 def ours(rank, world_size, directory, callback, more, resumes=False):
     trainer, found = play(MerakTrainer, MerakArguments, directory, callback, **more)
     if resumes:
-        trainer, found = play(MerakTrainer, MerakArguments, directory, callback, f"{directory}/checkpoint-3", **more)
+        trainer, found = play(
+            MerakTrainer, MerakArguments, directory, callback, f"{directory}/checkpoint-3", **more
+        )
     trainer.gather_model()
     weights = dict(trainer.model.named_parameters()) if rank == 0 else {}
     return found, {name: p.detach().clone() for name, p in weights.items()}
@@ -96,7 +105,12 @@ def check(found, expected):
 
 @pytest.mark.parametrize(
     "callback, optim",
-    [("Gradual", "adamw_torch"), ("Lisa", "adamw_torch"), ("Lisa", "adafactor"), ("Halfway", "sgd")],
+    [
+        ("Gradual", "adamw_torch"),
+        ("Lisa", "adamw_torch"),
+        ("Lisa", "adafactor"),
+        ("Halfway", "sgd"),
+    ],
 )
 def test_parameters_are_frozen_and_thawed(callback, optim, tmp_path):
     more = {"optim": optim, "eval_strategy": "steps", "eval_steps": 2}
@@ -109,14 +123,19 @@ LAYOUTS = {
     "pp": {"pipeline_model_parallel_size": 2},
     "dp": {"gradient_accumulation_steps": 1},
     "zero": {"gradient_accumulation_steps": 1, "data_parallel_sharding_strategy": "optim"},
-    "full": {"gradient_accumulation_steps": 1, "data_parallel_sharding_strategy": "optim_grads_params"},
+    "full": {
+        "gradient_accumulation_steps": 1,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+    },
 }
 
 
 @pytest.mark.long
 @pytest.mark.long
 def test_lengths_that_are_captured_while_some_are_frozen(tmp_path, monkeypatch):
-    """Captures compute the gradients of all parameters: those that are frozen then are thawed later."""
+    """Captures compute the gradients of all parameters: those that are frozen then are thawed
+    later.
+    """
     monkeypatch.setitem(globals(), "ROWS", samples(24))
     expected = wanted(tmp_path / "theirs", "Gradual")
     check(ours(0, 1, str(tmp_path / "ours"), "Gradual", {}), expected)
@@ -137,7 +156,9 @@ def test_they_are_on_several_ranks(callback, layout, tmp_path):
 @pytest.mark.parametrize("callback", CALLBACKS)
 def test_they_are_on_every_layout(callback, layout, optim, tmp_path):
     expected = wanted(tmp_path / "theirs", callback, optim=optim)
-    found = run_ranks(ours, 2, str(tmp_path / "ours"), callback, LAYOUTS[layout] | {"optim": optim}, True)
+    found = run_ranks(
+        ours, 2, str(tmp_path / "ours"), callback, LAYOUTS[layout] | {"optim": optim}, True
+    )
     check(found[0], expected)
 
 
@@ -166,4 +187,6 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
     assert "between two micro-batches" in refused(tmp_path / "midway", "on_substep_end", freeze)
     text = refused(tmp_path / "thawed", "on_step_begin", thaw, freeze)
     assert "lm_head.weight requires_grad=True: it was frozen when the model was captured" in text
-    assert "every parameter" in refused(tmp_path / "all", "on_step_end", lambda model: model.requires_grad_(False))
+    assert "every parameter" in refused(
+        tmp_path / "all", "on_step_end", lambda model: model.requires_grad_(False)
+    )

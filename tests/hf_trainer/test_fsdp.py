@@ -26,8 +26,16 @@ def arguments(**named) -> MerakArguments:
         (True, {"reshard_after_forward": False}, GRADS),
         (True, {"fsdp_reshard_after_forward": "shard_grad_op", "version": 1}, GRADS),
         ("full_shard", {"reshard_after_forward": "true"}, PARAMS),
-        ("full_shard auto_wrap", {"transformer_layer_cls_to_wrap": ["GPT2Block"], "fsdp_version": 2}, PARAMS),
-        ([FSDPOption.SHARD_GRAD_OP, "auto_wrap"], {"fsdp_forward_prefetch": True, "use_orig_params": False}, GRADS),
+        (
+            "full_shard auto_wrap",
+            {"transformer_layer_cls_to_wrap": ["GPT2Block"], "fsdp_version": 2},
+            PARAMS,
+        ),
+        (
+            [FSDPOption.SHARD_GRAD_OP, "auto_wrap"],
+            {"fsdp_forward_prefetch": True, "use_orig_params": False},
+            GRADS,
+        ),
         (
             "no_shard",
             {"state_dict_type": "FULL_STATE_DICT", "cpu_offload": False, "backward_prefetch": "x"},
@@ -42,14 +50,16 @@ def arguments(**named) -> MerakArguments:
 def test_what_fsdp_means(fsdp, config, sharding):
     args = arguments(fsdp=fsdp, fsdp_config=config)
     assert args.sharding == sharding and not args.recomputes
-    assert wishes(args)["plan"]["parallel"].sharding == (sharding or "no_shard")
+    assert wishes(args)["request"].parallel.sharding == (sharding or "no_shard")
     assert args.fsdp == fsdp, "a script may ask for it"
     assert dataclasses.replace(args, fsdp="shard_grad_op", fsdp_config=None).sharding == GRADS
 
 
 def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
     assert arguments(use_distributed_optimizer=True).sharding == "optim"
-    both = arguments(use_distributed_optimizer=True, fsdp="full_shard", data_parallel_sharding_strategy=PARAMS)
+    both = arguments(
+        use_distributed_optimizer=True, fsdp="full_shard", data_parallel_sharding_strategy=PARAMS
+    )
     assert both.sharding == PARAMS
     path = tmp_path / "fsdp.json"
     path.write_text(json.dumps({"activation_checkpointing": True, "reshard_after_forward": False}))
@@ -63,7 +73,10 @@ def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
 @pytest.mark.parametrize(
     ("named", "told"),
     [
-        ({"fsdp": "hybrid_shard full_shard"}, "fsdp 'hybrid_shard full_shard': it names 2 strategies"),
+        (
+            {"fsdp": "hybrid_shard full_shard"},
+            "fsdp 'hybrid_shard full_shard': it names 2 strategies",
+        ),
         ({"fsdp": "hybrid_shard offload"}, "fsdp: offload "),
         (
             {"fsdp": "hybrid_shard", "fsdp_config": {"reshard_after_forward": False}},
@@ -73,14 +86,32 @@ def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
         ({"fsdp": "auto_wrap"}, "fsdp 'auto_wrap': it names no strategy. Use one of full_shard"),
         ({"fsdp": "full_shard no_shard"}, "fsdp 'full_shard no_shard': it names 2 strategies"),
         ({"fsdp": "sharded"}, "fsdp 'sharded': there is no option sharded"),
-        ({"fsdp_config": {"reshard_after_forward": True}}, "reshard_after_forward True: fsdp is not set"),
+        (
+            {"fsdp_config": {"reshard_after_forward": True}},
+            "reshard_after_forward True: fsdp is not set",
+        ),
         ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "fsdp_config: cpu_offload True"),
-        ({"fsdp": True, "fsdp_config": {"fsdp_mixed_precision_policy": "bf16"}}, "fsdp_mixed_precision_policy 'bf16'"),
-        ({"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}, "Use FULL_STATE_DICT"),
+        (
+            {"fsdp": True, "fsdp_config": {"fsdp_mixed_precision_policy": "bf16"}},
+            "fsdp_mixed_precision_policy 'bf16'",
+        ),
+        (
+            {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
+            "Use FULL_STATE_DICT",
+        ),
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "fsdp_config: xla True: XLA is not used"),
-        ({"fsdp": True, "fsdp_config": {"reshard_after_forward": "maybe"}}, "'maybe': it is neither true nor false"),
-        ({"fsdp": True, "fsdp_config": {"colour": 1}}, "fsdp_config: colour 1: there is no such key here"),
-        ({"fsdp": True, "fsdp_config": "nowhere.json"}, "fsdp_config nowhere.json: it cannot be read"),
+        (
+            {"fsdp": True, "fsdp_config": {"reshard_after_forward": "maybe"}},
+            "'maybe': it is neither true nor false",
+        ),
+        (
+            {"fsdp": True, "fsdp_config": {"colour": 1}},
+            "fsdp_config: colour 1: there is no such key here",
+        ),
+        (
+            {"fsdp": True, "fsdp_config": "nowhere.json"},
+            "fsdp_config nowhere.json: it cannot be read",
+        ),
         ({"fsdp": True, "fsdp_config": ["x"]}, "it is not a mapping"),
         (
             {"fsdp": "shard_grad_op", "fsdp_config": {"reshard_after_forward": True}},

@@ -31,7 +31,9 @@ class At(TrainerCallback):
             self.action()
 
 
-def test_a_run_waits_for_space_and_goes_on_as_if_nothing_had_happened(small, tmp_path, monkeypatch, capsys):
+def test_a_run_waits_for_space_and_goes_on_as_if_nothing_had_happened(
+    small, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(full_disk, "FIRST_PAUSE", 0.2)
     whole = trainer(tmp_path / "whole", [Stop(6)])
     whole.train()
@@ -45,7 +47,9 @@ def test_a_run_waits_for_space_and_goes_on_as_if_nothing_had_happened(small, tmp
     assert complete(output) == [6, 3]
     assert curve(run) == curve(whole) and equal_weights(run, whole)
     told = [line for line in capsys.readouterr().err.splitlines() if "space" in line]
-    assert len(told) == 2 and "(on_full_disk wait)" in told[0] and "saved after a wait of" in told[1]
+    assert (
+        len(told) == 2 and "(on_full_disk wait)" in told[0] and "saved after a wait of" in told[1]
+    )
 
     threading.Timer(1.5, fill(small).unlink).start()
     run.save_model(str(small / "model"))
@@ -75,5 +79,8 @@ def test_a_removed_directory_is_made_anew(tmp_path, caplog, capsys):
     run = trainer(output, [Stop(9), At(5, lambda: shutil.rmtree(output))], **best)
     run.train()
     assert complete(output) == [9, 6]
-    assert f"{output} was removed under the run, with all checkpoints in it: it is made anew" in caplog.text
+    assert (
+        f"{output} was removed under the run, with all checkpoints in it: it is made anew"
+        in caplog.text
+    )
     assert "was removed, so the weights of the last step stay" in capsys.readouterr().err

@@ -10,18 +10,36 @@ from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
 RUN = {
-    **{"use_cpu": True, "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1},
-    **{"save_strategy": "no", "disable_tqdm": True, "report_to": "none", "replica_check_interval": 1},
+    **{
+        "use_cpu": True,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+    },
+    **{
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "report_to": "none",
+        "replica_check_interval": 1,
+    },
 }
 
 
 def trained(directory, **changes):
     trainer = MerakTrainer(
-        tiny_llama(3), MerakArguments(directory, **RUN, **changes), collate, samples(8, ragged=False)
+        tiny_llama(3),
+        MerakArguments(directory, **RUN, **changes),
+        collate,
+        samples(8, ragged=False),
     )
     trainer.train()
     grads = trainer.engine.buffer.main_grad
-    logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    logs = [
+        (entry["loss"], entry["grad_norm"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
     return logs, torch.equal(grads, grads.bfloat16().float())
 
 
@@ -46,9 +64,14 @@ def test_gradients_are_sent_in_bf16(tmp_path):
         for ours, theirs in zip(half, plain, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-2)
         for text, dtype in zip(told, ("float32", "float16"), strict=True):
-            assert text.startswith("--grad-reduce-in-bf16 True: on ranks 0, 1, gradients of a model in " + dtype)
+            assert text.startswith(
+                "--grad-reduce-in-bf16 True: on ranks 0, 1, gradients of a model in " + dtype
+            )
 
 
 def test_a_captured_models_code_decides_about_its_residuals():
-    with pytest.raises(ConfigError, match="fp32_residual_connection True: the model's own code decides in which dtype"):
+    with pytest.raises(
+        ConfigError,
+        match="fp32_residual_connection True: the model's own code decides in which dtype",
+    ):
         MerakArguments("unused", fp32_residual_connection=True)

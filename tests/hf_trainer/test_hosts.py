@@ -1,4 +1,6 @@
-"""MerakTrainer on several hosts: its plan is one for these, and groups that leave theirs are told."""
+"""MerakTrainer on several hosts: its plan is one for these, and groups that leave theirs
+are told.
+"""
 
 import io
 import os
@@ -11,7 +13,8 @@ from tests.ranks import run_ranks
 
 
 def build(rank, world_size, directory):
-    os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")  # as torchrun says it to ranks of two hosts
+    # as torchrun says it to ranks of two hosts
+    os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
     degrees = {"tensor_model_parallel_size": 2, "rank_order": "dp-tp-pp"}
     args = MerakArguments(directory, use_cpu=True, ddp_backend="gloo", report_to="none", **degrees)
     trainer = MerakTrainer(tiny_llama(), args, collate, samples(4))
@@ -23,5 +26,11 @@ def build(rank, world_size, directory):
 def test_hosts_are_told_and_planned_for(tmp_path):
     (said, *first), (nothing, *second) = run_ranks(build, 2, str(tmp_path))
     assert first == second == [1, "dp-tp-cp-pp"] and nothing == ""
-    assert "Tensor-parallel groups of 2 ranks reach over hosts of 1: collectives of every layer" in said
-    assert "A tensor_model_parallel_size that divides 1 keeps them inside, with rank_order tp-dp-pp." in said
+    assert (
+        "Tensor-parallel groups of 2 ranks reach over hosts of 1: collectives of every layer"
+        in said
+    )
+    assert (
+        "A tensor_model_parallel_size that divides 1 keeps them inside, with rank_order tp-dp-pp."
+        in said
+    )

@@ -1,4 +1,6 @@
-"""What MerakTrainer is given: what it takes, as transformers.Trainer does, and what it refuses by name."""
+"""What MerakTrainer is given: what it takes, as transformers.Trainer does, and what it refuses by
+name.
+"""
 
 import json
 
@@ -26,14 +28,22 @@ from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.hf_trainer.reference import accuracy
 from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
 
-RUN = {"use_cpu": True, "max_steps": 2, "per_device_train_batch_size": 2, "disable_tqdm": True, "save_strategy": "no"}
+RUN = {
+    "use_cpu": True,
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+}
 
 
 def arguments(directory, **changes):
     return MerakArguments(str(directory), **{**RUN, **changes})
 
 
-def build(directory, kind=EagerTrainer, model=None, data=None, evaluation=None, changes=None, **given):
+def build(
+    directory, kind=EagerTrainer, model=None, data=None, evaluation=None, changes=None, **given
+):
     model = tiny_llama() if model is None and "model_init" not in given else model
     return kind(model, arguments(directory, **(changes or {})), collate, data, evaluation, **given)
 
@@ -51,7 +61,10 @@ SGD = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
             {"optimizers": (SGD, None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
             "optimizers and optimizer_cls_and_kwargs SGD: both define",
         ),
-        ({"optimizers": (SGD, None), "model_init": tiny_llama}, "optimizers SGD: .*Override create_optimizer"),
+        (
+            {"optimizers": (SGD, None), "model_init": tiny_llama},
+            "optimizers SGD: .*Override create_optimizer",
+        ),
         ({"optimizers": (None, LambdaLR(SGD, float))}, "optimizers LambdaLR: .*another optimizer"),
         ({"model_init": tiny_llama, "model": tiny_llama()}, "exactly one of the two"),
         ({"changes": {"eval_strategy": "epoch"}}, "eval_strategy"),
@@ -72,7 +85,9 @@ def test_other_arguments_are_refused(tmp_path):
 
 def test_a_model_without_anything_to_train_is_refused(tmp_path):
     model = tiny_llama().requires_grad_(False)
-    with pytest.raises(ConfigError, match="none of its parameters requires a gradient.*is_trainable=True"):
+    with pytest.raises(
+        ConfigError, match="none of its parameters requires a gradient.*is_trainable=True"
+    ):
         build(tmp_path, model=model, data=samples(4)).train()
 
 
@@ -145,12 +160,22 @@ def test_predictions_without_labels(tmp_path):
 
     trainer = EagerTrainer(tiny_llama(), arguments(tmp_path), unlabelled)
     found = trainer.predict(rows)
-    assert found.label_ids is None and "test_loss" not in found.metrics and found.predictions.shape[0] == 3
+    assert (
+        found.label_ids is None
+        and "test_loss" not in found.metrics
+        and found.predictions.shape[0] == 3
+    )
 
 
 def test_predictions_of_several_outputs(tmp_path):
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+    config = BertConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+    )
     model = BertForQuestionAnswering(config)
 
     def spans(rows):
@@ -163,22 +188,34 @@ def test_predictions_of_several_outputs(tmp_path):
     seen = {}
 
     def metrics(prediction):
-        seen.update(shapes=[x.shape for x in prediction.predictions], labels=[x.tolist() for x in prediction.label_ids])
+        seen.update(
+            shapes=[x.shape for x in prediction.predictions],
+            labels=[x.tolist() for x in prediction.label_ids],
+        )
         return {}
 
     changes = arguments(tmp_path, length_buckets="none", per_device_eval_batch_size=2)
     EagerTrainer(model, changes, spans, None, samples(3), compute_metrics=metrics).evaluate()
     longest = max(len(row["input_ids"]) for row in samples(3))
-    assert seen["labels"] == [[1] * 3, [2] * 3] and seen["shapes"][0] == seen["shapes"][1] == (3, longest)
+    assert seen["labels"] == [[1] * 3, [2] * 3] and seen["shapes"][0] == seen["shapes"][1] == (
+        3,
+        longest,
+    )
 
 
 def test_logits_can_be_made_small_before_they_are_kept(tmp_path):
     given = {"compute_metrics": lambda p: {"right": float((p.predictions == p.label_ids).mean())}}
     small = build(
-        tmp_path, evaluation=samples(3), preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1), **given
+        tmp_path,
+        evaluation=samples(3),
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        **given,
     )
     assert 0 <= small.evaluate()["eval_right"] <= 1
-    assert small.predict(samples(3)).predictions.shape == (3, max(len(row["labels"]) for row in samples(3)))
+    assert small.predict(samples(3)).predictions.shape == (
+        3,
+        max(len(row["labels"]) for row in samples(3)),
+    )
 
 
 def test_a_model_is_made_anew_for_every_training(tmp_path):
@@ -188,7 +225,9 @@ def test_a_model_is_made_anew_for_every_training(tmp_path):
 
 
 def test_workers_bring_the_same_batches(tmp_path):
-    alone, helped = (build(tmp_path, data=samples(8), changes={"dataloader_num_workers": n}) for n in (0, 2))
+    alone, helped = (
+        build(tmp_path, data=samples(8), changes={"dataloader_num_workers": n}) for n in (0, 2)
+    )
     assert alone.train().training_loss == helped.train().training_loss
     assert alone.engine.seen == helped.engine.seen
 
@@ -202,7 +241,9 @@ def test_columns_that_the_model_does_not_take_are_dropped(tmp_path):
 
     EagerTrainer(tiny_llama(), arguments(tmp_path), strict, rows).train()
     with pytest.raises(AssertionError):
-        EagerTrainer(tiny_llama(), arguments(tmp_path, remove_unused_columns=False), strict, rows).train()
+        EagerTrainer(
+            tiny_llama(), arguments(tmp_path, remove_unused_columns=False), strict, rows
+        ).train()
 
 
 def test_files_of_metrics_and_state(tmp_path):
@@ -212,7 +253,10 @@ def test_files_of_metrics_and_state(tmp_path):
     trainer.save_metrics("train", output.metrics)
     trainer.save_state()
     trainer.save_model()
-    assert json.loads((tmp_path / "train_results.json").read_text())["train_loss"] == output.training_loss
+    assert (
+        json.loads((tmp_path / "train_results.json").read_text())["train_loss"]
+        == output.training_loss
+    )
     assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "training_args.json").exists()
 
@@ -220,18 +264,29 @@ def test_files_of_metrics_and_state(tmp_path):
 def test_a_tokenizer_pads_and_is_told_to_callbacks(tmp_path):
     from tokenizers import Tokenizer, models
 
-    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({str(n): n for n in range(64)}, "1")))
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({str(n): n for n in range(64)}, "1"))
+    )
     words.pad_token, words.eos_token = "3", "2"
     seen = []
 
     class Mine(TrainerCallback):
-        def on_train_begin(self, args, state, control, processing_class=None, lr_scheduler=None, **kwargs):
-            seen.append((processing_class, lr_scheduler.get_last_lr(), len(kwargs["train_dataloader"])))
+        def on_train_begin(
+            self, args, state, control, processing_class=None, lr_scheduler=None, **kwargs
+        ):
+            seen.append(
+                (processing_class, lr_scheduler.get_last_lr(), len(kwargs["train_dataloader"]))
+            )
 
     rows = [{"input_ids": row["input_ids"]} for row in samples(4)]
     collator = DataCollatorForLanguageModeling(words, mlm=False)
     trainer = EagerTrainer(
-        tiny_llama(), arguments(tmp_path, length_buckets="16"), collator, rows, processing_class=words, callbacks=[Mine]
+        tiny_llama(),
+        arguments(tmp_path, length_buckets="16"),
+        collator,
+        rows,
+        processing_class=words,
+        callbacks=[Mine],
     )
     trainer.train()
     assert seen == [(words, [5e-5, 5e-5], 2)] and trainer.engine.shapes == {(2, 16)}
@@ -265,7 +320,9 @@ def test_training_that_a_callback_ends_midway_discards_that_gradient(tmp_path):
         assert trainer.state.global_step == 2 and trainer.state.epoch == pytest.approx(1 / 3)
     for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-    ended = build(tmp_path, data=samples(24), changes=changes, callbacks=[EndsMidway("should_epoch_stop")])
+    ended = build(
+        tmp_path, data=samples(24), changes=changes, callbacks=[EndsMidway("should_epoch_stop")]
+    )
     with pytest.raises(ConfigError, match="should_epoch_stop True: .*Set it in on_step_end"):
         ended.train()
 

@@ -1,4 +1,6 @@
-"""Into how many groups the replicas of a script's arguments are divided, and what of it is refused."""
+"""Into how many groups the replicas of a script's arguments are divided, and what of it is
+refused.
+"""
 
 import os
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ class Asked:
     fsdp: str | None = None
     num_distributed_optimizer_instances: int | None = None
     tensor_model_parallel_size: int = 1
+    context_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     data_parallel_sharding_strategy: str | None = None
     use_distributed_optimizer: bool = False
@@ -69,15 +72,27 @@ def test_instances_are_nodes_unless_a_number_says_otherwise(asked, instances):
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (Asked(8, 0, HYBRID), "fsdp: hybrid_shard .*LOCAL_WORLD_SIZE is not set.*torchrun, or set .*=1 or 2 or 4"),
+        (
+            Asked(8, 0, HYBRID),
+            "fsdp: hybrid_shard .*LOCAL_WORLD_SIZE is not set.*torchrun, or set .*=1 or 2 or 4",
+        ),
         (
             Asked(16, 4, HYBRID, **TP4),
             "no two adjacent ones of the 4 data-parallel ranks are .* node of 4 ranks. Set .*=1 or 2,",
         ),
-        (Asked(8, 8, HYBRID, 3), "instances 3: does not divide the 8 data-parallel ranks. Use 2 or 4"),
+        (
+            Asked(8, 8, HYBRID, 3),
+            "instances 3: does not divide the 8 data-parallel ranks. Use 2 or 4",
+        ),
         (Asked(8, 8, HYBRID, 16), "instances 16: does not divide the 8 data-parallel ranks. Use 4"),
-        (Asked(8, 8, HYBRID, 8), "instances 8: an instance would be one of the 8 .* Use 4, or the strategy no_shard"),
-        (Asked(8, 8, None, 2), "instances 2: no_shard shards nothing .* Choose a sharding strategy"),
+        (
+            Asked(8, 8, HYBRID, 8),
+            "instances 8: an instance would be one of the 8 .* Use 4, or the strategy no_shard",
+        ),
+        (
+            Asked(8, 8, None, 2),
+            "instances 2: no_shard shards nothing .* Choose a sharding strategy",
+        ),
         (Asked(1, 8, HYBRID, 2), "instances 2: there is one data-parallel rank"),
         (Asked(8, 8, HYBRID, 0), "instances 0: it counts groups of ranks"),
         (Asked(8, 8, HYBRID, "2"), "instances '2': it counts groups of ranks"),
@@ -89,13 +104,23 @@ def test_what_replicas_cannot_be_divided_into_is_refused(asked, told):
 
 
 def test_arguments_refuse_it_when_they_are_made():
-    with pytest.raises(ConfigError, match="num_distributed_optimizer_instances 2: there is one data-parallel rank"):
-        MerakArguments("unused", use_cpu=True, report_to="none", fsdp=HYBRID, num_distributed_optimizer_instances=2)
+    with pytest.raises(
+        ConfigError, match="num_distributed_optimizer_instances 2: there is one data-parallel rank"
+    ):
+        MerakArguments(
+            "unused",
+            use_cpu=True,
+            report_to="none",
+            fsdp=HYBRID,
+            num_distributed_optimizer_instances=2,
+        )
 
 
 def in_unequal_nodes(rank, world_size):
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "4"
-    arguments = MerakArguments("unused", use_cpu=True, report_to="none", disable_tqdm=True, fsdp=HYBRID)
+    arguments = MerakArguments(
+        "unused", use_cpu=True, report_to="none", disable_tqdm=True, fsdp=HYBRID
+    )
     with pytest.raises(ConfigError) as caught:
         MerakTrainer(tiny_llama(0), arguments, collate, samples(4))
     return str(caught.value)

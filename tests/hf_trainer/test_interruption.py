@@ -1,12 +1,16 @@
-"""Signals to MerakTrainer: the step is completed, a checkpoint written, one line said; the resumed run is the straight
-one."""
+"""Signals to MerakTrainer: the step is completed, a checkpoint written, one line said; the resumed
+run is the straight one."""
 
+import contextlib
 import faulthandler
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +46,12 @@ class Signal(TrainerCallback):
 
 
 PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
-BEST = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+BEST = {
+    "save_strategy": "best",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "metric_for_best_model": "loss",
+}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,9 @@ BEST = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "met
         ({"save_strategy": "no", "enable_jit_checkpoint": True}, signal.SIGQUIT, 5),
     ],
 )
-def test_a_signal_saves_and_the_resumed_run_is_the_straight_one(tmp_path, capsys, changes, number, step):
+def test_a_signal_saves_and_the_resumed_run_is_the_straight_one(
+    tmp_path, capsys, changes, number, step
+):
     whole = trainer(tmp_path / "whole", **changes)
     whole.train()
     heard = Signal(number, step)
@@ -68,8 +79,13 @@ def test_a_signal_saves_and_the_resumed_run_is_the_straight_one(tmp_path, capsys
     again = "to go on, train(resume_from_checkpoint=True)"
     told = f"interrupted by {number.name} after step {step}, which was saved in {saved}; {again}"
     assert stop.value.text == told and f": {told}\n" in capsys.readouterr().err
-    assert heard.events[-2:] == [("save", step), ("end", step)] and ("evaluate", step) not in heard.events
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
+    assert (
+        heard.events[-2:] == [("save", step), ("end", step)]
+        and ("evaluate", step) not in heard.events
+    )
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == [
+        signal.SIG_DFL
+    ] * 2
     resumed = trainer(tmp_path / "cut", **changes)
     resumed.train(resume_from_checkpoint=True)
     assert curve(resumed) == curve(whole) and equal_weights(resumed, whole)
@@ -139,16 +155,53 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 LAUNCH = ("-m", "megatron_merak", "launch", "--nproc-per-node", "2")
 
 
-def started(tmp_path: Path, launcher: tuple[str, ...], workers: int = 0) -> subprocess.Popen:
-    """A script in which a MerakTrainer trains, once it has taken steps."""
+LIMIT = 100  # seconds of a run
+
+
+@contextlib.contextmanager
+def started(
+    tmp_path: Path, launcher: tuple[str, ...], workers: int = 0
+) -> Iterator[subprocess.Popen]:
+    """A script in which a MerakTrainer trains, once it has taken steps.
+
+    A run that hangs is ended, with all stacks of its processes in its stderr.
+    """
     (tmp_path / "train.py").write_text(SCRIPT)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+    }
     command = [sys.executable, *launcher, "train.py", "out", "2" if launcher else "1", str(workers)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    run = subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes)
-    for _ in range(3):
-        next(line for line in run.stdout if "'loss'" in line)
-    return run
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+    }
+    limit = threading.Timer(LIMIT, abort, [tmp_path])
+    limit.start()
+    try:
+        with subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) as run:
+            for _ in range(3):
+                assert any("'loss'" in line for line in run.stdout), run.stderr.read()
+            yield run
+    finally:
+        limit.cancel()
+
+
+def abort(directory: Path) -> None:
+    """Let all processes that work in a directory write their stacks, and end: the youngest first,
+    since a launcher takes its ranks along.
+    """
+    processes = sorted((int(each.name) for each in Path("/proc").glob("[0-9]*")), reverse=True)
+    for number, pause in ((signal.SIGABRT, 0.3), (signal.SIGKILL, 0.0)):
+        for process in processes:
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if Path(f"/proc/{process}/cwd").readlink() == directory:
+                    os.kill(process, number)
+                    time.sleep(pause)
 
 
 def told(number: signal.Signals) -> str:
@@ -158,16 +211,21 @@ def told(number: signal.Signals) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("launcher", "workers", "number"), [((), 2, signal.SIGINT), ((), 0, signal.SIGHUP), (LAUNCH, 1, signal.SIGUSR1)]
+    ("launcher", "workers", "number"),
+    [((), 2, signal.SIGINT), ((), 0, signal.SIGHUP), (LAUNCH, 1, signal.SIGUSR1)],
 )
 def test_a_script_that_is_interrupted_says_one_line(tmp_path, launcher, workers, number):
-    """Signals reach all processes of the group, as from a terminal: those that load the data have to outlast them."""
+    """Signals reach all processes of the group, as from a terminal: those that load the data have
+    to outlast them.
+    """
     with started(tmp_path, launcher, workers) as run:
         os.killpg(run.pid, number)
-        out, error = run.communicate(timeout=100)
+        out, error = run.communicate()
     assert re.fullmatch(told(number), error), error
     assert run.returncode == 128 + number and "never" not in out
-    assert (tmp_path / "out" / f"checkpoint-{re.match(told(number), error)[1]}" / "manifest.json").is_file()
+    assert (
+        tmp_path / "out" / f"checkpoint-{re.match(told(number), error)[1]}" / "manifest.json"
+    ).is_file()
 
 
 @pytest.mark.long
@@ -175,7 +233,7 @@ def test_torchrun_adds_its_own_words_and_all_is_saved(tmp_path):
     """docs/checkpoints.md says how many lines, and that nothing within ranks can prevent them."""
     with started(tmp_path, TORCHRUN, 1) as run:
         os.killpg(run.pid, signal.SIGTERM)
-        _, error = run.communicate(timeout=100)
+        _, error = run.communicate()
     assert run.returncode == 1 and len(re.findall(told(signal.SIGTERM), error)) == 1
     assert error.count("Traceback") == 1 and "SignalException" in error.splitlines()[-1]
     assert list((tmp_path / "out").glob("checkpoint-*/manifest.json"))

@@ -1,7 +1,9 @@
-"""What ranks hold under MerakTrainer, counted, beside what its plan says: adapters, Muon, packed rows.
+"""What ranks hold under MerakTrainer, counted, beside what its plan says: adapters, Muon, packed
+rows.
 
-Between two steps every storage that a tensor has is counted, tables of positions included, against weights, gradients
-and optimizer of the plan; while a step runs, what is kept for backwards against its activations.
+Between two steps every storage that a tensor has is counted, tables of positions included, against
+weights, gradients and optimizer of the plan; while a step runs, what is kept for backwards against
+its activations.
 """
 
 import gc
@@ -18,17 +20,33 @@ from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.parallel.pieces import Pieces
 from megatron_merak.planner.memory import rank_memory
-from megatron_merak.runtime.measure import MeasuredExecutor
 from megatron_merak.stages.withheld import is_withheld
+from tests.measured import MeasuredExecutor
 from tests.ranks import run_ranks
 
 LENGTH = 96
 RUN = {
-    **{"use_cpu": True, "disable_tqdm": True, "report_to": "none", "save_strategy": "no", "max_steps": 2},
-    **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"},
+    **{
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "max_steps": 2,
+    },
+    **{
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "train_sampling_strategy": "sequential",
+    },
 }
 SHAPE = {
-    **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "pad_token_id": 0},
+    **{
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "pad_token_id": 0,
+    },
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH},
 }
 
@@ -67,7 +85,8 @@ CASES = {
     "lora of tied": Case(lambda: adapted(tie_word_embeddings=True)),
     "lora in bf16": Case(adapted, {"bf16": True}),  # frozen weights in fp32 and in bf16
     "lora of bf16": Case(lambda: adapted().to(torch.bfloat16), {"bf16": True}),
-    "lora over bf16": Case(lambda: adapted(llama().to(torch.bfloat16)), {"bf16": True}),  # peft's adapters are in fp32
+    # peft's adapters are in fp32
+    "lora over bf16": Case(lambda: adapted(llama().to(torch.bfloat16)), {"bf16": True}),
     "muon": Case(llama, {"optim": "muon"}),
     "muon of tied": Case(lambda: llama(tie_word_embeddings=True), {"optim": "muon"}),
     "packed": Case(llama, SIX, packed=True),
@@ -100,17 +119,27 @@ class Measure(TrainerCallback):
 
 
 def storages():
-    """Every storage that a tensor of this process has, by its address, which no other takes while it is held here."""
+    """Every storage that a tensor of this process has, by its address, which no other takes while
+    it is held here.
+    """
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    real = [each for each in tensors if not is_withheld(each) and each.device.type == "cpu" and not is_fake(each)]
+    real = [
+        each
+        for each in tensors
+        if not is_withheld(each) and each.device.type == "cpu" and not is_fake(each)
+    ]
     return {each.untyped_storage().data_ptr(): each.untyped_storage() for each in real}
 
 
 def whole(buffer):
     """Storages of a buffer whose memory is there while a unit computes."""
     flats = [flat for flat in (buffer.data, buffer.main_grad) if isinstance(flat, Pieces)]
-    return {flat.piece(number).untyped_storage().data_ptr() for flat in flats for number in range(len(flat))}
+    return {
+        flat.piece(number).untyped_storage().data_ptr()
+        for flat in flats
+        for number in range(len(flat))
+    }
 
 
 def run(rank, world_size, name, directory, layout):
@@ -130,21 +159,24 @@ def run(rank, world_size, name, directory, layout):
 
 
 def check(found, what, over=0):
-    """The numbers of ranks that have one plan, which is of the one that holds most. over: by how many bytes the plan
-    may be above what is kept for backwards."""
+    """The numbers of ranks that have one plan, which is of the one that holds most. over: by how
+    many bytes the plan may be above what is kept for backwards."""
     (held, between), (kept, activations) = (max(pairs) for pairs in zip(*found, strict=True))
     assert 0.95 * between <= held <= 1.05 * between + BATCHES, what
     assert kept <= activations <= kept + over, (what, kept, activations)
 
 
-BATCHES = 4 * 2 * 2 * LENGTH * 8  # bytes of ids and labels of a step's micro-batches: as large as tiny weights in bf16
-# Gradients of an adapter's two outputs, operands of its deferred weight gradients: the plan counts them from the middle
-# of a backward on, where nothing is measured.
+# bytes of ids and labels of a step's micro-batches: as large as tiny weights in bf16
+BATCHES = 4 * 2 * 2 * LENGTH * 8
+# Gradients of an adapter's two outputs, operands of its deferred weight gradients: the plan counts
+# them from the middle of a backward on, where nothing is measured.
 DEFERRED = 2 * LENGTH * (64 + 8) * 4
 QUICK = ("lora", "packed")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_one_rank(name, tmp_path):
     check([run(0, 1, name, str(tmp_path), {})], name)
 
@@ -164,7 +196,9 @@ def test_two_ranks(tmp_path):
 
 
 def test_frozen_layers_keep_no_input(tmp_path):
-    """Of a layer of this model: the inputs of o_proj, gate_proj and up_proj, which nothing else keeps or reads."""
+    """Of a layer of this model: the inputs of o_proj, gate_proj and up_proj, which nothing else
+    keeps or reads.
+    """
     (_, _), (adapters, _) = run(0, 1, "lora", str(tmp_path), {})
     (_, _), (full, _) = run(0, 1, "adamw", str(tmp_path), {})
     assert adapters < 0.9 * full

@@ -1,4 +1,6 @@
-"""Every optimizer through transformers.Trainer and MerakTrainer, under every layout, resumed under another one."""
+"""Every optimizer through transformers.Trainer and MerakTrainer, under every layout, resumed under
+another one.
+"""
 
 import re
 import subprocess
@@ -30,14 +32,19 @@ def weights(directory):
 
 
 def check(name, found, wanted, directory, reference):
-    """Losses and norms to what sums in another order leave; the same way through the weights. Muon's iteration rounds
-    to bf16, and where a gradient differs in its last bit some of these roundings go the other way."""
+    """Losses and norms to what sums in another order leave; the same way through the weights.
+    Muon's iteration rounds to bf16, and where a gradient differs in its last bit some of these
+    roundings go the other way."""
     assert len(found) == len(wanted) == 6
     for mine, theirs in zip(found, wanted, strict=True):
-        assert mine[0] == pytest.approx(theirs[0], rel=1e-5) and mine[2] == pytest.approx(theirs[2], rel=1e-12)
+        assert mine[0] == pytest.approx(theirs[0], rel=1e-5) and mine[2] == pytest.approx(
+            theirs[2], rel=1e-12
+        )
         assert mine[1] == pytest.approx(theirs[1], rel=1e-3)
     way, other = moved(weights(reference)), moved(weights(directory))
-    assert way.any() and (other - way).norm() < (5e-3 if name == "muon" else 1e-3) * way.norm(), name
+    assert way.any() and (other - way).norm() < (5e-3 if name == "muon" else 1e-3) * way.norm(), (
+        name
+    )
 
 
 def kept_bytes(trainer):
@@ -47,7 +54,9 @@ def kept_bytes(trainer):
         return 8
     tensors = [tensor for state in optimizer.state().values() for tensor in state.parts.values()]
     tensors += [tensor for kind in optimizer.other_state().values() for tensor in kind.values()]
-    return sum(tensor.nbytes for tensor in tensors) / sum(slot.stop - slot.start for slot in slots.values())
+    return sum(tensor.nbytes for tensor in tensors) / sum(
+        slot.stop - slot.start for slot in slots.values()
+    )
 
 
 ALWAYS = ("momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "own groups", "some")
@@ -62,21 +71,47 @@ def test_on_one_rank_it_is_the_same_optimizer(tmp_path, name):
     wanted = expected(name, tmp_path / "theirs")
     trainer, found = ours(name, tmp_path / "ours", {"per_device_train_batch_size": 4})
     check(name, found, wanted, tmp_path / "ours", tmp_path / "theirs")
-    resumed = ours(name, tmp_path / "resumed", {"per_device_train_batch_size": 4}, f"{tmp_path}/ours/checkpoint-3")[1]
+    resumed = ours(
+        name,
+        tmp_path / "resumed",
+        {"per_device_train_batch_size": 4},
+        f"{tmp_path}/ours/checkpoint-3",
+    )[1]
     assert resumed == found
     assert kept_bytes(trainer) == pytest.approx(trainer.engine.plan.state_bytes, rel=0.05)
-    assert all(map(torch.equal, weights(tmp_path / "resumed").values(), weights(tmp_path / "ours").values()))
+    assert all(
+        map(
+            torch.equal, weights(tmp_path / "resumed").values(), weights(tmp_path / "ours").values()
+        )
+    )
 
 
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2, "per_device_train_batch_size": 4},
-    "pp2": {"pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    "pp2": {
+        "pipeline_model_parallel_size": 2,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+    },
     "optim": {"use_distributed_optimizer": True, "per_device_train_batch_size": 2},
     "full": {"fsdp": "full_shard", "per_device_train_batch_size": 2},
-    "tp2 full": {"tensor_model_parallel_size": 2, "fsdp": "full_shard", "per_device_train_batch_size": 2},
+    "tp2 full": {
+        "tensor_model_parallel_size": 2,
+        "fsdp": "full_shard",
+        "per_device_train_batch_size": 2,
+    },
 }
 FEW = ("muon",)
-ALL = ("momentum", "adafactor", "muon", "signs", "lengths", "adam", "adafactor with momentum", "own adamw")
+ALL = (
+    "momentum",
+    "adafactor",
+    "muon",
+    "signs",
+    "lengths",
+    "adam",
+    "adafactor with momentum",
+    "own adamw",
+)
 
 
 def divided(rank, world_size, directory, layout, names):
@@ -84,7 +119,11 @@ def divided(rank, world_size, directory, layout, names):
     found = {}
     for name in names:
         place, settings = f"{directory}/{name}", LAYOUTS[layout]
-        runs = ("whole", None), ("again", f"{place}/whole/checkpoint-3"), ("moved", f"{place}/one/checkpoint-3")
+        runs = (
+            ("whole", None),
+            ("again", f"{place}/whole/checkpoint-3"),
+            ("moved", f"{place}/one/checkpoint-3"),
+        )
         found[name] = [ours(name, f"{place}/{run}", settings, resume)[1] for run, resume in runs]
     return found
 
@@ -100,14 +139,18 @@ def test_under_every_layout_it_is_the_same_optimizer(tmp_path, layout, names):
     for name in names:
         wanted[name] = expected(name, tmp_path / name / "theirs")
         ours(name, tmp_path / name / "one", one)
-    ranks = run_ranks(divided, 4 if layout == "tp2 full" else 2, str(tmp_path), layout, names, timeout=280)
+    ranks = run_ranks(
+        divided, 4 if layout == "tp2 full" else 2, str(tmp_path), layout, names, timeout=280
+    )
     assert all(found == ranks[0] for found in ranks)
     for name, (whole, again, moved_here) in ranks[0].items():
         here = tmp_path / name
         check(name, whole, wanted[name], here / "whole", here / "theirs")
         check(name, moved_here, wanted[name], here / "moved", here / "theirs")
         assert again == whole
-        assert all(map(torch.equal, weights(here / "again").values(), weights(here / "whole").values()))
+        assert all(
+            map(torch.equal, weights(here / "again").values(), weights(here / "whole").values())
+        )
         back = ours(name, here / "back", one, f"{here}/whole/checkpoint-3")[1]
         check(name, back, wanted[name], here / "back", here / "theirs")
 
@@ -142,16 +185,25 @@ def test_a_script_may_make_it(tmp_path):
         trainer = kind(tiny_llama(), args, collate, data, callbacks=[Rates()])
         trainer.train()
         assert [group["momentum"] for group in trainer.optimizer.param_groups] == [0.5, 0.5]
-        return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if "loss" in entry]
+        return [
+            entry[key]
+            for entry in trainer.state.log_history
+            for key in ("loss", "grad_norm")
+            if "loss" in entry
+        ]
 
     theirs = play(type("Theirs", (Creates, Trainer), {}), TrainingArguments)
-    assert play(type("Mine", (Creates, MerakTrainer), {}), MerakArguments) == pytest.approx(theirs, rel=1e-5)
+    assert play(type("Mine", (Creates, MerakTrainer), {}), MerakArguments) == pytest.approx(
+        theirs, rel=1e-5
+    )
 
 
 def test_what_cannot_be_taken_is_named(tmp_path):
     def made(optimizer, **more):
         args = MerakArguments(str(tmp_path), per_device_train_batch_size=4, **{**RUN, **more})
-        trainer = MerakTrainer(model, args, collate, samples(24, ragged=False), optimizers=(optimizer, None))
+        trainer = MerakTrainer(
+            model, args, collate, samples(24, ragged=False), optimizers=(optimizer, None)
+        )
         trainer.train()
         return trainer
 
@@ -175,12 +227,27 @@ def test_what_cannot_be_taken_is_named(tmp_path):
 @pytest.mark.timeout(300)
 def test_the_example_tells_what_it_says_and_does_so_on_two_ranks(tmp_path):
     def told(ranks, *changes):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "examples/muon.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "examples/muon.py",
+        ]
         more = ["--output_dir", str(tmp_path), "--disable_tqdm", "true", *changes]
-        done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True)
-        return [float(loss) for loss in re.findall(r"(?:adamw_torch|muon) += +([\d.]+)", done.stdout)]
+        done = subprocess.run(
+            [*command, *more], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return [
+            float(loss) for loss in re.findall(r"(?:adamw_torch|muon) += +([\d.]+)", done.stdout)
+        ]
 
     page = (ROOT / "examples" / "muon.py").read_text()
-    assert told(1) == pytest.approx([float(loss) for loss in re.findall(r"= (\d\.\d{4})", page)], abs=0.05)
+    assert told(1) == pytest.approx(
+        [float(loss) for loss in re.findall(r"= (\d\.\d{4})", page)], abs=0.05
+    )
     few = told(1, "--max_steps", "8")
-    assert told(2, "--max_steps", "8", "--tensor_model_parallel_size", "2") == pytest.approx(few, abs=2e-3)
+    assert told(2, "--max_steps", "8", "--tensor_model_parallel_size", "2") == pytest.approx(
+        few, abs=2e-3
+    )

@@ -44,27 +44,38 @@ def classified(rows):
 
 def pairs(rows):
     batch = collate(rows)
-    return batch | {"labels": batch["labels"].masked_fill(batch["labels"] == 0, -100)[:, :4].contiguous()}
+    return batch | {
+        "labels": batch["labels"].masked_fill(batch["labels"] == 0, -100)[:, :4].contiguous()
+    }
 
 
 def spans(rows):
     batch = collate([row | {"labels": []} for row in rows])
     del batch["labels"]
-    return batch | {name: torch.tensor([1] * len(rows)) for name in ("start_positions", "end_positions")}
+    return batch | {
+        name: torch.tensor([1] * len(rows)) for name in ("start_positions", "end_positions")
+    }
 
 
 def pictures(rows):
     batch = collate([row | {"labels": []} for row in rows])
     seeds = torch.tensor([row["input_ids"][0] for row in rows])[:, None, None, None]
     pixels = torch.linspace(0, 1, 3 * 64).view(3, 8, 8) * seeds
-    return {name: batch[name] for name in ("input_ids", "attention_mask")} | {"pixel_values": pixels}
+    return {name: batch[name] for name in ("input_ids", "attention_mask")} | {
+        "pixel_values": pixels
+    }
 
 
 def contrasted(rows):
     return pictures(rows) | {"return_loss": True}
 
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 TEXT = SIZES | {"vocab_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -82,7 +93,14 @@ class Wide(nn.Module):
 
 
 def t5():
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    sizes = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 1,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
     return T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, **sizes))
 
 
@@ -93,7 +111,9 @@ def clip():
 
 
 def every_layer():
-    return BertForSequenceClassification(BertConfig(**TEXT, num_labels=3, output_hidden_states=True))
+    return BertForSequenceClassification(
+        BertConfig(**TEXT, num_labels=3, output_hidden_states=True)
+    )
 
 
 CASES = {
@@ -108,7 +128,11 @@ CASES = {
 def flat(value):
     if isinstance(value, Mapping):
         value = value.values()
-    return [value] if isinstance(value, np.ndarray) else [leaf for each in value for leaf in flat(each)]
+    return (
+        [value]
+        if isinstance(value, np.ndarray)
+        else [leaf for each in value for leaf in flat(each)]
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -136,7 +160,9 @@ def test_a_loss_that_is_asked_for_otherwise_is_named(tmp_path):
 
 
 def on_two_ranks(rank, world_size, directory):
-    """A pipeline whose last stage is on the first rank; two replicas, of which one has a batch less."""
+    """A pipeline whose last stage is on the first rank; two replicas, of which one has a batch
+    less.
+    """
     found = []
     for degrees in ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}, {}):
         args = MerakArguments(directory, **RUN, **degrees)
@@ -151,7 +177,9 @@ def test_outputs_are_those_of_one_process(tmp_path):
     args = TrainingArguments(str(tmp_path), **RUN)
     metrics, predictions, labels, told = predicted(Trainer, args, tiny_llama(), collate, samples(5))
     for ours in (each for found in ranks for each in found):
-        assert ours[0].keys() == metrics.keys() and ours[0]["eval_loss"] == pytest.approx(metrics["eval_loss"], 1e-6)
+        assert ours[0].keys() == metrics.keys() and ours[0]["eval_loss"] == pytest.approx(
+            metrics["eval_loss"], 1e-6
+        )
         assert ours[3]["test_loss"] == pytest.approx(told["test_loss"], 1e-6)
         np.testing.assert_allclose(ours[1], predictions, rtol=1e-4, atol=1e-5)
         assert np.array_equal(ours[2], labels)
@@ -160,7 +188,10 @@ def test_outputs_are_those_of_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        ({"per_class": np.ones(2)}, "its 'per_class' is a ndarray, which cannot be logged or saved"),
+        (
+            {"per_class": np.ones(2)},
+            "its 'per_class' is a ndarray, which cannot be logged or saved",
+        ),
         ({1: 0.5}, "its 1 is a float"),
         ([0.5], "compute_metrics list: it returned no dictionary"),
     ],
@@ -171,5 +202,11 @@ def test_metrics_that_no_log_can_hold_are_refused(metrics, words):
 
 
 def test_metrics_of_plain_numbers_are_kept():
-    metrics = {"f1": 0.5, "count": 3, "note": "x", "by_class": [0.1, 0.2], "undefined": float("nan")}
+    metrics = {
+        "f1": 0.5,
+        "count": 3,
+        "note": "x",
+        "by_class": [0.1, 0.2],
+        "undefined": float("nan"),
+    }
     assert plain_metrics(metrics) == metrics

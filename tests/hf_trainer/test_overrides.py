@@ -1,4 +1,6 @@
-"""What subclasses and callbacks may change: with the effect that it has in transformers.Trainer, or refused."""
+"""What subclasses and callbacks may change: with the effect that it has in transformers.Trainer, or
+refused.
+"""
 
 import numpy as np
 import pytest
@@ -14,8 +16,20 @@ from tests.hf_trainer.stand_in import EagerTrainer, collate, samples, tiny_llama
 from tests.ranks import RankFailure, run_ranks
 
 RUN = {
-    **{"use_cpu": True, "max_steps": 5, "per_device_train_batch_size": 4, "disable_tqdm": True, "seed": 3},
-    **{"logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1, "save_strategy": "no", "report_to": "none"},
+    **{
+        "use_cpu": True,
+        "max_steps": 5,
+        "per_device_train_batch_size": 4,
+        "disable_tqdm": True,
+        "seed": 3,
+    },
+    **{
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "save_strategy": "no",
+        "report_to": "none",
+    },
 }
 LOGGED = ("loss", "learning_rate", "grad_norm")
 
@@ -26,9 +40,13 @@ def trained(kind, directory, methods=None, callbacks=(), **changes):
     unpadded = {} if kind is Trainer else {"length_buckets": "none"}
     args = arguments(str(directory), **RUN | unpadded | changes)
     kind = type("Mine", (kind,), methods or {})
-    trainer = kind(tiny_llama(), args, collate, samples(18), samples(5, seed=7), callbacks=list(callbacks))
+    trainer = kind(
+        tiny_llama(), args, collate, samples(18), samples(5, seed=7), callbacks=list(callbacks)
+    )
     trainer.train()
-    return [[entry[k] for k in LOGGED] for entry in trainer.state.log_history if "loss" in entry], trainer
+    return [
+        [entry[k] for k in LOGGED] for entry in trainer.state.log_history if "loss" in entry
+    ], trainer
 
 
 def assert_alike(directory, methods=None, callbacks=tuple, kind=MerakTrainer, **changes):
@@ -37,7 +55,9 @@ def assert_alike(directory, methods=None, callbacks=tuple, kind=MerakTrainer, **
     ours, trainer = trained(kind, directory / "ours", methods, callbacks(), **changes)
     plain, _ = trained(Trainer, directory / "plain", **changes)
     np.testing.assert_allclose(ours, theirs, rtol=3e-5)
-    assert abs(np.array(plain)[:, 0] - np.array(theirs)[:, 0]).max() > 1e-3, "it changes nothing in transformers either"
+    assert abs(np.array(plain)[:, 0] - np.array(theirs)[:, 0]).max() > 1e-3, (
+        "it changes nothing in transformers either"
+    )
     return trainer
 
 
@@ -102,7 +122,9 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samples_come_in_the_order_of_a_subclass(tmp_path, name):
-    methods = {"_get_train_sampler": lambda self, train_dataset=None: SAMPLERS[name](self.train_dataset)}
+    methods = {
+        "_get_train_sampler": lambda self, train_dataset=None: SAMPLERS[name](self.train_dataset)
+    }
     assert_alike(tmp_path, methods, kind=EagerTrainer)
 
 
@@ -124,7 +146,11 @@ def test_a_sampler_may_ask_this_librarys_own(tmp_path):
 
 
 def _own_order(rank, world, directory):
-    methods = {"_get_train_sampler": lambda self, train_dataset=None: np.random.RandomState(rank).permutation(18)}
+    methods = {
+        "_get_train_sampler": lambda self, train_dataset=None: np.random.RandomState(
+            rank
+        ).permutation(18)
+    }
     trained(EagerTrainer, directory, methods)
 
 
@@ -137,7 +163,9 @@ def _own_rates(rank, world, directory):
     trained(EagerTrainer, directory, callbacks=[Mine()])
 
 
-@pytest.mark.parametrize(("act", "told"), [(_own_order, "a different order"), (_own_rates, "rates")])
+@pytest.mark.parametrize(
+    ("act", "told"), [(_own_order, "a different order"), (_own_rates, "rates")]
+)
 def test_ranks_that_differ_are_told(tmp_path, act, told):
     with pytest.raises(RankFailure, match=told) as failure:
         run_ranks(act, 2, str(tmp_path))
@@ -162,14 +190,27 @@ class Batched(Sampler):
 )
 def test_samplers_that_cannot_be_divided_are_refused(tmp_path, sampler, told):
     with pytest.raises(DataError, match=told):
-        trained(EagerTrainer, tmp_path, {"_get_train_sampler": lambda self, train_dataset=None: sampler})
+        trained(
+            EagerTrainer, tmp_path, {"_get_train_sampler": lambda self, train_dataset=None: sampler}
+        )
 
 
 @pytest.mark.parametrize(
     "method",
     [
-        *("create_optimizer_and_scheduler", "get_train_dataloader", "get_batch_samples", "_prepare_inputs"),
-        *("training_step", "_save", "_set_signature_columns_if_needed", "evaluation_loop", "floating_point_ops"),
+        *(
+            "create_optimizer_and_scheduler",
+            "get_train_dataloader",
+            "get_batch_samples",
+            "_prepare_inputs",
+        ),
+        *(
+            "training_step",
+            "_save",
+            "_set_signature_columns_if_needed",
+            "evaluation_loop",
+            "floating_point_ops",
+        ),
     ],
 )
 def test_an_override_that_would_never_be_called_is_refused(tmp_path, method):
@@ -178,7 +219,9 @@ def test_an_override_that_would_never_be_called_is_refused(tmp_path, method):
 
     setattr(Mixed, method, lambda self, *_, **__: None)
     with pytest.raises(ConfigError, match=f"Mixed.{method}.*no effect"):
-        type("Mine", (Mixed, EagerTrainer), {})(tiny_llama(), MerakArguments(str(tmp_path), use_cpu=True))
+        type("Mine", (Mixed, EagerTrainer), {})(
+            tiny_llama(), MerakArguments(str(tmp_path), use_cpu=True)
+        )
 
 
 def test_every_name_of_transformers_is_served_or_refused():
@@ -186,6 +229,16 @@ def test_every_name_of_transformers_is_served_or_refused():
         assert hasattr(MerakTrainer, name), name
     with pytest.raises(ConfigError, match="Derive it from MerakTrainer"):
         type("Both", (MerakTrainer, Trainer), {})(tiny_llama())
+
+
+def test_a_subclass_may_have_names_of_its_own(tmp_path):
+    def warn(self, number, words):
+        raise AssertionError("it is the script's")
+
+    own = {"say": warn, "warn": warn, "saving": 3, "ranks": ()}
+    _, trainer = trained(MerakTrainer, tmp_path, own, max_steps=1, save_strategy="steps")
+    trainer.save_model(str(tmp_path / "last"))
+    assert [trainer.saving, trainer.ranks] == [3, ()]
 
 
 def test_what_only_transformers_has_is_neither_set_nor_read(tmp_path):
@@ -201,7 +254,9 @@ def test_what_only_transformers_has_is_neither_set_nor_read(tmp_path):
 
 def test_a_collator_set_later_makes_the_batches(tmp_path):
     trainer = EagerTrainer(tiny_llama(), MerakArguments(str(tmp_path), **RUN), None, samples(8))
-    trainer.data_collator = lambda rows: collate([{k: v[:5] for k, v in row.items()} for row in rows])
+    trainer.data_collator = lambda rows: collate(
+        [{k: v[:5] for k, v in row.items()} for row in rows]
+    )
     trainer.train()
     assert {shape[1] for shape in trainer.engine.shapes} == {8}  # 5 in a bucket
 
@@ -267,8 +322,13 @@ def test_groups_are_those_of_transformers(tmp_path):
     ours, theirs = (trained(kind, tmp_path)[1] for kind in (EagerTrainer, Trainer))
     for mine, other in zip(ours.optimizer.param_groups, theirs.optimizer.param_groups, strict=True):
         assert [p.shape for p in mine["params"]] == [p.shape for p in other["params"]]
-        assert {k: other[k] for k in ("lr", "weight_decay", "betas", "eps", "initial_lr")}.items() <= mine.items()
-    assert ours.get_learning_rates() == theirs.get_learning_rates() and len(ours.get_optimizer_group()) == 2
+        assert {
+            k: other[k] for k in ("lr", "weight_decay", "betas", "eps", "initial_lr")
+        }.items() <= mine.items()
+    assert (
+        ours.get_learning_rates() == theirs.get_learning_rates()
+        and len(ours.get_optimizer_group()) == 2
+    )
     assert ours.get_num_trainable_parameters() == theirs.get_num_trainable_parameters()
     assert ours.lr_scheduler.state_dict() == theirs.lr_scheduler.state_dict()
 
@@ -279,7 +339,9 @@ def test_a_second_training_goes_on_as_in_transformers(tmp_path):
         trainer = trained(kind, tmp_path)[1]
         trainer.optimizer.param_groups[0]["weight_decay"] = 2.0
         trainer.train()
-        found.append([[entry[k] for k in LOGGED] for entry in trainer.state.log_history if "loss" in entry])
+        found.append(
+            [[entry[k] for k in LOGGED] for entry in trainer.state.log_history if "loss" in entry]
+        )
     np.testing.assert_allclose(found[1], found[0], rtol=3e-5)
 
 
@@ -304,4 +366,6 @@ def test_a_callback_that_looks_at_gradients_is_refused(tmp_path):
         with pytest.raises(ConfigError, match="Watches.on_pre_optimizer_step .*reads .grad"):
             trained(EagerTrainer, tmp_path, callbacks=[given])
     with pytest.raises(ConfigError, match="reads .grad"):
-        EagerTrainer(tiny_llama(), MerakArguments(str(tmp_path), use_cpu=True), collate).add_callback(Watches)
+        EagerTrainer(
+            tiny_llama(), MerakArguments(str(tmp_path), use_cpu=True), collate
+        ).add_callback(Watches)

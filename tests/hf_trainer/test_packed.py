@@ -1,4 +1,6 @@
-"""Packed rows beside transformers.Trainer: every document by itself, in every layout, whatever was captured first."""
+"""Packed rows beside transformers.Trainer: every document by itself, in every layout, whatever was
+captured first.
+"""
 
 import copy
 import os
@@ -22,22 +24,46 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
-    **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "pad_token_id": 0},
+    **{
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+    },
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
 }
-# The lengths of the documents of each micro-batch: one document, as many tokens in two, two and four, longer than what
-# the model takes of one, and documents of one token.
+# The lengths of the documents of each micro-batch: one document, as many tokens in two, two and
+# four, longer than what the model takes of one, and documents of one token.
 ROWS = ((24,), (10, 14), (14, 10), (6, 5, 4, 9), (20, 17), (7, 1, 1, 9, 3), (30, 9, 12), (24,))
 RUN = {
-    **{"use_cpu": True, "disable_tqdm": True, "report_to": "none", "seed": 3, "per_device_train_batch_size": 1},
-    **{"max_steps": 4, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1, "save_strategy": "no"},
-    **{"gradient_accumulation_steps": 2, "remove_unused_columns": False, "train_sampling_strategy": "sequential"},
+    **{
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "seed": 3,
+        "per_device_train_batch_size": 1,
+    },
+    **{
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    },
+    **{
+        "gradient_accumulation_steps": 2,
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "sequential",
+    },
     **{"adam_epsilon": 1e-4, "max_grad_norm": 0.5, "per_device_eval_batch_size": 1},
 }
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)),
     "window": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SMALL, sliding_window=4)),
-    "some windows": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALL, sliding_window=4, head_dim=4)),
+    "some windows": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**SMALL, sliding_window=4, head_dim=4)
+    ),
     "eager": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL, attn_implementation="eager")),
 }
 
@@ -104,19 +130,34 @@ COLLATORS = {
 
 
 def see(kind, arguments, directory, model, collator, **changes):
-    """Train; the losses and gradient norms of each step, the loss of an evaluation, and the weights."""
+    """Train; the losses and gradient norms of each step, the loss of an evaluation, and the
+    weights.
+    """
     torch.manual_seed(0)
     rows = documents()
-    trainer = kind(MODELS[model](), arguments(directory, **RUN | changes), COLLATORS[collator](), rows, rows[2:5])
+    trainer = kind(
+        MODELS[model](),
+        arguments(directory, **RUN | changes),
+        COLLATORS[collator](),
+        rows,
+        rows[2:5],
+    )
     trainer.train()
-    logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    logs = [
+        (entry["loss"], entry["grad_norm"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
     found = {"logs": logs, "eval": trainer.evaluate()["eval_loss"]}
     if kind is Trainer:
         return found | {"weights": copy.deepcopy(trainer.model.state_dict())}
     trainer.gather_model()
     here = trainer.is_world_process_zero()
     captures = next(iter(trainer.engine.programs.values())).all()
-    return found | {"weights": trainer.model.state_dict() if here else None, "captures": len(captures)}
+    return found | {
+        "weights": trainer.model.state_dict() if here else None,
+        "captures": len(captures),
+    }
 
 
 def of_transformers(model, collator="flattened", replicas=1):
@@ -130,7 +171,9 @@ def of_merak(rank, world, directory, cases, changes):
 
 
 def alike(ours, theirs, rtol=1e-5):
-    torch.testing.assert_close(torch.tensor(ours["logs"]), torch.tensor(theirs["logs"]), rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(
+        torch.tensor(ours["logs"]), torch.tensor(theirs["logs"]), rtol=rtol, atol=1e-6
+    )
     assert ours["eval"] == pytest.approx(theirs["eval"], rel=rtol)
     if ours["weights"] is not None:
         for name, value in theirs["weights"].items():
@@ -144,7 +187,8 @@ LAYOUTS = {
     "dp2": (2, {"max_steps": 2}),
 }
 CASES = {
-    "one": [(model, "flattened") for model in MODELS] + [("llama", "with lengths"), ("llama", "padding free")],
+    "one": [(model, "flattened") for model in MODELS]
+    + [("llama", "with lengths"), ("llama", "padding free")],
     "tp2": [("llama", "with lengths"), ("window", "flattened")],
     "pp2": [("llama", "with lengths"), ("window", "padding free")],
     "dp2": [("llama", "with lengths")],
@@ -153,7 +197,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=pytest.mark.long if name == "one" else pytest.mark.slow) for name in LAYOUTS],
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "one" else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
 )
 def test_packed_rows_train_as_in_transformers(tmp_path, layout):
     world, changes = LAYOUTS[layout]
@@ -167,10 +214,15 @@ def test_packed_rows_train_as_in_transformers(tmp_path, layout):
 
 def test_documents_in_one_row_train_as_in_rows_of_their_own(tmp_path):
     """And not as one document does, so that these comparisons see a mask that is left out."""
-    packed, running = of_merak(0, 1, str(tmp_path), [("llama", "padding free"), ("llama", "running")], {})
+    packed, running = of_merak(
+        0, 1, str(tmp_path), [("llama", "padding free"), ("llama", "running")], {}
+    )
     apart = of_transformers("llama", "padded")
     alike({**packed, "eval": apart["eval"]}, apart)
-    assert all(abs(loss - other) > 1e-4 for (loss, _), (other, _) in zip(packed["logs"], running["logs"], strict=True))
+    assert all(
+        abs(loss - other) > 1e-4
+        for (loss, _), (other, _) in zip(packed["logs"], running["logs"], strict=True)
+    )
 
 
 def test_lengths_and_numbers_of_documents_cost_no_captures(tmp_path):
@@ -179,7 +231,9 @@ def test_lengths_and_numbers_of_documents_cost_no_captures(tmp_path):
     plain, told = of_merak(0, 1, str(tmp_path), cases, {"length_buckets": "48,64"})
     assert told["captures"] == plain["captures"]
     assert told["logs"] == plain["logs"] and told["eval"] == plain["eval"]
-    assert all(torch.equal(told["weights"][name], value) for name, value in plain["weights"].items())
+    assert all(
+        torch.equal(told["weights"][name], value) for name, value in plain["weights"].items()
+    )
 
 
 def test_where_documents_begin():
@@ -195,22 +249,28 @@ def test_what_flash_attention_would_take_for_other_documents_is_refused():
     check(position_ids=[[0, 1, 2, 0, 1]], cu_seq_lens_q=[0, 3, 5], cu_seq_lens_k=[0, 3, 5])
     check(position_ids=[[0, 1, 2], [0, 1, 2]])
     check(position_ids=[[0, 1, 0], [0, 1, 2]], attention_mask=[[1, 1, 1], [1, 1, 0]])
-    with pytest.raises(DataError, match="cu_seq_lens_q: its documents differ from those of position_ids"):
+    with pytest.raises(
+        DataError, match="cu_seq_lens_q: its documents differ from those of position_ids"
+    ):
         check(position_ids=[[0, 1, 2, 0, 1]], cu_seq_lens_q=[0, 2, 5])
     with pytest.raises(DataError, match="cu_seq_lens_q: flash attention separates documents by it"):
         check(cu_seq_lens_q=[0, 2, 5])
     with pytest.raises(
-        DataError, match="position_ids: flash attention supports packed documents only in a batch of one row"
+        DataError,
+        match="position_ids: flash attention supports packed documents only in a batch of one row",
     ):
         check(position_ids=[[0, 1, 0], [0, 1, 2]])
-    check_documents([{"cu_seq_lens_q": torch.tensor([0, 2, 5])}], False)  # other attention does not read it
+    # other attention does not read it
+    check_documents([{"cu_seq_lens_q": torch.tensor([0, 2, 5])}], False)
 
 
 @pytest.mark.slow
 def test_the_example_trains_alike_both_ways(tmp_path):
     command = [sys.executable, "examples/packing.py", "--steps", "4", "--directory", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    told = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     (apart,) = re.findall(r"the losses of a step differ by (\S+) at most", told)
     assert float(apart) < 1e-5
     losses = re.findall(r"(padded|packed): loss (\S+) -> (\S+), ", told)

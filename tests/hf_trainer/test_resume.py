@@ -1,4 +1,6 @@
-"""Checkpoints of MerakTrainer: a resumed run is the uninterrupted one, to the bit, and what is wrong is told."""
+"""Checkpoints of MerakTrainer: a resumed run is the uninterrupted one, to the bit, and what is
+wrong is told.
+"""
 
 import json
 
@@ -29,7 +31,9 @@ RUN = {
 def masked(rows):
     """Replaces tokens at random: what it draws must be the same after resuming."""
     batch = collate(rows)
-    return batch | {"input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.2, 7, batch["input_ids"])}
+    return batch | {
+        "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.2, 7, batch["input_ids"])
+    }
 
 
 class Stop(TrainerCallback):
@@ -66,9 +70,17 @@ def equal_weights(one, other):
         ({}, 3),  # in the middle of an epoch, behind an odd number of logged steps
         ({}, 9),  # in the second epoch
         ({"save_strategy": "epoch"}, 8),
-        ({"save_strategy": "epoch"}, 6),  # saved at the end of an epoch that was not walked to its end
+        # saved at the end of an epoch that was not walked to its end
+        ({"save_strategy": "epoch"}, 6),
         ({"data_seed": 5, "train_sampling_strategy": "group_by_length"}, 6),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}, 6),
+        (
+            {
+                "lr_scheduler_type": "reduce_lr_on_plateau",
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+            },
+            6,
+        ),
         ({"max_steps": 11, "data": Stream()}, 6),  # a stream that begins again
     ],
 )
@@ -87,7 +99,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, changes, stop):
 def test_a_named_checkpoint_is_taken_and_a_finished_run_stays_as_it_is(tmp_path):
     whole = trainer(tmp_path)
     whole.train()
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (12, 3, 6, 9)]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        f"checkpoint-{n}" for n in (12, 3, 6, 9)
+    ]
     again = trainer(tmp_path)
     again.train(str(tmp_path / "checkpoint-6"))
     assert curve(again) == curve(whole) and equal_weights(again, whole)
@@ -103,7 +117,9 @@ def test_an_unfinished_checkpoint_is_passed_over_and_named(tmp_path, caplog):
         trainer(tmp_path).train(str(tmp_path / "checkpoint-6"))
     resumed = trainer(tmp_path, [Stop(5)])
     resumed.train(resume_from_checkpoint=True)
-    assert len(resumed.engine.seen) == 5 - 3 and "checkpoint-6: it has no manifest.json" in caplog.text
+    assert (
+        len(resumed.engine.seen) == 5 - 3 and "checkpoint-6: it has no manifest.json" in caplog.text
+    )
     (tmp_path / "checkpoint-3" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="no complete checkpoint.*checkpoint-6.*checkpoint-3"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
@@ -125,10 +141,14 @@ def test_what_cannot_be_resumed_is_told(tmp_path):
 
 
 def test_another_division_of_the_same_global_batch_goes_on(tmp_path):
-    whole = trainer(tmp_path / "whole", per_device_train_batch_size=6, gradient_accumulation_steps=1)
+    whole = trainer(
+        tmp_path / "whole", per_device_train_batch_size=6, gradient_accumulation_steps=1
+    )
     whole.train()
     trainer(tmp_path / "cut", [Stop(3)]).train()
-    resumed = trainer(tmp_path / "cut", per_device_train_batch_size=6, gradient_accumulation_steps=1)
+    resumed = trainer(
+        tmp_path / "cut", per_device_train_batch_size=6, gradient_accumulation_steps=1
+    )
     resumed.train(resume_from_checkpoint=True)
     assert resumed.engine.seen == whole.engine.seen[3:]
 
@@ -144,12 +164,20 @@ def test_the_state_file_is_that_of_transformers(tmp_path):
     saved = state.stateful_callbacks["EarlyStoppingCallback"]
     assert saved["args"]["early_stopping_patience"] == 9
     resumed = trainer(
-        tmp_path, [EarlyStoppingCallback(1), Stop(7)], restore_callback_states_from_checkpoint=True, **changes
+        tmp_path,
+        [EarlyStoppingCallback(1), Stop(7)],
+        restore_callback_states_from_checkpoint=True,
+        **changes,
     )
     resumed.train(str(tmp_path / "checkpoint-6"))
-    (restored,) = (c for c in resumed.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback))
+    (restored,) = (
+        c for c in resumed.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback)
+    )
     assert restored.early_stopping_patience == 9
-    assert restored.early_stopping_patience_counter == saved["attributes"]["early_stopping_patience_counter"]
+    assert (
+        restored.early_stopping_patience_counter
+        == saved["attributes"]["early_stopping_patience_counter"]
+    )
 
 
 def test_only_the_model_is_saved_when_asked(tmp_path):
@@ -157,7 +185,10 @@ def test_only_the_model_is_saved_when_asked(tmp_path):
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
     assert {"config.json", "model.safetensors", "trainer_state.json", "training_args.json"} <= names
     assert "training_state" not in names
-    assert json.loads((tmp_path / "checkpoint-3" / "training_args.json").read_text())["learning_rate"] == 1e-2
+    assert (
+        json.loads((tmp_path / "checkpoint-3" / "training_args.json").read_text())["learning_rate"]
+        == 1e-2
+    )
 
 
 def test_ignoring_the_skip_begins_the_epoch_again(tmp_path):

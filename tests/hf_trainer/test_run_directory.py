@@ -1,4 +1,6 @@
-"""What MerakTrainer's checkpoints promise: nothing good is lost, nothing damaged is used, and both are said."""
+"""What MerakTrainer's checkpoints promise: nothing good is lost, nothing damaged is used, and both
+are said.
+"""
 
 import datetime
 import json
@@ -11,8 +13,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from megatron_merak.checkpoint import lock, unit_directories
+from megatron_merak.checkpoint import lock
 from megatron_merak.checkpoint.sealed import seal
+from megatron_merak.checkpoint.unit_directories import Units, step_of
 from megatron_merak.errors import CheckpointError, DamagedError, DirectoryLockedError, NumericsError
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.run.run_directory import RunDirectory
@@ -27,7 +30,7 @@ from tests.ranks import run_ranks
 
 
 def complete(root) -> list[int]:
-    return [unit_directories.step_of(path) for path in unit_directories.newest_first(Path(root))]
+    return [step_of(path) for path in Units(Path(root)).newest_first()]
 
 
 def damage(path: Path) -> None:
@@ -45,9 +48,13 @@ def test_a_checkpoint_is_what_transformers_opens(tmp_path):
     for name, value in run.model.state_dict().items():
         assert torch.equal(reloaded.state_dict()[name], value), name
     listed = json.loads((directory / "manifest.json").read_text())["files"]
-    found = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    found = {
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    }
     assert found == {*listed, "manifest.json"}
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3"}, "the lock and the like are gone"
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3"}, (
+        "the lock and the like are gone"
+    )
 
 
 # Retention
@@ -61,12 +68,16 @@ def test_the_limit_counts_complete_checkpoints_and_never_takes_the_one_just_save
     (tmp_path / "checkpoint-20" / "config.json").unlink()
     trainer(tmp_path, [Stop(3)], save_total_limit=1).train(str(first))
     assert complete(tmp_path) == [3]
-    assert (tmp_path / "checkpoint-20").is_dir(), "what this library cannot tell to be its own, it leaves"
+    assert (tmp_path / "checkpoint-20").is_dir(), (
+        "what this library cannot tell to be its own, it leaves"
+    )
 
 
 def test_the_limit_goes_by_step(tmp_path):
     trainer(tmp_path, [Stop(4)], save_steps=1).train()
-    trainer(tmp_path, [Stop(3)], save_steps=1, save_total_limit=2).train(str(tmp_path / "checkpoint-2"))
+    trainer(tmp_path, [Stop(3)], save_steps=1, save_total_limit=2).train(
+        str(tmp_path / "checkpoint-2")
+    )
     assert complete(tmp_path) == [4, 3], "3 was just saved"
 
 
@@ -111,7 +122,9 @@ FILES = (
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_of_the_newest_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, name, caplog):
+def test_a_damaged_file_of_the_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
+    tmp_path, name, caplog
+):
     whole = trainer(tmp_path, [Stop(6)])
     whole.train()
     damage(tmp_path / "checkpoint-6" / name)
@@ -129,7 +142,9 @@ def test_when_all_are_damaged_each_is_named(tmp_path):
     trainer(tmp_path, [Stop(6)]).train()
     for step in (3, 6):
         damage(tmp_path / f"checkpoint-{step}" / "config.json")
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*checkpoint-6.*checkpoint-3"):
+    with pytest.raises(
+        CheckpointError, match=r"no complete checkpoint.*checkpoint-6.*checkpoint-3"
+    ):
         trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
@@ -144,18 +159,20 @@ def test_a_checkpoint_of_another_version_is_an_error_and_not_passed_over(tmp_pat
 
 
 def _fall_back(rank, world, root):
-    mesh = build_mesh(Grid(tp=1, dp=world, pp=1), rank, torch.device("cpu"), datetime.timedelta(seconds=60))
+    mesh = build_mesh(
+        Grid(tp=1, dp=world, pp=1), rank, torch.device("cpu"), datetime.timedelta(seconds=60)
+    )
     directory = RunDirectory(str(root), mesh.control)
     directory.hold()
     found = directory.find(True)
     with pytest.raises(DamagedError) as caught:
         directory.find(str(root / "checkpoint-6"))
     directory.rotate(1, 6, None)
-    kept = [path.name for path in unit_directories.newest_first(root)]
+    kept = [path.name for path in Units(root).newest_first()]
     directory.rotate(1, 3, None)
     dist.barrier(mesh.control)
     directory.release()
-    return found.name, str(caught.value), kept, [path.name for path in unit_directories.newest_first(root)]
+    return found.name, str(caught.value), kept, [path.name for path in Units(root).newest_first()]
 
 
 def test_ranks_that_share_the_verification_agree(tmp_path):
@@ -180,7 +197,12 @@ def test_a_damaged_best_model_is_not_loaded(tmp_path):
                 damage(Path(state.best_model_checkpoint) / "model.safetensors")
             super().on_step_end(args, state, control, **kwargs)
 
-    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "learning_rate": 1e-3}
+    best = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "learning_rate": 1e-3,
+    }
     with pytest.raises(DamagedError, match=r"model\.safetensors"):
         trainer(tmp_path, [Damaging(4)], **best).train()
 
@@ -208,7 +230,9 @@ def test_a_directory_that_another_job_writes_to_is_refused(tmp_path):
 
 
 class Failing(EagerEngine):
-    """Its gradient is not finite at the steps in ``bad``, from 0; ``weights``: they are not, either."""
+    """Its gradient is not finite at the steps in ``bad``, from 0; ``weights``: they are not,
+    either.
+    """
 
     bad: tuple = ()
     weights = False
@@ -246,10 +270,19 @@ def without_targets(directory, kind):
     """Train one step on samples without a target, and return what is logged."""
     rows = [{**row, "labels": [-100] * len(row["labels"])} for row in samples(4)]
     of = TrainingArguments if kind is Trainer else MerakArguments
-    settings = {"max_steps": 1, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    settings = {
+        "max_steps": 1,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
     run = kind(tiny_llama(), of(str(directory), save_strategy="no", **settings), collate, rows)
     run.train()
-    return [{key: entry[key] for key in ("loss", "train_loss") if key in entry} for entry in run.state.log_history]
+    return [
+        {key: entry[key] for key in ("loss", "train_loss") if key in entry}
+        for entry in run.state.log_history
+    ]
 
 
 def test_a_step_without_a_target_is_logged_as_transformers_does(tmp_path):
@@ -276,20 +309,32 @@ def test_an_interval_that_a_checkpoint_cuts_is_filtered_as_a_whole_one(tmp_path,
 def test_without_the_filter_one_loss_that_is_not_finite_shows(tmp_path, monkeypatch):
     run = failing(monkeypatch, tmp_path, (1,), [Stop(4)], logging_nan_inf_filter=False)
     output = run.train()
-    assert math.isnan(losses(run)[0]) and math.isfinite(losses(run)[1]) and math.isnan(output.training_loss)
+    assert (
+        math.isnan(losses(run)[0])
+        and math.isfinite(losses(run)[1])
+        and math.isnan(output.training_loss)
+    )
 
 
 def test_many_skipped_steps_in_a_row_end_the_run_and_lose_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_merak.training.skips.bad_gradients", lambda *_: (2, ["lm_head.weight"]))
-    run = failing(monkeypatch, tmp_path, range(3, 99), save_total_limit=1, max_consecutive_skipped_steps=5)
+    monkeypatch.setattr(
+        "megatron_merak.training.skips.bad_gradients", lambda *_: (2, ["lm_head.weight"])
+    )
+    run = failing(
+        monkeypatch, tmp_path, range(3, 99), save_total_limit=1, max_consecutive_skipped_steps=5
+    )
     with pytest.raises(NumericsError, match=r"max_consecutive_skipped_steps 5: .*lm_head\.weight"):
         run.train()
     assert run.state.global_step == 8 and complete(tmp_path) == [6]
-    broken = failing(monkeypatch, tmp_path, range(7, 99), [Stop(9)], weights=True, save_total_limit=1)
+    broken = failing(
+        monkeypatch, tmp_path, range(7, 99), [Stop(9)], weights=True, save_total_limit=1
+    )
     with pytest.raises(NumericsError, match="embed_tokens"):
         broken.train(resume_from_checkpoint=True)
     assert complete(tmp_path) == [6] and not [*tmp_path.glob(".checkpoint*")]
-    alone = failing(monkeypatch, tmp_path / "model", range(2, 99), weights=True, save_only_model=True)
+    alone = failing(
+        monkeypatch, tmp_path / "model", range(2, 99), weights=True, save_only_model=True
+    )
     with pytest.raises(NumericsError, match="embed_tokens"):
         alone.train()
     assert complete(tmp_path / "model") == []

@@ -1,4 +1,6 @@
-"""Buffers that a training forward changes: running statistics are those of transformers.Trainer, others are refused."""
+"""Buffers that a training forward changes: running statistics are those of transformers.Trainer,
+others are refused.
+"""
 
 import pytest
 import torch
@@ -36,7 +38,8 @@ class Normed(nn.Module):
     def __init__(self, first=None):
         super().__init__()
         torch.manual_seed(0)
-        self.first = first or nn.Linear(6, 8, bias=False)  # its gradient would be rounding, of which Adam makes steps
+        # its gradient would be rounding, of which Adam makes steps
+        self.first = first or nn.Linear(6, 8, bias=False)
         self.norm, self.middle = nn.BatchNorm1d(8), nn.Linear(8, 8)
         self.last, self.head = nn.BatchNorm1d(8, momentum=0.3), nn.Linear(8, 6)
 
@@ -48,22 +51,31 @@ class Normed(nn.Module):
 
 def rows(count, seed):
     generator = torch.Generator().manual_seed(seed)
-    return [{"x": torch.randn(6, generator=generator) + 1, "labels": number % 6} for number in range(count)]
+    return [
+        {"x": torch.randn(6, generator=generator) + 1, "labels": number % 6}
+        for number in range(count)
+    ]
 
 
 def run(kind, arguments, directory, resume=None, **more):
-    trainer = kind(Normed(), arguments(str(directory), **{**RUN, **more}), None, rows(32, 1), rows(8, 2))
+    trainer = kind(
+        Normed(), arguments(str(directory), **{**RUN, **more}), None, rows(32, 1), rows(8, 2)
+    )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{directory}/saved")
     history = trainer.state.log_history
     return trainer, [
-        entry.get("loss", entry.get("eval_loss")) for entry in history if entry.keys() & {"loss", "eval_loss"}
+        entry.get("loss", entry.get("eval_loss"))
+        for entry in history
+        if entry.keys() & {"loss", "eval_loss"}
     ]
 
 
 def divided(rank, world_size, directory, degrees):
     trainer, losses = run(MerakTrainer, MerakArguments, directory, **degrees)
-    resumed, again = run(MerakTrainer, MerakArguments, f"{directory}/again", f"{directory}/checkpoint-3", **degrees)
+    resumed, again = run(
+        MerakTrainer, MerakArguments, f"{directory}/again", f"{directory}/checkpoint-3", **degrees
+    )
     assert again == losses
     buffers = dict(resumed.gather_model().named_buffers())
     return losses, {name: buffer.clone() for name, buffer in buffers.items()}
@@ -74,7 +86,11 @@ def test_running_statistics_are_those_of_transformers(pp, tmp_path):
     _, wanted = run(Trainer, TrainingArguments, tmp_path / "theirs")
     theirs = load_file(tmp_path / "theirs" / "saved" / "model.safetensors")
     degrees = {"pipeline_model_parallel_size": pp}
-    ranks = run_ranks(divided, pp, str(tmp_path), degrees) if pp > 1 else [divided(0, 1, str(tmp_path), degrees)]
+    ranks = (
+        run_ranks(divided, pp, str(tmp_path), degrees)
+        if pp > 1
+        else [divided(0, 1, str(tmp_path), degrees)]
+    )
     losses, buffers = ranks[0]
     assert losses == pytest.approx(wanted, rel=1e-5)
     for saved in (tmp_path / "saved", tmp_path / "again" / "saved"):
@@ -98,11 +114,16 @@ def replicated(rank, world_size, directory):
 
 def test_replicas_evaluate_with_the_first_ones(tmp_path):
     (first, after), (second, others) = run_ranks(replicated, 2, str(tmp_path))
-    assert torch.equal(first, after) and torch.equal(first, others) and not torch.equal(first, second)
+    assert (
+        torch.equal(first, after) and torch.equal(first, others) and not torch.equal(first, second)
+    )
 
 
 def test_other_state_is_refused_by_name():
-    mesh, batch = build_mesh(Grid(), 0, torch.device("cpu")), {"x": torch.randn(4, 6), "labels": torch.arange(4)}
+    mesh, batch = (
+        build_mesh(Grid(), 0, torch.device("cpu")),
+        {"x": torch.randn(4, 6), "labels": torch.arange(4)},
+    )
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8))
     old = nn.utils.spectral_norm(nn.Linear(6, 8))
     for first, name in ((spectral, "first.parametrizations.weight.0._u"), (old, "first.weight_v")):

@@ -1,4 +1,6 @@
-"""Ranks with different datasets of one length are told at the start, in training and in evaluation."""
+"""Ranks with different datasets of one length are told at the start, in training and in
+evaluation.
+"""
 
 import pytest
 from torch.utils.data import Dataset
@@ -23,8 +25,12 @@ class Here(Dataset):
 
 
 def _trainer(directory, dataset, **others):
-    args = MerakArguments(str(directory), use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True)
-    return EagerTrainer(tiny_llama(), args, lambda rows: collate([{**row} for row in rows]), dataset, **others)
+    args = MerakArguments(
+        str(directory), use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True
+    )
+    return EagerTrainer(
+        tiny_llama(), args, lambda rows: collate([{**row} for row in rows]), dataset, **others
+    )
 
 
 def _other_end(rank):
@@ -44,7 +50,9 @@ def _refusals(rank, world_size, directory):
     folder.mkdir()
     (folder / "audio.wav").touch()
     trainer = _trainer(directory, Here(folder))
-    trainer.data_collator = lambda rows: collate([{k: row[k] for k in ("input_ids", "labels")} for row in rows])
+    trainer.data_collator = lambda rows: collate(
+        [{k: row[k] for k in ("input_ids", "labels")} for row in rows]
+    )
     trainer.train()
     return told
 
@@ -53,5 +61,8 @@ def test_other_data_of_the_same_length_is_refused_on_every_rank(tmp_path):
     first, second = run_ranks(_refusals, 2, tmp_path)
     assert first == second
     assert first[0].startswith("train_dataset, digest of samples ")
-    assert "rank 1 has it, and rank 0 has " in first[0] and "whole: ranks share its samples" in first[0]
+    assert (
+        "rank 1 has it, and rank 0 has " in first[0]
+        and "whole: ranks share its samples" in first[0]
+    )
     assert first[1].startswith("the dataset to evaluate, digest of samples ")

@@ -18,34 +18,64 @@ from megatron_merak.errors import ConfigError
 from tests.ranks import run_ranks
 
 CONFIG = GenerationConfig(max_length=12, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
-SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 96, "dropout_rate": 0.0}
+SIZES = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 96,
+    "dropout_rate": 0.0,
+}
 
 
 def t5() -> T5ForConditionalGeneration:
     torch.manual_seed(0)
-    return T5ForConditionalGeneration(T5Config(**SIZES, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0))
+    return T5ForConditionalGeneration(
+        T5Config(**SIZES, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+    )
 
 
 def pairs(count: int, seed: int) -> list[dict[str, list[int]]]:
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randint(3, 96, (count, 2, 8), generator=draw)
-    return [{"input_ids": row[0, : 5 + k % 4].tolist(), "labels": row[1, :6].tolist()} for k, row in enumerate(rows)]
+    return [
+        {"input_ids": row[0, : 5 + k % 4].tolist(), "labels": row[1, :6].tolist()}
+        for k, row in enumerate(rows)
+    ]
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(row["input_ids"]) for row in rows], batch_first=True
+    )
     labels = torch.tensor([row["labels"] for row in rows])
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
 
 
 def metrics(prediction: Any) -> dict[str, float]:
-    return {"sum": float(prediction.predictions.sum()), "wide": float(prediction.predictions.shape[1])}
+    return {
+        "sum": float(prediction.predictions.sum()),
+        "wide": float(prediction.predictions.shape[1]),
+    }
 
 
 def see(kind: type, arguments: type, directory: str, **changes: Any) -> list[Any]:
     """What an evaluation in training, one with other keywords, and a prediction give."""
-    plain = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2}
-    plain |= {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "seed": 3}
+    plain = {
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "learning_rate": 1e-2,
+    }
+    plain |= {
+        "max_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "seed": 3,
+    }
     plain |= {
         "generation_max_length": 9,
         "generation_num_beams": 2,
@@ -58,18 +88,34 @@ def see(kind: type, arguments: type, directory: str, **changes: Any) -> list[Any
     logged = [entry for entry in trainer.state.log_history if "eval_sum" in entry]
     told = trainer.evaluate(max_new_tokens=3, num_beams=1)
     found = trainer.predict(pairs(4, 4), max_length=5)
-    kept = [{name: entry[name] for name in ("eval_loss", "eval_sum", "eval_wide")} for entry in (*logged, told)]
-    return [kept, found.predictions, found.label_ids, found.metrics["test_loss"], found.metrics["test_sum"]]
+    kept = [
+        {name: entry[name] for name in ("eval_loss", "eval_sum", "eval_wide")}
+        for entry in (*logged, told)
+    ]
+    return [
+        kept,
+        found.predictions,
+        found.label_ids,
+        found.metrics["test_loss"],
+        found.metrics["test_sum"],
+    ]
 
 
-def ours(rank: int, world: int, directory: str, degrees: dict[str, int], changes: dict[str, Any]) -> list[Any]:
+def ours(
+    rank: int, world: int, directory: str, degrees: dict[str, int], changes: dict[str, Any]
+) -> list[Any]:
     return see(MerakSeq2SeqTrainer, MerakSeq2SeqArguments, directory, **degrees, **changes)
 
 
 @pytest.mark.parametrize(
     ("ranks", "degrees", "changes"),
     [
-        pytest.param(2, {"pipeline_model_parallel_size": 2}, {"generation_config": CONFIG}, marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            {"pipeline_model_parallel_size": 2},
+            {"generation_config": CONFIG},
+            marks=pytest.mark.slow,
+        ),
         (1, {}, {}),
         pytest.param(2, {"tensor_model_parallel_size": 2}, {}, marks=pytest.mark.slow),
         pytest.param(2, {"per_device_train_batch_size": 4}, {}, marks=pytest.mark.slow),

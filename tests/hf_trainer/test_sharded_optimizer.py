@@ -1,4 +1,6 @@
-"""MerakTrainer whose replicas share optimizer state, gradients and weights: nothing but memory shows it."""
+"""MerakTrainer whose replicas share optimizer state, gradients and weights: nothing but memory
+shows it.
+"""
 
 from pathlib import Path
 
@@ -17,7 +19,13 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.long
 
 RUN = {
-    **{"use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1},
+    **{
+        "use_cpu": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+    },
     **{"save_steps": 2, "disable_tqdm": True, "report_to": "none", "replica_check_interval": 1},
 }
 
@@ -71,9 +79,15 @@ def trained(directory, way, bf16, resume=None):
     flats = [states, *(own if isinstance(flat, Pieces) else [flat] for flat, own in flats)]
     kept = [sum(flat.nbytes for flat in each) for each in flats]
     gathered = (
-        trainer.gather_model().state_dict() if trainer.args.process_index == 0 else trainer.gather_model() and None
+        trainer.gather_model().state_dict()
+        if trainer.args.process_index == 0
+        else trainer.gather_model() and None
     )
-    logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    logs = [
+        (entry["loss"], entry["grad_norm"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
     return logs, evaluated, reads.seen, kept, gathered and gathered["lm_head.weight"].dtype
 
 
@@ -87,13 +101,17 @@ def run(rank, world_size, directory, bf16):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_logs_weights_and_checkpoints_are_those_of_replicas_that_have_all(tmp_path, bf16):
-    """Checkpoints of one kind of run are resumed by the other; weights that a rank does not have are refused."""
+    """Checkpoints of one kind of run are resumed by the other; weights that a rank does not have
+    are refused.
+    """
     for found in run_ranks(run, 2, str(tmp_path), bf16, timeout=250):
         plain = found.pop("plain")
         assert len(plain[0]) == 4
         for logs, evaluated, *_ in found.values():
             assert [loss for loss, _ in logs] == [loss for loss, _ in plain[0]]
-            assert [norm for _, norm in logs] == pytest.approx([norm for _, norm in plain[0]], rel=1e-6)
+            assert [norm for _, norm in logs] == pytest.approx(
+                [norm for _, norm in plain[0]], rel=1e-6
+            )
             assert evaluated == plain[1]
         for way, shared in (("optim", 1), ("grads", 2), ("full", 3)):
             for part, (kept, every) in enumerate(zip(found[way][3], plain[3], strict=True)):
@@ -106,4 +124,7 @@ def test_logs_weights_and_checkpoints_are_those_of_replicas_that_have_all(tmp_pa
         for name in ("optim", "grads", "full", "moved", "back")[: 3 if place == "within" else None]:
             found = load_file(Path(tmp_path) / name / place / "model.safetensors")
             assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[key], value) for key, value in wanted.items()), (name, place)
+            assert all(torch.equal(found[key], value) for key, value in wanted.items()), (
+                name,
+                place,
+            )

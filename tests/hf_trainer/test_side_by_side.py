@@ -1,4 +1,6 @@
-"""The same short scripts through transformers.Trainer and MerakTrainer, in every kind of parallelism."""
+"""The same short scripts through transformers.Trainer and MerakTrainer, in every kind of
+parallelism.
+"""
 
 import itertools
 import os
@@ -10,14 +12,16 @@ from tests.hf_trainer.cases import CASES
 from tests.hf_trainer.runs import alike, merak_run, same_files, transformers_rank, transformers_run
 from tests.ranks import run_ranks
 
-LAYOUTS = {"one": (1, 1, 1), "pp2": (1, 2, 1), "tp2": (2, 1, 1), "dp2": (1, 1, 2)}  # tensor, pipeline, data
+# tensor, pipeline, data
+LAYOUTS = {"one": (1, 1, 1), "pp2": (1, 2, 1), "tp2": (2, 1, 1), "dp2": (1, 1, 2)}
 CHOSEN = {("causal", "pp2"), ("loss function", "tp2")}
 LONG = {
     *(("causal", "one"), ("causal", "tp2"), ("t5", "pp2"), ("mixtral", "tp2"), ("stream", "pp2")),
     *((name, "one") for name in ("tied", "packed", "frozen", "logged", "resumed")),
     *(("label smoothing", "one"), ("hidden states", "pp2"), ("distilled", "pp2")),
 }
-MEANS = ("class weights", "hidden states", "two forwards", "distilled")  # losses that are means of a micro-batch
+# losses that are means of a micro-batch
+MEANS = ("class weights", "hidden states", "two forwards", "distilled")
 WAYS = [("pp2", {"pipeline_schedule": name}) for name in SCHEDULES] + [
     ("tp2", {"tp_comm_overlap": name}) for name in OVERLAPS
 ]
@@ -42,7 +46,9 @@ def compare(name, layout, theirs, directory, **changes):
     tp, pp, dp = LAYOUTS[layout]
     if changes.get("pipeline_schedule") == "shifted":  # needs four micro-batches
         changes, dp = {**changes, "gradient_accumulation_steps": 4}, 2
-    ranks = run_ranks(merak_run, tp * pp * LAYOUTS[layout][2], name, str(directory), tp, pp, changes, timeout=280)
+    ranks = run_ranks(
+        merak_run, tp * pp * LAYOUTS[layout][2], name, str(directory), tp, pp, changes, timeout=280
+    )
     expected, saved = theirs(name, dp)
     for found in ranks:
         assert found["logs"] == ranks[0]["logs"]
@@ -62,7 +68,11 @@ def product(cells, mark):
     return [pytest.param(*cell, marks=mark(cell), id="-".join(map(label, cell))) for cell in cells]
 
 
-CELLS = [cell for cell in itertools.product(CASES, LAYOUTS) if cell not in itertools.product(MEANS, ("dp2",))]
+CELLS = [
+    cell
+    for cell in itertools.product(CASES, LAYOUTS)
+    if cell not in itertools.product(MEANS, ("dp2",))
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), product(CELLS, mark))
@@ -73,9 +83,11 @@ def test_a_script_gives_what_it_gives_in_transformers(tmp_path, theirs, name, la
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MEANS, "loss function", "label smoothing"])
 def test_own_losses_on_two_replicas_are_those_of_two_processes_in_transformers(tmp_path, name):
-    """A loss that is a mean of its micro-batch is averaged over replicas: one process with more of them gives another.
+    """A loss that is a mean of its micro-batch is averaged over replicas: one process with more of
+    them gives another.
 
-    Only what training shows is compared: transformers fills up the last batch of an evaluation on several processes.
+    Only what training shows is compared: transformers fills up the last batch of an evaluation on
+    several processes.
     """
     ours = run_ranks(merak_run, 2, name, str(tmp_path / "ours"), 1, 1, {}, timeout=280)
     theirs = run_ranks(transformers_rank, 2, name, str(tmp_path / "theirs"), timeout=280)
@@ -88,7 +100,9 @@ def test_own_losses_on_two_replicas_are_those_of_two_processes_in_transformers(t
     ("name", "shared"),
     [
         pytest.param(
-            name, shared, marks=pytest.mark.long if name == "classes" and "fsdp" in shared else pytest.mark.slow
+            name,
+            shared,
+            marks=pytest.mark.long if name == "classes" and "fsdp" in shared else pytest.mark.slow,
         )
         for shared in SHARED
         for name in ("classes", "causal", "tied", "t5", "mixtral", "resumed")
@@ -108,7 +122,11 @@ def in_nodes_of_two(rank, world, *what):
     ("name", "fsdp"),
     [
         pytest.param(
-            name, fsdp, marks=pytest.mark.long if (name, fsdp) == ("classes", "hybrid_shard") else pytest.mark.slow
+            name,
+            fsdp,
+            marks=pytest.mark.long
+            if (name, fsdp) == ("classes", "hybrid_shard")
+            else pytest.mark.slow,
         )
         for fsdp in ("hybrid_shard", "hybrid_shard_zero2")
         for name in ("classes", "tied", "t5", "mixtral", "resumed")
@@ -128,7 +146,9 @@ def test_replicas_may_share_inside_a_node(tmp_path, theirs, name, fsdp):
 
 def trained(run):
     kept = [
-        {key: entry[key] for key in ("loss", "grad_norm", "learning_rate")} for entry in run["logs"] if "loss" in entry
+        {key: entry[key] for key in ("loss", "grad_norm", "learning_rate")}
+        for entry in run["logs"]
+        if "loss" in entry
     ]
     assert len(kept) == 4
     return kept

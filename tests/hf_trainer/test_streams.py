@@ -1,4 +1,6 @@
-"""Streams that draw at random: every rank of a replica computes with the same samples, or is told that it does not."""
+"""Streams that draw at random: every rank of a replica computes with the same samples, or is told
+that it does not.
+"""
 
 import random
 
@@ -15,8 +17,19 @@ from megatron_merak.hf_trainer.batches.same_batches import checksum
 from tests.hf_trainer.stand_in import EagerTrainer, collate, tiny_llama
 from tests.ranks import run_ranks
 
-RUN = {"use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "disable_tqdm": True, "save_strategy": "no"}
-RUN |= {"report_to": "none", "eval_strategy": "steps", "eval_steps": 1, "remove_unused_columns": False}
+RUN = {
+    "use_cpu": True,
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+}
+RUN |= {
+    "report_to": "none",
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "remove_unused_columns": False,
+}
 
 
 class Drawn(IterableDataset):
@@ -27,7 +40,10 @@ class Drawn(IterableDataset):
 
     def __iter__(self):
         for number in range(self.count):
-            tokens = torch.randint(1, 64, (6,)).tolist() + [random.randrange(1, 64), np.random.randint(1, 64)]
+            tokens = torch.randint(1, 64, (6,)).tolist() + [
+                random.randrange(1, 64),
+                np.random.randint(1, 64),
+            ]
             tokens[0] = 63 if self.other and number == 3 else tokens[0]
             yield {"input_ids": tokens, "labels": tokens}
 
@@ -67,7 +83,9 @@ def on_two_ranks(rank, world_size, directory):
     refused = []
     for stream in (Drawn(other=rank == 1), Drawn(6 - 2 * rank)):
         try:
-            train(EagerTrainer, MerakArguments, directory, rank, stream, tensor_model_parallel_size=2)
+            train(
+                EagerTrainer, MerakArguments, directory, rank, stream, tensor_model_parallel_size=2
+            )
         except DataError as error:
             refused.append(str(error))
     return seen, refused
@@ -78,9 +96,17 @@ def test_ranks_of_a_replica_take_the_same_samples(tmp_path):
     (first, told), (second, heard) = run_ranks(on_two_ranks, 2, str(tmp_path), timeout=150)
     assert first[:2] == second[:2] and first[0] == first[1] and len(first[0][0]) == 4
     assert first[2][1] == second[2][1] and first[2][0] != second[2][0]
-    both = [micro for pair in zip(first[2][0], second[2][0], strict=True) for step in pair for micro in step]
-    assert both[:4] == [micro for step in first[0][0] for micro in step]  # replicas share the same stream
-    assert [len(told), len(heard)] == [2, 2] and all("different samples" in found[0] for found in (told, heard))
+    both = [
+        micro
+        for pair in zip(first[2][0], second[2][0], strict=True)
+        for step in pair
+        for micro in step
+    ]
+    # replicas share the same stream
+    assert both[:4] == [micro for step in first[0][0] for micro in step]
+    assert [len(told), len(heard)] == [2, 2] and all(
+        "different samples" in found[0] for found in (told, heard)
+    )
     assert all("ends earlier on some ranks" in found[1] for found in (told, heard))
 
 
@@ -108,6 +134,13 @@ def test_a_stream_has_generators_of_its_own(workers):
 
 def test_checksums_tell_batches_apart():
     ids = torch.arange(6).view(2, 3)
-    batches = ({"x": ids}, {"x": ids.flip(0)}, {"x": ids.int()}, {"x": ids.view(3, 2)}, {"y": ids}, {"x": ids, "z": 1})
+    batches = (
+        {"x": ids},
+        {"x": ids.flip(0)},
+        {"x": ids.int()},
+        {"x": ids.view(3, 2)},
+        {"y": ids},
+        {"x": ids, "z": 1},
+    )
     codes = [checksum([batch]) for batch in batches] + [checksum([batches[0]] * 2)]
     assert len({*codes}) == 7 and checksum([{"x": ids.clone()}]) == codes[0]

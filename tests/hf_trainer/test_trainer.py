@@ -1,4 +1,6 @@
-"""MerakTrainer does what transformers.Trainer does: runs of both, side by side, on the same eager model."""
+"""MerakTrainer does what transformers.Trainer does: runs of both, side by side, on the same eager
+model.
+"""
 
 import json
 
@@ -14,8 +16,8 @@ def unbucketed(*values, **named):
 
 
 def alike(ours, theirs, path=""):
-    """Equal, floats to 1e-5: losses are summed in fp32 there and in fp64 here. What an attention's bias of keys learns
-    is the rounding of a zero gradient."""
+    """Equal, floats to 1e-5: losses are summed in fp32 there and in fp64 here. What an attention's
+    bias of keys learns is the rounding of a zero gradient."""
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys(), path
         for key in theirs:
@@ -36,5 +38,10 @@ def plain(record):
 
 @pytest.mark.parametrize("name", CASES)
 def test_runs_are_those_of_transformers(name):
-    ours = record(EagerTrainer, unbucketed, name, lambda trainer: [b for step in trainer.engine.seen for b in step])
+    ours = record(
+        EagerTrainer,
+        unbucketed,
+        name,
+        lambda trainer: [b for step in trainer.engine.seen for b in step],
+    )
     alike(plain(ours), plain(record_transformers(name)))

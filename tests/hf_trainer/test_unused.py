@@ -1,4 +1,6 @@
-"""Parameters that some batches do not use: told by name, since torch's AdamW would leave them as they are."""
+"""Parameters that some batches do not use: told by name, since torch's AdamW would leave them as
+they are.
+"""
 
 import warnings
 
@@ -43,7 +45,9 @@ def test_a_head_that_a_batch_does_not_use_is_told_once_by_name():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.gradients([batch(BOTH, 1)])
-    with pytest.warns(UserWarning, match=r"^second\.bias, second\.weight: some batches do not use") as told:
+    with pytest.warns(
+        UserWarning, match=r"^second\.bias, second\.weight: some batches do not use"
+    ) as told:
         trainer.gradients([batch(FIRST, 2)])
         trainer.gradients([batch(FIRST, 3)])
     assert len(told) == 1
@@ -51,7 +55,9 @@ def test_a_head_that_a_batch_does_not_use_is_told_once_by_name():
 
 def test_a_head_that_the_first_batch_did_not_use_is_refused_by_name():
     trainer = trainer_of(Tasks(), batch(FIRST), Grid(), 0, 1)
-    with pytest.raises(PlanError, match=r"second\.bias.*Start with a batch that uses every parameter"):
+    with pytest.raises(
+        PlanError, match=r"second\.bias.*Start with a batch that uses every parameter"
+    ):
         trainer.gradients([batch(BOTH, 1)])
 
 
@@ -78,8 +84,17 @@ class Reads(nn.Module):
 
 
 def test_what_is_read_without_a_gradient_does_not_decay(tmp_path):
-    rows = [{"x": torch.randn(8, generator=torch.Generator().manual_seed(n)), "labels": n % 8} for n in range(8)]
-    run = {"use_cpu": True, "max_steps": 2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    rows = [
+        {"x": torch.randn(8, generator=torch.Generator().manual_seed(n)), "labels": n % 8}
+        for n in range(8)
+    ]
+    run = {
+        "use_cpu": True,
+        "max_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
     run |= {"weight_decay": 0.9, "learning_rate": 1e-2}
     trained = []
     for kind, arguments in ((Trainer, TrainingArguments), (MerakTrainer, MerakArguments)):
@@ -101,7 +116,9 @@ class Merged(Reads):
 
 def test_training_that_would_change_nothing_is_refused(tmp_path):
     rows = [{"x": torch.ones(8), "labels": 2} for _ in range(4)]
-    arguments = MerakArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to="none", save_strategy="no")
+    arguments = MerakArguments(
+        str(tmp_path), use_cpu=True, max_steps=1, report_to="none", save_strategy="no"
+    )
     trainer = MerakTrainer(Merged(), arguments, default_data_collator, rows)
     with pytest.raises(ConfigError, match="none of its trainable parameters a gradient.*unmerge"):
         trainer.train()

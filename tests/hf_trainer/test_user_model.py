@@ -1,4 +1,6 @@
-"""The model that the user holds has the trained weights, as under transformers.Trainer, or says what to call."""
+"""The model that the user holds has the trained weights, as under transformers.Trainer, or says
+what to call.
+"""
 
 import copy
 import inspect
@@ -47,7 +49,9 @@ class Sampler(TrainerCallback):
 def run(kind, arguments, directory, model, **more):
     seen = Sampler()
     args = arguments(str(directory), **RUN, **more)
-    trainer = kind(model, args, collate, samples(16, ragged=False), samples(4, ragged=False), callbacks=[seen])
+    trainer = kind(
+        model, args, collate, samples(16, ragged=False), samples(4, ragged=False), callbacks=[seen]
+    )
     trainer.train()
     return trainer, seen
 
@@ -58,20 +62,28 @@ def weights(directory):
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_one_process_shares_its_weights(bf16, tmp_path):
-    theirs, their_samples = run(Trainer, TrainingArguments, tmp_path / "theirs", tiny_llama(), bf16=bf16)
+    theirs, their_samples = run(
+        Trainer, TrainingArguments, tmp_path / "theirs", tiny_llama(), bf16=bf16
+    )
     model = tiny_llama()
     before = [id(parameter) for parameter in model.parameters()]
     ours, our_samples = run(MerakTrainer, MerakArguments, tmp_path / "ours", model, bf16=bf16)
     assert our_samples.training == their_samples.training
     assert bf16 or our_samples.samples == their_samples.samples
-    assert [id(parameter) for parameter in model.parameters()] == before and ours.gather_model() is model
+    assert [
+        id(parameter) for parameter in model.parameters()
+    ] == before and ours.gather_model() is model
     for name, value in theirs.model.state_dict().items():
         assert model.state_dict()[name].dtype == value.dtype
         assert (model.state_dict()[name] - value).abs().mean() < (1e-2 if bf16 else 1e-5)
     ours.save_model(str(tmp_path / "saved"))
     model.save_pretrained(tmp_path / "own")
-    assert (tmp_path / "own" / "model.safetensors").read_bytes() == (tmp_path / "saved/model.safetensors").read_bytes()
-    assert (tmp_path / "own" / "config.json").read_text() == (tmp_path / "saved" / "config.json").read_text()
+    assert (tmp_path / "own" / "model.safetensors").read_bytes() == (
+        tmp_path / "saved/model.safetensors"
+    ).read_bytes()
+    assert (tmp_path / "own" / "config.json").read_text() == (
+        tmp_path / "saved" / "config.json"
+    ).read_text()
     twin, read = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     ours.engine.load(tmp_path / "ours" / "checkpoint-2" / "training_state")
@@ -97,7 +109,9 @@ def refused(model):
     found = []
     uses = (model.generate, model.save_pretrained, model.state_dict, model, copy.deepcopy(model))
     for use in (*uses, lambda: pickle.dumps(model)):
-        with pytest.raises(ConfigError, match=r"Call trainer.gather_model\(\) on every rank") as caught:
+        with pytest.raises(
+            ConfigError, match=r"Call trainer.gather_model\(\) on every rank"
+        ) as caught:
             use()
         found.append(caught.value.what)
     return found

@@ -1,4 +1,6 @@
-"""The native model's shapes beside the HuggingFace models that they are, small and with random weights."""
+"""The native model's shapes beside the HuggingFace models that they are, small and with random
+weights.
+"""
 
 from dataclasses import replace
 
@@ -41,21 +43,35 @@ LLAMA = ModelConfig(
 )
 QWEN3 = replace(LLAMA, qk_layernorm=True, kv_channels=16, untie_embeddings_and_output_weights=False)
 QWEN2 = replace(LLAMA, add_qkv_bias=True)
-LLAMA31 = replace(LLAMA, use_rope_scaling=True, rotary_base=500000, kv_channels=16, max_position_embeddings=131072)
+LLAMA31 = replace(
+    LLAMA, use_rope_scaling=True, rotary_base=500000, kv_channels=16, max_position_embeddings=131072
+)
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "llama31": LLAMA31, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
 # Further shapes that are a HuggingFace model, compared by one process only.
-GPT_ROPE = replace(GPT2, position_embedding_type="rope", group_query_attention=True, num_query_groups=2)
+GPT_ROPE = replace(
+    GPT2, position_embedding_type="rope", group_query_attention=True, num_query_groups=2
+)
 STABLELM = replace(
-    LLAMA, normalization="LayerNorm", rotary_percent=0.25, add_qkv_bias=True, untie_embeddings_and_output_weights=False
+    LLAMA,
+    normalization="LayerNorm",
+    rotary_percent=0.25,
+    add_qkv_bias=True,
+    untie_embeddings_and_output_weights=False,
 )
 LLAMA_BIASED = replace(LLAMA, disable_bias_linear=False)
-CONVERTIBLE = FAMILIES | {"starcoder2": GPT_ROPE, "stablelm": STABLELM, "llama-biased": LLAMA_BIASED}
+CONVERTIBLE = FAMILIES | {
+    "starcoder2": GPT_ROPE,
+    "stablelm": STABLELM,
+    "llama-biased": LLAMA_BIASED,
+}
 
 
 def huggingface(name: str, seed: int = 0) -> torch.nn.Module:
-    """The family's own model in eval mode, every parameter random: norms are not one, biases not zero."""
+    """The family's own model in eval mode, every parameter random: norms are not one, biases not
+    zero.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM  # a rank without it starts sooner
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(CONVERTIBLE[name])))
@@ -84,14 +100,18 @@ def batch(samples: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
 def reference(model: torch.nn.Module, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
     """Summed loss of the unmasked tokens, and every gradient under its HuggingFace name."""
     logits = model(input_ids=data["tokens"]).logits
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data["labels"].flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), data["labels"].flatten(), reduction="none"
+    )
     loss = (losses * data["loss_mask"].flatten()).sum()
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
 def pieces(units, rank, tp, of):
-    """Every HuggingFace tensor that a rank holds, as a view of ``of(parameter)``; tied parameters come twice."""
+    """Every HuggingFace tensor that a rank holds, as a view of ``of(parameter)``; tied parameters
+    come twice.
+    """
     for unit in units:
         parameters = dict(unit.named_parameters())
         for name, layout in unit.layouts.items():

@@ -1,4 +1,6 @@
-"""A residual stream in fp32 around 16-bit layers: HuggingFace's layers with one written around them, and every sum."""
+"""A residual stream in fp32 around 16-bit layers: HuggingFace's layers with one written around
+them, and every sum.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_merak.models.gpt import GPT, Prelude, build_unit
+from megatron_merak.models.gpt import GPT, GPTPrelude, build_unit
 from megatron_merak.models.layers import Placement
 from megatron_merak.segment import Common
 from tests.models.families import FAMILIES, batch, huggingface, load, pieces
@@ -15,7 +17,9 @@ HALF = torch.bfloat16
 
 
 def large_stream(name):
-    """The family's model in bf16, with a stream so large that 16 bits would lose much of what layers add to it."""
+    """The family's model in bf16, with a stream so large that 16 bits would lose much of what
+    layers add to it.
+    """
     model = huggingface(name)
     with torch.no_grad():
         table = model.transformer.wpe if hasattr(model, "transformer") else model.model.embed_tokens
@@ -26,15 +30,21 @@ def large_stream(name):
 def norm(module, x):
     """In fp32, of a stream in fp32; its output has 16 bits."""
     if isinstance(module, torch.nn.LayerNorm):
-        wide = F.layer_norm(x, module.normalized_shape, module.weight.float(), module.bias.float(), module.eps)
+        wide = F.layer_norm(
+            x, module.normalized_shape, module.weight.float(), module.bias.float(), module.eps
+        )
     else:
-        wide = x * (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt() * module.weight.float()
+        wide = (
+            x
+            * (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+            * module.weight.float()
+        )
     return wide.to(HALF)
 
 
 def forward(model, tokens):
-    """HuggingFace's embeddings, attention, feed-forward parts and head, with residuals and norms of its own. Returns
-    logits, and what the layers add to the stream."""
+    """HuggingFace's embeddings, attention, feed-forward parts and head, with residuals and norms of
+    its own. Returns logits, and what the layers add to the stream."""
     places = torch.arange(tokens.shape[1]).unsqueeze(0)
     if hasattr(model, "transformer"):
         core = model.transformer
@@ -54,14 +64,16 @@ def forward(model, tokens):
 
 def reference(model, data):
     logits, added = forward(model, data["tokens"])
-    losses = F.cross_entropy(logits.float().flatten(0, 1), data["labels"].flatten(), reduction="none")
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), data["labels"].flatten(), reduction="none"
+    )
     (losses * data["loss_mask"].flatten()).sum().backward()
     return {name: p.grad.float() for name, p in model.named_parameters()}, added.detach()
 
 
 def streams(units, config):
     """Every value of a forward, by name."""
-    common, values = Common(Prelude(config, torch.device("cpu"))(batch())), {}
+    common, values = Common(GPTPrelude(config, torch.device("cpu"))(batch())), {}
     for segment in (segment for unit in units for segment in unit.segments()):
         outs = segment.fn(common, *(values[each.value] for each in segment.ins))
         values |= zip((each.value for each in segment.outs), outs, strict=True)
@@ -74,8 +86,13 @@ def ours(name, weights, fp32_residual):
     load(gpt.units, weights, 0, 1)
     values = streams(gpt.units, config)
     values["loss"].backward()
-    grads = {piece.sharding.name: view.float() for piece, view in pieces(gpt.units, 0, 1, lambda p: p.grad)}
-    return grads, (values[f"hidden.{config.num_layers}"].float() - values["hidden.0"].float()).detach()
+    grads = {
+        piece.sharding.name: view.float()
+        for piece, view in pieces(gpt.units, 0, 1, lambda p: p.grad)
+    }
+    return grads, (
+        values[f"hidden.{config.num_layers}"].float() - values["hidden.0"].float()
+    ).detach()
 
 
 def far(found, truth):
@@ -88,7 +105,9 @@ def test_it_is_huggingfaces_model_with_an_fp32_stream(name):
     weights = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     grads, added = reference(model, batch())
     (found, with_it), (_, without) = (ours(name, weights, each) for each in (True, False))
-    assert far(with_it, added) < 0.01 < 0.1 < far(without, added), "rounded to 16 bits, layers add something else"
+    assert far(with_it, added) < 0.01 < 0.1 < far(without, added), (
+        "rounded to 16 bits, layers add something else"
+    )
     assert found.keys() == grads.keys()
     assert max(far(found[key], grad) for key, grad in grads.items()) < 0.02
 
@@ -98,7 +117,9 @@ def test_it_is_huggingfaces_model_with_an_fp32_stream(name):
 def test_no_sum_of_the_stream_is_rounded(name, dtype):
     """Nor is the bias that comes to it; what enters a parallel layer has 16 bits."""
     config = replace(FAMILIES[name], hidden_dropout=0.0)
-    units = [build_unit(index, config, Placement(dtype=dtype, fp32_residual=True)) for index in range(3)]
+    units = [
+        build_unit(index, config, Placement(dtype=dtype, fp32_residual=True)) for index in range(3)
+    ]
     for unit in units:
         for parameter in unit.parameters():
             torch.nn.init.normal_(parameter, std=0.3)

@@ -1,5 +1,5 @@
-"""The native GPT against HuggingFace's models: loss and every gradient, alone and over tensor-parallel ranks, its
-layers calling their own collectives or the engine owning them."""
+"""The native GPT against HuggingFace's models: loss and every gradient, alone and over
+tensor-parallel ranks, its layers calling their own collectives or the engine owning them."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_merak.models.gpt import GPT, Prelude, build_unit
+from megatron_merak.models.gpt import GPT, GPTPrelude, build_unit
 from megatron_merak.models.layers import Placement
-from megatron_merak.runtime.engine import Engine, State
+from megatron_merak.runtime.engine import Interpreter, State
 from megatron_merak.runtime.weights import Gradient, WeightGradients
 from megatron_merak.segment import Common, fuse
 from megatron_merak.stages.init_native import take
@@ -27,7 +27,9 @@ def group_of(world_size):
 
 
 def grads_of(units, rank, tp, of):
-    return {piece.sharding.name: (piece, view.clone()) for piece, view in pieces(units, rank, tp, of)}
+    return {
+        piece.sharding.name: (piece, view.clone()) for piece, view in pieces(units, rank, tp, of)
+    }
 
 
 def weights_of(name):
@@ -44,7 +46,9 @@ def standalone(name, weights, rank, tp, parts=False, **changes):
 
 def through_engine(name, weights, rank, tp, parts=False, recompute=(), selective=False, **changes):
     config = replace(FAMILIES[name], **changes)
-    place = Placement(group_of(tp), "edge", sequence_parallel=parts, recompute_activations=selective)
+    place = Placement(
+        group_of(tp), "edge", sequence_parallel=parts, recompute_activations=selective
+    )
     units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
     if not config.untie_embeddings_and_output_weights:
         units[-1].output.weight = units[0].tokens.weight
@@ -56,9 +60,13 @@ def through_engine(name, weights, rank, tp, parts=False, recompute=(), selective
         for module in unit.modules():
             if hasattr(module, "sink"):
                 module.sink = sink
-    segments = [s for unit in units for s in (unit.segments() if tp > 1 else [fuse(unit.segments())])]
-    engine = Engine(segments, [(unit,) for unit in recompute], ("loss",), group_of(tp), sink, CPU)
-    state = State(Common(Prelude(config, CPU)(batch())), training=True)
+    segments = [
+        s for unit in units for s in (unit.segments() if tp > 1 else [fuse(unit.segments())])
+    ]
+    engine = Interpreter(
+        segments, [(unit,) for unit in recompute], ("loss",), group_of(tp), weights=sink, device=CPU
+    )
+    state = State(Common(GPTPrelude(config, CPU)(batch())), training=True)
     engine.forward(state)
     loss = state.values.pop("loss")
     state.add_grad("loss", torch.ones(()))
@@ -75,7 +83,10 @@ def through_engine(name, weights, rank, tp, parts=False, recompute=(), selective
 def both(rank, tp, weights, parts=False):
     results = {}
     for name, config in FAMILIES.items():
-        layers, given = tuple(range(1, config.num_layers + 1)), (name, weights[name], rank, tp, parts)
+        layers, given = (
+            tuple(range(1, config.num_layers + 1)),
+            (name, weights[name], rank, tp, parts),
+        )
         again = through_engine(*given, layers), through_engine(*given, selective=True)
         results[name] = standalone(*given), through_engine(*given), *again
     return results
@@ -100,7 +111,10 @@ def count(rank, tp, weights, parts=False):
 
 
 def over_ranks(rank, tp, weights, parts):
-    others = {"collectives": count(rank, tp, weights["llama"], parts), "chunks": in_chunks(rank, tp, weights, parts)}
+    others = {
+        "collectives": count(rank, tp, weights["llama"], parts),
+        "chunks": in_chunks(rank, tp, weights, parts),
+    }
     return both(rank, tp, weights, parts) | others
 
 
@@ -158,7 +172,9 @@ def test_a_head_in_chunks_computes_the_same(measured, layout):
         for chunked_loss, chunked_grads in results["chunks"]:
             torch.testing.assert_close(chunked_loss, loss, rtol=1e-6, atol=0)
             for tensor, (_, grad) in grads.items():
-                assert (chunked_grads[tensor][1] - grad).abs().max() <= 5e-6 * grad.abs().max(), tensor
+                assert (chunked_grads[tensor][1] - grad).abs().max() <= 5e-6 * grad.abs().max(), (
+                    tensor
+                )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -186,15 +202,17 @@ def test_every_tensor_of_the_family_has_a_layout():
 
 
 def test_number_of_collectives(measured):
-    """Forward: embedding, two per layer, statistics of the loss. Backward: two per layer, and the head's."""
+    """Forward: embedding, two per layer, statistics of the loss. Backward: two per layer, and the
+    head's.
+    """
     sums, gather, layers = "allreduce_", "_allgather_base_", 2
     forward, backward = Counter({sums: 1 + 2 * layers, gather: 1}), Counter({sums: 2 * layers + 1})
     assert [results["collectives"] for results in measured[2, False]] == [(forward, backward)] * 2
 
 
 def test_number_of_collectives_on_parts_of_the_sequence(measured):
-    """Every all-reduce of the residual stream becomes a gathering and a reduce-scatter; the loss's gathering remains,
-    and in the backward every norm's weight has an all-reduce."""
+    """Every all-reduce of the residual stream becomes a gathering and a reduce-scatter; the loss's
+    gathering remains, and in the backward every norm's weight has an all-reduce."""
     sums, gather, scatter, layers = "allreduce_", "_allgather_base_", "_reduce_scatter_base_", 2
     forward = Counter({scatter: 1 + 2 * layers, gather: 2 * layers + 2})
     backward = Counter({gather: 1 + 2 * layers, scatter: 2 * layers + 1, sums: 2 * layers + 1})
@@ -230,9 +248,13 @@ def test_an_empty_mask_gives_zero_and_no_nan():
 
 
 def _parts_dropped(rank, tp):
-    """Which elements dropout zeroes in an embedding of ones: this rank's part, on a stream of its own."""
+    """Which elements dropout zeroes in an embedding of ones: this rank's part, on a stream of its
+    own.
+    """
     config = replace(FAMILIES["llama"], hidden_dropout=0.5)
-    place = Placement(dist.group.WORLD, rng=model_parallel_seed(5, rank, CPU), sequence_parallel=True)
+    place = Placement(
+        dist.group.WORLD, rng=model_parallel_seed(5, rank, CPU), sequence_parallel=True
+    )
     embedding = build_unit(0, config, place)
     torch.nn.init.ones_(embedding.tokens.weight)
     (segment, embed) = embedding.segments()

@@ -12,8 +12,16 @@ from tests.models.families import FAMILIES
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_table_lists_what_the_units_hold(name):
     config = FAMILIES[name]
-    units = [build_unit(index, config, Placement(device="meta")) for index in range(config.num_layers + 2)]
-    held = {piece.sharding for unit in units for layout in unit.layouts.values() for piece in layout.pieces}
+    units = [
+        build_unit(index, config, Placement(device="meta"))
+        for index in range(config.num_layers + 2)
+    ]
+    held = {
+        piece.sharding
+        for unit in units
+        for layout in unit.layouts.values()
+        for piece in layout.pieces
+    }
     table = tensor_table(config, 1)
     assert len(table) == len(set(table)) and set(table) == held
     stored = sum(torch.Size(tensor.shape).numel() for tensor in table)
@@ -27,6 +35,8 @@ def test_the_table_lists_what_the_units_hold(name):
 def test_a_degree_changes_the_padding_only():
     config = FAMILIES["gpt2"]
     one, two = tensor_table(config, 1), tensor_table(config, 2)
-    assert [(t.name, t.shape, t.dim, t.blocks) for t in one] == [(t.name, t.shape, t.dim, t.blocks) for t in two]
+    assert [(t.name, t.shape, t.dim, t.blocks) for t in one] == [
+        (t.name, t.shape, t.dim, t.blocks) for t in two
+    ]
     assert {t.padded for t in two} == {None, config.padded_vocab_size(2)}
     assert names_for(config, 2).tp == 2

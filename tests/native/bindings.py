@@ -1,6 +1,8 @@
-"""Run in a process of its own: the CUDA bindings, registered for the CPU with kernels under the SIMT shim.
+"""Run in a process of its own: the CUDA bindings, registered for the CPU with kernels under the
+SIMT shim.
 
-python -m tests.native.bindings LIBRARY: calls every operation through torch, as tests/gpu does on a GPU.
+python -m tests.native.bindings LIBRARY: calls every operation through torch, as tests/gpu does on a
+GPU.
 """
 
 import sys
@@ -43,11 +45,24 @@ def activations(dtype):
         activation.compare_gated(CPU, kind, x, up, grad, run.gated_merged)
         for bias in (None, up[0].clone(), up[0].float()):
             activation.compare_biased(CPU, kind, x, bias, grad, run.biased)
-    activation.compare_gated(CPU, "silu", *activation.numbers(dtype, 6, 80).chunk(2, -1), grad, run.gated)
-    both, upstream = activation.numbers(dtype, 3, 5, 2, 12), activation.numbers(dtype, 3, 5, 2, 6, seed=1)
-    for view in (both, both.transpose(0, 1), both[:, 1:3], both.movedim(-1, 0).contiguous().movedim(0, -1)):
+    activation.compare_gated(
+        CPU, "silu", *activation.numbers(dtype, 6, 80).chunk(2, -1), grad, run.gated
+    )
+    both, upstream = (
+        activation.numbers(dtype, 3, 5, 2, 12),
+        activation.numbers(dtype, 3, 5, 2, 6, seed=1),
+    )
+    for view in (
+        both,
+        both.transpose(0, 1),
+        both[:, 1:3],
+        both.movedim(-1, 0).contiguous().movedim(0, -1),
+    ):
         grad = upstream.transpose(0, 1) if view.shape[0] == 5 else upstream[:, : view.shape[1]]
-        for op, arguments in ((torch.ops.merak.gated_merged, ()), (torch.ops.merak.gated_merged_backward, (grad,))):
+        for op, arguments in (
+            (torch.ops.merak.gated_merged, ()),
+            (torch.ops.merak.gated_merged_backward, (grad,)),
+        ):
             found, dense = (op(*arguments, of, "silu") for of in (view, view.contiguous()))
             assert torch.equal(found, dense) and found.shape[:-1] == view.shape[:-1]
 
@@ -62,13 +77,21 @@ def residuals(dtype):
 
 def rotations(dtype):
     fused, angles = rotary.numbers(dtype, 5, 2, 6, 64).transpose(0, 1), rotary.angles(dtype, 5, 32)
-    for x in (fused, fused.contiguous(), fused[:, :, 1:4], shifted(fused), fused.transpose(2, 3).contiguous().mT):
+    for x in (
+        fused,
+        fused.contiguous(),
+        fused[:, :, 1:4],
+        shifted(fused),
+        fused.transpose(2, 3).contiguous().mT,
+    ):
         for interleaved in (False, True):
             rotary.compare(CPU, x, *angles, interleaved, True, run.rotary)
     rotary.compare(CPU, fused, angles[0], angles[1].float(), False, False, run.rotary)
     deep = rotary.numbers(dtype, 2, 2, 1, 2, 2, 2, 2, 2, 8).transpose(0, 7).transpose(1, 4)
     cos, sin = (rotary.numbers(dtype, 2, 1, 2, 1, 4, seed=i) for i in range(2))
-    found, dense = (torch.ops.merak.rotary(of, cos, sin, False, False) for of in (deep, deep.contiguous()))
+    found, dense = (
+        torch.ops.merak.rotary(of, cos, sin, False, False) for of in (deep, deep.contiguous())
+    )
     assert torch.equal(found, dense), "more dimensions than a launch takes"
     for x, into in ((deep, torch.empty_like(found)), (fused[:, :, 1:4], fused[:, :, 1:4])):
         tables = (cos, sin) if x is deep else angles
@@ -108,10 +131,14 @@ def refusals():
         lambda: torch.ops.merak.gated(x, x, "relu"),
         lambda: torch.ops.merak.gated(x, x[:1], "silu"),
         lambda: torch.ops.merak.rotary(x, torch.ones(2, 5), torch.ones(2, 5), False, False),
-        lambda: torch.ops.merak.rotary_(x.mT, x.mT, torch.ones(8, 1), torch.ones(8, 1), False, False),
+        lambda: torch.ops.merak.rotary_(
+            x.mT, x.mT, torch.ones(8, 1), torch.ones(8, 1), False, False
+        ),
         lambda: torch.ops.merak.bias_dropout_add(x, None, None, 2.0, torch.tensor([1])),
         lambda: torch.ops.merak.masked_softmax(x, None, 1.0, True),
-        lambda: torch.ops.merak.cross_entropy_stats(x, torch.zeros(3, dtype=torch.int64), 0, 8, False),
+        lambda: torch.ops.merak.cross_entropy_stats(
+            x, torch.zeros(3, dtype=torch.int64), 0, 8, False
+        ),
         lambda: torch.ops.merak.adamw_(x, x, x[0], x, None, 0.1, 0.9, 0.9, 0.1, 0.1, 1, 1.0),
         lambda: torch.ops.merak.add_rows_(x, torch.zeros(3, dtype=torch.int64), x),
     ):

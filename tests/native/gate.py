@@ -1,4 +1,6 @@
-"""What ptxas and the machine code say about every CUDA kernel, for machines without a GPU: see test_gate.py."""
+"""What ptxas and the machine code say about every CUDA kernel, for machines without a GPU: see
+test_gate.py.
+"""
 
 import re
 import shutil
@@ -20,7 +22,8 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel for one architecture. ``name``: without arguments; ``family``: without template arguments too.
+    """One kernel for one architecture. ``name``: without arguments; ``family``: without template
+    arguments too.
 
     loads: global loads of 16 bytes; local: accesses to local memory; None where no disassembler is.
     """
@@ -57,7 +60,9 @@ def kernels(source: Path, architectures: tuple[str, ...] = ARCHITECTURES) -> lis
         ]
         include = ["-I", str(ROOT / "csrc/include"), "-I", str(ROOT / "csrc")]
         done = subprocess.run(
-            [*command, *include, "-c", str(source), "-o", f"{folder}/out.o"], capture_output=True, text=True
+            [*command, *include, "-c", str(source), "-o", f"{folder}/out.o"],
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             raise RuntimeError(f"{source.name} does not compile:\n{done.stderr[-4000:]}")
@@ -78,17 +83,25 @@ def kernels(source: Path, architectures: tuple[str, ...] = ARCHITECTURES) -> lis
 
 
 def machine_code(folder: Path) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:
-    """(architecture, mangled name) -> (16-byte loads, local accesses) of the .cubin files in ``folder``."""
+    """(architecture, mangled name) -> (16-byte loads, local accesses) of the .cubin files in
+    ``folder``.
+    """
     disassembler = shutil.which("nvdisasm")
     for cubin in sorted(folder.glob("*.cubin")) if disassembler else ():
-        listing = subprocess.run([disassembler, str(cubin)], capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(
+            [disassembler, str(cubin)], capture_output=True, text=True, check=True
+        ).stdout
         architecture = "sm_" + re.search(r"(?:sm|compute)_(\d+)\.cubin", cubin.name)[1]
         for text in re.split(r"\.section\s+\.text\.", listing)[1:]:
-            loads, local = (len(re.findall(of, text)) for of in (r"\bLDG\.E\S*\.128", r"\b(?:LDL|STL)\b"))
+            loads, local = (
+                len(re.findall(of, text)) for of in (r"\bLDG\.E\S*\.128", r"\b(?:LDL|STL)\b")
+            )
             yield (architecture, re.match(r"\w+", text)[0]), (loads, local)
 
 
 def demangled(names: list[str]) -> list[str]:
     """``merak::norm::forward<float, true, false>`` for each mangled name."""
-    text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout
     return [re.sub(r"^void ", "", line).split("(")[0] for line in text.splitlines()]

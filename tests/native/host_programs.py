@@ -1,4 +1,6 @@
-"""Programs of csrc/test: what ranks do to each other's memory, on threads of the host, for ThreadSanitizer to watch."""
+"""Programs of csrc/test: what ranks do to each other's memory, on threads of the host, for
+ThreadSanitizer to watch.
+"""
 
 import shutil
 import subprocess
@@ -34,9 +36,12 @@ def build(folder: Path, name: str, *flags: str, mutant: Mutant | None = None) ->
 
 
 def run(program: Path, times: int, seed: int = 0) -> subprocess.CompletedProcess:
-    # Address-space randomisation of some kernels leaves ThreadSanitizer no room for its shadow memory.
+    # Address-space randomisation of some kernels leaves ThreadSanitizer no room for its shadow
+    # memory.
     still = ["setarch", "-R"] if shutil.which("setarch") else []
-    return subprocess.run([*still, str(program), str(times), str(seed)], capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [*still, str(program), str(times), str(seed)], capture_output=True, text=True, timeout=100
+    )
 
 
 def seen(program: Path, times: int) -> bool:

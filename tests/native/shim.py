@@ -1,4 +1,6 @@
-"""The CUDA kernels on the CPU: csrc/cuda/launch_<family>.cu compiled by g++ under the SIMT shim, called by ctypes."""
+"""The CUDA kernels on the CPU: csrc/cuda/launch_<family>.cu compiled by g++ under the SIMT shim,
+called by ctypes.
+"""
 
 import ctypes
 import hashlib
@@ -17,7 +19,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 BUILDS = ROOT / "build" / "simt"
 NEEDED = pytest.mark.skipif(
-    shutil.which("g++") is None or platform.machine() != "x86_64", reason="the SIMT shim needs g++ on x86-64"
+    shutil.which("g++") is None or platform.machine() != "x86_64",
+    reason="the SIMT shim needs g++ on x86-64",
 )
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-w")
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -35,7 +38,9 @@ class LaunchError(Exception):
 
 
 class Kernels:
-    """The launchers of one family. Tensors are passed by address, None as null; a status that is not 0 raises."""
+    """The launchers of one family. Tensors are passed by address, None as null; a status that is
+    not 0 raises.
+    """
 
     def __init__(self, library: Path):
         self._library = ctypes.CDLL(str(library))
@@ -55,7 +60,9 @@ class Kernels:
         """Call a function that takes no stream and returns a number."""
         function = getattr(self._library, name)
         if len(arguments) != len(function.argtypes):
-            raise TypeError(f"{name} takes {len(function.argtypes)} arguments, not {len(arguments)}")
+            raise TypeError(
+                f"{name} takes {len(function.argtypes)} arguments, not {len(arguments)}"
+            )
         return function(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
 
     def seed(self, seed: int) -> None:
@@ -89,7 +96,12 @@ def build(sources: Iterable[str], mutate: Edits | None = None, flags: Iterable[s
     sources, command = list(sources), ["g++", *FLAGS, *flags, "-shared"]
     csrc = {
         path.relative_to(ROOT / "csrc").as_posix(): path.read_text(encoding="utf-8")
-        for folder, pattern in (("include", "*.h"), ("kernels", "*.cuh"), ("cuda", "*.h"), ("cuda", "*.cu"))
+        for folder, pattern in (
+            ("include", "*.h"),
+            ("kernels", "*.cuh"),
+            ("cuda", "*.h"),
+            ("cuda", "*.cu"),
+        )
         for path in sorted((ROOT / "csrc" / folder).rglob(pattern))
         if path.suffix != ".cu" or path.relative_to(ROOT / "csrc").as_posix() in sources
     }
@@ -104,7 +116,9 @@ def build(sources: Iterable[str], mutate: Edits | None = None, flags: Iterable[s
     return library
 
 
-def _compile(csrc: Mapping[str, str], command: list[str], sources: list[str], library: Path) -> None:
+def _compile(
+    csrc: Mapping[str, str], command: list[str], sources: list[str], library: Path
+) -> None:
     folder = library.with_suffix(f".{os.getpid()}")
     for name, text in csrc.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -129,8 +143,11 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def near(found: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor | float, operations: int = 8) -> None:
-    """Assert that found is truth (fp64), rounded to found's type after ``operations`` fp32 roundings of size ``scale``.
+def near(
+    found: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor | float, operations: int = 8
+) -> None:
+    """Assert that found is truth (fp64), rounded to found's type after ``operations`` fp32
+    roundings of size ``scale``.
 
     scale: the size of the terms that were added up; more than the truth where they cancel.
     """

@@ -38,7 +38,9 @@ def with_gradient(fn, *inputs, grad):
 
 
 def run_gated(kernels, kind, gate, up, grad):
-    """gate and up: views with one distance from row to row; the gradients go to one tensor [rows, 2 width]."""
+    """gate and up: views with one distance from row to row; the gradients go to one tensor [rows, 2
+    width].
+    """
     rows, width = gate.shape
     code, strides = TYPES[gate.dtype], (gate.stride(0), up.stride(0))
     y, both = torch.empty_like(grad), torch.full((rows, 2 * width), torch.nan, dtype=gate.dtype)
@@ -105,7 +107,11 @@ def test_gate_and_up_in_one_tensor(kernels, rows, width, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_with_a_bias(kernels, kind, rows, width, dtype):
-    inputs = numbers(dtype, rows, width), numbers(dtype, width, seed=1), numbers(dtype, rows, width, seed=2)
+    inputs = (
+        numbers(dtype, rows, width),
+        numbers(dtype, width, seed=1),
+        numbers(dtype, rows, width, seed=2),
+    )
     compare_biased(kernels, kind, *inputs)
 
 
@@ -130,7 +136,19 @@ def test_far_from_zero_a_gate_is_open_or_shut(kernels, kind):
     x = torch.tensor([[-3e38, -1e20, -100, -17, -0.0, 0.0, 17, 100, 1e20, 3e38, torch.nan]])
     one, y, slope = torch.ones_like(x), torch.empty_like(x), torch.empty_like(x)
     kernels("merak_bias_activation", 0, KINDS[kind], x, None, 0, y, *x.shape)
-    kernels("merak_bias_activation_backward", 0, KINDS[kind], one, x, None, 0, slope, None, None, *x.shape)
+    kernels(
+        "merak_bias_activation_backward",
+        0,
+        KINDS[kind],
+        one,
+        x,
+        None,
+        0,
+        slope,
+        None,
+        None,
+        *x.shape,
+    )
     assert y[0, -1].isnan() and slope[0, -1].isnan()
     assert torch.allclose(y[0, :-1], x[0, :-1].clamp(min=0), atol=1e-6)
     expected = torch.tensor([0, 0, 0, 0, 0.5, 0.5, 1, 1, 1, 1])
@@ -139,7 +157,9 @@ def test_far_from_zero_a_gate_is_open_or_shut(kernels, kind):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_half_precision_number(kernels, dtype):
-    """All 16-bit patterns that are finite and moderate, or as many fp32 numbers between -20 and 20."""
+    """All 16-bit patterns that are finite and moderate, or as many fp32 numbers between
+    -20 and 20.
+    """
     if dtype == torch.float32:
         x = torch.linspace(-20, 20, 1 << 16)
     else:
@@ -153,7 +173,9 @@ def test_nothing_to_do(kernels):
     bias = torch.ones(5)
     grad_bias = torch.full_like(bias, torch.nan)
     empty = torch.empty(0, 5)
-    kernels("merak_bias_activation_backward", 0, 1, empty, empty, bias, 0, empty, empty, grad_bias, 0, 5)
+    kernels(
+        "merak_bias_activation_backward", 0, 1, empty, empty, bias, 0, empty, empty, grad_bias, 0, 5
+    )
     assert grad_bias.count_nonzero() == 0
     kernels("merak_gated", 0, 0, empty, empty, empty, 0, 5, 5, 5)
 

@@ -1,4 +1,6 @@
-"""The all-reduce over peer memory on threads of the host: its sums, and ThreadSanitizer on its flags and halves."""
+"""The all-reduce over peer memory on threads of the host: its sums, and ThreadSanitizer on its
+flags and halves.
+"""
 
 import pytest
 
@@ -21,7 +23,9 @@ MUTANTS = {
     "no second meeting": Mutant(KERNEL, "  meet<WORLD>(team, peers, 2 * call + 2);\n", ""),
     "flags of another block": Mutant(KERNEL, "+ block * kPeers + from", "+ 0 * block + from"),
     "calls are not counted": Mutant(
-        KERNEL, "*calls_of(peers, team.number()) = call + 1", "*calls_of(peers, team.number()) = call"
+        KERNEL,
+        "*calls_of(peers, team.number()) = call + 1",
+        "*calls_of(peers, team.number()) = call",
     ),
     "one rank twice": Mutant(KERNEL, "int rank = 1; rank < WORLD", "int rank = 0; rank < WORLD"),
 }
@@ -41,4 +45,6 @@ def test_many_calls_with_ranks_out_of_step(tmp_path):
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_caught(mutant, tmp_path):
     """By what it sums, or by ThreadSanitizer."""
-    assert seen(build(tmp_path, "all_reduce", RACE, "-DRANKS=2", mutant=MUTANTS[mutant]), 60), mutant
+    assert seen(build(tmp_path, "all_reduce", RACE, "-DRANKS=2", mutant=MUTANTS[mutant]), 60), (
+        mutant
+    )

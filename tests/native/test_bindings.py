@@ -1,4 +1,6 @@
-"""The CUDA bindings on the CPU: registered for CPU tensors, with their kernels under the SIMT shim, called by torch."""
+"""The CUDA bindings on the CPU: registered for CPU tensors, with their kernels under the SIMT shim,
+called by torch.
+"""
 
 import hashlib
 import os
@@ -17,7 +19,12 @@ TORCH = Path(torch.__file__).parent
 OPTIONS = [
     *(flag for flag in FLAGS if not flag.startswith(("-std", "-O"))),
     *("-std=c++17", "-O0", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
-    *("-isystem", str(TORCH / "include"), "-isystem", str(TORCH / "include/torch/csrc/api/include")),
+    *(
+        "-isystem",
+        str(TORCH / "include"),
+        "-isystem",
+        str(TORCH / "include/torch/csrc/api/include"),
+    ),
     *("-I", str(ROOT / "csrc"), "-I", str(ROOT / "csrc/include"), "-I", str(ROOT / "csrc/cuda")),
 ]
 
@@ -29,8 +36,12 @@ def compile_(*arguments: str) -> None:
 
 def build() -> Path:
     """The library; built once for each content of csrc."""
-    files = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp"))
-    key = hashlib.sha256(b"".join(path.read_bytes() for path in [STUBS, *files]) + repr(OPTIONS).encode()).hexdigest()
+    files = sorted(
+        path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp")
+    )
+    key = hashlib.sha256(
+        b"".join(path.read_bytes() for path in [STUBS, *files]) + repr(OPTIONS).encode()
+    ).hexdigest()
     library = BUILDS / f"bindings-{key[:20]}.so"
     if library.exists():
         return library
@@ -40,7 +51,9 @@ def build() -> Path:
     for family in FAMILIES:
         text = (ROOT / f"csrc/cuda/ops_{family}.cpp").read_text(encoding="utf-8")
         sources.append(folder / f"ops_{family}.cpp")
-        sources[-1].write_text(text.replace("(merak, CUDA, library)", "(merak, CPU, library)"), encoding="utf-8")
+        sources[-1].write_text(
+            text.replace("(merak, CUDA, library)", "(merak, CPU, library)"), encoding="utf-8"
+        )
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     for source, into in zip(sources, objects, strict=True):
         compile_("-c", "-x", "c++", str(source), "-o", into)

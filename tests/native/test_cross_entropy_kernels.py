@@ -1,4 +1,6 @@
-"""The CUDA kernels of the cross entropy on a CPU, against float64: shards, padding, smoothing, extremes."""
+"""The CUDA kernels of the cross entropy on a CPU, against float64: shards, padding, smoothing,
+extremes.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ def randn(*shape, seed=0):
 
 
 def sum_error(classes):
-    """Of a sum of that many fp32 terms, THREADS at a time and those in a tree, of exponentials of fp32 differences."""
+    """Of a sum of that many fp32 terms, THREADS at a time and those in a tree, of exponentials of
+    fp32 differences.
+    """
     return (classes / THREADS + 40) * 2.0**-24
 
 
@@ -32,7 +36,9 @@ def stats_of(kernels, logits, target, start=0, classes=None, smoothing=False):
     classes = logits.shape[1] if classes is None else classes
     out = torch.full((len(logits), 5 if smoothing else 3), NAN)
     places = len(logits), logits.stride(0), start, classes
-    kernels("merak_cross_entropy_stats", TYPES[logits.dtype], logits, target, out, *places, smoothing)
+    kernels(
+        "merak_cross_entropy_stats", TYPES[logits.dtype], logits, target, out, *places, smoothing
+    )
     return out
 
 
@@ -62,14 +68,25 @@ def exact_stats(logits, target, start, classes):
     inside = (place >= 0) & (place < classes)
     chosen = torch.full_like(maximum, -INF)
     chosen[inside] = wide[inside].gather(1, place[inside].unsqueeze(1)).squeeze(1)
-    terms = maximum, (wide - base.unsqueeze(1)).exp().sum(1), chosen, wide.where(exists, 0.0).sum(1), exists.sum(1)
+    terms = (
+        maximum,
+        (wide - base.unsqueeze(1)).exp().sum(1),
+        chosen,
+        wide.where(exists, 0.0).sum(1),
+        exists.sum(1),
+    )
     return torch.stack([term.double() for term in terms], 1)
 
 
 def check_stats(kernels, logits, target):
     classes = logits.shape[1]
-    found, truth = stats_of(kernels, logits, target, smoothing=True), exact_stats(logits, target, 0, classes)
-    assert torch.equal(found[:, 0].double(), truth[:, 0]) and torch.equal(found[:, 2].double(), truth[:, 2])
+    found, truth = (
+        stats_of(kernels, logits, target, smoothing=True),
+        exact_stats(logits, target, 0, classes),
+    )
+    assert torch.equal(found[:, 0].double(), truth[:, 0]) and torch.equal(
+        found[:, 2].double(), truth[:, 2]
+    )
     torch.testing.assert_close(found[:, 1].double(), truth[:, 1], rtol=sum_error(classes), atol=0)
     size = logits.double().where(logits > -INF, 0.0).abs().sum(1)
     assert bool(((found[:, 3].double() - truth[:, 3]).abs() <= sum_error(classes) * size).all())
@@ -78,11 +95,16 @@ def check_stats(kernels, logits, target):
 
 
 def shards_of(kernels, logits, target, shards, smoothing, real):
-    """Loss and gradient through the kernels, each shard a contiguous part of the classes, of which `real` exist."""
+    """Loss and gradient through the kernels, each shard a contiguous part of the classes, of which
+    `real` exist.
+    """
     parts = [part.contiguous() for part in logits.chunk(shards, 1)]
     width = parts[0].shape[1]
     places = [(k * width, max(0, min(width, real - k * width))) for k in range(shards)]
-    stats = [stats_of(kernels, p, target, *at, smoothing > 0) for p, at in zip(parts, places, strict=True)]
+    stats = [
+        stats_of(kernels, p, target, *at, smoothing > 0)
+        for p, at in zip(parts, places, strict=True)
+    ]
     joined = torch.stack(stats).requires_grad_()
     loss = loss_of_stats(joined, smoothing)
     upstream = torch.linspace(0.5, 2, len(target))
@@ -109,8 +131,12 @@ def check_loss(kernels, dtype, columns, shards=1, smoothing=0.0, real=None, rows
     logits, target = problem(rows, columns, dtype, classes=real)
     loss, grad, upstream = shards_of(kernels, logits, target, shards, smoothing, real)
     truth, exact = exact_loss(logits, target, smoothing, real, upstream)
-    torch.testing.assert_close(loss.double(), truth, rtol=sum_error(columns), atol=sum_error(columns))
-    allowed = ROUNDING[dtype] * exact.abs() + 2 * sum_error(columns) * upstream.unsqueeze(1) + TINY[dtype]
+    torch.testing.assert_close(
+        loss.double(), truth, rtol=sum_error(columns), atol=sum_error(columns)
+    )
+    allowed = (
+        ROUNDING[dtype] * exact.abs() + 2 * sum_error(columns) * upstream.unsqueeze(1) + TINY[dtype]
+    )
     assert bool(((grad.double() - exact).abs() <= allowed).all())
     assert grad[:, real:].count_nonzero() == 0
 
@@ -133,7 +159,9 @@ def test_loss_and_gradient(kernels, dtype, columns):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("columns", "shards", "real"), [(64, 2, 64), (4096, 4, 4001), (120, 8, 71), (3000, 1, 2049)])
+@pytest.mark.parametrize(
+    ("columns", "shards", "real"), [(64, 2, 64), (4096, 4, 4001), (120, 8, 71), (3000, 1, 2049)]
+)
 def test_shards_padding_and_smoothing(kernels, columns, shards, real, smoothing):
     """Of 120 columns in 8 shards 71 are real: some shards have padding alone."""
     check_loss(kernels, torch.float32, columns, shards, smoothing, real)
@@ -168,7 +196,10 @@ def test_classes_at_minus_infinity_do_not_exist(kernels, columns):
     logits[2, columns // 3 :] = -INF
     logits[3, ::2] = -INF
     check_stats(kernels, logits, target)
-    stats, grad = stats_of(kernels, logits, target, smoothing=True), torch.tensor([[0.0, 0.5, -1.0, 0.25, 0.0]] * 4)
+    stats, grad = (
+        stats_of(kernels, logits, target, smoothing=True),
+        torch.tensor([[0.0, 0.5, -1.0, 0.25, 0.0]] * 4),
+    )
     found = grad_of(kernels, logits, target, stats, grad)
     assert bool(found.isfinite().all())
     hidden = logits == -INF
@@ -198,7 +229,9 @@ def test_a_row_without_gradient_is_zero_whatever_its_logits_are(kernels):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "classes"), [(1, 1), (9, 5), (1000, 1000), (4100, 4001), (16385, 16000)])
+@pytest.mark.parametrize(
+    ("columns", "classes"), [(1, 1), (9, 5), (1000, 1000), (4100, 4001), (16385, 16000)]
+)
 def test_exponentials_in_place(kernels, dtype, columns, classes):
     logits, target = problem(3, columns, dtype, classes=classes)
     target[-1] = classes - 1
@@ -207,9 +240,13 @@ def test_exponentials_in_place(kernels, dtype, columns, classes):
     e = (wide - wide.amax(1, keepdim=True)).exp()
     truth = F.cross_entropy(wide, target, reduction="none")
     torch.testing.assert_close(total.double(), e.sum(1), rtol=sum_error(classes), atol=0)
-    torch.testing.assert_close(loss.double(), truth, rtol=sum_error(classes), atol=sum_error(classes))
+    torch.testing.assert_close(
+        loss.double(), truth, rtol=sum_error(classes), atol=sum_error(classes)
+    )
     e.scatter_add_(1, target.unsqueeze(1), -e.sum(1, keepdim=True))
-    allowed = ROUNDING[dtype] * e.abs() + TINY[dtype] + sum_error(classes) * e.abs().amax(1, keepdim=True)
+    allowed = (
+        ROUNDING[dtype] * e.abs() + TINY[dtype] + sum_error(classes) * e.abs().amax(1, keepdim=True)
+    )
     assert bool(((logits[:, :classes].double() - e).abs() <= allowed).all())
     assert logits[:, classes:].count_nonzero() == 0
 

@@ -1,4 +1,6 @@
-"""The CUDA bindings where there is no CUDA: they compile, and they meet the schemas and the launchers."""
+"""The CUDA bindings where there is no CUDA: they compile, and they meet the schemas and the
+launchers.
+"""
 
 import re
 import shutil
@@ -38,7 +40,16 @@ def test_bindings_compile(binding):
         "-DUSE_CUDA",
         "-DTORCH_TARGET_VERSION=0x020b000000000000",
     ]
-    command = ["g++", *options, *headers, "-I", str(ROOT / "csrc"), "-I", str(ROOT / "csrc/include"), str(binding)]
+    command = [
+        "g++",
+        *options,
+        *headers,
+        "-I",
+        str(ROOT / "csrc"),
+        "-I",
+        str(ROOT / "csrc/include"),
+        str(binding),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -59,15 +70,21 @@ def test_bindings_have_the_arguments_of_their_schemas(binding):
     assert names
     for name, function in names:
         found = re.search(rf"\b{function}\(((?:[^()]|\n)*)\)\s*{{", text)[1]
-        found = [re.sub(r"\bconst\b|&|\s+\w+$", "", part.strip()).strip() for part in found.split(",")]
+        found = [
+            re.sub(r"\bconst\b|&|\s+\w+$", "", part.strip()).strip() for part in found.split(",")
+        ]
         arguments = SCHEMAS[name].split("->")[0].strip()[1:-1].split(",")
-        expected = [TYPES[re.sub(r"\(\w!\)", "", part.strip().rsplit(" ", 1)[0])] for part in arguments]
+        expected = [
+            TYPES[re.sub(r"\(\w!\)", "", part.strip().rsplit(" ", 1)[0])] for part in arguments
+        ]
         assert found == expected, name
 
 
 def test_every_operation_has_one_binding():
     names = [
-        name for path in BINDINGS for name in re.findall(r'library\.impl\("(\w+)"', path.read_text(encoding="utf-8"))
+        name
+        for path in BINDINGS
+        for name in re.findall(r'library\.impl\("(\w+)"', path.read_text(encoding="utf-8"))
     ]
     assert len(names) == len(set(names)) and set(names) <= SCHEMAS.keys()
     assert not (NORM | POINTWISE).keys() - set(names)
@@ -76,4 +93,7 @@ def test_every_operation_has_one_binding():
 def test_every_launcher_is_declared_and_defined_once():
     sources = "".join(path.read_text(encoding="utf-8") for path in sorted(CUDA.glob("*.cu")))
     for name in signatures():
-        assert len(re.findall(rf"^(?:extern \"C\" )?int(?:64_t)? {name}\(", sources, re.MULTILINE)) == 1, name
+        assert (
+            len(re.findall(rf"^(?:extern \"C\" )?int(?:64_t)? {name}\(", sources, re.MULTILINE))
+            == 1
+        ), name

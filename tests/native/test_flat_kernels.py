@@ -1,4 +1,6 @@
-"""The CUDA kernels for flat buffers on a CPU: AdamW against float64, exact sums, rounded copies, rows in order."""
+"""The CUDA kernels for flat buffers on a CPU: AdamW against float64, exact sums, rounded copies,
+rows in order.
+"""
 
 import math
 
@@ -35,8 +37,12 @@ def exact_adamw(master, first, second, grad, step, scale=1.0):
     master.mul_(1 - RATE * DECAY).sub_(RATE / (1 - BETA1**step) * first / root)
 
 
-def check_adamw(kernels, count, grad_dtype=torch.float32, copy_dtype=torch.bfloat16, offset=0, steps=4):
-    """fp32: a few roundings a step, each of 2^-24 of the largest that a value, or what is added to it, ever was."""
+def check_adamw(
+    kernels, count, grad_dtype=torch.float32, copy_dtype=torch.bfloat16, offset=0, steps=4
+):
+    """fp32: a few roundings a step, each of 2^-24 of the largest that a value, or what is added to
+    it, ever was.
+    """
     state = [at_offset(t, offset) for t in (randn(count), torch.zeros(count), torch.zeros(count))]
     truth = [t.double() for t in state]
     largest = [t.abs() for t in truth]
@@ -46,7 +52,9 @@ def check_adamw(kernels, count, grad_dtype=torch.float32, copy_dtype=torch.bfloa
         adamw(kernels, *state, grad, copy, step, scale=0.37)
         exact_adamw(*truth, grad, step, scale=0.37)
         added = 3 * RATE, (1 - BETA1) * 0.37 * grad.double().abs(), 0.0
-        largest = [most.maximum(t.abs() + a) for most, t, a in zip(largest, truth, added, strict=True)]
+        largest = [
+            most.maximum(t.abs() + a) for most, t, a in zip(largest, truth, added, strict=True)
+        ]
     for found, exact, most in zip(state, truth, largest, strict=True):
         assert bool(((found.double() - exact).abs() <= 6 * steps * 2.0**-24 * most).all())
     if copy is not None:
@@ -55,7 +63,10 @@ def check_adamw(kernels, count, grad_dtype=torch.float32, copy_dtype=torch.bfloa
 
 def sum_of_squares(kernels, x):
     parts = kernels.count("merak_sum_of_squares_parts", TYPES[x.dtype], x.numel())
-    room, total = torch.full((parts,), float("nan"), dtype=torch.float64), torch.full((), -1.0, dtype=torch.float64)
+    room, total = (
+        torch.full((parts,), float("nan"), dtype=torch.float64),
+        torch.full((), -1.0, dtype=torch.float64),
+    )
     kernels("merak_sum_of_squares", TYPES[x.dtype], x, x.numel(), room, total)
     return total.item()
 
@@ -67,7 +78,9 @@ def scale_into(kernels, name, into, x, scale):
 def add_rows(kernels, into, index, rows):
     places, order = index.sort(stable=True)
     types = TYPES[into.dtype], TYPES[rows.dtype]
-    kernels("merak_add_rows", types[0], into, places, order, types[1], rows, len(index), *into.shape)
+    kernels(
+        "merak_add_rows", types[0], into, places, order, types[1], rows, len(index), *into.shape
+    )
 
 
 def check_add_rows(kernels, table, count, width, into=torch.float32, rows=torch.bfloat16, offset=0):
@@ -104,7 +117,9 @@ def test_an_update_depends_neither_on_place_nor_on_neighbours(kernels):
     values = [randn(count, seed=k).abs_() for k in range(4)]
     results = []
     for before in (0, 1, 4, 1021):
-        state = [torch.cat((randn(before, seed=9).abs_(), t, randn(11, seed=8).abs_())) for t in values]
+        state = [
+            torch.cat((randn(before, seed=9).abs_(), t, randn(11, seed=8).abs_())) for t in values
+        ]
         adamw(kernels, *state, None, 3)
         results.append([t[before : before + count] for t in state[:3]])
     for found in results[1:]:
@@ -112,17 +127,23 @@ def test_an_update_depends_neither_on_place_nor_on_neighbours(kernels):
 
 
 def test_the_decay_of_a_small_second_moment_is_not_lost(kernels):
-    """1 - 0.999 in fp32 is 5e-5 off; after one step the second moment is that much of the gradient's square."""
+    """1 - 0.999 in fp32 is 5e-5 off; after one step the second moment is that much of the
+    gradient's square.
+    """
     state = [torch.zeros(8) for _ in range(3)]
     adamw(kernels, *state, torch.ones(8), None, 1)
-    torch.testing.assert_close(state[2].double(), torch.full((8,), 1 - 0.999, dtype=torch.float64), rtol=2e-7, atol=0)
+    torch.testing.assert_close(
+        state[2].double(), torch.full((8,), 1 - 0.999, dtype=torch.float64), rtol=2e-7, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [0, *SIZES, 20001])
 def test_sums_of_squares_are_those_of_fp64(kernels, dtype, count):
     x = randn(count, seed=count, dtype=dtype)
-    assert sum_of_squares(kernels, x) == pytest.approx(math.fsum(v * v for v in x.tolist()), rel=1e-14)
+    assert sum_of_squares(kernels, x) == pytest.approx(
+        math.fsum(v * v for v in x.tolist()), rel=1e-14
+    )
 
 
 def test_a_long_sum_of_squares_has_several_packs_for_each_thread(kernels):
@@ -148,7 +169,8 @@ def test_scaled_copies_and_sums_round_once(kernels, into, source):
         scale_into(kernels, "cast", found, x, 0.3)
         assert torch.equal(found, (x.float() * torch.tensor(0.3)).to(into))
         found.copy_(held)
-        scale_into(kernels, "accumulate", found, x, 0.5)  # exact: one rounding whether or not it is a fused product
+        # exact: one rounding whether or not it is a fused product
+        scale_into(kernels, "accumulate", found, x, 0.5)
         assert torch.equal(found, (held.float() + x.float() * 0.5).to(into))
 
 

@@ -14,7 +14,8 @@ pytestmark = [
 ]
 SOURCES = sorted((ROOT / "csrc/cuda").glob("launch_*.cu"))
 
-# Registers of a thread: with this many a multiprocessor of 65536 holds the threads that hide memory latency.
+# Registers of a thread: with this many a multiprocessor of 65536 holds the threads that hide memory
+# latency.
 REGISTERS = {
     "norm::forward": 64,
     "norm::backward": 128,
@@ -54,7 +55,9 @@ def compiled(source):
 def test_no_kernel_leaves_the_registers(source):
     found = compiled(source)
     assert {kernel.architecture for kernel in found} == set(ARCHITECTURES)
-    assert {kernel.family for kernel in found} <= REGISTERS.keys(), "give each kernel a row in REGISTERS"
+    assert {kernel.family for kernel in found} <= REGISTERS.keys(), (
+        "give each kernel a row in REGISTERS"
+    )
     for kernel in found:
         assert kernel.stack == kernel.spilled == 0, kernel
         assert kernel.registers <= REGISTERS[kernel.family], kernel

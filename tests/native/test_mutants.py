@@ -37,7 +37,9 @@ def gated(kernels):
 def biased(rows, width, kind="gelu"):
     def check(kernels):
         x, grad = (activation.numbers(torch.float32, rows, width, seed=i) for i in range(2))
-        activation.compare_biased(kernels, kind, x, activation.numbers(torch.float32, width, seed=2), grad)
+        activation.compare_biased(
+            kernels, kind, x, activation.numbers(torch.float32, width, seed=2), grad
+        )
 
     return check
 
@@ -53,7 +55,9 @@ def dropped(rows, width):
 def rotated(features, interleaved=False, inverse=False):
     def check(kernels):
         x = rotary.numbers(torch.float32, 2, 5, 3, features)
-        rotary.compare(kernels, x, *rotary.angles(torch.float32, 5, features // 2), interleaved, inverse)
+        rotary.compare(
+            kernels, x, *rotary.angles(torch.float32, 5, features // 2), interleaved, inverse
+        )
 
     return check
 

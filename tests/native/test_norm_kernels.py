@@ -9,9 +9,21 @@ from tests.native.shim import NEEDED, TYPES, LaunchError, load, near, shifted
 
 pytestmark = NEEDED
 EPS = 1e-5
-# One warp for each row, and rows in a block: 8, 136; several warps: 1000 and 1024, with two rows in a block; no whole
-# pack: 1, 7, 1001; the widest that is kept in registers, and wider.
-SIZES = [(1, 8), (5, 1), (9, 7), (13, 136), (6, 1001), (5, 1000), (3, 1024), (4, 8192), (3, 8191), (3, 8200), (2, 9001)]
+# One warp for each row, and rows in a block: 8, 136; several warps: 1000 and 1024, with two rows in
+# a block; no whole pack: 1, 7, 1001; the widest that is kept in registers, and wider.
+SIZES = [
+    (1, 8),
+    (5, 1),
+    (9, 7),
+    (13, 136),
+    (6, 1001),
+    (5, 1000),
+    (3, 1024),
+    (4, 8192),
+    (3, 8191),
+    (3, 8200),
+    (2, 9001),
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +50,9 @@ def case(dtype, rows, width, centred=False, added=False, wide=False, seed=0):
 
 
 def unaligned(inputs):
-    return SimpleNamespace(**{k: None if t is None else shifted(t) for k, t in vars(inputs).items()})
+    return SimpleNamespace(
+        **{k: None if t is None else shifted(t) for k, t in vars(inputs).items()}
+    )
 
 
 def forward(kernels, of):
@@ -48,7 +62,20 @@ def forward(kernels, of):
     rstd = torch.empty(rows)
     code = TYPES[of.x.dtype], TYPES[of.weight.dtype]
     kernels(
-        "merak_norm", code[0], of.x, of.residual, of.weight, of.bias, code[1], y, total, mean, rstd, rows, width, EPS
+        "merak_norm",
+        code[0],
+        of.x,
+        of.residual,
+        of.weight,
+        of.bias,
+        code[1],
+        y,
+        total,
+        mean,
+        rstd,
+        rows,
+        width,
+        EPS,
     )
     return y, of.x if total is None else total, mean, rstd
 
@@ -56,7 +83,9 @@ def forward(kernels, of):
 def backward(kernels, of, total, mean, rstd):
     rows, width = of.x.shape
     code = TYPES[of.x.dtype], TYPES[of.weight.dtype]
-    parts = torch.full((2, kernels.count("merak_norm_parts", code[0], rows, width), width), torch.nan)
+    parts = torch.full(
+        (2, kernels.count("merak_norm_parts", code[0], rows, width), width), torch.nan
+    )
     grad_x, grad_weight = torch.empty_like(of.x), torch.empty_like(of.weight)
     grad_bias = None if mean is None else torch.empty_like(of.weight)
     kernels(
@@ -73,18 +102,27 @@ def compare(kernels, of, forward=forward, backward=backward):
     if of.residual is not None:
         assert torch.equal(total, (of.x.float() + of.residual.float()).to(of.x.dtype))
     x, weight = total.double(), of.weight.double()
-    centre = x.mean(-1, keepdim=True) if of.bias is not None else torch.zeros(len(x), 1, dtype=torch.float64)
+    centre = (
+        x.mean(-1, keepdim=True)
+        if of.bias is not None
+        else torch.zeros(len(x), 1, dtype=torch.float64)
+    )
     r = ((x - centre).square().mean(-1, keepdim=True) + EPS).rsqrt()
     normed = (x - centre) * r
     bias = 0 if of.bias is None else of.bias.double()
-    # Sums of `width` numbers over warps and lanes have at most 16 + 10 terms in a row, and 1 / rstd halves errors; the
-    # looping kernels add width / 512 in a row.
+    # Sums of `width` numbers over warps and lanes have at most 16 + 10 terms in a row, and 1 / rstd
+    # halves errors; the looping kernels add width / 512 in a row.
     operations = 32 + width // 512
     spread = (x.abs() + x.abs().mean(-1, keepdim=True)) * r
     near(rstd, r.squeeze(-1), r.squeeze(-1) * (1 + (centre * r).square().squeeze(-1)), operations)
     if mean is not None:
         near(mean, centre.squeeze(-1), x.abs().mean(-1), operations)
-    near(y, normed * weight + bias, spread * weight.abs() + (bias if of.bias is None else bias.abs()), operations)
+    near(
+        y,
+        normed * weight + bias,
+        spread * weight.abs() + (bias if of.bias is None else bias.abs()),
+        operations,
+    )
 
     mean, rstd = centre.squeeze(-1).float() if mean is not None else None, r.squeeze(-1).float()
     grad_x, grad_weight, grad_bias = backward(kernels, of, total, mean, rstd)
@@ -92,10 +130,19 @@ def compare(kernels, of, forward=forward, backward=backward):
     inner = up * weight
     shift = inner.mean(-1, keepdim=True) if of.bias is not None else 0
     truth = r * (inner - shift - normed * (inner * normed).mean(-1, keepdim=True))
-    size = inner.abs() + inner.abs().mean(-1, keepdim=True) + spread * (inner * spread).abs().mean(-1, keepdim=True)
+    size = (
+        inner.abs()
+        + inner.abs().mean(-1, keepdim=True)
+        + spread * (inner * spread).abs().mean(-1, keepdim=True)
+    )
     if of.grad_sum is not None:
         truth = truth + of.grad_sum.double()
-    near(grad_x, truth, r * size + (0 if of.grad_sum is None else of.grad_sum.double().abs()), operations)
+    near(
+        grad_x,
+        truth,
+        r * size + (0 if of.grad_sum is None else of.grad_sum.double().abs()),
+        operations,
+    )
     near(grad_weight, (up * normed).sum(0), (up * spread).abs().sum(0), 16 + len(x))
     if grad_bias is not None:
         near(grad_bias, up.sum(0), up.abs().sum(0), 16 + len(x))
@@ -131,7 +178,9 @@ def test_unaligned_addresses_change_nothing(kernels, dtype, width):
 
 @pytest.mark.parametrize("rows", [1, 2, 100])
 def test_any_number_of_rows_and_any_order_of_threads(kernels, rows):
-    """More rows than the blocks of the backward hold, and fewer; the order of warps decides nothing."""
+    """More rows than the blocks of the backward hold, and fewer; the order of warps decides
+    nothing.
+    """
     inputs = case(torch.float32, rows, 520, centred=True)
     compare(kernels, inputs)
     y, total, mean, rstd = forward(kernels, inputs)
@@ -160,7 +209,9 @@ def test_rows_do_not_touch(kernels, width):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_zeros_and_huge_values(kernels, dtype):
-    """A row of zeros has no direction; squares of fp16's and bf16's largest sums are still finite in fp32."""
+    """A row of zeros has no direction; squares of fp16's and bf16's largest sums are still finite
+    in fp32.
+    """
     inputs = case(dtype, 3, 136)
     inputs.x[0] = 0
     inputs.x[1] = 6e4 if dtype == torch.float16 else 1e17

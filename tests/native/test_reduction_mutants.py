@@ -1,4 +1,6 @@
-"""Faults planted in the kernels of softmax, cross entropy and flat buffers: each must fail a check of those kernels."""
+"""Faults planted in the kernels of softmax, cross entropy and flat buffers: each must fail a check
+of those kernels.
+"""
 
 import pytest
 import torch
@@ -47,7 +49,11 @@ MERGED = "    sum = sum * __expf(max - base) + other_sum * __expf(other_max - ba
 # fault -> (family, file, text, what stands there instead)
 MUTANTS = {
     "maximum: no barrier before it is read": (
-        *("softmax", "softmax", "scratch[first + threadIdx.x / kWarp] = value;\n  __syncthreads();\n"),
+        *(
+            "softmax",
+            "softmax",
+            "scratch[first + threadIdx.x / kWarp] = value;\n  __syncthreads();\n",
+        ),
         "scratch[first + threadIdx.x / kWarp] = value;\n",
     ),
     "maximum: no barrier before its place is used again": (
@@ -58,12 +64,32 @@ MUTANTS = {
         *("softmax", "softmax", "scores.keys - scores.queries + 1))"),
         "scores.keys - scores.queries))",
     ),
-    "mask turned round": ("softmax", "softmax", "scores.vector ? shown.at[i]", "scores.vector ? !shown.at[i]"),
-    "mask of another head": ("softmax", "softmax", "head * scores.mask_head", "batch * scores.mask_head"),
+    "mask turned round": (
+        "softmax",
+        "softmax",
+        "scores.vector ? shown.at[i]",
+        "scores.vector ? !shown.at[i]",
+    ),
+    "mask of another head": (
+        "softmax",
+        "softmax",
+        "head * scores.mask_head",
+        "batch * scores.mask_head",
+    ),
     "-inf less -inf": ("softmax", "softmax", "maximum == -INFINITY ? 0.f : maximum", "maximum"),
-    "a hidden row divided by zero": ("softmax", "softmax", "sum == 0.f ? 0.f : 1.f / sum", "1.f / sum"),
+    "a hidden row divided by zero": (
+        "softmax",
+        "softmax",
+        "sum == 0.f ? 0.f : 1.f / sum",
+        "1.f / sum",
+    ),
     "running sums added as they are": ("softmax", "softmax", MERGED, "    sum += other_sum;\n"),
-    "a running sum not rescaled": ("softmax", "softmax", "found = sum * __expf(max - base);", "found = sum;"),
+    "a running sum not rescaled": (
+        "softmax",
+        "softmax",
+        "found = sum * __expf(max - base);",
+        "found = sum;",
+    ),
     "the last visible key left out": (
         "softmax",
         "softmax",
@@ -74,13 +100,22 @@ MUTANTS = {
         *("cross_entropy", "softmax", "  __syncthreads();\n  own = RunningSum();"),
         "  own = RunningSum();",
     ),
-    "the last elements of a row left out": ("cross_entropy", "cross_entropy", "tail + thread})", "count})"),
+    "the last elements of a row left out": (
+        "cross_entropy",
+        "cross_entropy",
+        "tail + thread})",
+        "count})",
+    ),
     "padding taken for the target's class": (
         *("cross_entropy", "cross_entropy", "at < shard.classes ?"),
         "at <= shard.classes ?",
     ),
     "padding in the gradient": (
-        *("cross_entropy", "cross_entropy", "if (i >= shard.classes) return 0.f;\n    const float found"),
+        *(
+            "cross_entropy",
+            "cross_entropy",
+            "if (i >= shard.classes) return 0.f;\n    const float found",
+        ),
         "const float found",
     ),
     "smoothing over classes that do not exist": (
@@ -88,12 +123,21 @@ MUTANTS = {
         "of_each",
     ),
     "a row without gradient computed": (
-        *("cross_entropy", "cross_entropy", "if (of_sum == 0.f && of_target == 0.f && of_each == 0.f) return"),
+        *(
+            "cross_entropy",
+            "cross_entropy",
+            "if (of_sum == 0.f && of_target == 0.f && of_each == 0.f) return",
+        ),
         "if (false) return",
     ),
     "no sum at the target": ("cross_entropy", "cross_entropy", "i == chosen ? e - sum : e", "e"),
     "one less fp32 beta": ("flat", "flat", "how.rest2 * g * g", "(1.f - how.beta2) * g * g"),
-    "no correction of the second moment": ("flat", "flat", "* how.correction + how.eps", "+ how.eps"),
+    "no correction of the second moment": (
+        "flat",
+        "flat",
+        "* how.correction + how.eps",
+        "+ how.eps",
+    ),
     "partial sums: no barrier": (
         *("flat", "flat", "scratch[threadIdx.x / kWarp] = value;\n  __syncthreads();\n"),
         "scratch[threadIdx.x / kWarp] = value;\n",
@@ -101,7 +145,12 @@ MUTANTS = {
     "squares counted again": ("flat", "flat", "at += LOADS * step", "at += step"),
     "squares in fp32": ("flat", "flat", "const double value = widen", "const float value = widen"),
     "a scale forgotten": ("flat", "flat", "scale * widen(values.at[i])", "widen(values.at[i])"),
-    "equal rows added by each of them": ("flat", "flat", " || (first > 0 && index[first - 1] == row)", ""),
+    "equal rows added by each of them": (
+        "flat",
+        "flat",
+        " || (first > 0 && index[first - 1] == row)",
+        "",
+    ),
     "rows in their own order": ("flat", "flat", "order[k + j] * width", "(k + j) * width"),
     "an index past the table": ("flat", "flat", "row >= table_rows", "row > table_rows"),
 }

@@ -1,4 +1,6 @@
-"""The CUDA kernels of bias, dropout and residual, on the CPU, against float64 and a dropout mask in plain Python."""
+"""The CUDA kernels of bias, dropout and residual, on the CPU, against float64 and a dropout mask in
+plain Python.
+"""
 
 import functools
 import math
@@ -26,8 +28,12 @@ def splitmix(state):
 
 @functools.cache
 def kept(seed, count, p):
-    """bool [count]: element i is kept if its 32 bits, low half of its pair's number first, reach p 2^32."""
-    numbers = [splitmix((seed + pair * 0x9E3779B97F4A7C15) & WORD) for pair in range((count + 1) // 2)]
+    """bool [count]: element i is kept if its 32 bits, low half of its pair's number first, reach p
+    2^32.
+    """
+    numbers = [
+        splitmix((seed + pair * 0x9E3779B97F4A7C15) & WORD) for pair in range((count + 1) // 2)
+    ]
     bits = [half for number in numbers for half in (number & 0xFFFFFFFF, number >> 32)]
     return torch.tensor([b >= p * 2**32 for b in bits[:count]], dtype=torch.bool)
 
@@ -51,7 +57,18 @@ def run(kernels, x, bias, residual, p, seed, grad):
     parts = torch.full((kernels.count("merak_residual_parts", code, rows, width), width), torch.nan)
     grad_bias = None if bias is None else torch.full((width,), torch.nan, dtype=x.dtype)
     name = "merak_bias_dropout_add_backward"
-    kernels(name, code, grad, p, of_seed, grad_x, None if bias is None else parts, grad_bias, rows, width)
+    kernels(
+        name,
+        code,
+        grad,
+        p,
+        of_seed,
+        grad_x,
+        None if bias is None else parts,
+        grad_bias,
+        rows,
+        width,
+    )
     return y, grad_x, grad_bias
 
 
@@ -67,7 +84,12 @@ def compare(kernels, x, bias, residual, p=0.0, seed=None, run=run):
     near(y, inner * factor + rest, inner.abs() * factor + abs(rest) + x.double().abs() * factor)
     near(grad_x, grad.double() * factor, grad.double().abs() * factor)
     if bias is not None:
-        near(grad_bias, (grad.double() * factor).sum(0), (grad.double().abs() * factor).sum(0), 8 + rows)
+        near(
+            grad_bias,
+            (grad.double() * factor).sum(0),
+            (grad.double().abs() * factor).sum(0),
+            8 + rows,
+        )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -75,8 +97,14 @@ def compare(kernels, x, bias, residual, p=0.0, seed=None, run=run):
 @pytest.mark.parametrize("seed", [None, 3, -1])
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_bias_dropout_add(kernels, rows, width, seed, with_bias, dtype):
-    x, bias, residual = numbers(dtype, rows, width), numbers(dtype, width, seed=1), numbers(dtype, rows, width, seed=2)
-    compare(kernels, x, bias if with_bias else None, residual, p=0.0 if seed is None else 0.3, seed=seed)
+    x, bias, residual = (
+        numbers(dtype, rows, width),
+        numbers(dtype, width, seed=1),
+        numbers(dtype, rows, width, seed=2),
+    )
+    compare(
+        kernels, x, bias if with_bias else None, residual, p=0.0 if seed is None else 0.3, seed=seed
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -88,7 +116,9 @@ def test_without_a_residual_or_aligned_addresses_and_with_a_wide_bias(kernels, d
 
 
 def test_the_mask_depends_on_place_alone(kernels):
-    """Not on the shape, the type, the bias or the alignment: replays and other layouts must agree."""
+    """Not on the shape, the type, the bias or the alignment: replays and other layouts
+    must agree.
+    """
     found = []
     for dtype in TYPES:
         for rows, width in ((6, 35), (210, 1), (2, 105)):
@@ -96,7 +126,19 @@ def test_the_mask_depends_on_place_alone(kernels):
             for of_bias in (None, bias):
                 y = torch.empty_like(x)
                 code = TYPES[dtype]
-                kernels("merak_bias_dropout_add", code, x, of_bias, code, None, 0.4, seed_tensor(5), y, rows, width)
+                kernels(
+                    "merak_bias_dropout_add",
+                    code,
+                    x,
+                    of_bias,
+                    code,
+                    None,
+                    0.4,
+                    seed_tensor(5),
+                    y,
+                    rows,
+                    width,
+                )
                 found.append(y.flatten() != 0)
     assert all(torch.equal(mask, kept(5, 210, 0.4)) for mask in found)
 
@@ -107,7 +149,19 @@ def test_the_share_that_is_kept(kernels):
 
     def mask(seed, p):
         y = torch.empty(count)
-        kernels("merak_bias_dropout_add", 0, torch.ones(count), None, 0, None, p, seed_tensor(seed), y, 1, count)
+        kernels(
+            "merak_bias_dropout_add",
+            0,
+            torch.ones(count),
+            None,
+            0,
+            None,
+            p,
+            seed_tensor(seed),
+            y,
+            1,
+            count,
+        )
         return y != 0
 
     for p in (0.01, 0.1, 0.5, 0.9):
@@ -119,7 +173,11 @@ def test_the_share_that_is_kept(kernels):
 
 def test_the_ends_of_the_range(kernels):
     """p = 0 keeps all; p = 1 drops all, whatever it is, and leaves the residual."""
-    x, residual, y = torch.tensor([[1.0, torch.nan, torch.inf]]), torch.tensor([[5.0, 6.0, 7.0]]), torch.empty(1, 3)
+    x, residual, y = (
+        torch.tensor([[1.0, torch.nan, torch.inf]]),
+        torch.tensor([[5.0, 6.0, 7.0]]),
+        torch.empty(1, 3),
+    )
     kernels("merak_bias_dropout_add", 0, x, None, 0, residual, 1.0, seed_tensor(1), y, 1, 3)
     assert torch.equal(y, residual)
     compare(kernels, numbers(torch.float32, 5, 8), None, None, 0.0, 7)

@@ -1,4 +1,6 @@
-"""The comparisons of the CUDA kernels again, under the address and the undefined-behaviour sanitizer."""
+"""The comparisons of the CUDA kernels again, under the address and the undefined-behaviour
+sanitizer.
+"""
 
 import os
 import subprocess
@@ -63,7 +65,9 @@ def sanitized(*command: str) -> subprocess.CompletedProcess:
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONPATH": str(ROOT),
     }
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
 
 
 @NEEDED
@@ -72,7 +76,15 @@ class TestSanitizers:
     @pytest.mark.timeout(600)
     @pytest.mark.parametrize("family", FAMILIES)
     def test_kernels_are_clean(self, family):
-        done = sanitized("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/native/test_{family}_kernels.py")
+        done = sanitized(
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            f"tests/native/test_{family}_kernels.py",
+        )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
         assert " passed" in done.stdout and "skipped" not in done.stdout
 

@@ -10,7 +10,8 @@ from tests.native.shim import NEEDED, ROUNDING, TINY, TYPES, load, shifted
 pytestmark = NEEDED
 INF, NAN = float("inf"), float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# fp32 inside: scores of up to 10 are rounded by 10 * 2^-24, which exp turns into a relative error; sums add a few more.
+# fp32 inside: scores of up to 10 are rounded by 10 * 2^-24, which exp turns into a relative error;
+# sums add a few more.
 INSIDE = 3e-6
 
 
@@ -21,15 +22,36 @@ def randn(*shape, seed=0, dtype=torch.float32):
 def forward(kernels, scores, mask=None, scale=0.5, causal=False):
     out, strides = torch.full_like(scores, NAN), (ctypes.c_int64 * 3)()
     if mask is not None:
-        strides = (ctypes.c_int64 * 3)(*(0 if mask.shape[d] == 1 else mask.stride(d) for d in range(3)))
-    kernels("merak_masked_softmax", TYPES[scores.dtype], scores, mask, strides, out, *scores.shape, scale, causal)
+        strides = (ctypes.c_int64 * 3)(
+            *(0 if mask.shape[d] == 1 else mask.stride(d) for d in range(3))
+        )
+    kernels(
+        "merak_masked_softmax",
+        TYPES[scores.dtype],
+        scores,
+        mask,
+        strides,
+        out,
+        *scores.shape,
+        scale,
+        causal,
+    )
     return out
 
 
 def backward(kernels, grad, probabilities, scale=0.5, causal=False):
     out, (batch, heads, queries, keys) = torch.full_like(grad, NAN), grad.shape
     sizes = batch * heads, queries, keys
-    kernels("merak_masked_softmax_backward", TYPES[grad.dtype], grad, probabilities, out, *sizes, scale, causal)
+    kernels(
+        "merak_masked_softmax_backward",
+        TYPES[grad.dtype],
+        grad,
+        probabilities,
+        out,
+        *sizes,
+        scale,
+        causal,
+    )
     return out
 
 
@@ -54,9 +76,13 @@ def exact_backward(grad, probabilities, scale=0.5):
 
 
 def assert_close(found, truth, inside=INSIDE):
-    """Each number to its own rounding, beside what fp32 arithmetic adds in relation to the row's largest."""
+    """Each number to its own rounding, beside what fp32 arithmetic adds in relation to the row's
+    largest.
+    """
     dtype = found.dtype
-    allowed = ROUNDING[dtype] * truth.abs() + inside * truth.abs().amax(-1, keepdim=True) + TINY[dtype]
+    allowed = (
+        ROUNDING[dtype] * truth.abs() + inside * truth.abs().amax(-1, keepdim=True) + TINY[dtype]
+    )
     off = (found.double() - truth).abs()
     assert bool((off <= allowed).all()), f"{(off / allowed).max():.3g} times what is allowed"
 
@@ -80,13 +106,17 @@ def kernels():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("keys", [1, 7, 8, 33, 256, 257, 1000, 1024, 1025, 2056, 3001, 8192, 8200, 9001])
+@pytest.mark.parametrize(
+    "keys", [1, 7, 8, 33, 256, 257, 1000, 1024, 1025, 2056, 3001, 8192, 8200, 9001]
+)
 def test_rows_of_any_length(kernels, dtype, keys):
     check(kernels, dtype, keys, queries=1 if keys > 2000 else 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (64, 64), (9, 40), (40, 9), (3, 1200), (2, 8208)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(5, 5), (64, 64), (9, 40), (40, 9), (3, 1200), (2, 8208)]
+)
 def test_causal_rows_end_at_the_diagonal(kernels, dtype, queries, keys):
     """With more queries than keys the first see nothing."""
     check(kernels, dtype, keys, causal=True, queries=queries)
@@ -116,7 +146,9 @@ def test_unaligned_scores(kernels, keys):
 
 @pytest.mark.parametrize("keys", [24, 700, 2048, 8200])
 def test_extremes(kernels, keys):
-    """-inf is a key of no weight, a row of it zero; NaN stays unless hidden; the largest numbers do not overflow."""
+    """-inf is a key of no weight, a row of it zero; NaN stays unless hidden; the largest numbers do
+    not overflow.
+    """
     scores = randn(1, 1, 7, keys, seed=6)
     scores[0, 0, 0] = -INF
     scores[0, 0, 1, : keys - 1] = -INF

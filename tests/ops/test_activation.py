@@ -31,7 +31,7 @@ def apart(name):
     return lambda gate_up: PLAIN[name](gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1]
 
 
-# ---- gates ----------------------------------------------------------------------------------------------------------
+# ---- gates ---------------------------------------------------------------------------------------
 def test_swiglu_has_the_gradient_of_its_formula():
     x = torch.randn(3, 2, 10, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(swiglu, (x,))
@@ -70,7 +70,9 @@ def test_twins_equal_two_autograd_ops(name, dtype):
     x, upstream = random((4, 5, 16), (4, 5, 8), dtype=dtype, scale=3.0)
     out, grad = gradients(apart(name), [x], upstream)
     gate, up = x.chunk(2, -1)
-    assert torch.equal(twin.gated_merged(x, name), out) and torch.equal(twin.gated(gate, up, name), out)
+    assert torch.equal(twin.gated_merged(x, name), out) and torch.equal(
+        twin.gated(gate, up, name), out
+    )
     assert torch.equal(twin.gated_merged_backward(upstream, x, name), grad)
     assert torch.equal(torch.cat(twin.gated_backward(upstream, gate, up, name), -1), grad)
 
@@ -93,8 +95,12 @@ def test_strided_inputs_and_gradients(ops):
         dense = gradients(merged(ops, "silu"), [views[0].contiguous()], views[1].contiguous())
         assert_same(strided, dense, ops)
     gate, up = random((6, 16))[0].chunk(2, -1)
-    strided = gradients(lambda *both: ops.gated(*both, "gelu"), (gate, up), torch.ones(1).expand(6, 8))
-    dense = gradients(lambda *both: ops.gated(*both, "gelu"), (gate.clone(), up.clone()), torch.ones(6, 8))
+    strided = gradients(
+        lambda *both: ops.gated(*both, "gelu"), (gate, up), torch.ones(1).expand(6, 8)
+    )
+    dense = gradients(
+        lambda *both: ops.gated(*both, "gelu"), (gate.clone(), up.clone()), torch.ones(6, 8)
+    )
     assert_same(strided, dense, ops)
 
 
@@ -107,21 +113,27 @@ def assert_same(found, wanted, ops):
 
 def test_swiglu_keeps_its_input_only():
     x, saved = torch.randn(4, 16, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.data_ptr()) or t, lambda t: t
+    ):
         swiglu(x)
     assert set(saved) == {x.data_ptr()}
 
 
-# ---- the curves -----------------------------------------------------------------------------------------------------
+# ---- the curves ----------------------------------------------------------------------------------
 # Largest errors of value and slope over the grid, in units of 2^-24 of the larger of 1 and |x|.
 CURVES = {"silu": (3, 4), "gelu": (3, 4), "gelu_tanh": (3, 5)}
 
 
 @every
 def test_curves(name):
-    """Every 1/1024 in [-20, 20] against float64; so a coefficient that is off in its sixth digit is seen."""
+    """Every 1/1024 in [-20, 20] against float64; so a coefficient that is off in its sixth digit is
+    seen.
+    """
     x = torch.arange(-20 * 1024, 20 * 1024 + 1).float() / 1024
-    value, slope = gradients(lambda x: torch.ops.merak.bias_gelu(x, None, name), [x], torch.ones_like(x))
+    value, slope = gradients(
+        lambda x: torch.ops.merak.bias_gelu(x, None, name), [x], torch.ones_like(x)
+    )
     exact = in_double(PLAIN[name], [x], torch.ones_like(x))
     for found, truth, units in zip((value, slope), exact, CURVES[name], strict=True):
         error = (found.double() - truth).abs() / x.abs().clamp(min=1) * 2**24
@@ -134,12 +146,16 @@ def test_ends_of_the_curves(name):
     if not compiled():
         pytest.skip("no kernels")
     ops = torch.ops.merak
-    x = torch.tensor([-3e38, -1e20, -200.0, -100.0, -88.0, -0.0, 0.0, 88.0, 100.0, 200.0, 1e18, 3e38, torch.inf])
+    x = torch.tensor(
+        [-3e38, -1e20, -200.0, -100.0, -88.0, -0.0, 0.0, 88.0, 100.0, 200.0, 1e18, 3e38, torch.inf]
+    )
     value = ops.bias_gelu(x, None, name)
     torch.testing.assert_close(value, x.clamp(min=0), rtol=0, atol=1e-30)
     assert ops.bias_gelu(torch.tensor([torch.nan]), None, name).isnan()
     slope, _ = ops.bias_gelu_backward(torch.ones_like(x[:-3]), x[:-3], None, name)
-    torch.testing.assert_close(slope[x[:-3].abs() > 1], (x[:-3].clamp(min=0) > 0).float()[x[:-3].abs() > 1])
+    torch.testing.assert_close(
+        slope[x[:-3].abs() > 1], (x[:-3].clamp(min=0) > 0).float()[x[:-3].abs() > 1]
+    )
     torch.testing.assert_close(slope[5:7], torch.full((2,), 0.5), rtol=0, atol=1e-7)
     far = torch.tensor([-3e38, -1e20, 1e20, 3e38])
     slope, _ = ops.bias_gelu_backward(torch.ones(4), far, None, name)
@@ -151,10 +167,12 @@ def test_gelu_is_gpt2s():
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     torch.testing.assert_close(gelu_tanh(x), 0.5 * x * (1 + inner.tanh()), rtol=1e-12, atol=1e-15)
     assert torch.autograd.gradcheck(gelu_tanh, (x,))
-    torch.testing.assert_close(gelu_tanh(x.detach().float()), ACT2FN["gelu_new"](x.detach().float()))
+    torch.testing.assert_close(
+        gelu_tanh(x.detach().float()), ACT2FN["gelu_new"](x.detach().float())
+    )
 
 
-# ---- behind a bias --------------------------------------------------------------------------------------------------
+# ---- behind a bias -------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -180,16 +198,22 @@ def test_bias_gelu_twin_equals_two_autograd_ops(dtype, name):
 
 
 def test_bias_gelu_has_the_gradient_of_its_formula():
-    x, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 5), (5,)))
+    x, bias = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 5), (5,))
+    )
     for name in PLAIN:
-        assert torch.autograd.gradcheck(lambda x, bias, name=name: bias_gelu(x, bias, name), (x, bias))
+        assert torch.autograd.gradcheck(
+            lambda x, bias, name=name: bias_gelu(x, bias, name), (x, bias)
+        )
 
 
 @both
 def test_a_bias_of_another_type_keeps_it(ops):
     x, upstream = random((40, 16), (40, 16), dtype=torch.bfloat16)
     (bias,) = random((16,))
-    _, grad, grad_bias = gradients(lambda x, bias: ops.bias_gelu(x, bias, "gelu"), (x, bias), upstream.to(x.dtype))
+    _, grad, grad_bias = gradients(
+        lambda x, bias: ops.bias_gelu(x, bias, "gelu"), (x, bias), upstream.to(x.dtype)
+    )
     assert grad.dtype == torch.bfloat16 and grad_bias.dtype == torch.float32
 
 

@@ -1,4 +1,6 @@
-"""NVIDIA apex as a provider: what its kernels are asked for, and that an unrelated ``apex`` is left alone."""
+"""NVIDIA apex as a provider: what its kernels are asked for, and that an unrelated ``apex`` is left
+alone.
+"""
 
 import sys
 import types
@@ -11,7 +13,9 @@ from megatron_merak.ops.schemas import SCHEMAS
 
 
 class Norms:
-    """The interface of apex's module, by PyTorch: statistics are one number per row, everything has x's type."""
+    """The interface of apex's module, by PyTorch: statistics are one number per row, everything has
+    x's type.
+    """
 
     def rms_forward_affine(self, x, shape, weight, eps):
         self.check(x, shape, weight)
@@ -44,7 +48,9 @@ class Norms:
 
 @pytest.fixture
 def served():
-    """A namespace of its own with the norms' schemas, served on the CPU as apex would serve CUDA."""
+    """A namespace of its own with the norms' schemas, served on the CPU as apex would
+    serve CUDA.
+    """
     library = torch.library.Library("merak_apex_test", "DEF")
     for name in ("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"):
         library.define(name + SCHEMAS[name])
@@ -65,7 +71,9 @@ def test_each_norm_is_served(served):
     grad_x, grad_weight = ops.rms_norm_backward(grad, x, weight, rstd)
     assert grad_x.dtype == torch.bfloat16 and grad_weight.dtype == torch.float32
     y, mean, rstd = ops.layer_norm(x, weight, bias, 1e-5)
-    torch.testing.assert_close(y, layer_norm(x, weight.bfloat16(), bias.bfloat16(), 1e-5), rtol=2**-6, atol=2e-2)
+    torch.testing.assert_close(
+        y, layer_norm(x, weight.bfloat16(), bias.bfloat16(), 1e-5), rtol=2**-6, atol=2e-2
+    )
     assert mean.shape == rstd.shape == (3, 5)
     results = ops.layer_norm_backward(grad, x, weight, mean, rstd)
     assert [r.shape for r in results] == [x.shape, weight.shape, bias.shape]

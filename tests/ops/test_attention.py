@@ -1,4 +1,6 @@
-"""Attention against its formula in float64, on lengths of one block, of several, and past the short ones."""
+"""Attention against its formula in float64, on lengths of one block, of several, and past the short
+ones.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e
 
 
 def formula(query, key, value, scale=None):
-    """Softmax of the scaled scores below the diagonal; query head n reads group n // (heads / groups)."""
+    """Softmax of the scaled scores below the diagonal; query head n reads group n // (heads /
+    groups).
+    """
     s, ratio = query.shape[1], query.shape[2] // key.shape[2]
     keys, values = (t.repeat_interleave(ratio, 2) for t in (key, value))
     scores = torch.einsum("bqnd,bknd->bnqk", query, keys) * (scale or query.shape[-1] ** -0.5)
@@ -30,7 +34,9 @@ def gradients(fn, inputs, upstream):
     return out.detach(), *torch.autograd.grad(out, inputs, upstream)
 
 
-@pytest.mark.parametrize(("length", "groups"), [(1, 4), (6, 4), (6, 2), (6, 1), (128, 2), (300, 2), (513, 1)])
+@pytest.mark.parametrize(
+    ("length", "groups"), [(1, 4), (6, 4), (6, 2), (6, 1), (128, 2), (300, 2), (513, 1)]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 def test_it_is_the_formula(length, groups, dtype, tolerance):
     inputs, upstream = problem(length, groups, dtype)
@@ -44,7 +50,9 @@ def test_it_is_the_formula(length, groups, dtype, tolerance):
 def test_another_scale(length):
     inputs, upstream = problem(length, 2, torch.float64)
     exact = gradients(lambda *x: formula(*x, scale=0.7), inputs, upstream)
-    for ours, truth in zip(gradients(lambda *x: causal_attention(*x, scale=0.7), inputs, upstream), exact, strict=True):
+    for ours, truth in zip(
+        gradients(lambda *x: causal_attention(*x, scale=0.7), inputs, upstream), exact, strict=True
+    ):
         torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
 
 
@@ -83,7 +91,9 @@ def general_formula(query, key, value, mask, scale):
     keys, values = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
     scores = query @ keys.mT * (scale or query.shape[-1] ** -0.5)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
     return scores.softmax(-1) @ values
 
 
@@ -103,13 +113,21 @@ def test_attention_with_any_mask(length, keys, groups, name, dtype, tolerance):
     generator = torch.Generator().manual_seed(length + groups)
     shapes = [(2, 4, length, 8), (2, groups, keys, 8), (2, groups, keys, 8)]
     inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    upstream, mask = torch.randn(2, 4, length, 8, generator=generator).to(dtype), MASKS[name](length, keys)
+    upstream, mask = (
+        torch.randn(2, 4, length, 8, generator=generator).to(dtype),
+        MASKS[name](length, keys),
+    )
     given = mask.to(dtype) if mask is not None and mask.dtype != torch.bool else mask
     wide = given.double() if given is not None and given.dtype != torch.bool else given
-    exact = gradients(lambda *x: general_formula(*x, wide, 0.7), [t.double() for t in inputs], upstream.double())
+    exact = gradients(
+        lambda *x: general_formula(*x, wide, 0.7), [t.double() for t in inputs], upstream.double()
+    )
     found = gradients(lambda *x: attention(*x, given, scale=0.7), inputs, upstream)
     for ours, truth in zip(found, exact, strict=True):
-        assert ours.dtype == dtype and (ours.double() - truth).abs().max() <= tolerance * truth.abs().max()
+        assert (
+            ours.dtype == dtype
+            and (ours.double() - truth).abs().max() <= tolerance * truth.abs().max()
+        )
 
 
 @pytest.mark.parametrize("length", [6, 300])
@@ -137,7 +155,11 @@ def test_the_sum_of_a_softmax_is_fp32(length, dropout, dtype):
     heads = torch.ones(2, 4, length, 8, dtype=dtype)
     mask = torch.ones(1, 1, length, length, dtype=torch.bool)
     causal = causal_attention(*(heads.transpose(1, 2) for _ in range(3)), dropout)
-    for out in (causal, attention(heads, heads, heads, mask, dropout), attention(heads, heads, heads, None, dropout)):
+    for out in (
+        causal,
+        attention(heads, heads, heads, mask, dropout),
+        attention(heads, heads, heads, None, dropout),
+    ):
         assert out.float().mean().item() == pytest.approx(1, abs=0.05 if dropout else 1e-3)
         assert dropout or ((out.float() - 1).abs() <= 2**-8).all()
 
@@ -145,12 +167,18 @@ def test_the_sum_of_a_softmax_is_fp32(length, dropout, dtype):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("length", [40, 300, 600])
 def test_scores_that_fp16_does_not_hold(length, dropout):
-    """What comes of --apply-query-key-layer-scaling: 64 x 60^2, which is scaled to 28,800 only then."""
-    heads = [torch.full((1, 2, length, 64), value, dtype=torch.float16) for value in (60.0, 60.0, 1.0)]
+    """What comes of --apply-query-key-layer-scaling: 64 x 60^2, which is scaled to 28,800 only
+    then.
+    """
+    heads = [
+        torch.full((1, 2, length, 64), value, dtype=torch.float16) for value in (60.0, 60.0, 1.0)
+    ]
     seen = torch.ones(1, 1, length, length).tril()
     masks = (seen.bool(), torch.where(seen > 0, 0.0, -torch.inf).half())
     turned = [x.transpose(1, 2) for x in heads]
-    found = gradients(lambda *x: causal_attention(*x, dropout), turned, torch.ones(1, length, 128).half())
+    found = gradients(
+        lambda *x: causal_attention(*x, dropout), turned, torch.ones(1, length, 128).half()
+    )
     for mask in masks:
         upstream = torch.ones(1, 2, length, 64).half()
         found += gradients(lambda *x, mask=mask: attention(*x, mask, dropout), heads, upstream)

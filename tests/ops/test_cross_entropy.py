@@ -1,10 +1,18 @@
-"""Output layer and loss in one: against F.linear and F.cross_entropy, with padding, extremes and a sink."""
+"""Output layer and loss in one: against F.linear and F.cross_entropy, with padding, extremes and a
+sink.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_merak.ops import cross_entropy, cross_entropy_stats, linear_cross_entropy, loss_of_stats
+from megatron_merak.ops import (
+    cross_entropy,
+    cross_entropy_stats,
+    linear_cross_entropy,
+    loss_of_stats,
+)
 
 IMPLEMENTATIONS = {"ours": torch.ops.merak, "torch": torch.ops.merak_torch}
 implementations = pytest.mark.parametrize("ops", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
@@ -13,7 +21,9 @@ TOKENS, WIDTH, CLASSES = 7, 6, 16
 
 def problem(dtype=torch.float32, scale=1.0, classes=CLASSES):
     generator = torch.Generator().manual_seed(2)
-    x, weight = (torch.randn(shape, generator=generator) for shape in ((TOKENS, WIDTH), (CLASSES, WIDTH)))
+    x, weight = (
+        torch.randn(shape, generator=generator) for shape in ((TOKENS, WIDTH), (CLASSES, WIDTH))
+    )
     target = torch.randint(classes, (TOKENS,), generator=generator)
     upstream = torch.linspace(-1, 2, TOKENS)
     upstream[2] = 0  # a masked token
@@ -27,7 +37,8 @@ def expected(x, weight, target, upstream, classes):
     return loss.detach(), *torch.autograd.grad(loss, (x, weight), upstream.double())
 
 
-# bfloat16: the logits are rounded to 2**-9 of their size, of about 5 here, and so are their exponentials.
+# bfloat16: the logits are rounded to 2**-9 of their size, of about 5 here, and so are their
+# exponentials.
 @pytest.mark.parametrize(
     ("dtype", "of_loss", "of_grads"),
     [(torch.float64, 1e-13, 1e-13), (torch.float32, 2e-6, 2e-6), (torch.bfloat16, 2e-2, 2e-2)],
@@ -56,20 +67,27 @@ def test_large_logits_neither_overflow_nor_vanish(chunk):
     x, weight = x.requires_grad_(), weight.requires_grad_()
     loss = linear_cross_entropy(x, weight, target, chunk=chunk)
     torch.testing.assert_close(loss.double().detach(), truth[0], rtol=1e-5, atol=1e-3)
-    for grad, exact in zip(torch.autograd.grad(loss, (x, weight), upstream), truth[1:], strict=True):
+    for grad, exact in zip(
+        torch.autograd.grad(loss, (x, weight), upstream), truth[1:], strict=True
+    ):
         assert (grad.double() - exact).abs().max() <= 1e-3 * exact.abs().max()
 
 
 def test_half_precision_where_a_rows_sum_is_no_half():
     """Nearly equal logits of more classes than the largest number of float16."""
     generator = torch.Generator().manual_seed(5)
-    x, weight = torch.randn(3, 4, generator=generator).half(), (torch.randn(70000, 4, generator=generator) / 100).half()
+    x, weight = (
+        torch.randn(3, 4, generator=generator).half(),
+        (torch.randn(70000, 4, generator=generator) / 100).half(),
+    )
     target, upstream = torch.tensor([0, 69999, 7]), torch.tensor([1.0, 2.0, -1.0])
     truth = expected(x, weight, target, upstream, 70000)
     x, weight = x.requires_grad_(), weight.requires_grad_()
     loss = linear_cross_entropy(x, weight, target)
     torch.testing.assert_close(loss.double().detach(), truth[0], rtol=1e-3, atol=1e-3)
-    for grad, exact in zip(torch.autograd.grad(loss, (x, weight), upstream), truth[1:], strict=True):
+    for grad, exact in zip(
+        torch.autograd.grad(loss, (x, weight), upstream), truth[1:], strict=True
+    ):
         assert (grad.double() - exact).abs().max() <= 5e-3 * exact.abs().max()
 
 
@@ -80,7 +98,9 @@ def test_a_sink_takes_the_weight_gradient():
 
     x, weight, target, upstream = problem()
     weight.requires_grad_()
-    plain = torch.autograd.grad(linear_cross_entropy(x.requires_grad_(), weight, target, 11), (x, weight), upstream)
+    plain = torch.autograd.grad(
+        linear_cross_entropy(x.requires_grad_(), weight, target, 11), (x, weight), upstream
+    )
     sink = Sink()
     loss = linear_cross_entropy(x, weight, target, 11, sink)
     grad, none = torch.autograd.grad(loss, (x, weight), upstream, allow_unused=True)
@@ -89,7 +109,9 @@ def test_a_sink_takes_the_weight_gradient():
 
 
 def test_rows_do_not_depend_on_their_neighbours():
-    """The rows are worked through in parts that fit a cache: many rows of a wide vocabulary, alone or together."""
+    """The rows are worked through in parts that fit a cache: many rows of a wide vocabulary, alone
+    or together.
+    """
     generator = torch.Generator().manual_seed(4)
     x, weight = torch.randn(40, 8, generator=generator), torch.randn(30000, 8, generator=generator)
     target = torch.randint(30000, (40,), generator=generator)
@@ -106,6 +128,21 @@ def test_two_backwards_give_the_same(chunk):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_the_gradient_of_a_frozen_weight_is_not_computed(chunk):
+    x, weight, target, upstream = problem()
+    trained = linear_cross_entropy(
+        x.requires_grad_(), weight.clone().requires_grad_(), target, chunk=chunk
+    )
+    (expected,) = torch.autograd.grad(trained, x, upstream)
+    loss = linear_cross_entropy(x, weight, target, chunk=chunk)
+    with FlopCounterMode(display=False) as counter:
+        (found,) = torch.autograd.grad(loss, x, upstream)
+    assert torch.equal(found, expected)
+    products = 2 if chunk else 1  # of chunks the logits, too
+    assert counter.get_total_flops() == products * 2 * TOKENS * CLASSES * WIDTH
+
+
 def test_chunks_keep_no_logits_and_hand_their_products_over_at_once():
     class Sink:
         def __init__(self):
@@ -119,7 +156,9 @@ def test_chunks_keep_no_logits_and_hand_their_products_over_at_once():
     x, weight, target, upstream = problem(classes=11)
     x, weight, saved, sink = x.requires_grad_(), weight.requires_grad_(), [], Sink()
     (expected,) = torch.autograd.grad(linear_cross_entropy(x, weight, target, 11), weight, upstream)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.shape) or t, lambda t: t
+    ):
         loss = linear_cross_entropy(x, weight, target, 11, sink, 3)
     assert (TOKENS, CLASSES) not in saved and (3, CLASSES) not in saved
     _, none = torch.autograd.grad(loss, (x, weight), upstream, allow_unused=True)
@@ -127,7 +166,7 @@ def test_chunks_keep_no_logits_and_hand_their_products_over_at_once():
     torch.testing.assert_close(sink.grad, expected, rtol=1e-5, atol=1e-6)
 
 
-# ---- rows of logits -------------------------------------------------------------------------------------------------
+# ---- rows of logits ------------------------------------------------------------------------------
 def rows_of_logits(dtype=torch.float32, rows=9, classes=5000, spread=3.0):
     generator = torch.Generator().manual_seed(rows + classes)
     logits = (spread * torch.randn(rows, classes, generator=generator)).to(dtype)
@@ -135,15 +174,22 @@ def rows_of_logits(dtype=torch.float32, rows=9, classes=5000, spread=3.0):
 
 
 def definition(logits, target, smoothing):
-    """Of logits in float64: (1 - s) nll + s / (v - 1) times the sum of the nll of the other classes that exist."""
+    """Of logits in float64: (1 - s) nll + s / (v - 1) times the sum of the nll of the other classes
+    that exist.
+    """
     exists = logits > -torch.inf
     nll = -logits.log_softmax(-1)
     chosen = nll.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     others = nll.masked_fill(~exists, 0.0).sum(-1) - chosen
-    return chosen if smoothing == 0 else (1 - smoothing) * chosen + smoothing * others / (exists.sum(-1) - 1)
+    return (
+        chosen
+        if smoothing == 0
+        else (1 - smoothing) * chosen + smoothing * others / (exists.sum(-1) - 1)
+    )
 
 
-# What a gradient is rounded to. Those of float32 are the exponential's, and of a sum of 5000 of them.
+# What a gradient is rounded to. Those of float32 are the exponential's, and of a sum of 5000 of
+# them.
 ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
@@ -198,24 +244,36 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype):
         one = logits.detach()[row : row + 1].clone().requires_grad_()
         loss = cross_entropy(one, target[row : row + 1])
         assert torch.equal(loss, whole[row : row + 1])
-        assert torch.equal(torch.autograd.grad(loss, one, upstream[row : row + 1])[0], grad[row : row + 1])
+        assert torch.equal(
+            torch.autograd.grad(loss, one, upstream[row : row + 1])[0], grad[row : row + 1]
+        )
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_classes_that_do_not_exist(smoothing):
-    """-inf anywhere; a row of which all but the target is masked; a row without any class gives NaN, as in PyTorch."""
+    """-inf anywhere; a row of which all but the target is masked; a row without any class gives
+    NaN, as in PyTorch.
+    """
     logits, target, upstream = rows_of_logits(rows=4, classes=40)
     logits[0, 5:20] = logits[1, 30:] = -torch.inf
     logits[2] = -torch.inf
     logits[2, :2] = torch.tensor([1.0, -2.0])
     target[:3] = torch.tensor([3, 0, 1])
     exact, x = logits.double().requires_grad_(), logits.clone().requires_grad_()
-    loss, truth = cross_entropy(x, target, label_smoothing=smoothing), definition(exact, target, smoothing)
+    loss, truth = (
+        cross_entropy(x, target, label_smoothing=smoothing),
+        definition(exact, target, smoothing),
+    )
     torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=1e-6)
     (slope,) = torch.autograd.grad(truth, exact, upstream.double())
     (grad,) = torch.autograd.grad(loss, x, upstream)
     torch.testing.assert_close(grad.double(), slope.nan_to_num(0.0), rtol=1e-5, atol=1e-6)
-    assert grad[0, 5:20].count_nonzero() == grad[1, 30:].count_nonzero() == grad[2, 2:].count_nonzero() == 0
+    assert (
+        grad[0, 5:20].count_nonzero()
+        == grad[1, 30:].count_nonzero()
+        == grad[2, 2:].count_nonzero()
+        == 0
+    )
     assert cross_entropy(torch.full((1, 4), -torch.inf), torch.tensor([2])).isnan().all()
 
 
@@ -242,15 +300,19 @@ def test_an_ignored_row_has_no_gradient_whatever_it_holds():
     assert grad[1].count_nonzero() == 0 and grad.isfinite().all()
 
 
-# ---- shards ---------------------------------------------------------------------------------------------------------
+# ---- shards --------------------------------------------------------------------------------------
 @implementations
 @pytest.mark.parametrize("smoothing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_statistics_of_shards_by_hand(ops, dtype, smoothing):
-    logits = torch.tensor([[1.0, 3.0, -torch.inf, 7.0], [-torch.inf] * 3 + [0.0], [2.0, 2.0, 2.0, 99.0]], dtype=dtype)
+    logits = torch.tensor(
+        [[1.0, 3.0, -torch.inf, 7.0], [-torch.inf] * 3 + [0.0], [2.0, 2.0, 2.0, 99.0]], dtype=dtype
+    )
     target = torch.tensor([6, 5, 1])
     found = ops.cross_entropy_stats(logits, target, 5, 3, smoothing)
-    expected = torch.tensor([[3, 1 + torch.tensor(-2.0).exp(), 3], [-torch.inf, 0, -torch.inf], [2, 3, -torch.inf]])
+    expected = torch.tensor(
+        [[3, 1 + torch.tensor(-2.0).exp(), 3], [-torch.inf, 0, -torch.inf], [2, 3, -torch.inf]]
+    )
     if smoothing:
         expected = torch.cat((expected, torch.tensor([[4.0, 2], [0, 0], [6, 3]])), 1)
     assert found.dtype == torch.float32
@@ -269,7 +331,9 @@ def test_a_shard_of_nothing_but_padding(ops):
 @implementations
 @pytest.mark.parametrize("terms", [3, 5])
 def test_the_gradient_of_statistics(ops, terms):
-    """Of any combination of them that takes the maximum for a constant; in place, too; padding gets zeros."""
+    """Of any combination of them that takes the maximum for a constant; in place, too; padding gets
+    zeros.
+    """
     logits, target, _ = rows_of_logits(rows=5, classes=30)
     logits[2, 4] = -torch.inf
     stats = ops.cross_entropy_stats(logits, target, 10, 17, terms == 5)
@@ -322,7 +386,7 @@ def test_owned_logits_become_their_gradient_once():
         torch.autograd.grad(loss, x, upstream)
 
 
-# ---- exponentials in place ------------------------------------------------------------------------------------------
+# ---- exponentials in place -----------------------------------------------------------------------
 @implementations
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_exponentials_less_their_sum_at_the_target(ops, dtype):
@@ -335,7 +399,9 @@ def test_exponentials_less_their_sum_at_the_target(ops, dtype):
     expected.scatter_add_(-1, target.unsqueeze(-1), -total.unsqueeze(-1))
     loss, found = ops.exponentiate_(logits, target, 290)
     torch.testing.assert_close(found.double(), total, rtol=1e-6, atol=0)
-    torch.testing.assert_close(loss.double(), F.cross_entropy(known, target, reduction="none"), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        loss.double(), F.cross_entropy(known, target, reduction="none"), rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(logits[:, :290].double(), expected, rtol=ROUNDING[dtype], atol=1e-7)
     assert logits[:, 290:].count_nonzero() == 0
 
@@ -351,8 +417,14 @@ def test_a_target_out_of_range_is_refused(ops, place):
 def test_opcheck(ops):
     logits, target, _ = rows_of_logits(rows=3, classes=8)
     for smoothing in (False, True):
-        torch.library.opcheck(ops.cross_entropy_stats, (logits.clone().requires_grad_(), target, 2, 5, smoothing))
+        torch.library.opcheck(
+            ops.cross_entropy_stats, (logits.clone().requires_grad_(), target, 2, 5, smoothing)
+        )
         stats = ops.cross_entropy_stats(logits, target, 2, 5, smoothing)
-        torch.library.opcheck(ops.cross_entropy_grad, (logits, target, stats, torch.ones_like(stats), 2, 5))
-        torch.library.opcheck(ops.cross_entropy_grad_, (logits.clone(), target, stats, torch.ones_like(stats), 2, 5))
+        torch.library.opcheck(
+            ops.cross_entropy_grad, (logits, target, stats, torch.ones_like(stats), 2, 5)
+        )
+        torch.library.opcheck(
+            ops.cross_entropy_grad_, (logits.clone(), target, stats, torch.ones_like(stats), 2, 5)
+        )
     torch.library.opcheck(ops.exponentiate_, (logits.clone(), target, 8))

@@ -1,4 +1,6 @@
-"""Documents found in masks, and attention on each by itself beside attention on all of them with the mask."""
+"""Documents found in masks, and attention on each by itself beside attention on all of them with
+the mask.
+"""
 
 import pytest
 import torch
@@ -19,8 +21,10 @@ MASKS = {
     "window": packed([3, 1, 4], 2),
     "both ways": packed([3, 1, 4]) | packed([3, 1, 4]).T,
     "one": packed([8]),
-    "later tokens see one before": packed([3, 1, 4]) | (torch.arange(8)[:, None] == 5) & (torch.arange(8) == 1),
-    "an earlier token sees a later one": packed([3, 1, 4]) | (torch.arange(8)[:, None] == 2) & (torch.arange(8) == 3),
+    "later tokens see one before": packed([3, 1, 4])
+    | (torch.arange(8)[:, None] == 5) & (torch.arange(8) == 1),
+    "an earlier token sees a later one": packed([3, 1, 4])
+    | (torch.arange(8)[:, None] == 2) & (torch.arange(8) == 3),
     "each itself": packed([1] * 8),
 }
 FOUND = {
@@ -50,7 +54,9 @@ def test_rows_have_documents_of_their_own():
     assert documents(mask).tolist() == [[1, 0, 3, 4, 8], [1, 0, 8, 8, 8], [0, 0, 3, 4, 8]]
 
 
-@pytest.mark.parametrize("names", [(name,) for name in MASKS] + [("causal", "one", "window")], ids=str)
+@pytest.mark.parametrize(
+    "names", [(name,) for name in MASKS] + [("causal", "one", "window")], ids=str
+)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_attention_inside_documents_is_attention_with_the_mask(names, rows):
     torch.manual_seed(0)
@@ -61,9 +67,13 @@ def test_attention_inside_documents_is_attention_with_the_mask(names, rows):
     operands = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     grad = torch.randn(shapes[0], dtype=torch.float64)
     for scale in (None, 0.3):
-        whole, apart = (attention(*operands, mask, 0.0, scale, found) for found in (None, documents(mask)))
+        whole, apart = (
+            attention(*operands, mask, 0.0, scale, found) for found in (None, documents(mask))
+        )
         torch.testing.assert_close(apart, whole, rtol=1e-12, atol=1e-12)
-        for one, other in zip(*(torch.autograd.grad(x, operands, grad) for x in (apart, whole)), strict=True):
+        for one, other in zip(
+            *(torch.autograd.grad(x, operands, grad) for x in (apart, whole)), strict=True
+        ):
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 

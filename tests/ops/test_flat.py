@@ -1,4 +1,6 @@
-"""Passes over flat buffers, compiled and in PyTorch: AdamW, norms, sums of tensors of different types."""
+"""Passes over flat buffers, compiled and in PyTorch: AdamW, norms, sums of tensors of different
+types.
+"""
 
 import math
 from itertools import pairwise, product
@@ -19,7 +21,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
-# ---- AdamW ----------------------------------------------------------------------------------------------------------
+# ---- AdamW ---------------------------------------------------------------------------------------
 def state_of(size, seed=0):
     """Master, first and second moment as they are in the middle of a training, and a gradient."""
     return (
@@ -37,10 +39,16 @@ def exact(master, exp_avg, exp_avg_sq, grad, step, scale, lr, betas, eps, weight
     exp_avg = betas[0] * exp_avg + (1 - betas[0]) * grad
     exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1]) * grad**2
     root = (exp_avg_sq / (1 - betas[1] ** step)).sqrt() + eps
-    return master * (1 - lr * weight_decay) - lr * exp_avg / (1 - betas[0] ** step) / root, exp_avg, exp_avg_sq
+    return (
+        master * (1 - lr * weight_decay) - lr * exp_avg / (1 - betas[0] ** step) / root,
+        exp_avg,
+        exp_avg_sq,
+    )
 
 
-def run(ops, state, copy=None, step=3, scale=1.0, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1):
+def run(
+    ops, state, copy=None, step=3, scale=1.0, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+):
     ops.adamw_(*state, copy, lr, *betas, eps, weight_decay, step, scale)
 
 
@@ -63,7 +71,9 @@ def test_adamw_is_the_papers(ops, size, dtype):
 def test_adamw_is_torchs_fused_one_to_the_bit(ops):
     master, exp_avg, exp_avg_sq, _ = state_of(640)
     parameter = torch.nn.Parameter(master.clone())
-    theirs = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+    theirs = torch.optim.AdamW(
+        [parameter], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True
+    )
     ours = [parameter.detach().clone(), torch.zeros(640), torch.zeros(640)]
     for step in range(1, 6):
         parameter.grad = draw(640, seed=10 * step)
@@ -71,7 +81,9 @@ def test_adamw_is_torchs_fused_one_to_the_bit(ops):
         theirs.step()
         held = theirs.state[parameter]
         assert torch.equal(ours[0], parameter), step
-        assert torch.equal(ours[1], held["exp_avg"]) and torch.equal(ours[2], held["exp_avg_sq"]), step
+        assert torch.equal(ours[1], held["exp_avg"]) and torch.equal(ours[2], held["exp_avg_sq"]), (
+            step
+        )
 
 
 @implementations
@@ -84,7 +96,9 @@ def test_the_copy_is_the_rounded_master(ops, dtype):
 
 
 def test_a_values_update_does_not_depend_on_its_place():
-    """torch's kernel rounds what does not fill a vector register otherwise: of it this holds for whole registers."""
+    """torch's kernel rounds what does not fill a vector register otherwise: of it this holds for
+    whole registers.
+    """
     whole = state_of(1000)
     parts = [x.clone() for x in whole]
     adamw_(*whole, step=2, scale=0.7, **OPTIONS)
@@ -115,7 +129,7 @@ def test_zeros_stay_zeros_and_nan_spoils_only_itself():
     assert state[0].isnan().nonzero().tolist() == [[5]] and not state[0].nan_to_num().any()
 
 
-# ---- norm -----------------------------------------------------------------------------------------------------------
+# ---- norm ----------------------------------------------------------------------------------------
 @implementations
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 1000, 70_000])
@@ -130,7 +144,9 @@ def test_sum_of_squares(ops, size, dtype):
 
 def test_a_sum_of_many_squares_is_exact():
     x = torch.full((6_000_001,), 0.1)
-    assert sum_of_squares(x).item() == pytest.approx(6_000_001 * float(torch.tensor(0.1)) ** 2, rel=1e-7)
+    assert sum_of_squares(x).item() == pytest.approx(
+        6_000_001 * float(torch.tensor(0.1)) ** 2, rel=1e-7
+    )
 
 
 @pytest.mark.skipif(not COMPILED, reason="torch's sums depend on the number of threads")
@@ -152,7 +168,7 @@ def test_what_is_not_finite_shows(bad):
     assert not math.isfinite(sum_of_squares(x).item())
 
 
-# ---- sums of tensors of different types -----------------------------------------------------------------------------
+# ---- sums of tensors of different types ----------------------------------------------------------
 @implementations
 @pytest.mark.parametrize(("into", "of"), list(product(TYPES, TYPES)))
 def test_accumulate_and_cast_round_once(ops, into, of):
@@ -174,12 +190,15 @@ def test_low_precision_rows_add_up_in_fp32():
 
 
 @implementations
-@pytest.mark.parametrize(("into", "of"), [(torch.float32, x) for x in TYPES] + [(torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("into", "of"), [(torch.float32, x) for x in TYPES] + [(torch.bfloat16, torch.bfloat16)]
+)
 def test_rows_are_added_at_their_index(ops, into, of):
     for rows, width in ((0, 4), (1, 1), (7, 19), (50, 64)):
         table = torch.arange(6.0 * width).remainder(9).view(6, width).to(into)
         index = torch.arange(rows).mul(5).remainder(6)
-        given = torch.arange(rows * width).remainder(4).view(rows, width).to(of)  # exact sums in every type
+        # exact sums in every type
+        given = torch.arange(rows * width).remainder(4).view(rows, width).to(of)
         expected = table.double().index_add_(0, index, given.double()).to(into)
         ops.add_rows_(table, index, given)
         assert torch.equal(table, expected)

@@ -1,4 +1,6 @@
-"""Heads out of one product: the bits of slices, turned apart from it, and nothing kept but the product."""
+"""Heads out of one product: the bits of slices, turned apart from it, and nothing kept but the
+product.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ HEADS, GROUPS, DIM = 4, 2, 8
 def sliced(qkv, angles):
     parts = qkv.unflatten(-1, (-1, DIM))
     query, key, value = parts.split((HEADS, GROUPS, GROUPS), 2)
-    return (query, key, value) if angles is None else (rotary(query, *angles), rotary(key, *angles), value)
+    return (
+        (query, key, value)
+        if angles is None
+        else (rotary(query, *angles), rotary(key, *angles), value)
+    )
 
 
 def product(dtype):
@@ -27,13 +33,21 @@ def test_heads_and_their_gradients(dtype, rotated):
     angles = None if rotated is None else rotary_angles(5, rotated, 100.0)
     expected, found = sliced(x, angles), split_heads(qkv, HEADS, GROUPS, angles)
     # Gradients as attention gives them: heads first, and some of a broadcast sum.
-    upstream = [torch.randn_like(part.transpose(1, 2).contiguous()).transpose(1, 2) for part in expected]
+    upstream = [
+        torch.randn_like(part.transpose(1, 2).contiguous()).transpose(1, 2) for part in expected
+    ]
     upstream[1] = upstream[1][:, :, :, :1].expand_as(upstream[1])
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert {part.untyped_storage().data_ptr() for part in found} == {qkv.untyped_storage().data_ptr()}
+    assert {part.untyped_storage().data_ptr() for part in found} == {
+        qkv.untyped_storage().data_ptr()
+    }
     wanted = torch.autograd.grad(expected, x, upstream)[0]
     grad = torch.autograd.grad(found, x, upstream)[0]
-    assert torch.equal(grad, wanted) and grad.is_contiguous() and grad.count_nonzero() > 0.9 * grad.numel()
+    assert (
+        torch.equal(grad, wanted)
+        and grad.is_contiguous()
+        and grad.count_nonzero() > 0.9 * grad.numel()
+    )
 
 
 def test_a_head_without_a_gradient_has_zeros():

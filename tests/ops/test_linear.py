@@ -62,7 +62,9 @@ def test_a_transposed_weight(shape, bias):
     extra = torch.randn(4, requires_grad=True) if bias else None
     inputs, upstream = [t for t in (x, weight, extra) if t is not None], torch.randn(*shape[:-1], 4)
     flat = x.reshape(-1, 6)
-    plain = (flat @ weight if extra is None else torch.addmm(extra, flat, weight)).view(*shape[:-1], 4)
+    plain = (flat @ weight if extra is None else torch.addmm(extra, flat, weight)).view(
+        *shape[:-1], 4
+    )
     expected = torch.autograd.grad(plain, inputs, upstream)
     assert torch.equal(linear(x, weight, extra, transposed=True), plain)
     sink = Sink()
@@ -121,14 +123,22 @@ def test_parts_of_a_table_add_up_to_it(padding, with_sink):
 
 
 def test_without_a_sink_they_are_pytorchs():
-    x, weight, index = torch.randn(2, 6), torch.randn(4, 6, requires_grad=True), torch.tensor([3, 3])
+    x, weight, index = (
+        torch.randn(2, 6),
+        torch.randn(4, 6, requires_grad=True),
+        torch.tensor([3, 3]),
+    )
     (linear(x, weight).sum() + embedding(index, weight).sum()).backward()
     expected = x.sum(0).expand(4, 6) + torch.tensor([0.0, 0, 0, 2]).unsqueeze(1)
     torch.testing.assert_close(weight.grad, expected)
 
 
 def test_bias_dropout_add():
-    x, residual, bias = torch.full((1000, 4), 2.0), torch.full((1000, 4), 10.0), torch.tensor([0.0, 1, 2, 3])
+    x, residual, bias = (
+        torch.full((1000, 4), 2.0),
+        torch.full((1000, 4), 10.0),
+        torch.tensor([0.0, 1, 2, 3]),
+    )
     assert torch.equal(bias_dropout_add(x, bias, residual, 0.5, False), residual + x + bias)
     assert torch.equal(bias_dropout_add(x, None, residual, 0.0, True), residual + x)
     torch.manual_seed(0)
@@ -146,11 +156,21 @@ def whole_numbers(*shape):
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("shape", [(6,), (2, 3, 6)])
 def test_layers_of_one_input_are_those_layers(shape, together, beside, sunk):
-    """Whole numbers, so that the order of sums cannot matter. beside: the weights are one piece of memory."""
+    """Whole numbers, so that the order of sums cannot matter. beside: the weights are one piece of
+    memory.
+    """
     flat, x = whole_numbers(12 * 6), whole_numbers(*shape).requires_grad_()
-    pieces = flat.split([4 * 6, 5 * 6, 3 * 6]) if beside else [whole_numbers(rows * 6) for rows in (4, 5, 3)]
+    pieces = (
+        flat.split([4 * 6, 5 * 6, 3 * 6])
+        if beside
+        else [whole_numbers(rows * 6) for rows in (4, 5, 3)]
+    )
     weights = [torch.nn.Parameter(piece.view(-1, 6)) for piece in pieces]
-    biases = [None, None, None] if together else [whole_numbers(4).requires_grad_(), None, whole_numbers(3)]
+    biases = (
+        [None, None, None]
+        if together
+        else [whole_numbers(4).requires_grad_(), None, whole_numbers(3)]
+    )
     outs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     upstream = [whole_numbers(*out.shape) for out in outs]
     inputs = [x, *weights, *biases[: not together]]
@@ -177,7 +197,11 @@ def test_layers_of_one_input_are_those_layers(shape, together, beside, sunk):
 @pytest.mark.parametrize("kind", ["gated", "gelu", "gelu of a sum"])
 def test_a_layer_that_computes_its_input_again(kind, transposed, sunk):
     """To the bit; it keeps what the activation is made of, and nothing else but its weight."""
-    x, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 4 if kind == "gated" else 8), torch.randn(5)
+    x, weight, bias = (
+        torch.randn(2, 3, 8),
+        torch.randn(5, 4 if kind == "gated" else 8),
+        torch.randn(5),
+    )
     weight = torch.nn.Parameter(weight.t().contiguous() if transposed else weight)
     x, bias, inner = x.requires_grad_(), bias.requires_grad_(), torch.randn(8).requires_grad_()
     inputs, upstream = [x, weight, bias, *[inner] * (kind == "gelu of a sum")], torch.randn(2, 3, 5)

@@ -24,7 +24,11 @@ def layer_formula(x, weight, bias):
 # name -> the operation's first result, formula, number of vectors beside x
 NORMS = {
     "rms_norm": (lambda ops: lambda x, *vectors: ops.rms_norm(x, *vectors, EPS)[0], rms_formula, 1),
-    "layer_norm": (lambda ops: lambda x, *vectors: ops.layer_norm(x, *vectors, EPS)[0], layer_formula, 2),
+    "layer_norm": (
+        lambda ops: lambda x, *vectors: ops.layer_norm(x, *vectors, EPS)[0],
+        layer_formula,
+        2,
+    ),
 }
 # Widths that do not fill vectors, more rows than a block of sums has, one row, none.
 SHAPES = [(2, 5, 24), (200, 33), (1, 515), (7, 5), (3, 130, 64), (0, 8), (2, 0, 8)]
@@ -50,7 +54,9 @@ def test_a_norm_has_the_gradient_of_its_formula(name):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test_kernels_round_once(name, shape, dtype):
-    """Everything but the results is fp32; sums over up to 400 rows are random walks of their roundings."""
+    """Everything but the results is fp32; sums over up to 400 rows are random walks of their
+    roundings.
+    """
     norm, formula, vectors = NORMS[name]
     arguments, upstream = inputs(shape, dtype, vectors)
     found = gradients(norm(torch.ops.merak), arguments, upstream)
@@ -90,7 +96,9 @@ def test_weights_of_another_type(name, ops):
 
 
 def strided():
-    """Tensors [4, 6, 16] that are not dense: heads of a fused projection, transposed, every second column, expanded."""
+    """Tensors [4, 6, 16] that are not dense: heads of a fused projection, transposed, every second
+    column, expanded.
+    """
     wide = random((4, 9, 16))[0]
     yield "evenly spaced rows", random((24, 40))[0][:, 8:24].unflatten(0, (4, 6))
     yield "slice", wide[:, 2:8]
@@ -101,22 +109,30 @@ def strided():
     yield "rows repeat", random((4, 1, 16))[0].expand(4, 6, 16)
 
 
-@pytest.mark.parametrize(("kind", "x"), list(strided()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("kind", "x"), list(strided()), ids=lambda value: value if isinstance(value, str) else ""
+)
 @pytest.mark.parametrize("name", NORMS)
 def test_strided_inputs_and_gradients(name, kind, x):
     norm, _, vectors = NORMS[name]
     rest, _ = inputs((4, 6, 16), torch.float32, vectors)
     for view, upstream in ((x, x.contiguous()), (x.contiguous(), x)):
         found = gradients(norm(torch.ops.merak), [view, *rest[1:]], upstream)
-        dense = gradients(norm(torch.ops.merak), [view.contiguous(), *rest[1:]], upstream.contiguous())
+        dense = gradients(
+            norm(torch.ops.merak), [view.contiguous(), *rest[1:]], upstream.contiguous()
+        )
         assert all(torch.equal(a, b) for a, b in zip(found, dense, strict=True))
 
 
 def test_rms_norm_equals_llama():
     (x, weight), upstream = inputs((2, 5, 24), torch.float32)
     module = LlamaRMSNorm(24, EPS)
-    theirs = gradients(lambda x, w: torch.func.functional_call(module, {"weight": w}, (x,)), (x, weight), upstream)
-    for ours, other in zip(gradients(lambda x, w: rms_norm(x, w, EPS), (x, weight), upstream), theirs, strict=True):
+    theirs = gradients(
+        lambda x, w: torch.func.functional_call(module, {"weight": w}, (x,)), (x, weight), upstream
+    )
+    for ours, other in zip(
+        gradients(lambda x, w: rms_norm(x, w, EPS), (x, weight), upstream), theirs, strict=True
+    ):
         torch.testing.assert_close(ours, other, rtol=1e-5, atol=2e-6)
 
 
@@ -124,7 +140,9 @@ def test_rms_norm_equals_llama():
 def test_a_row_of_zeros_has_no_direction(ops):
     weight = torch.linspace(0.5, 2, 24)
     arguments = torch.zeros(1, 24), weight
-    out, grad, grad_weight = gradients(lambda x, w: ops.rms_norm(x, w, EPS)[0], arguments, torch.ones(1, 24))
+    out, grad, grad_weight = gradients(
+        lambda x, w: ops.rms_norm(x, w, EPS)[0], arguments, torch.ones(1, 24)
+    )
     assert out.count_nonzero() == 0 and grad_weight.count_nonzero() == 0
     torch.testing.assert_close(grad[0], weight / EPS**0.5)
 
@@ -143,7 +161,10 @@ def test_what_is_not_finite_stays_in_its_row(name, ops):
 @pytest.mark.parametrize("ops", KERNELS, ids=lambda ops: ops.name)
 def test_statistics_are_fp32(ops):
     """2048 equal bfloat16 values: squares summed in bfloat16 would stall at 256 of them."""
-    x, weight = torch.full((1, 2048), 3.0, dtype=torch.bfloat16), torch.ones(2048, dtype=torch.bfloat16)
+    x, weight = (
+        torch.full((1, 2048), 3.0, dtype=torch.bfloat16),
+        torch.ones(2048, dtype=torch.bfloat16),
+    )
     out, rstd = ops.rms_norm(x, weight, EPS)
     assert torch.equal(out, torch.ones_like(out)) and rstd.dtype == torch.float32
     _, mean, rstd = ops.layer_norm(x, weight, 0 * weight, EPS)
@@ -162,24 +183,32 @@ def test_layer_norm_of_a_small_spread_about_a_large_mean():
 def test_results_do_not_depend_on_threads():
     arguments, upstream = inputs((1500, 96), torch.float32, 2)
     for name, (norm, _, vectors) in NORMS.items():
-        one, *more = threads(lambda n=norm, v=vectors: gradients(n(torch.ops.merak), arguments[: 1 + v], upstream))
-        assert all(torch.equal(a, b) for other in more for a, b in zip(one, other, strict=True)), name
+        one, *more = threads(
+            lambda n=norm, v=vectors: gradients(n(torch.ops.merak), arguments[: 1 + v], upstream)
+        )
+        assert all(torch.equal(a, b) for other in more for a, b in zip(one, other, strict=True)), (
+            name
+        )
 
 
 def test_layer_norm_is_pytorchs():
     """Bitwise where PyTorch computes it."""
     (x, weight, bias), upstream = inputs((2, 5, 24), torch.float32, 2)
-    expected = gradients(lambda *a: F.layer_norm(a[0], (24,), *a[1:], EPS), (x, weight, bias), upstream)
+    expected = gradients(
+        lambda *a: F.layer_norm(a[0], (24,), *a[1:], EPS), (x, weight, bias), upstream
+    )
     out, mean, rstd = twin.layer_norm(x, weight, bias, EPS)
     found = out, *twin.layer_norm_backward(upstream, x, weight, mean, rstd)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     for ours, theirs in zip(
-        gradients(lambda *a: layer_norm(*a, EPS), (x, weight, bias), upstream), expected, strict=True
+        gradients(lambda *a: layer_norm(*a, EPS), (x, weight, bias), upstream),
+        expected,
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-6)
 
 
-# ---- of a sum -------------------------------------------------------------------------------------------------------
+# ---- of a sum ------------------------------------------------------------------------------------
 OF_SUMS = {"rms_norm": add_rms_norm, "layer_norm": add_layer_norm}
 
 
@@ -207,14 +236,18 @@ def test_gradients_of_a_sum_and_of_its_norm_meet(name, reads, dtype):
 
     def joined(x, residual, *vectors):
         y, total = OF_SUMS[name](x, residual, *vectors, EPS)
-        return (y if reads != "sum" else 0 * more) * upstream + (total if reads != "norm" else 0 * more) * more
+        return (y if reads != "sum" else 0 * more) * upstream + (
+            total if reads != "norm" else 0 * more
+        ) * more
 
     def apart(x, residual, *vectors):
         total = x + residual
         total = total + (total.to(dtype) - total).detach()  # as it is rounded
         y = formula(total, *vectors)
         wide = upstream.double(), more.double()
-        return (y if reads != "sum" else 0 * y) * wide[0] + (total if reads != "norm" else 0 * total) * wide[1]
+        return (y if reads != "sum" else 0 * y) * wide[0] + (
+            total if reads != "norm" else 0 * total
+        ) * wide[1]
 
     arguments = (x, residual, *rest)
     leaves = [t.detach().requires_grad_() for t in arguments]
@@ -236,7 +269,9 @@ def test_keeps_its_input_and_one_number_per_row():
 
     def kept(fn):
         saved = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t}) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: saved.update({t.data_ptr(): t}) or t, lambda t: t
+        ):
             fn()
         return sorted(t.numel() for t in saved.values())
 

@@ -1,4 +1,6 @@
-"""Every operation of the table as PyTorch sees it: schemas, fake tensors, gradients, exports, compilation."""
+"""Every operation of the table as PyTorch sees it: schemas, fake tensors, gradients, exports,
+compilation.
+"""
 
 import re
 import subprocess
@@ -19,7 +21,9 @@ EPS = 1e-5
 
 
 def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[tuple]]:
-    """For every operation some calls, with and without what is optional, of fresh tensors of ``dtype``."""
+    """For every operation some calls, with and without what is optional, of fresh tensors of
+    ``dtype``.
+    """
     x, y, z, wide = random((2, 3, 8), (2, 3, 8), (2, 3, 8), (2, 3, 16), dtype=dtype)
     weight, bias = random((8,), (8,), dtype=dtype)
     rstd, mean = torch.rand(2, 3) + 0.5, torch.rand(2, 3)
@@ -37,16 +41,34 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[tuple]]:
         "add_rms_norm": [(x, y, weight, EPS)],
         "add_rms_norm_backward": [(x, y, z, weight, rstd), (x, None, z, weight, rstd)],
         "add_layer_norm": [(x, y, weight, bias, EPS)],
-        "add_layer_norm_backward": [(x, y, z, weight, mean, rstd), (x, None, z, weight, mean, rstd)],
+        "add_layer_norm_backward": [
+            (x, y, z, weight, mean, rstd),
+            (x, None, z, weight, mean, rstd),
+        ],
         "gated": [(x, y, "silu"), (x.transpose(0, 1), y.transpose(0, 1), "gelu")],
         "gated_backward": [(x, y, z, "gelu_tanh")],
         "gated_merged": [(wide, "silu")],
         "gated_merged_backward": [(x, wide, "silu")],
         "bias_gelu": [(x, bias, "gelu_tanh"), (x, None, "gelu")],
         "bias_gelu_backward": [(x, y, bias, "gelu"), (x, y, None, "gelu_tanh")],
-        "bias_dropout_add": [(x, bias, y, 0.5, seed), (x, None, None, 0.5, seed), (x, bias, y, 0.0, None)],
-        "bias_dropout_add_backward": [(x, 0.5, seed, True), (x, 0.5, seed, False), (x, 0.0, None, True)],
-        "rotary": [(wide.view(2, 3, 2, 8).transpose(1, 2), *(t.squeeze(1)[:, None] for t in (cos, sin)), True, False)],
+        "bias_dropout_add": [
+            (x, bias, y, 0.5, seed),
+            (x, None, None, 0.5, seed),
+            (x, bias, y, 0.0, None),
+        ],
+        "bias_dropout_add_backward": [
+            (x, 0.5, seed, True),
+            (x, 0.5, seed, False),
+            (x, 0.0, None, True),
+        ],
+        "rotary": [
+            (
+                wide.view(2, 3, 2, 8).transpose(1, 2),
+                *(t.squeeze(1)[:, None] for t in (cos, sin)),
+                True,
+                False,
+            )
+        ],
         "rotary_": [
             (
                 wide[..., 8:].unflatten(-1, (2, 4)),
@@ -61,7 +83,10 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[tuple]]:
         "masked_softmax_backward": [(scores, probabilities, 0.5, True)],
         "exponentiate_": [(logits, target, 12)],
         "cross_entropy_stats": [(logits, target, 0, 12, False), (logits, target, 4, 10, True)],
-        "cross_entropy_grad": [(logits, target, stats, of_stats, 0, 12), (logits, target, smooth, of_smooth, 4, 10)],
+        "cross_entropy_grad": [
+            (logits, target, stats, of_stats, 0, 12),
+            (logits, target, smooth, of_smooth, 4, 10),
+        ],
         "cross_entropy_grad_": [(logits, target, stats, of_stats, 0, 12)],
         "adamw_": [(*flat, torch.rand(70).to(dtype), 0.1, 0.9, 0.99, 1e-8, 0.1, 2, 0.5)],
         "sum_of_squares": [(x,)],
@@ -72,19 +97,29 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[tuple]]:
 
 
 def calls(dtype: torch.dtype = torch.float32):
-    return [(name, place) for name, given in arguments(dtype).items() for place in range(len(given))]
+    return [
+        (name, place) for name, given in arguments(dtype).items() for place in range(len(given))
+    ]
 
 
 def differentiable(name: str) -> bool:
-    return not name.endswith("_") and f"{name}_backward" in SCHEMAS or name in ("rotary", "cross_entropy_stats")
+    return (
+        not name.endswith("_")
+        and f"{name}_backward" in SCHEMAS
+        or name in ("rotary", "cross_entropy_stats")
+    )
 
 
 def with_gradients(name: str, given: tuple) -> tuple:
-    """The floating tensors but tables and statistics ask for gradients, where the operation has some."""
+    """The floating tensors but tables and statistics ask for gradients, where the operation has
+    some.
+    """
     if not differentiable(name):
         return given
     wanted = given[:1] if name == "rotary" else given
-    asked = [x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in wanted]
+    asked = [
+        x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in wanted
+    ]
     return (*asked, *given[len(asked) :])
 
 
@@ -97,9 +132,14 @@ def test_the_table_and_these_calls_name_the_same_operations():
 
 @pytest.mark.parametrize(("name", "place"), calls(), ids=str)
 def test_an_operation_is_what_it_says(name, place):
-    """Aliases, mutations, shapes and strides of fake tensors, and gradients through ``torch.compile``'s tracing."""
+    """Aliases, mutations, shapes and strides of fake tensors, and gradients through
+    ``torch.compile``'s tracing.
+    """
     torch.library.opcheck(
-        getattr(torch.ops.merak, name).default, with_gradients(name, arguments()[name][place]), atol=1e-5, rtol=1e-5
+        getattr(torch.ops.merak, name).default,
+        with_gradients(name, arguments()[name][place]),
+        atol=1e-5,
+        rtol=1e-5,
     )
 
 
@@ -119,7 +159,10 @@ def test_the_library_implements_the_whole_table():
     if ops.PROBLEMS["_ops_cpu"]:
         pytest.skip(ops.PROBLEMS["_ops_cpu"])
     assert [name for name in SCHEMAS if not is_compiled(name)] == []
-    assert not any(torch._C._dispatch_has_kernel_for_dispatch_key(f"merak_torch::{name}", "CPU") for name in SCHEMAS)
+    assert not any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"merak_torch::{name}", "CPU")
+        for name in SCHEMAS
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -127,7 +170,9 @@ def test_the_library_implements_the_whole_table():
 def test_kernels_give_the_shapes_types_and_strides_of_fake_tensors(name, place, dtype):
     given = arguments(dtype)[name][place]
     with torch._subclasses.FakeTensorMode() as mode:
-        imagined = getattr(torch.ops.merak, name)(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given))
+        imagined = getattr(torch.ops.merak, name)(
+            *(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given)
+        )
     found = getattr(torch.ops.merak, name)(*given)
     for ours, fake in zip(flat(found), flat(imagined), strict=True):
         assert (ours.shape, ours.dtype, ours.stride()) == (fake.shape, fake.dtype, fake.stride())
@@ -137,7 +182,7 @@ def flat(results) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else list(results or ())
 
 
-# ---- the C++ side ---------------------------------------------------------------------------------------------------
+# ---- the C++ side --------------------------------------------------------------------------------
 _CPP = {"Tensor": "Tensor", "Tensor?": "std::optional<Tensor>", "str": "std::string"}
 _CPP |= {"float": "double", "int": "int64_t", "bool": "bool"}
 
@@ -171,15 +216,18 @@ def test_arguments_have_the_types_of_the_table(path):
 
 
 def test_a_wrong_type_would_be_seen():
-    source = (
-        "using Maybe = std::optional<Tensor>;\nTensor f(const Tensor& a, const Maybe& b, int64_t c, std::string d) {"
+    source = "using Maybe = std::optional<Tensor>;\n"
+    source += "Tensor f(const Tensor& a, const Maybe& b, int64_t c, std::string d) {"
+    assert types_of_function("f", source) == types_of_schema(
+        "(Tensor(a!) a, Tensor? b, int c, str d) -> Tensor"
     )
-    assert types_of_function("f", source) == types_of_schema("(Tensor(a!) a, Tensor? b, int c, str d) -> Tensor")
-    assert types_of_function("f", source) != types_of_schema("(Tensor a, Tensor? b, float c, str d) -> Tensor")
+    assert types_of_function("f", source) != types_of_schema(
+        "(Tensor a, Tensor? b, float c, str d) -> Tensor"
+    )
     assert functions('library.impl("g_", TORCH_BOX(&cpu::f));') == {"g_": "f"}
 
 
-# ---- graphs ---------------------------------------------------------------------------------------------------------
+# ---- graphs --------------------------------------------------------------------------------------
 class Block(nn.Module):
     """One of every face that a model calls, on [2, 3, 8]."""
 
@@ -196,11 +244,22 @@ class Block(nn.Module):
             ops.layer_norm(y, self.weight, self.bias, EPS), total, self.weight, self.bias, EPS
         )
         z = ops.rotary(z.unflatten(-1, (2, 4)), self.cos, self.sin).flatten(-2)
-        z = ops.gated(z, ops.bias_gelu(z, self.bias), "silu") + ops.swiglu(torch.cat((z, total), -1))
+        z = ops.gated(z, ops.bias_gelu(z, self.bias), "silu") + ops.swiglu(
+            torch.cat((z, total), -1)
+        )
         return ops.bias_dropout_add(z, self.bias, total, 0.1, self.training)
 
 
-NODES = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rotary", "gated", "bias_gelu", "gated_merged")
+NODES = (
+    "rms_norm",
+    "layer_norm",
+    "add_rms_norm",
+    "add_layer_norm",
+    "rotary",
+    "gated",
+    "bias_gelu",
+    "gated_merged",
+)
 NODES += ("bias_dropout_add",)
 
 
@@ -226,7 +285,9 @@ def test_compilation_has_no_graph_break_and_the_same_gradients():
     for each in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
         given = x.clone().requires_grad_()
         out = each(given)
-        results.append((out, *torch.autograd.grad(out.square().sum(), (given, *block.parameters()))))
+        results.append(
+            (out, *torch.autograd.grad(out.square().sum(), (given, *block.parameters())))
+        )
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -236,7 +297,9 @@ def test_gradients_are_dense_and_of_their_tensors_type(dtype):
     block, (x,) = Block().to(dtype), random((3, 2, 8), dtype=dtype)
     x = x.transpose(0, 1).detach().requires_grad_()
     upstream = random((8, 2, 3), dtype=dtype)[0].permute(1, 2, 0)
-    for given, grad in zip((x, block.weight), torch.autograd.grad(block(x), (x, block.weight), upstream), strict=True):
+    for given, grad in zip(
+        (x, block.weight), torch.autograd.grad(block(x), (x, block.weight), upstream), strict=True
+    ):
         assert grad.dtype == dtype and grad.shape == given.shape and grad.is_contiguous()
 
 
@@ -250,5 +313,7 @@ def test_kernels_can_be_turned_off():
         "assert torch.equal(ops.swiglu(x), torch.ops.merak_torch.gated_merged(x, 'silu'))"
     )
     environment = {"MERAK_EXT": "0", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

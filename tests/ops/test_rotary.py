@@ -1,4 +1,6 @@
-"""Rotary embedding against HuggingFace's tables and application, and as what it is: a rotation of complex numbers."""
+"""Rotary embedding against HuggingFace's tables and application, and as what it is: a rotation of
+complex numbers.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ LLAMA31 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.
 def rope(base, rotary_dim, **scaling):
     parameters = {"rope_type": "default", "rope_theta": base} | scaling
     config = LlamaConfig(
-        hidden_size=4 * rotary_dim, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=parameters
+        hidden_size=4 * rotary_dim,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters=parameters,
     )
     return config
 
@@ -31,7 +36,11 @@ def rope(base, rotary_dim, **scaling):
     ],
 )
 def test_angles_are_huggingfaces(base, dim, factor, original):
-    scaling = {} if factor is None else LLAMA31 | {"factor": factor, "original_max_position_embeddings": original}
+    scaling = (
+        {}
+        if factor is None
+        else LLAMA31 | {"factor": factor, "original_max_position_embeddings": original}
+    )
     config = rope(base, dim, **scaling)
     if factor is None:
         frequency, attention_scale = LlamaRotaryEmbedding(config).inv_freq, 1.0
@@ -49,7 +58,9 @@ def test_angles_are_huggingfaces(base, dim, factor, original):
 
 
 def test_scaling_keeps_fast_frequencies_and_divides_slow_ones():
-    plain, scaled = (torch.atan2(*reversed(rotary_angles(2, 128, 500000.0, f)))[1, 0] for f in (None, 8.0))
+    plain, scaled = (
+        torch.atan2(*reversed(rotary_angles(2, 128, 500000.0, f)))[1, 0] for f in (None, 8.0)
+    )
     wavelength = 2 * torch.pi / plain
     assert torch.equal(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
     torch.testing.assert_close(scaled[wavelength > 8192], plain[wavelength > 8192] / 8)
@@ -65,7 +76,9 @@ def test_application_is_llamas(dtype, tolerance):
     expected = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
     angles = rotary_angles(7, 16, 10000.0)
     for ours, theirs in zip((query, key), expected, strict=True):
-        torch.testing.assert_close(rotary(ours, *angles), theirs.transpose(1, 2), rtol=0, atol=tolerance)
+        torch.testing.assert_close(
+            rotary(ours, *angles), theirs.transpose(1, 2), rtol=0, atol=tolerance
+        )
 
 
 both = pytest.mark.parametrize("ops", KERNELS, ids=lambda ops: ops.name)
@@ -97,7 +110,9 @@ def test_it_rotates_pairs_and_passes_the_rest(rotated, dtype, interleaved, ops):
     turned = torch.complex(first, second) * torch.complex(cos.double(), sin.double())
     out = ops.rotary(x, cos, sin, interleaved, False)
     roundings = 1 if ops is torch.ops.merak and compiled() else 4
-    for found, exact in zip(pairs(out, rotated, interleaved), (turned.real, turned.imag), strict=True):
+    for found, exact in zip(
+        pairs(out, rotated, interleaved), (turned.real, turned.imag), strict=True
+    ):
         assert_rounded(found, exact, 4, roundings)
     assert torch.equal(out[..., rotated:], x[..., rotated:]) and out.dtype == dtype
     back = ops.rotary(out, cos, sin, interleaved, True)
@@ -125,10 +140,18 @@ def shapes():
     yield "slice of fused heads", fused[:, :, 2:8], (cos, sin)
     yield "heads before positions", fused.transpose(1, 2), flat
     yield "a table for each sample", fused.transpose(1, 2), by_sample
-    yield "a table that repeats", fused.transpose(1, 2), tuple(t[:1].expand(2, 1, 5, 4) for t in by_sample)
+    yield (
+        "a table that repeats",
+        fused.transpose(1, 2),
+        tuple(t[:1].expand(2, 1, 5, 4) for t in by_sample),
+    )
     yield "tables in a wider one", fused, tuple(torch.cat((t, t), -1)[..., :4] for t in (cos, sin))
     yield "transposed features", random((2, 5, 10, 6))[0].transpose(2, 3), (cos, sin)
-    yield "tables transposed", fused, tuple(t.squeeze(1).t().contiguous().t().unsqueeze(1) for t in (cos, sin))
+    yield (
+        "tables transposed",
+        fused,
+        tuple(t.squeeze(1).t().contiguous().t().unsqueeze(1) for t in (cos, sin)),
+    )
     yield "three dimensions", fused[0], (cos, sin)
     yield "positions alone", fused[0, :, 0], flat
     yield "one position", fused[0, 0, 0], (flat[0][0], flat[1][0])
@@ -139,7 +162,9 @@ def shapes():
 @both
 @layouts
 @pytest.mark.parametrize(
-    ("kind", "x", "tables"), list(shapes()), ids=lambda value: value if isinstance(value, str) else ""
+    ("kind", "x", "tables"),
+    list(shapes()),
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_any_layout_to_which_the_tables_broadcast(kind, x, tables, interleaved, ops):
     def turn(x):
@@ -153,7 +178,9 @@ def test_any_layout_to_which_the_tables_broadcast(kind, x, tables, interleaved, 
         return torch.cat((joined, x[..., 8:]), -1)
 
     upstream = random(x.shape[::-1], seed=4)[0].permute(*reversed(range(x.dim())))
-    for found, exact in zip(gradients(turn, [x], upstream), in_double(formula, [x], upstream), strict=True):
+    for found, exact in zip(
+        gradients(turn, [x], upstream), in_double(formula, [x], upstream), strict=True
+    ):
         assert_rounded(found, exact, 4)
         assert found.is_contiguous()
 
@@ -170,7 +197,9 @@ def test_tables_that_do_not_broadcast_are_refused():
 def test_the_tables_are_kept_and_nothing_else():
     cos, sin = rotary_angles(5, 8, 100.0)
     x, saved = torch.randn(2, 5, 3, 8, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.data_ptr()) or t, lambda t: t
+    ):
         rotary(x, cos, sin)
     assert set(saved) == {cos.data_ptr(), sin.data_ptr()}
 

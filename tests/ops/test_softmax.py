@@ -5,8 +5,8 @@ import torch
 
 from megatron_merak.ops import masked_softmax
 
-# Of a probability, or of its gradient where the largest is 1: float32 a few units in the last place, the others one
-# rounding of the result.
+# Of a probability, or of its gradient where the largest is 1: float32 a few units in the last
+# place, the others one rounding of the result.
 TOLERANCES = [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)]
 IMPLEMENTATIONS = {"ours": torch.ops.merak, "torch": torch.ops.merak_torch}
 implementations = pytest.mark.parametrize("ops", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
@@ -39,11 +39,21 @@ def masks(batch, heads, queries, keys):
         "expanded": draw(1, 1, queries, keys).expand(batch, heads, queries, keys),
         "transposed": draw(1, 1, keys, queries).transpose(2, 3),
         "nothing": torch.zeros(1, 1, 1, keys, dtype=torch.bool),
-        "some rows": (torch.arange(queries) % 2 == 0).view(1, 1, queries, 1).expand(1, 1, queries, keys),
+        "some rows": (torch.arange(queries) % 2 == 0)
+        .view(1, 1, queries, 1)
+        .expand(1, 1, queries, keys),
     }
 
 
-SHAPES = [(2, 3, 5, 7), (1, 2, 16, 16), (2, 1, 33, 65), (1, 1, 1, 1), (1, 2, 7, 3), (1, 1, 3, 300), (0, 2, 3, 4)]
+SHAPES = [
+    (2, 3, 5, 7),
+    (1, 2, 16, 16),
+    (2, 1, 33, 65),
+    (1, 1, 1, 1),
+    (1, 2, 7, 3),
+    (1, 1, 3, 300),
+    (0, 2, 3, 4),
+]
 
 
 @implementations
@@ -60,7 +70,10 @@ def test_it_is_the_formula(ops, shape, causal, dtype, tolerance):
         grad = ops.masked_softmax_backward(upstream, found, 0.3, causal)
         # A gradient is made of a row's products: their sizes, not its own, bound its rounding.
         steepest = 0.3 * upstream.abs().max().item() if upstream.numel() else 0.0
-        for ours, other, size in ((found, truth.detach(), 1.0), (grad, slope.nan_to_num(0.0), 2 * steepest)):
+        for ours, other, size in (
+            (found, truth.detach(), 1.0),
+            (grad, slope.nan_to_num(0.0), 2 * steepest),
+        ):
             assert ours.dtype == dtype and ours.is_contiguous(), name
             assert ((ours.double() - other).abs() <= tolerance * size).all(), name
 
@@ -68,7 +81,9 @@ def test_it_is_the_formula(ops, shape, causal, dtype, tolerance):
 @implementations
 @pytest.mark.parametrize(("dtype", "digits"), [(torch.bfloat16, 8), (torch.float16, 11)])
 def test_in_16_bits_a_probability_is_rounded_once(ops, dtype, digits):
-    """What comes of --attention-softmax-in-fp32: within half a unit in the last place of each one, over a long row."""
+    """What comes of --attention-softmax-in-fp32: within half a unit in the last place of each one,
+    over a long row.
+    """
     scores, _ = problem((1, 2, 3, 5000), dtype)
     truth = formula(scores.double(), None, 0.5, False)
     found = ops.masked_softmax(scores, None, 0.5, False).double()
@@ -106,7 +121,9 @@ def test_a_row_does_not_depend_on_what_stands_around_it():
     scores, _ = problem((1, 2, 40, 40), torch.float32)
     whole = masked_softmax(scores, None, 0.5, causal=True)
     for query in (0, 1, 15, 16, 39):
-        alone = masked_softmax(scores[:, 1:, query : query + 1, : query + 1].contiguous(), None, 0.5)
+        alone = masked_softmax(
+            scores[:, 1:, query : query + 1, : query + 1].contiguous(), None, 0.5
+        )
         assert torch.equal(alone[0, 0, 0], whole[0, 1, query, : query + 1])
 
 
@@ -137,6 +154,10 @@ def test_opcheck(ops):
     scores, upstream = problem((2, 3, 4, 5), torch.float32)
     mask = masks(2, 3, 4, 5)["keys"]
     for causal in (False, True):
-        torch.library.opcheck(ops.masked_softmax, (scores.clone().requires_grad_(), mask, 0.5, causal))
+        torch.library.opcheck(
+            ops.masked_softmax, (scores.clone().requires_grad_(), mask, 0.5, causal)
+        )
         torch.library.opcheck(ops.masked_softmax, (scores.transpose(0, 1), None, 0.5, causal))
-        torch.library.opcheck(ops.masked_softmax_backward, (upstream, scores.softmax(-1), 0.5, causal))
+        torch.library.opcheck(
+            ops.masked_softmax_backward, (upstream, scores.softmax(-1), 0.5, causal)
+        )

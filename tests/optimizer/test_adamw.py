@@ -12,7 +12,9 @@ from tests.ranks import run_ranks
 
 LR = 1e-2
 RATES = [(LR, 0.1), (LR, 0.0)]  # with weight decay, and without
-CONFIG = OptimizerConfig(lr=LR, weight_decay=0.1, clip_grad=0.0, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
+CONFIG = OptimizerConfig(
+    lr=LR, weight_decay=0.1, clip_grad=0.0, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8
+)
 SHAPES = {  # sizes on purpose no multiple of a vector register
     "a.weight": ((17, 31), True),
     "a.bias": ((31,), False),
@@ -24,7 +26,11 @@ SHAPES = {  # sizes on purpose no multiple of a vector register
 
 def make_buffer(dtype=torch.float32, uncounted=()):
     groups = [
-        [BufferEntry(n, shape, 1 - decay, n not in uncounted) for n, (shape, decay) in SHAPES.items() if n[0] == unit]
+        [
+            BufferEntry(n, shape, 1 - decay, n not in uncounted)
+            for n, (shape, decay) in SHAPES.items()
+            if n[0] == unit
+        ]
         for unit in "ab"
     ]
     buffer = ParameterBuffer(groups, dtype, "cpu")
@@ -36,7 +42,9 @@ def make_buffer(dtype=torch.float32, uncounted=()):
 
 def gradients(step, scale=1.0):
     generator = torch.Generator().manual_seed(100 + step)
-    return {name: scale * torch.randn(shape, generator=generator) for name, (shape, _) in SHAPES.items()}
+    return {
+        name: scale * torch.randn(shape, generator=generator) for name, (shape, _) in SHAPES.items()
+    }
 
 
 def fill(buffer, grads):
@@ -46,8 +54,14 @@ def fill(buffer, grads):
 
 def torch_adamw(parameters):
     """torch's own optimizer on separate tensors, decayed ones first."""
-    chosen = {decay: [parameters[name] for name in SHAPES if SHAPES[name][1] == decay] for decay in (True, False)}
-    groups = [{"params": chosen[True], "weight_decay": 0.1}, {"params": chosen[False], "weight_decay": 0.0}]
+    chosen = {
+        decay: [parameters[name] for name in SHAPES if SHAPES[name][1] == decay]
+        for decay in (True, False)
+    }
+    groups = [
+        {"params": chosen[True], "weight_decay": 0.1},
+        {"params": chosen[False], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
@@ -59,8 +73,9 @@ def padding_is_zero(buffer, flat):
 
 
 def whole_vectors(tensor):
-    """`tensor` flattened, without its last elements that fill no vector register: torch's CPU kernel rounds those in
-    scalar code, which differs in the last bit. In a buffer padding fills the register, wherever a parameter lies."""
+    """`tensor` flattened, without its last elements that fill no vector register: torch's CPU
+    kernel rounds those in scalar code, which differs in the last bit. In a buffer padding fills the
+    register, wherever a parameter lies."""
     flat = tensor.flatten()
     return flat[: flat.numel() // 16 * 16]
 
@@ -68,8 +83,15 @@ def whole_vectors(tensor):
 def test_equals_torch_bitwise():
     buffer = make_buffer()
     parameters = {name: buffer.parameter(name).clone() for name in SHAPES}
-    padded = {name: torch.nn.functional.pad(p.flatten(), (0, -p.numel() % 16)) for name, p in parameters.items()}
-    ours, theirs, theirs_padded = AdamW(buffer, CONFIG), torch_adamw(parameters), torch_adamw(padded)
+    padded = {
+        name: torch.nn.functional.pad(p.flatten(), (0, -p.numel() % 16))
+        for name, p in parameters.items()
+    }
+    ours, theirs, theirs_padded = (
+        AdamW(buffer, CONFIG),
+        torch_adamw(parameters),
+        torch_adamw(padded),
+    )
     for step in range(5):
         grads = gradients(step)
         fill(buffer, grads)
@@ -116,7 +138,8 @@ def test_bf16_updates_an_fp32_master():
         master = master - 1e-3 * (exp_avg / (1 - 0.9**step)) / corrected
         torch.testing.assert_close(optimizer.state()["master"], master, rtol=1e-5, atol=1e-7)
         assert torch.equal(buffer.data, optimizer.state()["master"].to(torch.bfloat16))
-    assert not torch.equal(optimizer.state()["master"], buffer.data.float())  # it knows more than bf16 can hold
+    # it knows more than bf16 can hold
+    assert not torch.equal(optimizer.state()["master"], buffer.data.float())
 
 
 def test_steps_below_bf16_resolution_add_up():
@@ -126,7 +149,9 @@ def test_steps_below_bf16_resolution_add_up():
     for _ in range(40):
         buffer.main_grad.fill_(1.0)
         optimizer.step([(2e-4, 0.0)] * 2)  # 1 - 2e-4 rounds to 1 in bf16
-    torch.testing.assert_close(optimizer.master, torch.full_like(optimizer.master, 1 - 40 * 2e-4), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        optimizer.master, torch.full_like(optimizer.master, 1 - 40 * 2e-4), rtol=1e-5, atol=0
+    )
     assert torch.equal(buffer.data, torch.full_like(buffer.data, 0.9921875))
 
 
@@ -144,8 +169,11 @@ def test_clipping_equals_torch(scale):
         result = ours.step(RATES)
         assert result.grad_norm == pytest.approx(norm, rel=1e-6)
         for name in SHAPES:
-            assert torch.equal(buffer.grad(name), gradients(step, scale)[name])  # it counts clipped, and stays
-            torch.testing.assert_close(buffer.parameter(name), parameters[name], rtol=1e-5, atol=1e-7)
+            # it counts clipped, and stays
+            assert torch.equal(buffer.grad(name), gradients(step, scale)[name])
+            torch.testing.assert_close(
+                buffer.parameter(name), parameters[name], rtol=1e-5, atol=1e-7
+            )
 
 
 def test_norm_of_many_values_is_exact():
@@ -162,7 +190,9 @@ def test_uncounted_parameters_are_not_in_the_norm():
     buffer.main_grad.zero_()
     for name in SHAPES:
         buffer.grad(name).fill_(2.0)
-    assert AdamW(buffer, CONFIG).grad_norm() == pytest.approx(2 * math.sqrt(17 * 31 + 3 + 1), rel=1e-7)
+    assert AdamW(buffer, CONFIG).grad_norm() == pytest.approx(
+        2 * math.sqrt(17 * 31 + 3 + 1), rel=1e-7
+    )
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -171,7 +201,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step(bad):
     optimizer = AdamW(buffer, replace(CONFIG, clip_grad=1.0))
     fill(buffer, gradients(0))
     optimizer.step(RATES)
-    before = {kind: flat.clone() for kind, flat in optimizer.state().items()} | {"data": buffer.data.clone()}
+    before = {kind: flat.clone() for kind, flat in optimizer.state().items()} | {
+        "data": buffer.data.clone()
+    }
     fill(buffer, gradients(1))
     buffer.grad("b.norm")[1] = bad
     result = optimizer.step(RATES)
@@ -208,7 +240,9 @@ def test_refresh_master_takes_loaded_parameters():
     buffer.data.fill_(3.0)
     optimizer.refresh_master()
     for name, slot in buffer.slots.items():
-        assert torch.equal(buffer.view(optimizer.state()["master"], name), torch.full(slot.shape, 3.0))
+        assert torch.equal(
+            buffer.view(optimizer.state()["master"], name), torch.full(slot.shape, 3.0)
+        )
     assert set(optimizer.state()) == {"exp_avg", "exp_avg_sq", "master"}
     assert set(AdamW(make_buffer(), CONFIG).state()) == {"exp_avg", "exp_avg_sq"}
 
@@ -219,7 +253,9 @@ def test_a_rank_without_parameters_steps():
 
 
 def sharded_norm(rank, world_size):
-    """Every rank holds a quarter of `w` and a copy of `norm`, which rank 0 alone counts; then rank 2 meets an inf."""
+    """Every rank holds a quarter of `w` and a copy of `norm`, which rank 0 alone counts; then rank
+    2 meets an inf.
+    """
     entries = [BufferEntry("w", (100,), 0), BufferEntry("norm", (7,), 1, counted=rank == 0)]
     buffer = ParameterBuffer([entries], torch.float32, "cpu")
     buffer.data.fill_(1.0)
@@ -238,7 +274,8 @@ def test_norm_over_ranks_counts_each_parameter_once_and_skips_alike():
     norm = math.sqrt(100 * (1 + 4 + 9 + 16) + 7 * 100)
     for rank, (first, moments, second, untouched, steps) in enumerate(run_ranks(sharded_norm, 4)):
         assert first.grad_norm == pytest.approx(norm, rel=1e-7) and not first.skipped
-        assert moments == pytest.approx([0.1 * (rank + 1) / norm, 0.1 * 10 / norm], rel=1e-6)  # of clipped gradients
+        # of clipped gradients
+        assert moments == pytest.approx([0.1 * (rank + 1) / norm, 0.1 * 10 / norm], rel=1e-6)
         assert second.skipped and second.grad_norm == math.inf and untouched and steps == 1
 
 
@@ -260,7 +297,9 @@ def test_the_layout_of_the_buffer_does_not_change_a_bit():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frozen_parameters_take_no_part(dtype):
-    """They keep values and moments, and count steps of their own; the norm is that of the others."""
+    """They keep values and moments, and count steps of their own; the norm is that of the
+    others.
+    """
     buffer = make_buffer(dtype)
     ours = AdamW(buffer, replace(CONFIG, clip_grad=1.0))
     named = {name: torch.nn.Parameter(buffer.parameter(name).float().clone()) for name in SHAPES}
@@ -276,5 +315,7 @@ def test_frozen_parameters_take_no_part(dtype):
         ours.freeze(names)
         assert ours.step(RATES).grad_norm == pytest.approx(norm.item(), rel=1e-6)
         for name, parameter in named.items():
-            torch.testing.assert_close(buffer.view(ours.master, name), parameter.detach(), rtol=2e-6, atol=2e-7)
+            torch.testing.assert_close(
+                buffer.view(ours.master, name), parameter.detach(), rtol=2e-6, atol=2e-7
+            )
     assert ours.missed == {"a.bias": 1, "b.weight": 2, "b.norm": 1, "a.weight": 1}

@@ -1,4 +1,6 @@
-"""The loss scale moves as Megatron-LM's and as torch's, and steps at any scale are those without one."""
+"""The loss scale moves as Megatron-LM's and as torch's, and steps at any scale are those without
+one.
+"""
 
 import math
 from random import Random
@@ -13,7 +15,8 @@ from megatron_merak.optimizer.loss_scale import LossScaler, is_state, scaler_of_
 from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer
 from tests.ranks import run_ranks
 
-# (initial, minimum, window, hysteresis), what happened in each step (x: overflow), the scale after it.
+# (initial, minimum, window, hysteresis), what happened in each step (x: overflow), the scale after
+# it.
 TABLE = [
     ((8, 1, 4, 2), ".xx....", (8, 8, 4, 4, 4, 4, 8)),
     ((8, 1, 4, 2), "xxxxxx", (8, 4, 2, 1, 1, 1)),  # what is used up is not forgiven again ...
@@ -113,9 +116,19 @@ def test_a_scale_that_is_saved_goes_on():
         assert other.state() == scaler.state()
     other.load(None)
     assert other.state() == LossScaler(2.0**10, 1, 3, 2).state()
-    wrong = ({}, 5, {"scale": 0.0}, {"scale": math.inf}, {"scale": math.nan}, {"scale": True}, {"grown": -1})
+    wrong = (
+        {},
+        5,
+        {"scale": 0.0},
+        {"scale": math.inf},
+        {"scale": math.nan},
+        {"scale": True},
+        {"grown": -1},
+    )
     for change in wrong:
-        assert not is_state({**scaler.state(), **change} if isinstance(change, dict) and change else change)
+        assert not is_state(
+            {**scaler.state(), **change} if isinstance(change, dict) and change else change
+        )
 
 
 def test_it_stays_in_fp32():
@@ -126,7 +139,9 @@ def test_it_stays_in_fp32():
 
 
 def _optimizer(scaler, group=None, dtype=torch.float16, rank=0):
-    buffer = ParameterBuffer([[BufferEntry("a", (7, 3), 0), BufferEntry("b", (5,), 1)]], dtype, "cpu")
+    buffer = ParameterBuffer(
+        [[BufferEntry("a", (7, 3), 0), BufferEntry("b", (5,), 1)]], dtype, "cpu"
+    )
     generator = torch.Generator().manual_seed(rank)
     for name in buffer.slots:
         buffer.parameter(name).copy_(torch.randn(buffer.slots[name].shape, generator=generator))

@@ -12,7 +12,7 @@ from megatron_merak.optimizer.chained import Chained
 from megatron_merak.optimizer.lion import Lion
 from megatron_merak.optimizer.recipe import Recipe
 from megatron_merak.optimizer.torch_optimizer import TorchOptimizer, check_layout
-from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer, Sharding
+from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer, ShardedState
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.scattered import own_span
 from megatron_merak.plan import Grid, TensorSharding
@@ -29,13 +29,21 @@ TENSORS = (
     TensorSharding("bias", (6,), 0),
     TensorSharding("norm", (70,)),
 )
-# Parameters that are frozen in a step, after other ones; "columns" has no state when a checkpoint is loaded.
-FROZEN = (("columns", "norm"), ("columns", "rows"), ("columns", "same", "padded"), ("rows", "fused"))
+# Parameters that are frozen in a step, after other ones; "columns" has no state when a checkpoint
+# is loaded.
+FROZEN = (
+    ("columns", "norm"),
+    ("columns", "rows"),
+    ("columns", "same", "padded"),
+    ("rows", "fused"),
+)
 
 
 def parameters():
     drawn = torch.Generator().manual_seed(1)
-    return {tensor.name: nn.Parameter(torch.randn(tensor.shape, generator=drawn)) for tensor in TENSORS}
+    return {
+        tensor.name: nn.Parameter(torch.randn(tensor.shape, generator=drawn)) for tensor in TENSORS
+    }
 
 
 def gradients(step):
@@ -46,7 +54,9 @@ def gradients(step):
 def muon(named):
     matrices = [p for p in named.values() if p.dim() == 2]
     others = [p for p in named.values() if p.dim() != 2]
-    return Chained([torch.optim.Muon(matrices, lr=LR, weight_decay=0.1), torch.optim.AdamW(others, lr=LR)])
+    return Chained(
+        [torch.optim.Muon(matrices, lr=LR, weight_decay=0.1), torch.optim.AdamW(others, lr=LR)]
+    )
 
 
 def of(kind, **options):
@@ -66,7 +76,9 @@ MADE = {
 
 
 def alone(name, frozen=FROZEN):
-    """What torch does in one process, step by step. frozen: parameters without a gradient, per step."""
+    """What torch does in one process, step by step. frozen: parameters without a gradient, per
+    step.
+    """
     named = parameters()
     optimizer, found = MADE[name](named), []
     for step in range(STEPS):
@@ -81,7 +93,9 @@ def local(tensor, whole, rank, ranks):
     """A rank's part, its padding zero."""
     if tensor.dim is None:
         return whole
-    part = torch.cat([whole.narrow(tensor.dim, a, b - a) for a, b in tensor.intervals(rank, ranks)], tensor.dim)
+    part = torch.cat(
+        [whole.narrow(tensor.dim, a, b - a) for a, b in tensor.intervals(rank, ranks)], tensor.dim
+    )
     extent = (tensor.padded or tensor.shape[tensor.dim]) // ranks
     missing = [*part.shape]
     missing[tensor.dim] = extent - part.shape[tensor.dim]
@@ -89,15 +103,21 @@ def local(tensor, whole, rank, ranks):
 
 
 def steps(rank, world_size, layout, name):
-    """Steps on this rank's shards. Returns None, or the first parameter that is not as in one process."""
+    """Steps on this rank's shards. Returns None, or the first parameter that is not as in one
+    process.
+    """
     tp, sharding = LAYOUTS[layout]
     mesh = build_mesh(Grid(tp=tp, dp=world_size // tp), rank, torch.device("cpu"))
     tensors = {each.name: each for each in TENSORS} if tp > 1 else {}
     named = parameters()
     recipe = Recipe(MADE[name](named), named.items(), "cpu")
-    cut = {each.name: local(each, named[each.name].detach(), mesh.tp_rank, tp) if tp > 1 else named[each.name].detach()
-           for each in TENSORS}  # fmt: skip
-    entries = [BufferEntry(key, tuple(part.shape), recipe.group_of(key)) for key, part in cut.items()]
+    cut = {each.name: named[each.name].detach() for each in TENSORS}
+    if tp > 1:
+        rank = mesh.tp_rank
+        cut = {each.name: local(each, cut[each.name], rank, tp) for each in TENSORS}
+    entries = [
+        BufferEntry(key, tuple(part.shape), recipe.group_of(key)) for key, part in cut.items()
+    ]
     shards = (mesh.shard_ranks, mesh.shard_rank, sharding)
     buffer = ParameterBuffer([entries[:3], entries[3:]], torch.float32, "cpu", 40, *shards)
     for buckets in buffer.filling():
@@ -114,8 +134,14 @@ def steps(rank, world_size, layout, name):
         made.freeze(FROZEN[step])
         made.step([(LR, group.options.get("weight_decay", 0.0)) for group in recipe.groups])
         if step == 1:  # as a checkpoint does it
-            kept = {kind: {k: v.clone() for k, v in state.parts.items()} for kind, state in made.state().items()}
-            others = {kind: {k: v.clone() for k, v in tensors.items()} for kind, tensors in made.other_state().items()}
+            kept = {
+                kind: {k: v.clone() for k, v in state.parts.items()}
+                for kind, state in made.state().items()
+            }
+            others = {
+                kind: {k: v.clone() for k, v in tensors.items()}
+                for kind, tensors in made.other_state().items()
+            }
             missed = made.missed
             made = TorchOptimizer(buffer, OptimizerConfig(clip_grad=0.0), recipe, mesh, tensors)
             made.missed = missed
@@ -133,18 +159,21 @@ def steps(rank, world_size, layout, name):
             start = buffer.slots[key].start
             for (first, last, _), values in zip(buffer.owned, buffer.own_data, strict=True):
                 if first <= low < high <= last:
-                    if not torch.equal(values[low - first : high - first], mine.flatten()[low - start : high - start]):
+                    if not torch.equal(
+                        values[low - first : high - first],
+                        mine.flatten()[low - start : high - start],
+                    ):
                         return key, step
     dist.barrier()
     return None
 
 
 LAYOUTS = {
-    "tensor": (2, Sharding.NOTHING),
-    "optimizer": (1, Sharding.OPTIMIZER),
-    "gradients": (1, Sharding.GRADIENTS),
-    "parameters": (1, Sharding.PARAMETERS),
-    "both": (2, Sharding.OPTIMIZER),
+    "tensor": (2, ShardedState.NOTHING),
+    "optimizer": (1, ShardedState.OPTIMIZER),
+    "gradients": (1, ShardedState.GRADIENTS),
+    "parameters": (1, ShardedState.PARAMETERS),
+    "both": (2, ShardedState.OPTIMIZER),
 }
 
 
@@ -167,7 +196,9 @@ def test_16_bit_parameters_are_rounded_from_fp32_ones(name):
     for key, p in named.items():
         p.data = p.data.bfloat16().float()
         buffer.parameter(key).copy_(p.data)
-    ours = TorchOptimizer(buffer, OptimizerConfig(clip_grad=1.0), made, build_mesh(Grid(), 0, torch.device("cpu")), {})
+    ours = TorchOptimizer(
+        buffer, OptimizerConfig(clip_grad=1.0), made, build_mesh(Grid(), 0, torch.device("cpu")), {}
+    )
     theirs = MADE[name](named)
     for step in range(STEPS):
         for key, gradient in gradients(step).items():
@@ -178,9 +209,9 @@ def test_16_bit_parameters_are_rounded_from_fp32_ones(name):
         assert result.grad_norm == pytest.approx(norm, rel=1e-6) and norm > 1
         theirs.step()
         for key, p in named.items():
-            assert torch.allclose(buffer.view(buffer.master, key), p, rtol=0, atol=1e-2 if name == "muon" else 1e-6), (
-                key
-            )
+            assert torch.allclose(
+                buffer.view(buffer.master, key), p, rtol=0, atol=1e-2 if name == "muon" else 1e-6
+            ), key
             assert torch.equal(buffer.parameter(key), buffer.view(buffer.master, key).bfloat16())
 
 
@@ -190,9 +221,20 @@ def recipe(optimizer, named):
 
 def test_what_can_be_cut_is_found_by_trying():
     named = parameters()
-    elementwise = {name: recipe(MADE[name](named), named).groups[0].traits.elementwise for name in MADE}
-    assert [name for name, found in elementwise.items() if not found] == ["muon", "adafactor", "lengths"]
-    assert recipe(MADE["adafactor"](named), named).other_shaped == ["step", "RMS", "exp_avg_sq_row", "exp_avg_sq_col"]
+    elementwise = {
+        name: recipe(MADE[name](named), named).groups[0].traits.elementwise for name in MADE
+    }
+    assert [name for name, found in elementwise.items() if not found] == [
+        "muon",
+        "adafactor",
+        "lengths",
+    ]
+    assert recipe(MADE["adafactor"](named), named).other_shaped == [
+        "step",
+        "RMS",
+        "exp_avg_sq_row",
+        "exp_avg_sq_col",
+    ]
 
 
 class Random(torch.optim.SGD):
@@ -271,7 +313,9 @@ def test_what_another_one_would_not_do_is_named():
     assert recipe(Flag(mine, LR, True), named).make({0: mine}).flag
     with pytest.raises(ConfigError, match="Flag: other is 2, and 1 in others of its class"):
         recipe(Flag(mine, LR, hidden=2), named)
-    with pytest.raises(ConfigError, match=r"Holds: it hands its parameters to other optimizers \(inner\)"):
+    with pytest.raises(
+        ConfigError, match=r"Holds: it hands its parameters to other optimizers \(inner\)"
+    ):
         recipe(Holds(mine, LR), named)
     with pytest.raises(ConfigError, match=r"Free: it has a train\(\) and an eval\(\)"):
         recipe(Free(mine, LR), named)
@@ -286,7 +330,9 @@ def test_an_optimizer_of_all_parameters_is_for_ranks_that_have_all():
     coupled = recipe(Together([*named.values()], lr=LR), named)
     check_layout(coupled, 1, False)
     for layout in ((2, False), (1, True)):
-        with pytest.raises(ConfigError, match="Together: its update of a parameter depends on the others"):
+        with pytest.raises(
+            ConfigError, match="Together: its update of a parameter depends on the others"
+        ):
             check_layout(coupled, *layout)
     drifting = recipe(Drifting([*named.values()], lr=LR), named)
     assert not drifting.groups[0].traits.elementwise and drifting.groups[0].traits.independent

@@ -1,4 +1,6 @@
-"""A rank of a job of torchrun whose last rank misbehaves in step 3: python hanging_job.py DOOR KIND PP DIRECTORY."""
+"""A rank of a job of torchrun whose last rank misbehaves in step 3: python hanging_job.py DOOR KIND
+PP DIRECTORY.
+"""
 
 import os
 import signal
@@ -10,11 +12,13 @@ import torch
 from megatron_merak.arguments import build_parser, read
 from megatron_merak.config import Config
 from megatron_merak.parallel.launch import World, launch, leave
-from megatron_merak.parallel.watchdog import Limits
+from megatron_merak.parallel.watchdog import HangLimits
 from megatron_merak.runtime.executor import Executor
 
 # What a step may take: capturing on a busy machine is outside of steps.
-LIMITS = Limits(first=60.0, factor=0.0, least=8.0, elsewhere=600.0, poll=0.2, silence=2.0, beside=1.0)
+LIMITS = HangLimits(
+    first=60.0, factor=0.0, least=8.0, elsewhere=600.0, poll=0.2, silence=2.0, beside=1.0
+)
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1
     --global-batch-size 4 --train-iters 6 --lr 1e-3 --mock-data --vocab-size 50 --log-interval 1 --eval-iters 0
     --distributed-backend gloo"""
@@ -35,7 +39,7 @@ def arm(world: World, kind: str) -> None:
     run = Executor._run
 
     def watched(self: Executor, entry: object) -> object:
-        if world.is_last and self.step == 2 and entry == self.program[0]:
+        if world.is_last and self.last.step == 2 and entry == self.program[0]:
             time.sleep(0.5)  # the others learn where it is
             misbehave(kind)
         return run(self, entry)

@@ -55,11 +55,18 @@ def test_a_failure_is_raised_on_every_rank_with_its_type_and_fields():
     for rank, (none, one, two, mixed, *pair) in enumerate(outcomes):
         assert none == {}
         assert one["type"] == "ConfigError"
-        assert one["fields"] == ("--split", 7, "on rank 1, it does not add up", "Give three numbers")
+        assert one["fields"] == (
+            "--split",
+            7,
+            "on rank 1, it does not add up",
+            "Give three numbers",
+        )
         assert one["cause"] == ("ConfigError" if rank == 1 else "NoneType")
         assert two["text"] == "--split 7: on ranks 0, 2, it does not add up. Give three numbers."
         assert mixed["type"] == "ConfigError" and "on rank 2, KeyError 'x'" in mixed["text"]
-        assert [outcome["fields"][2] for outcome in pair] == ["on rank 2, it does not add up"] * (rank > 0)
+        assert [outcome["fields"][2] for outcome in pair] == ["on rank 2, it does not add up"] * (
+            rank > 0
+        )
 
 
 def _foreign(rank: int, world_size: int) -> tuple[str, str]:

@@ -20,7 +20,10 @@ def differing(rank, world_size):
 
 def test_other_calls_are_an_error_on_every_rank():
     for text in run_ranks(differing, 2):
-        assert "rank 1 train: rank 0 is in save_model, and both need all ranks. Call it on every rank" in text
+        assert (
+            "rank 1 train: rank 0 is in save_model, and both need all ranks. Call it on every rank"
+            in text
+        )
 
 
 def late(rank, world_size, path):

@@ -5,7 +5,11 @@ from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer
 
 GROUPS = [
     [BufferEntry("a.weight", (10, 13), 0), BufferEntry("a.bias", (13,), 1)],
-    [BufferEntry("b.norm", (5,), 1), BufferEntry("b.weight", (64,), 0), BufferEntry("b.gate", (3, 3), 0)],
+    [
+        BufferEntry("b.norm", (5,), 1),
+        BufferEntry("b.weight", (64,), 0),
+        BufferEntry("b.gate", (3, 3), 0),
+    ],
     [BufferEntry("c.scale", (), 1, counted=False)],
 ]
 
@@ -22,7 +26,12 @@ def test_layout_by_hand():
         "c.scale": (448, 449),
     }
     assert buffer.size == 512
-    assert [tuple(r) for r in buffer.ranges] == [(0, 192, 0), (192, 256, 1), (256, 384, 0), (384, 512, 1)]
+    assert [tuple(r) for r in buffer.ranges] == [
+        (0, 192, 0),
+        (192, 256, 1),
+        (256, 384, 0),
+        (384, 512, 1),
+    ]
     assert not buffer.slots["c.scale"].counted and buffer.slots["b.gate"].counted
 
 
@@ -50,7 +59,11 @@ def test_buckets_tile_the_buffer_from_the_end(bucket_elements):
     for bucket in buffer.buckets:
         assert bucket.stop == stop
         stop = bucket.start
-        inside = [n for n, slot in buffer.slots.items() if bucket.start <= slot.start and slot.stop <= bucket.stop]
+        inside = [
+            n
+            for n, slot in buffer.slots.items()
+            if bucket.start <= slot.start and slot.stop <= bucket.stop
+        ]
         assert sorted(inside) == sorted(bucket.names)
         if bucket is not buffer.buckets[-1]:
             assert bucket.stop - bucket.start >= (bucket_elements or buffer.size)
@@ -94,10 +107,18 @@ MIXED = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shards", [2, 3])
 def test_shards_tile_the_buffer(shards, dtype, bucket_elements):
-    """Every rank lays parameters out alike, and each element that is not replicated has one owner."""
-    ranks = [ParameterBuffer(MIXED, dtype, "cpu", bucket_elements, shards, shard) for shard in range(shards)]
+    """Every rank lays parameters out alike, and each element that is not replicated has
+    one owner.
+    """
+    ranks = [
+        ParameterBuffer(MIXED, dtype, "cpu", bucket_elements, shards, shard)
+        for shard in range(shards)
+    ]
     first = ranks[0]
-    assert all((rank.slots, rank.size, rank.buckets) == (first.slots, first.size, first.buckets) for rank in ranks)
+    assert all(
+        (rank.slots, rank.size, rank.buckets) == (first.slots, first.size, first.buckets)
+        for rank in ranks
+    )
     assert {*first.slots} == {entry.name for group in MIXED for entry in group}
     owners = torch.zeros(first.size, dtype=torch.int64)
     for rank in ranks:
@@ -108,12 +129,16 @@ def test_shards_tile_the_buffer(shards, dtype, bucket_elements):
     for bucket in first.buckets:
         assert bucket.stop == stop and (bucket.stop - bucket.start) % shards == 0
         stop = bucket.start
-        assert {n for n, s in first.slots.items() if bucket.start <= s.start < bucket.stop} == {*bucket.names}
+        assert {n for n, s in first.slots.items() if bucket.start <= s.start < bucket.stop} == {
+            *bucket.names
+        }
         assert (owners[bucket.start : bucket.stop] == (1 if bucket.sharded else shards)).all()
     assert stop == 0
     apart = [bucket.names for bucket in first.buckets if not bucket.sharded]
     assert apart == ([("b.router",)] if dtype == torch.bfloat16 else [])
-    assert ("embed",) in [bucket.names for bucket in first.buckets], "its shards do not depend on its neighbours"
+    assert ("embed",) in [bucket.names for bucket in first.buckets], (
+        "its shards do not depend on its neighbours"
+    )
     covered = sum(stop - start for start, stop, _ in first.ranges)
     assert covered == first.size
 
@@ -135,5 +160,9 @@ def test_the_state_of_a_shard_goes_to_its_places_and_back(shard):
     buffer.refresh_master()
     for name, slot in buffer.slots.items():
         own = buffer.view(buffer.spread(buffer.master), name)
-        mine = torch.tensor([any(a <= i < b for a, b, _ in buffer.owned) for i in range(slot.start, slot.stop)])
-        assert (own.flatten()[mine] == (torch.tensor(0.1) if name == "b.router" else 3.0)).all(), name
+        mine = torch.tensor(
+            [any(a <= i < b for a, b, _ in buffer.owned) for i in range(slot.start, slot.stop)]
+        )
+        assert (own.flatten()[mine] == (torch.tensor(0.1) if name == "b.router" else 3.0)).all(), (
+            name
+        )

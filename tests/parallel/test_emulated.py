@@ -12,7 +12,8 @@ from tests.ranks import run_ranks
 
 # Two ranks in a node. In binary fractions of a second, so that sums of times are exact.
 INSIDE, BETWEEN = Link("inside", 2**-9, 2.0**12), Link("between", 2**-7, 2.0**9)
-# All four: two network cards in each node, and of three steps around the ring one crosses, (2**-7 + 2 * 2**-9) / 3.
+# All four: two network cards in each node, and of three steps around the ring one crosses, (2**-7 +
+# 2 * 2**-9) / 3.
 ACROSS = Link("across", 2**-8, 2.0**10)
 CLUSTER = Cluster(DEVICES["A100"], 2, INSIDE, BETWEEN, "test")
 SIZE = 2**10  # fp32 values that take 1 s inside and 8 s between
@@ -20,8 +21,14 @@ GROUPS = {"world": [[0, 1, 2, 3]], "inside": [[0, 1], [2, 3]], "between": [[0, 2
 
 
 def groups(rank, backend):
-    made = {name: [dist.new_group(ranks, backend=backend) for ranks in lists] for name, lists in GROUPS.items()}
-    return {name: next(g for g in made[name] if rank in dist.get_process_group_ranks(g)) for name in made}
+    made = {
+        name: [dist.new_group(ranks, backend=backend) for ranks in lists]
+        for name, lists in GROUPS.items()
+    }
+    return {
+        name: next(g for g in made[name] if rank in dist.get_process_group_ranks(g))
+        for name in made
+    }
 
 
 def calls(rank, group):
@@ -34,7 +41,10 @@ def calls(rank, group):
     whole = given.repeat(n)
 
     def call(function, *args, found=None, **options):
-        return lambda wait: (function(*args, group=group, async_op=not wait, **options), found or args[0])
+        return lambda wait: (
+            function(*args, group=group, async_op=not wait, **options),
+            found or args[0],
+        )
 
     def rooted(function, tensor, tensors, found):
         mine = tensors if me == 0 else None
@@ -49,7 +59,9 @@ def calls(rank, group):
         "reduce": call(dist.reduce, given.clone(), dst=first),
         "all_gather": call(dist.all_gather, parts, given),
         "all_gather_single": call(gather_single, torch.empty(n * SIZE), given),
-        "reduce_scatter": call(dist.reduce_scatter, torch.empty(SIZE), [part.clone() for part in parts]),
+        "reduce_scatter": call(
+            dist.reduce_scatter, torch.empty(SIZE), [part.clone() for part in parts]
+        ),
         "reduce_scatter_single": call(reduce_scatter_single, torch.empty(SIZE), whole),
         "all_to_all_single": call(dist.all_to_all_single, torch.empty(n * SIZE), whole),
         "gather": rooted(dist.gather, given, collected, collected),
@@ -81,7 +93,8 @@ def collectives(rank, world_size):
             for wait in (True, False):
                 dist.barrier(group=modelled["world"])
                 before, run = clock.account(), calls(rank, group)[name]
-                with clock.kernels():  # the copies that gloo's threads make to move the data are none of the model's
+                # the copies that gloo's threads make to move the data are none of the model's
+                with clock.kernels():
                     work, found = run(wait)
                     if not wait:
                         assert clock.now() == before.now, "launching takes no time"
@@ -89,9 +102,18 @@ def collectives(rank, world_size):
                         work.wait()
                 spent, seconds = clock.account() - before, expected(name, group.size(), link)
                 if name != "reduce" or rank == dist.get_process_group_ranks(group)[0]:
-                    same = zip(*([x] if isinstance(x, torch.Tensor) else x for x in (found, wanted[name])), strict=True)
+                    same = zip(
+                        *([x] if isinstance(x, torch.Tensor) else x for x in (found, wanted[name])),
+                        strict=True,
+                    )
                     assert all(torch.equal(a, b) for a, b in same), (where, name)
-                assert spent.now == spent.exposed == spent.communication == seconds, (where, name, wait, spent, seconds)
+                assert spent.now == spent.exposed == spent.communication == seconds, (
+                    where,
+                    name,
+                    wait,
+                    spent,
+                    seconds,
+                )
     objects = [None] * world_size
     dist.all_gather_object(objects, {"rank": rank}, group=modelled["world"])
     assert objects == [{"rank": other} for other in range(world_size)]
@@ -134,10 +156,17 @@ class Rules:
             self.clock.kernel(kernel)
             work.wait()
             spent = self.clock.account() - before
-            assert (spent.busy, spent.exposed, spent.idle, spent.communication) == (kernel, exposed, 0, cost)
+            assert (spent.busy, spent.exposed, spent.idle, spent.communication) == (
+                kernel,
+                exposed,
+                0,
+                cost,
+            )
 
     def late(self):
-        """The second rank comes 3 s later: the first is idle for so long, and only then is the transfer exposed."""
+        """The second rank comes 3 s later: the first is idle for so long, and only then is the
+        transfer exposed.
+        """
         self.clock.kernel(3.0 * self.rank)
         before = self.clock.account()
         self.reduce().wait()
@@ -154,7 +183,9 @@ class Rules:
         assert spent.now == spent.exposed == spent.communication == 24 + 4 * self.LATENCY
 
     def wire(self):
-        """Two messages: the second starts when the first is through, which arrives a latency later."""
+        """Two messages: the second starts when the first is through, which arrives a
+        latency later.
+        """
         before = self.clock.now()
         if self.rank == 0:
             works = [self.send(), self.send(7, 2)]
@@ -189,7 +220,9 @@ class Rules:
             dist.barrier(group=self.group)
 
     def tags(self):
-        """Messages go in the order in which they become ready; one that nobody receives yet lets the others through."""
+        """Messages go in the order in which they become ready; one that nobody receives yet lets
+        the others through.
+        """
         before = self.clock.now()
         if self.rank == 0:
             [work.wait() for work in (self.send(1), self.send(2), self.send(3))]
@@ -198,7 +231,9 @@ class Rules:
         self.clock.kernel(1.0)
         second = self.receive(2)
         second.wait()
-        assert self.clock.now() - before == 9 + self.LATENCY, "nobody can know yet that another comes before"
+        assert self.clock.now() - before == 9 + self.LATENCY, (
+            "nobody can know yet that another comes before"
+        )
         third.wait()
         assert self.clock.now() - before == 17 + self.LATENCY
         self.receive(1).wait()
@@ -245,7 +280,18 @@ class Rules:
         future.wait()
 
 
-RULES = ("hidden", "late", "reverse", "wire", "both_ways", "posted", "tags", "turns", "queued", "together")
+RULES = (
+    "hidden",
+    "late",
+    "reverse",
+    "wire",
+    "both_ways",
+    "posted",
+    "tags",
+    "turns",
+    "queued",
+    "together",
+)
 
 
 def follow_rules(rank, world_size):
@@ -263,7 +309,9 @@ def follow_rules(rank, world_size):
 
 
 def test_rules_of_the_clock():
-    assert run_ranks(follow_rules, 2) == run_ranks(follow_rules, 2), "modelled times repeat to the last bit"
+    assert run_ranks(follow_rules, 2) == run_ranks(follow_rules, 2), (
+        "modelled times repeat to the last bit"
+    )
 
 
 def ddp(rank, world_size):
@@ -274,7 +322,9 @@ def ddp(rank, world_size):
     for backend in ("gloo", "emu"):
         torch.manual_seed(0)
         group = dist.new_group(backend=backend)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64), process_group=group)
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Linear(64, 64), process_group=group
+        )
         with clock.kernels():
             model(torch.full((2, 64), float(rank + 1))).sum().backward()
         found.append([p.grad for p in model.parameters()])
@@ -296,7 +346,11 @@ def test_kernels_of_given_time():
     before = wall.now()
     wall.kernel(0.02)
     assert wall.now() - before >= 0.02
-    assert (wall.label, clock.label, LogicalClock(CLUSTER).label) == ("", "modelled", "modelled on test")
+    assert (wall.label, clock.label, LogicalClock(CLUSTER).label) == (
+        "",
+        "modelled",
+        "modelled on test",
+    )
 
 
 def test_operations_take_the_time_of_their_device():

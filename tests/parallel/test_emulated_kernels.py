@@ -6,16 +6,17 @@ import torch.nn.functional as F
 
 from megatron_merak import ops
 from megatron_merak.cluster import Device
-from megatron_merak.parallel.emulated_kernels import Kernels
+from megatron_merak.parallel.emulated_kernels import ChargedKernels
 
 BYTES = Device("bytes", 1e30, 1e30, 1.0, 0, 1.0)  # a byte takes a second, arithmetic nothing
-FLOPS = Device("flops", 2.0, 1.0, 1e30, 0, 1.0)  # an fp32 operation takes a second, a 16-bit one half
+# an fp32 operation takes a second, a 16-bit one half
+FLOPS = Device("flops", 2.0, 1.0, 1e30, 0, 1.0)
 
 
 def charged(device, run):
     """Seconds of each kernel that ``run`` starts."""
     times = []
-    with Kernels(device, times.append):
+    with ChargedKernels(device, times.append):
         run()
     return [seconds for seconds in times if seconds > 1e-20]
 
@@ -40,7 +41,8 @@ TRAFFIC = {
     "copy": (lambda: X.copy_(Y), 800),
     "clone": (lambda: X.clone(), 800),
     "cast": (lambda: X.bfloat16(), 600),
-    "views": (lambda: X.t()[2:].unsqueeze(0).detach().reshape(10, 8).transpose(0, 1), 2 * 320),  # reshape copies
+    # reshape copies
+    "views": (lambda: X.t()[2:].unsqueeze(0).detach().reshape(10, 8).transpose(0, 1), 2 * 320),
     "free": (lambda: (X.view(100), X.view(-1).view(20, 5), torch.empty(100), torch.empty_like(X), X[3:]), 0),
     "sum": (lambda: X.sum(), 404),
     "mm": (lambda: A @ B, 4 * (32 + 128 + 64)),
@@ -55,7 +57,8 @@ TRAFFIC = {
             *([t.clone()] for t in (X, X, X, X)), [], [torch.tensor(1.0)],
             lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
         ),
-        4 * 800 + 400 * 7 + 4,  # clones; weight and moments read and written, gradient read; the step count
+        # clones; weight and moments read and written, gradient read; the step count
+        4 * 800 + 400 * 7 + 4,
     ),
 }  # fmt: skip
 
@@ -79,7 +82,10 @@ ARITHMETIC = {
     "batched": (lambda: Q[:, :, :16] @ K[:, :, :16].transpose(2, 3), 2 * 8 * 16 * 16 * 8),
     "linear": (lambda: F.linear(A, B.t(), BIAS), 2 * 4 * 8 * 16),
     "attention": (lambda: F.scaled_dot_product_attention(Q, K, V), 4 * 8 * 600 * 600 * 8),
-    "causal": (lambda: ops.causal_attention(*(x.transpose(1, 2) for x in (Q, K, V))), 2 * 8 * 600 * 600 * 8),
+    "causal": (
+        lambda: ops.causal_attention(*(x.transpose(1, 2) for x in (Q, K, V))),
+        2 * 8 * 600 * 600 * 8,
+    ),
     "nothing": (lambda: F.gelu(X) + F.layer_norm(X, (10,)), 0),
 }
 
@@ -113,6 +119,6 @@ def test_a_model_computes_the_same_bits():
         return [p.grad for p in layer.parameters()]
 
     plain = run()
-    with Kernels(FLOPS, lambda seconds: None):
+    with ChargedKernels(FLOPS, lambda seconds: None):
         timed = run()
     assert all(torch.equal(a, b) for a, b in zip(plain, timed, strict=True))

@@ -1,4 +1,6 @@
-"""Emulated pipelines: exact where there is a formula, equal to the simulator elsewhere, the same bits as real ones."""
+"""Emulated pipelines: exact where there is a formula, equal to the simulator elsewhere, the same
+bits as real ones.
+"""
 
 import random
 from dataclasses import replace
@@ -32,7 +34,9 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
-SLOW = Cluster(DEVICES["A100"], 2, Link("inside", 1e-3, 1e6), Link("between", 3e-3, 0.25e6), "slow links")
+SLOW = Cluster(
+    DEVICES["A100"], 2, Link("inside", 1e-3, 1e6), Link("between", 3e-3, 0.25e6), "slow links"
+)
 FREE = replace(SLOW, inside=Link("free", 0, float("inf")), between=Link("free", 0, float("inf")))
 
 
@@ -81,8 +85,12 @@ def test_slow_uneven_pipelines_take_what_the_simulator_says():
     for (schedule, line), found in zip(runs, makespans(4, SLOW, runs), strict=True):
         costs = line.costs(schedule, SLOW)
         assert found == pytest.approx(simulate(schedule, costs).makespan, rel=1e-9), schedule.name
-        free = replace(costs, transfer=(0.0,) * len(costs.transfer), latency=(0.0,) * len(costs.latency))
-        assert found > 1.05 * simulate(schedule, free).makespan, f"{schedule.name}: the links are too fast to matter"
+        free = replace(
+            costs, transfer=(0.0,) * len(costs.transfer), latency=(0.0,) * len(costs.latency)
+        )
+        assert found > 1.05 * simulate(schedule, free).makespan, (
+            f"{schedule.name}: the links are too fast to matter"
+        )
 
 
 def config_of(case: Case) -> Config:
@@ -97,8 +105,9 @@ def trainer_of(case: Case, mesh: Mesh) -> Trainer:
 
 
 def traced_step(trainer: Trainer, batches) -> list[list[tuple[str, float, float]]]:
-    """One step's gradients; each rank's (op, start, end) of its compute, from a start that all share. All micro-batches
-    take the same time, as the simulator has it: the first adds to what the last step left."""
+    """One step's gradients; each rank's (op, start, end) of its compute, from a start that all
+    share. All micro-batches take the same time, as the simulator has it: the first adds to what the
+    last step left."""
     dist.barrier()
     trainer.model.executor(len(batches)).trace = []
     with trainer.mesh.clock.kernels(), mock.patch.object(Gradient, "start"):
@@ -112,12 +121,19 @@ def costs_of(plan: Plan, traces: list, mesh: Mesh) -> StageCosts:
     for rank in range(mesh.grid.pp):
         for op, start, end in traces[mesh.grid.rank(pp=rank)]:
             times.setdefault(op[:2], []).append(end - start)
-    forward, backward = (tuple(median(times[f"{s}{kind}"]) for s in range(mesh.grid.pp)) for kind in "FB")
-    links = [mesh.clock.cluster.link([mesh.grid.rank(pp=b), mesh.grid.rank(pp=b + 1)]) for b in range(mesh.grid.pp - 1)]
+    forward, backward = (
+        tuple(median(times[f"{s}{kind}"]) for s in range(mesh.grid.pp)) for kind in "FB"
+    )
+    links = [
+        mesh.clock.cluster.link([mesh.grid.rank(pp=b), mesh.grid.rank(pp=b + 1)])
+        for b in range(mesh.grid.pp - 1)
+    ]
     sizes = [plan.units[stage.last - 1].output_bytes for stage in plan.stages[:-1]]
     transfer = tuple(size / link.bandwidth for size, link in zip(sizes, links, strict=True))
     zero = (0.0,) * mesh.grid.pp
-    return StageCosts(forward, backward, zero, zero, transfer, tuple(link.latency for link in links))
+    return StageCosts(
+        forward, backward, zero, zero, transfer, tuple(link.latency for link in links)
+    )
 
 
 def join(rank, world_size, store, cluster) -> LogicalClock:
@@ -130,14 +146,20 @@ def join(rank, world_size, store, cluster) -> LogicalClock:
 
 
 def agreement(rank, world_size, store, case, cluster) -> tuple[float, float, float, Account]:
-    """Modelled seconds of a step, what the simulator says of it with and without transfers, and the account."""
+    """Modelled seconds of a step, what the simulator says of it with and without transfers, and the
+    account.
+    """
     clock = join(rank, world_size, store, cluster)
     mesh = build_mesh(trainer_grid(case), rank, CPU, clock=clock)
     trainer = trainer_of(case, mesh)
     batches = replica_batch(case, 0, mesh.dp_rank)
     costs = costs_of(trainer.plan, traced_step(trainer, batches), mesh)
-    starts, ends = zip(*(times for trace in traced_step(trainer, batches) for _, *times in trace), strict=True)
-    none = replace(costs, transfer=(0.0,) * len(costs.transfer), latency=(0.0,) * len(costs.latency))
+    starts, ends = zip(
+        *(times for trace in traced_step(trainer, batches) for _, *times in trace), strict=True
+    )
+    none = replace(
+        costs, transfer=(0.0,) * len(costs.transfer), latency=(0.0,) * len(costs.latency)
+    )
     simulated = [simulate(trainer.plan.schedule, found).makespan for found in (costs, none)]
     return max(ends) - min(starts), *simulated, clock.account()
 
@@ -146,7 +168,8 @@ def trainer_grid(case: Case):
     return make_plan(config_of(case), case.world).grid
 
 
-# A device and links at which compute, tensor-parallel all-reduces and transfers of these tiny models all matter.
+# A device and links at which compute, tensor-parallel all-reduces and transfers of these tiny
+# models all matter.
 DEVICE = replace(DEVICES["A100"], memory_bandwidth=2e9, float32_flops=0.2e12)
 TINY = Cluster(DEVICE, 2, Link("inside", 2e-6, 4e9), Link("between", 1e-4, 20e6), "tiny")
 EIGHT = pytest.mark.slow  # processes
@@ -164,19 +187,25 @@ EIGHT = pytest.mark.slow  # processes
     ids=lambda case: f"{case.family}-tp{case.tp}-pp{case.pp}",
 )
 def test_the_simulator_agrees_with_an_emulated_run(case, tmp_path):
-    """A real model, the real executor under 1F1B: its modelled step is the simulated one, far within 1 %."""
+    """A real model, the real executor under 1F1B: its modelled step is the simulated one, far
+    within 1 %.
+    """
     cluster = replace(TINY, ranks_per_node=case.tp)
     ranks = run_ranks(agreement, case.world, str(tmp_path / "store"), case, cluster, timeout=200)
     emulated, simulated, free, _ = ranks[0]
     assert emulated == pytest.approx(simulated, rel=0.001)
-    assert simulated > 1.05 * free, "transfers do not matter here, so that agreement says little of them"
+    assert simulated > 1.05 * free, (
+        "transfers do not matter here, so that agreement says little of them"
+    )
     for *_, account in ranks:
         assert account.busy > 0 and account.exposed > 0 and account.idle > 0
         assert account.now == pytest.approx(account.busy + account.exposed + account.idle, rel=1e-9)
 
 
 def test_equal_runs_have_equal_times(tmp_path):
-    first, second = (run_ranks(agreement, 2, str(tmp_path / name), Case("llama", pp=2), TINY) for name in "ab")
+    first, second = (
+        run_ranks(agreement, 2, str(tmp_path / name), Case("llama", pp=2), TINY) for name in "ab"
+    )
     assert first == second
 
 
@@ -192,7 +221,9 @@ def both(rank, world_size, store, case):
             loss = trainer.model.gradients(replica_batch(case, 0, mesh.dp_rank))
             norm = trainer.optimizer.step([(1e-3, 0.1), (1e-3, 0.0)]).grad_norm
         flats = (trainer.model.buffer.main_grad, trainer.model.buffer.data)
-        found.append((loss, norm, [shard.tensor for flat in flats for shard in parts(trainer, flat)]))
+        found.append(
+            (loss, norm, [shard.tensor for flat in flats for shard in parts(trainer, flat)])
+        )
     real, modelled = found
     assert real[:2] == modelled[:2]
     return all(torch.equal(a, b) for a, b in zip(real[2], modelled[2], strict=True))
@@ -204,4 +235,6 @@ def test_training_has_gloos_bits(tmp_path):
 
 
 def test_gradients_over_replicas_have_gloos_bits(tmp_path):
-    assert run_ranks(both, 2, str(tmp_path / "store"), Case("llama", dp=2), timeout=120) == [True] * 2
+    assert (
+        run_ranks(both, 2, str(tmp_path / "store"), Case("llama", dp=2), timeout=120) == [True] * 2
+    )

@@ -1,4 +1,6 @@
-"""Signals are noted, agreed on by all ranks behind the same step, and the second one ends at once."""
+"""Signals are noted, agreed on by all ranks behind the same step, and the second one ends
+at once.
+"""
 
 import faulthandler
 import multiprocessing
@@ -28,7 +30,9 @@ def handlers_stay():
 
 
 def _stopped(rank, world_size, sender):
-    """The step behind which this rank stops, and for which signal; ``sender`` gets one in its third."""
+    """The step behind which this rank stops, and for which signal; ``sender`` gets one in its
+    third.
+    """
     import torch.distributed as dist
 
     with Interruption(dist.group.WORLD, os._exit) as interruption:
@@ -84,11 +88,16 @@ def test_handlers_of_others_stay(tmp_path):
             signal.raise_signal(signal.SIGUSR1)
             assert interruption.stops() == 0 and interruption.kept == ["SIGTERM", "SIGUSR1"]
         faulthandler.unregister(signal.SIGUSR1)
-    assert heard == [signal.SIGTERM] and "test_handlers_of_others_stay" in (tmp_path / "stacks").read_text()
+    assert (
+        heard == [signal.SIGTERM]
+        and "test_handlers_of_others_stay" in (tmp_path / "stacks").read_text()
+    )
 
 
 def test_a_forked_child_ends_at_sigterm_and_its_signals_are_not_this_process_s(monkeypatch):
-    """Else leaving a Pool would wait forever, and a signal to the child would count as the first one here."""
+    """Else leaving a Pool would wait forever, and a signal to the child would count as the first
+    one here.
+    """
     monkeypatch.setattr(module, "GRACE", 0.0)
     context = multiprocessing.get_context("fork")
     children = []

@@ -40,10 +40,22 @@ def test_without_torchrun_a_process_is_alone():
         ({"RANK": ""}, ["environment variable RANK ''"]),
         ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK 4", "WORLD_SIZE is 4"]),
         ({"WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ["environment variable MASTER_ADDR (unset)", "torchrun"]),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, ["environment variable MASTER_PORT"]),
-        ({OPEN_MPI[0]: "2", OPEN_MPI[1]: "2"}, [f"{OPEN_MPI[0]} 2: {OPEN_MPI[1]} is 2. Start ranks with mpirun"]),
-        ({OPEN_MPI[0]: "0", OPEN_MPI[1]: "2"}, ["MASTER_ADDR (unset)", "Name the first rank's host and a free port"]),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            ["environment variable MASTER_ADDR (unset)", "torchrun"],
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
+            ["environment variable MASTER_PORT"],
+        ),
+        (
+            {OPEN_MPI[0]: "2", OPEN_MPI[1]: "2"},
+            [f"{OPEN_MPI[0]} 2: {OPEN_MPI[1]} is 2. Start ranks with mpirun"],
+        ),
+        (
+            {OPEN_MPI[0]: "0", OPEN_MPI[1]: "2"},
+            ["MASTER_ADDR (unset)", "Name the first rank's host and a free port"],
+        ),
         ({"PMI_RANK": "x", "PMI_SIZE": "2"}, ["environment variable PMI_RANK 'x'", "not a number"]),
     ],
 )
@@ -58,13 +70,20 @@ def test_variables_that_do_not_fit(monkeypatch, variables, words):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_nccl_needs_a_cuda_device():
-    with pytest.raises(LaunchError, match="--distributed-backend nccl: there is no CUDA device. Use .* gloo"):
+    with pytest.raises(
+        LaunchError, match="--distributed-backend nccl: there is no CUDA device. Use .* gloo"
+    ):
         launch("nccl")
     for other in ("gloo_cuda", "merak_peer"):
-        with pytest.raises(LaunchError, match=f"--distributed-backend {other}: there is no CUDA device. Use .* gloo"):
+        with pytest.raises(
+            LaunchError,
+            match=f"--distributed-backend {other}: there is no CUDA device. Use .* gloo",
+        ):
             launch(other)
     assert launch("auto").device.type == "cpu"
-    with pytest.raises(LaunchError, match="backend merak_peer: the job runs on CPUs. Use merak_shm or gloo"):
+    with pytest.raises(
+        LaunchError, match="backend merak_peer: the job runs on CPUs. Use merak_shm or gloo"
+    ):
         own_collectives("merak_peer", torch.device("cpu"), 2)
 
 
@@ -78,12 +97,18 @@ def test_more_local_ranks_than_devices(monkeypatch):
 
 
 def test_an_emulated_cluster_needs_a_name():
-    with pytest.raises(LaunchError, match="--emulate \\(missing\\): --distributed-backend emu models a cluster"):
+    with pytest.raises(
+        LaunchError, match="--emulate \\(missing\\): --distributed-backend emu models a cluster"
+    ):
         launch("emu")
-    with pytest.raises(PlanError, match="cluster abacus: there is no such one. Use one of cpu, laptop"):
+    with pytest.raises(
+        PlanError, match="cluster abacus: there is no such one. Use one of cpu, laptop"
+    ):
         launch("emu", emulate="abacus")
     with pytest.raises(ConfigError, match="cluster file nowhere.json: No such file"):
         launch("emu", emulate="nowhere.json")
+    figures = find_cluster("dgx-h100").by_figures
+    assert launch("emu", emulate="dgx-h100").cluster == figures != find_cluster("dgx-h100")
     world = launch("emu", emulate="rtx3090")
     assert world.cluster is find_cluster("rtx3090") and world.device.type == "cpu"
     assert world.clock.label == "modelled on rtx3090" and world.clock.now() == 0
@@ -143,14 +168,22 @@ leave(world)
 """
 
 
-@pytest.mark.skipif(not dist.is_mpi_available(), reason=f"torch {torch.__version__} was built without MPI")
+@pytest.mark.skipif(
+    not dist.is_mpi_available(), reason=f"torch {torch.__version__} was built without MPI"
+)
 def test_ranks_of_mpi(monkeypatch):
     command = ["mpirun", "--oversubscribe", "-np", "4", sys.executable, "-c", PROGRAM]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": "."})
-    assert sorted(told.stdout.splitlines()) == [f"ranks {rank} 4 mpi" for rank in range(4)], told.stderr
+    told = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": "."}
+    )
+    assert sorted(told.stdout.splitlines()) == [f"ranks {rank} 4 mpi" for rank in range(4)], (
+        told.stderr
+    )
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LaunchError, match="MPI numbers the ranks itself, and torchrun started them"):
+    with pytest.raises(
+        LaunchError, match="MPI numbers the ranks itself, and torchrun started them"
+    ):
         launch("mpi")
 
 
@@ -183,7 +216,15 @@ def join(rank, world_size, port):
     dist.all_reduce(total)
     deterministic = torch.are_deterministic_algorithms_enabled()
     leave(world)
-    return world.rank, world.size, str(world.device), world.is_last, total.item(), deterministic, dist.is_initialized()
+    return (
+        world.rank,
+        world.size,
+        str(world.device),
+        world.is_last,
+        total.item(),
+        deterministic,
+        dist.is_initialized(),
+    )
 
 
 def free_port() -> int:

@@ -1,4 +1,6 @@
-"""Who listens where, and who is let in: stores on one interface, connections after a proof of the job's secret."""
+"""Who listens where, and who is let in: stores on one interface, connections after a proof of the
+job's secret.
+"""
 
 import socket
 import threading
@@ -8,8 +10,21 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_merak.parallel.listening import listen, new_secret, open_server, proof, proves, serve_store
-from megatron_merak.parameter_server.wire import CLIENT, SERVER, Connection, ConnectionLost, Kind
+from megatron_merak.parallel.listening import (
+    listen,
+    new_secret,
+    open_server,
+    proof,
+    proves,
+    serve_store,
+)
+from megatron_merak.parameter_server.wire import (
+    CLIENT,
+    SERVER,
+    Connection,
+    ConnectionLost,
+    MessageKind,
+)
 from tests.listeners import addresses
 from tests.ranks import run_ranks
 
@@ -24,7 +39,9 @@ def test_a_store_listens_at_the_address_that_was_chosen():
     said = []
     store = open_server("127.0.0.1", 0, True, said.append)
     assert _listeners(store.port) == {"127.0.0.1"} and not said
-    again = dist.TCPStore("127.0.0.1", store.port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    again = dist.TCPStore(
+        "127.0.0.1", store.port, is_master=True, wait_for_workers=False, multi_tenant=True
+    )
     again.set("a", "1")
     assert store.get("a") == b"1" and _listeners(store.port) == {"127.0.0.1"}
     with pytest.raises(OSError):
@@ -74,11 +91,11 @@ def _connect(rank: int, world: int, secrets: tuple[bytes, bytes]) -> str:
         try:
             connection = Connection(store, "name", number, TIMEOUT, secrets[number])
             if number == CLIENT:
-                connection.send(Kind.HELLO, (1.0,), "text")
+                connection.send(MessageKind.HELLO, (1.0,), "text")
                 results[number] = connection.receive().text
             else:
                 results[number] = connection.receive().text
-                connection.send(Kind.HELLO, text="reply")
+                connection.send(MessageKind.HELLO, text="reply")
         except ConnectionLost as error:
             results[number] = f"lost: {error}"
 

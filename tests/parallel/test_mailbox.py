@@ -1,4 +1,6 @@
-"""Messages through mailboxes on a device of our own, which runs streams in any order that streams and events allow."""
+"""Messages through mailboxes on a device of our own, which runs streams in any order that streams
+and events allow.
+"""
 
 import ctypes
 from collections import deque
@@ -13,7 +15,7 @@ from megatron_merak.parallel import peer_group
 from megatron_merak.parallel.mailbox import Ends, Machine, Shape, places
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.p2p import Pipes
-from megatron_merak.parallel.peer_kernels import PATIENCE, Kernels
+from megatron_merak.parallel.peer_kernels import PATIENCE, PeerKernels
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.passes import add_communication
 from megatron_merak.plan import Grid
@@ -109,12 +111,14 @@ def raise_counter(pointer, value, stream):
     return 0
 
 
-KERNELS = Kernels(None, None, await_counter, raise_counter)
+KERNELS = PeerKernels(None, None, await_counter, raise_counter)
 SHAPE = Shape(slots=3, size=16)
 
 
 def ends(channels, world, device):
-    buffers = [torch.zeros(places(channels, rank, SHAPE)[1], dtype=torch.uint8) for rank in range(world)]
+    buffers = [
+        torch.zeros(places(channels, rank, SHAPE)[1], dtype=torch.uint8) for rank in range(world)
+    ]
     ranks = [Rank(device) for _ in range(world)]
     machines = [Machine(KERNELS, PATIENCE, rank, rank.write) for rank in ranks]
     return ranks, [Ends(channels, rank, buffers, machines[rank], SHAPE) for rank in range(world)]
@@ -126,7 +130,9 @@ def message(number, size, dtype=torch.float32):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_messages_of_any_size_arrive_in_order(seed):
-    """Both ways between two ranks and on to a third; messages of no slot, of one, and of more than there are."""
+    """Both ways between two ranks and on to a third; messages of no slot, of one, and of more than
+    there are.
+    """
     random, device = Random(seed), Device()
     channels = [(0, 1, "F"), (1, 0, "B"), (1, 2, "F"), (2, 1, "B")]
     ranks, own = ends(channels, 3, device)
@@ -145,17 +151,24 @@ def test_messages_of_any_size_arrive_in_order(seed):
         destination = {channel[0::2]: channel[1] for channel in channels}[source, kind]
         target = found[source, kind, number] = torch.zeros_like(whole)
         with ranks[destination].stream(ranks[destination].Stream()):
-            ranks[destination].write(target, torch.zeros_like(target))  # its memory is in use when it is announced
-            works.append((destination, own[destination].receive((source, destination, kind), target)))
+            # its memory is in use when it is announced
+            ranks[destination].write(target, torch.zeros_like(target))
+            works.append(
+                (destination, own[destination].receive((source, destination, kind), target))
+            )
     assert not any(work.is_completed() for _, work in works)
     random.shuffle(works)  # whoever waits for a later one takes the earlier ones too
     seen = [torch.zeros_like(work.result()[0]) for _, work in works]
     for (destination, work), there in zip(works, seen, strict=True):
-        with ranks[destination].stream(random.choice((ranks[destination].current, ranks[destination].Stream()))):
+        with ranks[destination].stream(
+            random.choice((ranks[destination].current, ranks[destination].Stream()))
+        ):
             work.wait()
             ranks[destination].write(there, work.result()[0])
     device.run(random)
-    assert all(torch.equal(there, work.result()[0]) for (_, work), there in zip(works, seen, strict=True))
+    assert all(
+        torch.equal(there, work.result()[0]) for (_, work), there in zip(works, seen, strict=True)
+    )
     assert all(torch.equal(found[key], whole) for key, whole in expected.items())
     assert all(work.is_completed() for _, work in works)
 
@@ -181,7 +194,9 @@ def test_a_sender_waits_for_a_free_slot():
 
 
 def _on_cpus(rank, world_size):
-    """Two pipelines of two stages. Without peer memory each channel has a group, which keeps messages in order."""
+    """Two pipelines of two stages. Without peer memory each channel has a group, which keeps
+    messages in order.
+    """
     peer_group.register(torch.device("cpu"), staged=True)
     grid = Grid(dp=2, pp=2)
     mesh = build_mesh(grid, rank, torch.device("cpu"), collectives=peer_group.NAME)

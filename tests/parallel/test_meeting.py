@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_merak.errors import LaunchError
-from megatron_merak.parallel.meeting import meet
+from megatron_merak.parallel.meeting import name_attempt
 
 SOON = timedelta(seconds=20)
 
@@ -19,14 +19,16 @@ def store():
 
 
 def gather(store, size, late=(), timeout=SOON, absent=()):
-    """What each rank gets: a name or an error. late: ranks that come half a second after the others."""
+    """What each rank gets: a name or an error. late: ranks that come half a second after the
+    others.
+    """
     results = [None] * size
 
     def come(rank):
         if rank in late:
             time.sleep(0.5)
         try:
-            results[rank] = meet(store.clone(), rank, size, timeout, lambda line: None)
+            results[rank] = name_attempt(store.clone(), rank, size, timeout, lambda line: None)
         except LaunchError as error:
             results[rank] = error
 

@@ -25,12 +25,24 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not hasattr(resource, "getrusage"), reason="glibc's malloc is on Linux")
+@pytest.mark.skipif(
+    sys.platform != "linux" or not hasattr(resource, "getrusage"),
+    reason="glibc's malloc is on Linux",
+)
 def test_freed_blocks_are_taken_again_without_page_faults():
-    if not subprocess.run([sys.executable, "-c", "import ctypes; ctypes.CDLL(None).mallopt"]).returncode == 0:
+    if (
+        not subprocess.run(
+            [sys.executable, "-c", "import ctypes; ctypes.CDLL(None).mallopt"]
+        ).returncode
+        == 0
+    ):
         pytest.skip("no glibc")
     returned, kept = (
-        int(subprocess.run([sys.executable, "-c", FAULTS.format(keep=keep)], check=True, capture_output=True).stdout)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", FAULTS.format(keep=keep)], check=True, capture_output=True
+            ).stdout
+        )
         for keep in (False, True)
     )
     assert kept < 100 < returned

@@ -43,7 +43,11 @@ def members(rank, world_size):
                 mine = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
                 dist.all_gather(mine, torch.tensor([rank]), group=group)
                 found[axis] = [int(other) for other in mine]
-        timeouts = {getattr(mesh, axis)._get_backend(CPU).options._timeout for axis in found if axis != "control"}
+        timeouts = {
+            getattr(mesh, axis)._get_backend(CPU).options._timeout
+            for axis in found
+            if axis != "control"
+        }
         results.append((found, timeouts))
     return results
 
@@ -58,11 +62,15 @@ def test_groups_are_the_grids():
                 if len(group) > 1:
                     expected[axis] = group
             assert found == expected
-            assert timeouts == {datetime.timedelta(seconds=77)}, "a group does not have the job's timeout"
+            assert timeouts == {datetime.timedelta(seconds=77)}, (
+                "a group does not have the job's timeout"
+            )
 
 
 def members_of_instances(rank, world_size):
-    """The ranks of `shard_group` and `replicate_group`, found by communication alone, and this rank's shard's index."""
+    """The ranks of `shard_group` and `replicate_group`, found by communication alone, and this
+    rank's shard's index.
+    """
     found = []
     for grid, instances in ((Grid(tp=2, dp=4), 2), (Grid(dp=8), 4), (Grid(dp=8), 1)):
         mesh = build_mesh(grid, rank, CPU, instances=instances)
@@ -78,13 +86,23 @@ def members_of_instances(rank, world_size):
 
 def test_instances_are_neighbouring_replicas_and_twins_are_at_the_same_place():
     found = run_ranks(members_of_instances, 8)
-    assert found[0] == [([[0, 2], [0, 4]], 0, 2), ([[0, 1], [0, 2, 4, 6]], 0, 2), ([[*range(8)]], 0, 8)]
-    assert found[7] == [([[5, 7], [3, 7]], 1, 2), ([[6, 7], [1, 3, 5, 7]], 1, 2), ([[*range(8)]], 7, 8)]
+    assert found[0] == [
+        ([[0, 2], [0, 4]], 0, 2),
+        ([[0, 1], [0, 2, 4, 6]], 0, 2),
+        ([[*range(8)]], 0, 8),
+    ]
+    assert found[7] == [
+        ([[5, 7], [3, 7]], 1, 2),
+        ([[6, 7], [1, 3, 5, 7]], 1, 2),
+        ([[*range(8)]], 7, 8),
+    ]
     assert found[5][0] == ([[5, 7], [1, 5]], 0, 2)
 
 
 def overlapping(rank, world_size):
-    groups = [new_groups(rank, lists, None, "tp") for lists in ([[0, 1], [2]], [[1, 2]], [[0], [1], [2]])]
+    groups = [
+        new_groups(rank, lists, None, "tp") for lists in ([[0, 1], [2]], [[1, 2]], [[0], [1], [2]])
+    ]
     return [None if group is None else group.size() for group in groups]
 
 
@@ -102,7 +120,9 @@ class Told:
 
 @pytest.mark.parametrize("bound", [None, torch.device("cuda", 0)])
 def test_nccl_is_told_what_a_group_is_for(bound, monkeypatch):
-    """Streams and blocks by use; one split makes all groups of an axis where communicators can be split."""
+    """Streams and blocks by use; one split makes all groups of an axis where communicators can be
+    split.
+    """
     made, seconds = [], datetime.timedelta(seconds=77)
 
     def new_group(ranks, timeout, backend, pg_options):
@@ -113,7 +133,9 @@ def test_nccl_is_told_what_a_group_is_for(bound, monkeypatch):
 
     if not hasattr(dist, "ProcessGroupNCCL"):
         monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Told), raising=False)
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound)))
+    monkeypatch.setattr(
+        dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
+    )
     for name, instead in {"get_backend": lambda: "nccl", "is_nccl_available": lambda: True}.items():
         monkeypatch.setattr(dist, name, instead)
     monkeypatch.setattr(dist, "new_group", new_group)
@@ -123,9 +145,13 @@ def test_nccl_is_told_what_a_group_is_for(bound, monkeypatch):
         made.clear()
         new_groups(0, [[1, 0], [2], [3, 4]], seconds, use)
         lists = [[[0, 1], [3, 4]]] if bound else [[[0, 1]], [[3, 4]]]
-        assert [(ranks, timeout) for ranks, timeout, _ in made] == [(each, seconds) for each in lists]
+        assert [(ranks, timeout) for ranks, timeout, _ in made] == [
+            (each, seconds) for each in lists
+        ]
         every = [options for *_, options in made]
-        assert len(set(map(id, every))) == len(every), "torch writes a group's name into its options"
+        assert len(set(map(id, every))) == len(every), (
+            "torch writes a group's name into its options"
+        )
         unset = type(every[0])().config.max_ctas
         for options in every:
             assert (options.is_high_priority_stream, options._timeout) == (told[0], seconds)

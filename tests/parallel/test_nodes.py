@@ -27,11 +27,31 @@ def told(*sizes: int) -> list[tuple[int, int]]:
         (told(4, 2, 1), (4, 2, 1), ""),
         ([(3, -1)] * 6, (3, 3), ""),
         ([(0, -1)] * 4, (), ""),
-        ([(2, 0), (2, 1), (0, -1)], (), "rank 2 was not told how many ranks its host has, and others were"),
-        (told(4, 4)[:6], (), "rank 4 was told that its host has 4 ranks, and the job ends with rank 5"),
-        ([(2, 0), (4, 1), (2, 0), (2, 1)], (), "rank 1 should be rank 1 of 2 on its host, and was started as 1 of 4"),
-        ([(2, 0), (2, 0), (2, 1), (2, 1)], (), "rank 1 should be rank 1 of 2 on its host, and was started as 0 of 2"),
-        ([(2, -1), (3, -1)], (), "rank 1 should be rank 1 of 2 on its host, and was started among 3"),
+        (
+            [(2, 0), (2, 1), (0, -1)],
+            (),
+            "rank 2 was not told how many ranks its host has, and others were",
+        ),
+        (
+            told(4, 4)[:6],
+            (),
+            "rank 4 was told that its host has 4 ranks, and the job ends with rank 5",
+        ),
+        (
+            [(2, 0), (4, 1), (2, 0), (2, 1)],
+            (),
+            "rank 1 should be rank 1 of 2 on its host, and was started as 1 of 4",
+        ),
+        (
+            [(2, 0), (2, 0), (2, 1), (2, 1)],
+            (),
+            "rank 1 should be rank 1 of 2 on its host, and was started as 0 of 2",
+        ),
+        (
+            [(2, -1), (3, -1)],
+            (),
+            "rank 1 should be rank 1 of 2 on its host, and was started among 3",
+        ),
     ],
 )
 def test_hosts_follow_from_what_ranks_were_told(ranks, sizes, doubt):
@@ -39,7 +59,11 @@ def test_hosts_follow_from_what_ranks_were_told(ranks, sizes, doubt):
     assert (nodes.sizes, nodes.doubt) == (sizes, doubt)
     assert len(nodes.of) in (0, len(ranks))
     said = notices(Grid(tp=len(ranks)), nodes)
-    assert any(doubt in line for line in said) if doubt else len(said) == (len(sizes) > 1) + (sizes == (4, 2, 1))
+    assert (
+        any(doubt in line for line in said)
+        if doubt
+        else len(said) == (len(sizes) > 1) + (sizes == (4, 2, 1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,9 +81,13 @@ def test_hosts_follow_from_what_ranks_were_told(ranks, sizes, doubt):
         (Grid(tp=2, dp=4, order="dp-tp-pp"), (8,), None),
     ],
 )  # fmt: skip
-def test_tensor_parallel_groups_that_leave_their_host_are_told_and_how_to_keep_them(grid, sizes, hint):
+def test_tensor_parallel_groups_that_leave_their_host_are_told_and_how_to_keep_them(
+    grid, sizes, hint
+):
     said = "\n".join(notices(grid, Nodes(sizes)))
-    assert said.startswith(f"Tensor-parallel groups of {grid.tp} ranks reach over ") == (hint is not None)
+    assert said.startswith(f"Tensor-parallel groups of {grid.tp} ranks reach over ") == (
+        hint is not None
+    )
     assert hint is None or hint in said
     if hint and sizes == (4, 4):
         better = replace(grid, order=hint.partition("--rank-order ")[2].partition(" ")[0])

@@ -1,4 +1,6 @@
-"""Attention as one kernel on an emulated GPU: its FLOPs are the planner's, its values and gradients are unchanged."""
+"""Attention as one kernel on an emulated GPU: its FLOPs are the planner's, its values and gradients
+are unchanged.
+"""
 
 from dataclasses import replace
 
@@ -7,7 +9,7 @@ import torch
 
 from megatron_merak import ops
 from megatron_merak.cluster import Device
-from megatron_merak.parallel.emulated_kernels import Kernels
+from megatron_merak.parallel.emulated_kernels import ChargedKernels
 from megatron_merak.planner.attention import causal_more, masked_more
 
 FLOPS = Device("flops", 2.0, 1.0, 1e30, 0, 1.0)  # an fp32 operation takes a second
@@ -32,7 +34,7 @@ def masked(query, key, value, dropout: float):
 def both_ways(device: Device, run, operands, dropout: float) -> tuple[float, float]:
     """What forward and backward are charged."""
     times: list[float] = []
-    with Kernels(device, times.append):
+    with ChargedKernels(device, times.append):
         out = run(*operands, dropout)
         ahead = len(times)
         out.backward(torch.ones_like(out))
@@ -68,7 +70,7 @@ def test_values_and_gradients_are_the_same_bits(run, dropout, groups):
     for charged in (None, FLOPS):
         operands = heads(100, groups)
         torch.manual_seed(1)
-        with Kernels(charged, lambda seconds: None) if charged else torch.enable_grad():
+        with ChargedKernels(charged, lambda seconds: None) if charged else torch.enable_grad():
             out = run(*operands, dropout)
             out.square().sum().backward()
         found.append([out.detach(), *(x.grad for x in operands)])

@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 
 
 def content(op, step=0):
-    """What a transfer carries: its stage, micro-batch, direction and step, told by its sending op."""
+    """What a transfer carries: its stage, micro-batch, direction and step, told by its
+    sending op.
+    """
     return torch.tensor([op.stage, op.microbatch, op.kind is Kind.SEND_B, step]).float()
 
 
@@ -29,7 +31,9 @@ def pipes_of(rank, grid, schedule, by_tag):
 
 
 def follow(rank, world_size, name, by_tag):
-    """Two steps of a schedule's transfers in program order, each receive awaited where its consumer stands."""
+    """Two steps of a schedule's transfers in program order, each receive awaited where its consumer
+    stands.
+    """
     grid = Grid(dp=world_size // 3, pp=3)
     schedule = add_communication(build_schedule(name, 3, 5))
     pipes = pipes_of(rank, grid, schedule, by_tag)
@@ -39,13 +43,19 @@ def follow(rank, world_size, name, by_tag):
         pending = {}
         for op in (op for entry in schedule.ranks[pipes.mesh.pp_rank] for op in ops_of(entry)):
             if op.kind in RECEIVES:
-                pending[Op(op.stage, consumer[op.kind], op.microbatch)] = op, *pipes.receive(op, (4,), torch.float32)
+                pending[Op(op.stage, consumer[op.kind], op.microbatch)] = (
+                    op,
+                    *pipes.receive(op, (4,), torch.float32),
+                )
             elif op.kind in SENDS:
                 pipes.send(op, content(op, step) + 100 * replica)
             elif op in pending:
                 receive, tensor, work = pending.pop(op)
                 work.wait()
-                assert torch.equal(tensor, content(receive.counterpart(), step) + 100 * replica), (op, tensor)
+                assert torch.equal(tensor, content(receive.counterpart(), step) + 100 * replica), (
+                    op,
+                    tensor,
+                )
                 received += 1
         assert not pending
         pipes.finish()
@@ -54,7 +64,11 @@ def follow(rank, world_size, name, by_tag):
 
 
 def follow_all(rank, world_size):
-    return [follow(rank, world_size, name, by_tag) for name in ("gpipe", "1f1b") for by_tag in (True, False)]
+    return [
+        follow(rank, world_size, name, by_tag)
+        for name in ("gpipe", "1f1b")
+        for by_tag in (True, False)
+    ]
 
 
 @pytest.mark.parametrize("world_size", [3])
@@ -72,10 +86,16 @@ def test_replicas_do_not_mix():
 
 
 def reorder(rank, world_size):
-    """By tag: received in the opposite order of sending, all posted before any is awaited, both directions at once."""
-    pipes = pipes_of(rank, Grid(pp=2), add_communication(build_schedule("gpipe", 2, 4)), by_tag=True)
+    """By tag: received in the opposite order of sending, all posted before any is awaited, both
+    directions at once.
+    """
+    pipes = pipes_of(
+        rank, Grid(pp=2), add_communication(build_schedule("gpipe", 2, 4)), by_tag=True
+    )
     mine, theirs = (Kind.SEND_F, Kind.RECV_B) if rank == 0 else (Kind.SEND_B, Kind.RECV_F)
-    posted = [(m, *pipes.receive(Op(rank, theirs, m), (4,), torch.float32)) for m in reversed(range(4))]
+    posted = [
+        (m, *pipes.receive(Op(rank, theirs, m), (4,), torch.float32)) for m in reversed(range(4))
+    ]
     for m in range(4):
         op = Op(rank, mine, m)
         pipes.send(op, content(op))
@@ -86,8 +106,12 @@ def reorder(rank, world_size):
 
 
 def strided(rank, world_size):
-    """A transposed bfloat16 tensor arrives as the values that it had, and its receiver chooses shape and type."""
-    pipes = pipes_of(rank, Grid(pp=2), add_communication(build_schedule("gpipe", 2, 1)), by_tag=True)
+    """A transposed bfloat16 tensor arrives as the values that it had, and its receiver chooses
+    shape and type.
+    """
+    pipes = pipes_of(
+        rank, Grid(pp=2), add_communication(build_schedule("gpipe", 2, 1)), by_tag=True
+    )
     value = torch.arange(6).bfloat16().view(2, 3).t()
     if rank == 0:
         pipes.send(Op(0, Kind.SEND_F, 0), value)

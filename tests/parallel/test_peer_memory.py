@@ -1,4 +1,6 @@
-"""Peer memory where there is none: the group's own all-reduce serves every call, and the reason is said once."""
+"""Peer memory where there is none: the group's own all-reduce serves every call, and the reason is
+said once.
+"""
 
 import logging
 
@@ -21,7 +23,9 @@ def _on_cpu(rank, world_size):
     for _ in range(2):
         tensor = torch.arange(5.0) + rank
         peers.all_reduce(tensor)
-        assert torch.equal(tensor, world_size * torch.arange(5.0) + world_size * (world_size - 1) / 2)
+        assert torch.equal(
+            tensor, world_size * torch.arange(5.0) + world_size * (world_size - 1) / 2
+        )
     return peers.reason, records
 
 
@@ -70,7 +74,9 @@ def test_handles_travel_as_text():
 
 
 def test_handles_of_peers_are_opened_on_the_own_device(monkeypatch):
-    """Kernels of this rank's device use the memory; opened on the peer's, it would be mapped for the peer's kernels."""
+    """Kernels of this rank's device use the memory; opened on the peer's, it would be mapped for
+    the peer's kernels.
+    """
     opened = []
 
     def share(storage):
@@ -85,7 +91,9 @@ def test_handles_of_peers_are_opened_on_the_own_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(peer_buffers.dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(peer_buffers, "_uuid", lambda device: f"GPU {device.index}")
-    monkeypatch.setattr(peer_buffers, "_local_devices", lambda: {f"GPU {index}": index for index in range(4)})
+    monkeypatch.setattr(
+        peer_buffers, "_local_devices", lambda: {f"GPU {index}": index for index in range(4)}
+    )
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, **more: zeros(*shape, **more))
     buffers = object.__new__(peer_buffers.PeerBuffers)
@@ -95,4 +103,6 @@ def test_handles_of_peers_are_opened_on_the_own_device(monkeypatch):
         value | {"uuid": f"GPU {r}"} if isinstance(value, dict) else value for r in range(3)
     ]
     tensors = buffers._connect(64)
-    assert opened == [(1, b"handle of rank 1")] * 2 and [len(tensor) for tensor in tensors] == [64] * 3
+    assert (
+        opened == [(1, b"handle of rank 1")] * 2 and [len(tensor) for tensor in tensors] == [64] * 3
+    )

@@ -18,7 +18,10 @@ def test_what_it_chooses_is_set_and_accurate():
     assert choice in ("highest", "medium") and torch.get_float32_matmul_precision() == choice
     generator = torch.Generator().manual_seed(1)
     for rows, inner, columns in [(64, 300, 500), (1, 512, 77), (512, 64, 512), (512, 512, 512)]:
-        left, right = torch.randn(rows, inner, generator=generator), torch.randn(inner, columns, generator=generator)
+        left, right = (
+            torch.randn(rows, inner, generator=generator),
+            torch.randn(inner, columns, generator=generator),
+        )
         exact = left.double() @ right.double()
         total = torch.zeros(rows, columns)
         for product in (left @ right, total.addmm_(left, right)):
@@ -30,7 +33,11 @@ def test_what_it_chooses_is_set_and_accurate():
 
 def test_other_devices_are_left_at_highest():
     torch.set_float32_matmul_precision("medium")
-    assert choose_fp32_matmul(torch.device("cuda")) == torch.get_float32_matmul_precision() == "highest"
+    assert (
+        choose_fp32_matmul(torch.device("cuda"))
+        == torch.get_float32_matmul_precision()
+        == "highest"
+    )
 
 
 def test_it_draws_from_no_stream():

@@ -1,4 +1,6 @@
-"""Collectives through shared memory: whole numbers to the bit, rounding in the order of ranks, training with gloo's."""
+"""Collectives through shared memory: whole numbers to the bit, rounding in the order of ranks,
+training with gloo's.
+"""
 
 import datetime
 import random
@@ -12,7 +14,7 @@ from torch import nn
 from megatron_merak import _native
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.shared_memory import SharedMemoryGroup, register
-from megatron_merak.parallel.shared_segment import Settings
+from megatron_merak.parallel.shared_segment import SegmentSettings
 from megatron_merak.plan import Grid
 from tests.parity.cases import Case
 from tests.parity.rig import mesh_of, train
@@ -21,14 +23,16 @@ from tests.ranks import run_ranks
 from .collectives import OPS, bits, each_collective, gather_single, whole
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(_native.host(), "shared_memory"), reason="the compiled part is missing: " + _native.host_problem()
+    not hasattr(_native.host(), "shared_memory"),
+    reason="the compiled part is missing: " + _native.host_problem(),
 )
 
 CPU = torch.device("cpu")
 SLOT = 4096  # bytes: small, so that small messages have many blocks
-SMALL = Settings(slots=4, slot_sizes=(SLOT,))
+SMALL = SegmentSettings(slots=4, slot_sizes=(SLOT,))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
-SIZES = (0, 1, 7, 1021, 2048, 2049, 9001)  # of 2 to 8 bytes: a part of a block, a block, one more, up to 18 blocks
+# of 2 to 8 bytes: a part of a block, a block, one more, up to 18 blocks
+SIZES = (0, 1, 7, 1021, 2048, 2049, 9001)
 
 
 def shared(ranks, settings=SMALL, **options):
@@ -95,7 +99,9 @@ def test_sums_round_in_the_order_of_ranks_and_once(n):
 def special(rank, n):
     group, results = shared(list(range(n))), []
     nan, inf = float("nan"), float("inf")
-    given = torch.tensor([[nan, 1, inf, -inf, -inf, 6e4, 1e-7], [1, nan, -inf, -inf, 2, 6e4, -1e-7], [0.0] * 7])[:n]
+    given = torch.tensor(
+        [[nan, 1, inf, -inf, -inf, 6e4, 1e-7], [1, nan, -inf, -inf, 2, 6e4, -1e-7], [0.0] * 7]
+    )[:n]
     for dtype in DTYPES[:4]:
         for op in OPS:
             tensor = given[rank].to(dtype, copy=True)
@@ -156,19 +162,24 @@ def in_flight(rank, n, order):
             works[k].wait(datetime.timedelta(seconds=30))
             assert torch.equal(tensors[k], given[k].sum(0)), k
         assert all(work.is_completed() for work in works)
-        assert all(torch.equal(tensor, one.sum(0)) for tensor, one in zip(tensors, given, strict=True))
+        assert all(
+            torch.equal(tensor, one.sum(0)) for tensor, one in zip(tensors, given, strict=True)
+        )
     return True
 
 
 @pytest.mark.parametrize(
-    ("n", "order"), [(2, "backwards"), (2, "different"), (3, "shuffled"), (3, "last"), (4, "shuffled")]
+    ("n", "order"),
+    [(2, "backwards"), (2, "different"), (3, "shuffled"), (3, "last"), (4, "shuffled")],
 )
 def test_many_under_way_and_waits_in_any_order(n, order):
     assert run_ranks(in_flight, n, order) == [True] * n
 
 
 def early_and_late(rank, n):
-    """A wait ends as soon as the others have launched, though they do not wait themselves: they wait for this rank."""
+    """A wait ends as soon as the others have launched, though they do not wait themselves: they
+    wait for this rank.
+    """
     group = shared(list(range(n)))
     tensor, token = torch.full((SLOT // 4,), rank + 1.0), torch.zeros(1)
     work = dist.all_reduce(tensor, group=group, async_op=True)
@@ -200,7 +211,9 @@ def polled(rank, n):
     dropped = torch.ones(3 * SLOT)
     dist.all_reduce(dropped, group=group, async_op=True)
     future = dist.all_reduce(torch.ones(5), group=group, async_op=True).get_future()
-    assert future.done() and dropped.eq(n).all(), "a work that nobody kept is finished with a later one"
+    assert future.done() and dropped.eq(n).all(), (
+        "a work that nobody kept is finished with a later one"
+    )
     return tensor.eq(n).all().item() and future.value()[0].eq(n).all().item()
 
 
@@ -211,7 +224,9 @@ def test_polling_finishes_it_and_nobody_has_to_keep_a_work():
 def the_rest(rank, n):
     """Everything that gloo does for the group."""
     group = shared(list(range(n)))
-    assert dist.get_backend(group) == "merak_shm" and group.group_name and group._device_types == [CPU]
+    assert (
+        dist.get_backend(group) == "merak_shm" and group.group_name and group._device_types == [CPU]
+    )
     found = {}
     tensor = torch.full((3,), rank + 2.0)
     dist.all_reduce(tensor, dist.ReduceOp.PRODUCT, group)
@@ -226,7 +241,9 @@ def the_rest(rank, n):
     dist.gather(torch.full((2,), float(rank)), parts, 0, group=group)
     found["gather"] = [part[0].item() for part in parts or ()]
     tensor = torch.zeros(2)
-    dist.scatter(tensor, [torch.full((2,), 5.0 + k) for k in range(n)] if rank == 0 else None, 0, group=group)
+    dist.scatter(
+        tensor, [torch.full((2,), 5.0 + k) for k in range(n)] if rank == 0 else None, 0, group=group
+    )
     found["scatter"] = tensor[0].item()
     tensor = torch.zeros(n)
     dist.all_to_all_single(tensor, torch.arange(n) + 10.0 * rank, group=group)
@@ -274,7 +291,9 @@ def traced(rank, n):
     assert torch.equal(summed + 0, mine.sum(0)) and torch.equal(gathered + 0, mine.reshape(-1))
     assert torch.equal(scattered + 0, mine.sum(0).view(n, -1)[rank])
     both = functional.all_gather_into_tensor_coalesced([mine[rank], mine[rank, :7]], group)
-    assert torch.equal(both[0] + 0, mine.reshape(-1)) and torch.equal(both[1] + 0, mine[:, :7].reshape(-1))
+    assert torch.equal(both[0] + 0, mine.reshape(-1)) and torch.equal(
+        both[1] + 0, mine[:, :7].reshape(-1)
+    )
     return True
 
 
@@ -285,7 +304,9 @@ def test_functional_collectives():
 def gradients(group):
     torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(100, 100), nn.ReLU()) for _ in range(4)]
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers), process_group=group, bucket_cap_mb=0.05)
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(*layers), process_group=group, bucket_cap_mb=0.05
+    )
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2):
         model(torch.randn(8, 100, generator=generator)).square().sum().backward()
@@ -302,7 +323,9 @@ def test_data_parallel_modules_have_gloos_gradients():
 
 
 def overlapping(rank, n):
-    """Rows and columns of a square of ranks and all of them, under way together, in different orders of waiting."""
+    """Rows and columns of a square of ranks and all of them, under way together, in different
+    orders of waiting.
+    """
     members = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2, 3]]
     groups = [(ranks, group) for ranks in members for group in [shared(ranks)] if rank in ranks]
     for turn in range(5):
@@ -310,7 +333,9 @@ def overlapping(rank, n):
         for ranks, group in groups:
             given = whole(turn, n, 5000, torch.float32)
             tensor = given[rank].clone()
-            works.append((dist.all_reduce(tensor, group=group, async_op=True), tensor, given[ranks].sum(0)))
+            works.append(
+                (dist.all_reduce(tensor, group=group, async_op=True), tensor, given[ranks].sum(0))
+            )
         for work, tensor, expected in works if turn % 2 else reversed(works):
             work.wait()
             assert torch.equal(tensor, expected)
@@ -363,7 +388,9 @@ def training(rank, n, case):
         (4, Case("gpt2", tp=2, pp=2)),
         (4, Case("gpt2", tp=2, dp=2)),
     ],
-    ids=lambda value: str(value) if isinstance(value, int) else f"tp{value.tp}-dp{value.dp}-pp{value.pp}",
+    ids=lambda value: (
+        str(value) if isinstance(value, int) else f"tp{value.tp}-dp{value.dp}-pp{value.pp}"
+    ),
 )
 def test_training_has_gloos_bits(n, case):
     assert run_ranks(training, n, case, timeout=110) == [True] * n

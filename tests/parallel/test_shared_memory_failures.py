@@ -1,4 +1,6 @@
-"""Shared memory when something is wrong: ranks that die, hang or disagree, mounts that are full, hosts that differ."""
+"""Shared memory when something is wrong: ranks that die, hang or disagree, mounts that are full,
+hosts that differ.
+"""
 
 import datetime
 import multiprocessing
@@ -19,20 +21,24 @@ from megatron_merak.parallel import shared_segment
 from megatron_merak.parallel.launch import launch, leave
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.shared_memory import SharedMemoryGroup, register
-from megatron_merak.parallel.shared_segment import MOUNT, NAME, Settings, sweep
+from megatron_merak.parallel.shared_segment import MOUNT, NAME, SegmentSettings, sweep
 from megatron_merak.plan import Grid
 from tests.parallel.test_launch import VARIABLES, free_port
 from tests.ranks import PRELOAD, run_ranks
 
 BUILT = hasattr(_native.host(), "shared_memory")
-needs_build = pytest.mark.skipif(not BUILT, reason="the compiled part is missing: " + _native.host_problem())
-SMALL = Settings(slots=4, slot_sizes=(4096,))
+needs_build = pytest.mark.skipif(
+    not BUILT, reason="the compiled part is missing: " + _native.host_problem()
+)
+SMALL = SegmentSettings(slots=4, slot_sizes=(4096,))
 SECONDS = 60  # of the groups: what ends sooner did not wait for them
 
 
 def shared(n):
     register(SMALL)
-    group = dist.new_group(list(range(n)), backend="merak_shm", timeout=datetime.timedelta(seconds=SECONDS))
+    group = dist.new_group(
+        list(range(n)), backend="merak_shm", timeout=datetime.timedelta(seconds=SECONDS)
+    )
     assert type(group) is SharedMemoryGroup
     return group
 
@@ -42,7 +48,9 @@ def shared(n):
 
 def member(pipe, fn, rank, n, store, args):
     limit = datetime.timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", store=dist.FileStore(store, n), rank=rank, world_size=n, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, n), rank=rank, world_size=n, timeout=limit
+    )
     try:
         pipe.send(fn(rank, n, *args))
     except BaseException:
@@ -52,7 +60,9 @@ def member(pipe, fn, rank, n, store, args):
 
 
 def survivors(tmp_path, fn, n, *args):
-    """What each rank returned, None where it died; and the seconds from the first death to the last answer."""
+    """What each rank returned, None where it died; and the seconds from the first death to the last
+    answer.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     pipes, processes = [], []
@@ -112,7 +122,10 @@ def test_a_killed_rank_ends_the_waits_of_the_others_at_once(tmp_path, n, victim,
     assert found[victim] is None and seconds < 10
     for rank in set(range(n)) - {victim}:
         pid, message, again, seconds = found[rank]
-        assert f"rank {victim} has ended" in message and f"all-reduce of {4 * size} bytes of float32, sum" in message
+        assert (
+            f"rank {victim} has ended" in message
+            and f"all-reduce of {4 * size} bytes of float32, sum" in message
+        )
         assert "shared memory of group" in message and again == message and seconds < 1
     assert left([one[0] for one in found if one]) == []
 
@@ -159,7 +172,10 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(seconds):
     first, none, last = run_ranks(one_hangs, 3, seconds)
     assert none is None and 0.4 < first[1] < 10
     for message, _ in (first, last):
-        assert "has waited 0.5" in message and "for rank 1 in an all-reduce of 16 bytes of float32, sum" in message
+        assert (
+            "has waited 0.5" in message
+            and "for rank 1 in an all-reduce of 16 bytes of float32, sum" in message
+        )
     assert first[0] == last[0], "both say what broke the group first"
 
 
@@ -168,9 +184,13 @@ def disagreeing(rank, n, what):
     calls = {
         "size": lambda: dist.all_reduce(tensor[: 8 - rank], group=group),
         "type": lambda: dist.all_reduce(tensor if rank else tensor.int(), group=group),
-        "operation": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, group),
+        "operation": lambda: dist.all_reduce(
+            tensor, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, group
+        ),
         "collective": lambda: (
-            dist.all_reduce(tensor, group=group) if rank else dist.broadcast(tensor, group=group, group_src=1)
+            dist.all_reduce(tensor, group=group)
+            if rank
+            else dist.broadcast(tensor, group=group, group_src=1)
         ),
         "root": lambda: dist.broadcast(tensor, group=group, group_src=1 - rank),
     }
@@ -247,7 +267,7 @@ def made(rank, n, settings):
 
 
 def differing_hosts(rank, n):
-    return made(rank, n, Settings(host=f"host {rank}"))
+    return made(rank, n, SegmentSettings(host=f"host {rank}"))
 
 
 def without_the_build(rank, n, missing):
@@ -266,20 +286,25 @@ def refused(found, reason):
     ranks = ", ".join(map(str, range(len(found))))
     for rank, (said, is_shared, total, names) in enumerate(found):
         assert not is_shared and total == sum(range(1, len(found) + 1)) and names == []
-        assert len(said) == (rank == 0) and all(f"ranks {ranks} use gloo: " in one and reason in one for one in said), (
-            said
-        )
+        assert len(said) == (rank == 0) and all(
+            f"ranks {ranks} use gloo: " in one and reason in one for one in said
+        ), said
 
 
 @needs_build
 def test_a_mount_that_is_too_full():
-    refused(run_ranks(made, 3, Settings(room=2**20)), "/dev/shm has 1024 KiB left")
-    refused(run_ranks(made, 2, Settings(room=2**62, slot_sizes=(2**48,))), "cannot allocate shared memory")
+    refused(run_ranks(made, 3, SegmentSettings(room=2**20)), "/dev/shm has 1024 KiB left")
+    refused(
+        run_ranks(made, 2, SegmentSettings(room=2**62, slot_sizes=(2**48,))),
+        "cannot allocate shared memory",
+    )
 
 
 @needs_build
 def test_a_mount_with_little_room_gives_small_slots():
-    assert [found[:2] for found in run_ranks(made, 2, Settings(room=2**21))] == [([], True)] * 2
+    assert [found[:2] for found in run_ranks(made, 2, SegmentSettings(room=2**21))] == [
+        ([], True)
+    ] * 2
 
 
 @needs_build
@@ -300,7 +325,7 @@ def test_without_the_compiled_part(missing):
 
 @needs_build
 def test_more_ranks_than_cores():
-    assert run_ranks(made, 4, Settings(ranks_here=1000)) == [([], True, 10, [])] * 4
+    assert run_ranks(made, 4, SegmentSettings(ranks_here=1000)) == [([], True, 10, [])] * 4
 
 
 def alone(rank, n):
@@ -321,7 +346,10 @@ def test_a_group_of_one():
 @needs_build
 def test_the_segment_of_another_group_is_not_joined():
     part = _native.host().shared_memory
-    shape, seats = part.Shape(2, 4, 4096), [part.Seat(place, [0, 1], "test", False) for place in range(2)]
+    shape, seats = (
+        part.Shape(2, 4, 4096),
+        [part.Seat(place, [0, 1], "test", False) for place in range(2)],
+    )
     name = f"/{NAME}-{os.getpid()}-test"
     first = part.Communicator.create(name, 17, shape, seats[0])
     try:
@@ -336,7 +364,9 @@ def test_the_segment_of_another_group_is_not_joined():
     with pytest.raises(OSError, match="cannot open shared memory"):
         part.Communicator.join(name, 17, shape, seats[1])
     a, b = torch.ones(3), torch.ones(3)
-    number = first.all_reduce(a.data_ptr(), a.data_ptr(), 12, part.Element.float32, part.Reduction.sum, 1.0)
+    number = first.all_reduce(
+        a.data_ptr(), a.data_ptr(), 12, part.Element.float32, part.Reduction.sum, 1.0
+    )
     assert number == 1 and not first.test(1, 1.0)
     second.all_reduce(b.data_ptr(), b.data_ptr(), 12, part.Element.float32, part.Reduction.sum, 1.0)
     first.wait(1, 1.0)
@@ -345,7 +375,9 @@ def test_the_segment_of_another_group_is_not_joined():
 
 
 def test_names_that_a_killed_rank_left_are_removed(tmp_path):
-    old, young, other = (tmp_path / name for name in (f"{NAME}-1-a", f"{NAME}-2-b", "something-else"))
+    old, young, other = (
+        tmp_path / name for name in (f"{NAME}-1-a", f"{NAME}-2-b", "something-else")
+    )
     held = tmp_path / f"{NAME}-3-c"
     for path in (old, young, other, held):
         path.write_bytes(b"12345678")
@@ -357,7 +389,9 @@ def test_names_that_a_killed_rank_left_are_removed(tmp_path):
     try:
         assert holder.stdout.readline() == b"1\n"
         sweep(tmp_path)
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([young.name, other.name, held.name])
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+            [young.name, other.name, held.name]
+        )
     finally:
         holder.kill()
         holder.communicate()
@@ -376,7 +410,9 @@ def join(rank, n, port):
     mesh = build_mesh(Grid(tp=2, pp=2), rank, world.device, collectives=world.collectives)
     tensor = torch.full((2,), rank + 1.0)
     dist.all_reduce(tensor, group=mesh.tp)
-    kinds = [type(getattr(mesh, axis)) is SharedMemoryGroup for axis in ("tp", "pp", "model", "control")]
+    kinds = [
+        type(getattr(mesh, axis)) is SharedMemoryGroup for axis in ("tp", "pp", "model", "control")
+    ]
     leave(world)
     return world.collectives, str(world.device), kinds, tensor[0].item()
 
@@ -384,4 +420,6 @@ def join(rank, n, port):
 @needs_build
 def test_a_job_that_asks_for_it_has_it_where_ranks_share_layers():
     kinds = [True, False, False, False]
-    assert run_ranks(join, 4, free_port()) == [("merak_shm", "cpu", kinds, 3 + 4 * (rank // 2)) for rank in range(4)]
+    assert run_ranks(join, 4, free_port()) == [
+        ("merak_shm", "cpu", kinds, 3 + 4 * (rank // 2)) for rank in range(4)
+    ]

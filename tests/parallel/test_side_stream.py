@@ -8,7 +8,9 @@ from megatron_merak.parallel.side_stream import SideStream
 
 
 class Api:
-    """Stands in for torch.cuda: every stream is a list of what was put on it; the host never runs ahead or waits."""
+    """Stands in for torch.cuda: every stream is a list of what was put on it; the host never runs
+    ahead or waits.
+    """
 
     def __init__(self):
         self.main, self.made, self.events = [], [], 0
@@ -65,8 +67,19 @@ def test_a_side_stream_waits_for_the_product_and_the_current_one_for_the_sum():
     for work in works:
         work.wait()
     (side,) = api.made
-    assert [entry[0] for entry in api.main] == ["product", "record", "product", "record", "wait", "wait"]
+    assert [entry[0] for entry in api.main] == [
+        "product",
+        "record",
+        "product",
+        "record",
+        "wait",
+        "wait",
+    ]
     assert [entry[0] for entry in side] == ["wait", "sum", "record", "keep"] * 2
-    ready, done = [e[1] for e in api.main if e[0] == "record"], [e[1] for e in api.main if e[0] == "wait"]
-    assert [e[1] for e in side if e[0] == "wait"] == ready  # each sum after its own product, beside the next
+    ready, done = (
+        [e[1] for e in api.main if e[0] == "record"],
+        [e[1] for e in api.main if e[0] == "wait"],
+    )
+    # each sum after its own product, beside the next
+    assert [e[1] for e in side if e[0] == "wait"] == ready
     assert [e[1] for e in side if e[0] == "record"] == done  # each wait for its own sum

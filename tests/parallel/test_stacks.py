@@ -54,7 +54,10 @@ def test_a_stack_is_that_of_a_traceback(file):
     calls = calls_of(threading.get_ident(), file)
     here = inspect.currentframe()
     summary = traceback.extract_stack(here)
-    assert [call.function for call in calls[:4]] == ["calls_of", *(each.name for each in reversed(summary[-3:]))]
+    assert [call.function for call in calls[:4]] == [
+        "calls_of",
+        *(each.name for each in reversed(summary[-3:])),
+    ]
     assert {call.file for call in calls} >= {__file__, summary[0].filename}
     assert "calls = calls_of(threading.get_ident(), file)" in shown(calls, 2)
     assert shown(calls, 2).count("File") == 2
@@ -77,5 +80,9 @@ def test_names_outside_of_ascii_are_as_they_were(file, tmp_path):
 
 def test_nothing_else_makes_objects_of_frames():
     root = Path(megatron_merak.__file__).parent
-    users = [path for path in root.rglob("*.py") if "_current_frames(" in path.read_text(encoding="utf-8")]
+    users = [
+        path
+        for path in root.rglob("*.py")
+        if "_current_frames(" in path.read_text(encoding="utf-8")
+    ]
     assert users == []

@@ -1,4 +1,5 @@
-"""gloo through copies in host memory: every collective, messages by tag, and training with gloo's own bits.
+"""gloo through copies in host memory: every collective, messages by tag, and training with gloo's
+own bits.
 
 What is copied to the host is copied on a CPU too, so that all of it runs here but the device.
 """
@@ -27,7 +28,9 @@ def collectives(rank, n):
     assert type(group) is StagedGroup
     for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64)):
         for later in (False, True):
-            for name, work, found, wanted in each_collective(rank, n, whole(seed, n, n * 9, dtype), 9, group, later):
+            for name, work, found, wanted in each_collective(
+                rank, n, whole(seed, n, n * 9, dtype), 9, group, later
+            ):
                 if later:
                     assert work.wait() and work.is_completed() and work.wait()
                 if not all(map(torch.equal, found, wanted)):
@@ -45,7 +48,9 @@ def test_every_collective(n):
 
 
 def unfinished(rank, n):
-    """A result is there once it was waited for, not before: what the caller has is not what gloo works on."""
+    """A result is there once it was waited for, not before: what the caller has is not what gloo
+    works on.
+    """
     register()
     group, tensor = dist.new_group(backend=NAME), torch.full((4,), rank + 1.0)
     work = dist.all_reduce(tensor, group=group, async_op=True)
@@ -63,7 +68,10 @@ def messages(rank, n):
     register()
     group, other = dist.new_group(backend=NAME), 1 - rank
     sent = [torch.arange(6.0).view(2, 3).t() + 10 * rank + tag for tag in range(3)]
-    works = [dist.isend(tensor.contiguous(), other, group=group, tag=tag) for tag, tensor in enumerate(sent)]
+    works = [
+        dist.isend(tensor.contiguous(), other, group=group, tag=tag)
+        for tag, tensor in enumerate(sent)
+    ]
     found = [torch.empty(3, 2) for _ in sent]
     for tag in (2, 0, 1):
         dist.irecv(found[tag], other, group=group, tag=tag).wait()

@@ -1,18 +1,16 @@
-"""The model against the machine: sleeping kernels and gloo over a link of 1 Gbit/s between two network namespaces."""
+"""The model against the machine: sleeping kernels and gloo over a link of 1 Gbit/s between two
+network namespaces.
+"""
 
 import json
-import sys
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from benchmarks.overlap import shaped
 from tests.parallel import wall
 from tests.ranks import run_ranks
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import shaped  # noqa: E402
 
 RATE, REPEATS, LIMIT = 1e9, 5, 0.05
 
@@ -30,7 +28,8 @@ def test_modelled_times_are_within_5_percent_of_the_machines(tmp_path):
     for name in wall.PROGRAMS:
         runs = list(zip(*(rank[name] for rank in ranks), strict=True))
         times = [max(end for _, end in run) - min(start for start, _ in run) for run in runs]
-        found, expected = min(times), max(times[name] for times in modelled)  # what disturbs a run only adds to it
+        # what disturbs a run only adds to it
+        found, expected = min(times), max(times[name] for times in modelled)
         error = found / expected - 1
         worst = max(worst, abs(error))
         line = f"{name:24s} modelled {1e3 * expected:7.1f} ms   measured {1e3 * found:7.1f} ms   {error:+.1%}"

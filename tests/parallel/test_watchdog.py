@@ -1,4 +1,6 @@
-"""The rank that others wait for in vain is named, and the job ends; one that is slow elsewhere is not killed."""
+"""The rank that others wait for in vain is named, and the job ends; one that is slow elsewhere is
+not killed.
+"""
 
 import ctypes
 import os
@@ -18,14 +20,14 @@ import torch.distributed as dist
 from megatron_merak.parallel import watchdog as watchdog_module
 from megatron_merak.parallel.launch import launch, leave
 from megatron_merak.parallel.pulse import Pulse
-from megatron_merak.parallel.watchdog import Limits, Watchdog
+from megatron_merak.parallel.watchdog import HangLimits, Watchdog
 from megatron_merak.pipeline_parallel.ops import Kind, Op
 from tests.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-LIMITS = Limits(
+LIMITS = HangLimits(
     first=20.0,
     factor=0.0,
     least=1.5,
@@ -116,14 +118,18 @@ def test_every_rank_names_a_rank_that_ends(tmp_path):
         run_ranks(_together, 4, free_port(), "ended", tmp_path)
     for rank in range(4):
         told = (tmp_path / f"told-{rank}").read_text()
-        assert re.search(r"(?m)^rank 3 \(stage 3\) last seen in F3@3 of step 2.* has ended", told), told
+        assert re.search(
+            r"(?m)^rank 3 \(stage 3\) last seen in F3@3 of step 2.* has ended", told
+        ), told
 
 
 def test_a_rank_that_fails_behind_the_last_step_is_named_in_one_line(tmp_path):
     with pytest.raises(RankFailure, match="rank 0 of 2 died with exit code 1"):
         run_ranks(_together, 2, free_port(), "fails behind the last step", tmp_path)
     told = (tmp_path / "told-0").read_text()
-    assert re.search(r"(?m)^rank 1 \(stage 1\) last seen after step 3: it has failed, and rank 0 waits", told), told
+    assert re.search(
+        r"(?m)^rank 1 \(stage 1\) last seen after step 3: it has failed, and rank 0 waits", told
+    ), told
     assert "Traceback" not in told
 
 
@@ -166,6 +172,7 @@ def test_a_stopped_launcher_does_not_end_ranks_that_train(tmp_path):
 
 def _interrupted_while_it_joins(rank: int, size: int, port: int) -> None:
     """The last rank waits for the first one, which does not come."""
+    dist.barrier()  # else the first may still be connecting when the last ends
     dist.destroy_process_group()
     values = (rank, size, rank, "127.0.0.1", port)
     os.environ.update({name: str(value) for name, value in zip(VARIABLES, values, strict=True)})
@@ -185,15 +192,15 @@ def test_ctrl_c_ends_a_rank_that_waits_for_others_at_the_start():
 
 def test_limits_follow_the_longest_step_unless_a_timeout_is_given():
     pulse = Pulse()
-    limits = Limits.of_timeout(1800, 1800)
+    limits = HangLimits.of_timeout(1800, 1800)
     assert (limits.first, limits.elsewhere, limits.of_step(pulse)) == (600, 1710, 600)
     pulse.steps = 1
     for longest, limit in ((0.1, 60), (20, 200), (1000, 1710)):
         pulse.longest = longest
         assert limits.of_step(pulse) == limit
-    given = Limits.of_timeout(3600, 1800)
+    given = HangLimits.of_timeout(3600, 1800)
     assert (given.first, given.of_step(pulse), given.elsewhere) == (3420, 3420, 3420)
-    assert Limits.of_timeout(60, 600).elsewhere == 50
+    assert HangLimits.of_timeout(60, 600).elsewhere == 50
 
 
 def test_a_pulse_says_where_a_rank_is():
@@ -218,18 +225,39 @@ def test_a_pulse_says_where_a_rank_is():
 
 
 JOBS = {
-    ("native", "stopped", 2): r"rank 1 \(stage 1\) last seen in RECV_F0@1 of step 3: silent for \d+ s, it is stopped",
+    (
+        "native",
+        "stopped",
+        2,
+    ): r"rank 1 \(stage 1\) last seen in RECV_F0@1 of step 3: silent for \d+ s, it is stopped",
     ("native", "ends", 1): r"rank 1 last seen in F0@0 of step 3: it has ended, and rank 0 waits",
-    ("native", "dies", 2): r"rank 1 \(stage 1\) last seen in RECV_F0@1 of step 3: it has ended without a word",
+    (
+        "native",
+        "dies",
+        2,
+    ): r"rank 1 \(stage 1\) last seen in RECV_F0@1 of step 3: it has ended without a word",
     ("hf", "stopped", 1): r"rank 1 last seen in F0@0 of step 3: silent for \d+ s, it is stopped",
-    ("hf", "ends", 2): r"rank 1 \(stage 1\) last seen in RECV_F0@1 of step 3: it has ended, and rank 0 waits",
+    (
+        "hf",
+        "ends",
+        2,
+    ): r"rank 1 \(stage 1\) last seen in RECV_F0@1 of step 3: it has ended, and rank 0 waits",
 }
 
 
 def _torchrun(door: str, kind: str, pp: int, directory: Path) -> tuple[int, str, float]:
-    """Return exit status and output of a job of two ranks, and the seconds after which one misbehaved."""
+    """Return exit status and output of a job of two ranks, and the seconds after which one
+    misbehaved.
+    """
     script = Path(__file__).with_name("hanging_job.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command += [str(script), door, kind, str(pp), str(directory)]
     environment = os.environ | {"PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
     told = subprocess.run(

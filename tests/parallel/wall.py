@@ -1,5 +1,5 @@
-"""The same few programs on either clock: as a script, ``wall.py RANK STORE RESULT REPEATS``, one of two hosts of
-benchmarks/shaped.py on the machine's own, with kernels that sleep.
+"""The same few programs on either clock: as a script, ``wall.py RANK STORE RESULT REPEATS``, one of
+two hosts of benchmarks/overlap/shaped.py on the machine's own, with kernels that sleep.
 """
 
 import json
@@ -39,7 +39,9 @@ def reduce_behind(kernel: float):
 
 def two_reduces(mesh: Mesh) -> None:
     """Two all-reduces in flight, waited for in reverse."""
-    works = [dist.all_reduce(torch.ones(size * MIB), group=mesh.pp, async_op=True) for size in (16, 32)]
+    works = [
+        dist.all_reduce(torch.ones(size * MIB), group=mesh.pp, async_op=True) for size in (16, 32)
+    ]
     works[1].wait()
     works[0].wait()
 
@@ -80,7 +82,9 @@ def predict(rank: int, world_size: int) -> dict[str, float]:
 
 
 def measure(rank: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """(start, end) of each repeat by the monotonic clock, which the hosts share; the first one warms up."""
+    """(start, end) of each repeat by the monotonic clock, which the hosts share; the first one
+    warms up.
+    """
     mesh = mesh_of(rank, 2, dist.group.WORLD, WallClock())
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in PROGRAMS}
     for repeat in range(repeats + 1):

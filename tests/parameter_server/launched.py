@@ -25,23 +25,41 @@ def launcher(ranks: int) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    return [sys.executable, str(ROOT / "tools/launch.py"), "--nproc-per-node", str(ranks), "--master-port", port]
+    return [
+        sys.executable,
+        str(ROOT / "tools/launch.py"),
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        port,
+    ]
 
 
 class Launched:
     """tools/launch.py at work, its ranks, and what they print."""
 
-    def __init__(self, ranks: int, flags: str, directory: Path, script: str = "pretrain_gpt.py", given: str = SMALL):
+    def __init__(
+        self,
+        ranks: int,
+        flags: str,
+        directory: Path,
+        script: str = "pretrain_gpt.py",
+        given: str = SMALL,
+    ):
         self.log = directory / "log"
         command = [*launcher(ranks), str(ROOT / script), *given.split(), *flags.split()]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment())
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
+            )
         self.wait_for(lambda: len(self.pids()) == ranks)
 
     def pids(self) -> dict[int, int]:
         """Of each rank that runs."""
         found = {}
-        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+        for pid in (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ):
             if rank := re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes()):
                 found[int(rank[1])] = int(pid)
         return found

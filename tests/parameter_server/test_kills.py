@@ -1,4 +1,6 @@
-"""Ranks that are killed while a checkpoint is written: what counts as complete is sound, and the job goes on."""
+"""Ranks that are killed while a checkpoint is written: what counts as complete is sound, and the
+job goes on.
+"""
 
 import random
 import subprocess
@@ -10,26 +12,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_merak.checkpoint.directory import locate, newest_first, verify
+from megatron_merak.checkpoint.directory import Iterations, iteration_of, verify
 
 from .launched import ROOT, SMALL, Launched, environment
 
 
 def sound(root: Path) -> list[int]:
-    """The complete checkpoints, newest first, whose every byte is what was written, and all of it of one moment: bf16
-    weights, which a worker has, are those that the servers have in fp32."""
-    found = list(newest_first(root))
-    for iteration in found:
-        directory = locate(root, iteration)
+    """The complete checkpoints, newest first, whose every byte is what was written, and all of it
+    of one moment: bf16 weights, which a worker has, are those that the servers have in fp32."""
+    found = list(Iterations(root).newest_first())
+    for directory in found:
         verify(directory)
         weights, exact = ({}, {})
         for kind, into in (("model", weights), ("master", exact)):
             for path in directory.glob(f"{kind}-*.safetensors"):
-                into |= {(path.name.partition("-")[2], name): value for name, value in load_file(path).items()}
+                into |= {
+                    (path.name.partition("-")[2], name): value
+                    for name, value in load_file(path).items()
+                }
         assert weights.keys() == exact.keys() and weights
         for name, value in weights.items():
             assert torch.equal(value, exact[name].bfloat16()), (directory, name)
-    return found
+    return [iteration_of(directory) for directory in found]
 
 
 def kill_in_a_save(job: Launched, root: Path, rank: int, draw: random.Random) -> None:
@@ -54,7 +58,9 @@ ALIKE = "--bf16 --lr-decay-style constant --global-batch-size 24"  # for two, th
 FLAGS = f"{ALIKE} --num-parameter-servers 1 --ps-snapshot-interval 1"
 
 
-def run_with_kills(strategy: str, layout: str, workers: int, victims: list[int], directory: Path, seed: int) -> None:
+def run_with_kills(
+    strategy: str, layout: str, workers: int, victims: list[int], directory: Path, seed: int
+) -> None:
     """Ranks of workers, of which one worker is left at the end, and a server behind them."""
     root, draw = directory / "run", random.Random(seed)
     flags = f"{strategy} {layout} {FLAGS} --train-iters 100000 --save {root}"
@@ -98,6 +104,9 @@ def test_a_leader_that_is_killed_in_the_last_save_leaves_it_to_the_next_worker(t
     job.wait_for(lambda: list(root.glob("iter_*.new")))
     job.kill(0)
     assert job.end() == 0, job.told
-    assert "worker 1 leads: those before it are gone" in job.told and "test loss at iteration 8" in job.told
+    assert (
+        "worker 1 leads: those before it are gone" in job.told
+        and "test loss at iteration 8" in job.told
+    )
     assert sound(root) == [8]
     resumes(root, 8)

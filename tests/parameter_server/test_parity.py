@@ -1,4 +1,6 @@
-"""Training with parameter servers beside the same training by collectives: losses, norms, every weight and moment."""
+"""Training with parameter servers beside the same training by collectives: losses, norms, every
+weight and moment.
+"""
 
 import json
 import math
@@ -40,7 +42,9 @@ def saved(directory: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def equal(one: Path, other: Path) -> None:
-    """Bit for bit, whatever layout of the same degrees of tensor and pipeline parallelism wrote them."""
+    """Bit for bit, whatever layout of the same degrees of tensor and pipeline parallelism wrote
+    them.
+    """
     for ours, theirs in zip(saved(one), saved(other), strict=True):
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
@@ -48,19 +52,28 @@ def equal(one: Path, other: Path) -> None:
 
 
 def near(one: Path, other: Path) -> None:
-    """Up to the rounding of sums: per file, that is per kind of state and rank, the length of the difference. Single
-    elements whose gradient is rounding alone (the bias of keys) follow AdamW to places of their own."""
+    """Up to the rounding of sums: per file, that is per kind of state and rank, the length of the
+    difference. Single elements whose gradient is rounding alone (the bias of keys) follow AdamW to
+    places of their own."""
     for ours, theirs in zip(saved(one), saved(other), strict=True):
         assert ours.keys() == theirs.keys()
-        mine, their = (torch.cat([f[name].flatten().double() for name in ours]) for f in (ours, theirs))
+        mine, their = (
+            torch.cat([f[name].flatten().double() for name in ours]) for f in (ours, theirs)
+        )
         assert (mine - their).norm() < 1e-5 * mine.norm()
 
 
 def compare(
-    tmp_path: Path, flags: str, workers: int, ranks: int, servers: int, config=None, tied: bool = False
+    tmp_path: Path,
+    flags: str,
+    workers: int,
+    ranks: int,
+    servers: int,
+    config=None,
+    tied: bool = False,
 ) -> None:
-    """tied: two stages hold one embedding. Collectives add its gradient over workers first and stages second, a worker
-    that pushes the other way round; all else is bit for bit the same."""
+    """tied: two stages hold one embedding. Collectives add its gradient over workers first and
+    stages second, a worker that pushes the other way round; all else is bit for bit the same."""
     one, other = tmp_path / "collectives", tmp_path / "served"
     run(workers * ranks, f"{STEPS} {flags}", one, config)
     told = run(
@@ -70,12 +83,19 @@ def compare(
         config,
     )
     for ours, theirs in zip(records(other), records(one), strict=True):
-        assert (ours["iteration"], ours["consumed_samples"]) == (theirs["iteration"], theirs["consumed_samples"])
+        assert (ours["iteration"], ours["consumed_samples"]) == (
+            theirs["iteration"],
+            theirs["consumed_samples"],
+        )
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=5e-7 if tied else 0, abs=0)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-6 if tied else 1e-12, nan_ok=True)
+        assert ours["grad_norm"] == pytest.approx(
+            theirs["grad_norm"], rel=1e-6 if tied else 1e-12, nan_ok=True
+        )
         assert ours.get("loss_scale") == theirs.get("loss_scale")
     for kind in ("valid", "test"):  # one worker evaluates what two shared
-        assert records(other, kind)[0]["loss"] == pytest.approx(records(one, kind)[0]["loss"], rel=1e-6)
+        assert records(other, kind)[0]["loss"] == pytest.approx(
+            records(one, kind)[0]["loss"], rel=1e-6
+        )
     (near if tied else equal)(one, other)
     if servers:
         assert "4 updates" in told[-1]
@@ -101,7 +121,11 @@ def slow(*values, **options):
         (f"--bf16 {TP}", 2, 2, 1, False),
         slow(PP, 2, 2, 2, True),
         slow(f"{PP} --untie-embeddings-and-output-weights", 2, 2, 2, False),
-        slow(f"--fp16 --initial-loss-scale 65536 {PP} {TP} --untie-embeddings-and-output-weights", *(2, 4, 0), False),
+        slow(
+            f"--fp16 --initial-loss-scale 65536 {PP} {TP} --untie-embeddings-and-output-weights",
+            *(2, 4, 0),
+            False,
+        ),
         slow(f"{PP} --pipeline-schedule zb-h1 --bf16", 2, 2, 1, True),
         *(
             slow(f"{LLAMA} {dtype} {flags}", 2, ranks, servers, False, id=f"llama {name} {layout}")
@@ -115,7 +139,9 @@ def test_workers_that_step_together_are_replicas(tmp_path, flags, workers, ranks
 
 
 MODELS = {
-    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=130, architectures=["GPT2LMHeadModel"]),
+    "gpt2": transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=130, architectures=["GPT2LMHeadModel"]
+    ),
     "llama": transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -167,7 +193,11 @@ def test_a_run_goes_on_with_servers_or_without(tmp_path):
     for strategy, servers in ((SYNC, 1), (ASYNC, 0)):
         resumed = tmp_path / strategy.split()[-1]
         more = f" --num-parameter-servers {servers}" if servers else ""
-        run(2 + servers, f"--train-iters 4 {CONSTANT} --load {first / 'run'} {strategy}{more}", resumed)
+        run(
+            2 + servers,
+            f"--train-iters 4 {CONSTANT} --load {first / 'run'} {strategy}{more}",
+            resumed,
+        )
         rows = records(resumed)
         if strategy == SYNC:
             assert [row["loss"] for row in rows] == [row["loss"] for row in records(unbroken)[2:]]
@@ -181,12 +211,19 @@ def test_a_run_goes_on_with_servers_or_without(tmp_path):
 
 @pytest.mark.timeout(200)
 def test_workers_that_do_not_wait_take_every_part_once_and_learn(tmp_path):
-    told = run(3, f"--train-iters 100 --eval-iters 4 {ASYNC} --num-parameter-servers 1", tmp_path)[-1]
+    told = run(3, f"--train-iters 100 --eval-iters 4 {ASYNC} --num-parameter-servers 1", tmp_path)[
+        -1
+    ]
     counts = re.search(r"(\d+) updates, staleness [^,\n]*(?:, (\d+) gradients? too old)?", told)
     assert sum(map(int, counts.groups("0"))) == 200
     rows = records(tmp_path)
-    consumed = [row["consumed_samples"] for row in rows]  # parts of two samples, of which the other worker takes some
-    assert len(rows) < 200 and consumed == sorted(set(consumed)) and all(count % 2 == 0 for count in consumed)
+    # parts of two samples, of which the other worker takes some
+    consumed = [row["consumed_samples"] for row in rows]
+    assert (
+        len(rows) < 200
+        and consumed == sorted(set(consumed))
+        and all(count % 2 == 0 for count in consumed)
+    )
     (trained,) = records(tmp_path, "valid")
     assert trained["iteration"] == 100
     assert trained["loss"] < 0.8 * math.log(60), "of guesses among the ids"
@@ -208,7 +245,9 @@ def test_damage_that_one_worker_alone_sees_sends_all_of_them_to_the_checkpoint_b
     damage(first / "run/iter_0000003/exp_avg-rank-00000.safetensors")
     told = run(3, f"--train-iters 4 {flags} --load {first / 'run'}", resumed)[0]
     assert "A damaged checkpoint was passed over, and iteration 2 was loaded." in told
-    assert [row["loss"] for row in records(resumed)] == [row["loss"] for row in records(unbroken)[2:]]
+    assert [row["loss"] for row in records(resumed)] == [
+        row["loss"] for row in records(unbroken)[2:]
+    ]
     equal(resumed, unbroken)
 
 
@@ -221,4 +260,6 @@ def test_a_checkpoint_that_is_damaged_in_one_file_is_not_loaded(tmp_path, kind):
         with pytest.raises(RankFailure) as caught:
             run(2, f"--train-iters 2 {strategy} --load {tmp_path / 'run'}", tmp_path / "resumed")
         assert isinstance(caught.value.__cause__, DamagedError), caught.value
-        assert "all of its checkpoints are damaged" in str(caught.value) and str(file) in str(caught.value)
+        assert "all of its checkpoints are damaged" in str(caught.value) and str(file) in str(
+            caught.value
+        )

@@ -1,4 +1,6 @@
-"""What clients and servers say to each other: weights, gradients, versions, state, and what goes wrong."""
+"""What clients and servers say to each other: weights, gradients, versions, state, and what goes
+wrong.
+"""
 
 import json
 import math
@@ -17,7 +19,7 @@ from megatron_merak.parameter_server.client import Contribution
 from megatron_merak.parameter_server.optimizer import RestartedError, ServedAdamW
 from megatron_merak.parameter_server.service import Service, Snapshots
 from megatron_merak.parameter_server.snapshot import read_snapshot, snapshot_path
-from megatron_merak.parameter_server.wire import NUMBERS, Kind, Message
+from megatron_merak.parameter_server.wire import NUMBERS, Message, MessageKind
 from megatron_merak.plan import Grid
 from megatron_merak.runtime.parameters import RankParameters
 
@@ -34,7 +36,9 @@ def adamw(weights: torch.Tensor) -> AdamW:
     """What servers must do, on one rank: the same two groups."""
     buffer = new_buffer()
     buffer.data.copy_(weights)
-    return AdamW(buffer, OptimizerConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=0.0))
+    return AdamW(
+        buffer, OptimizerConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=0.0)
+    )
 
 
 def apply(optimizer: AdamW, gradient: torch.Tensor, rate: float = 1.0) -> torch.Tensor:
@@ -51,13 +55,22 @@ def test_pushed_gradients_are_steps_of_adamw_and_weights_come_back(servers):
         client.store_state("master", flat(0))
         client.ready(steps=3)
         answer = client.pull(weights)
-        assert torch.equal(weights, flat(0)) and (answer.version, answer.steps, answer.leader) == (0, 3, 0)
+        assert torch.equal(weights, flat(0)) and (answer.version, answer.steps, answer.leader) == (
+            0,
+            3,
+            0,
+        )
         reference = adamw(flat(0))
         reference.steps = 3
         for step in range(3):
             answer = client.push(flat(10 + step), 0.5, RATES, weights)
             assert torch.equal(weights, apply(reference, flat(10 + step)))
-            assert (answer.version, answer.steps, answer.staleness, answer.late) == (step + 1, step + 4, 0, False)
+            assert (answer.version, answer.steps, answer.staleness, answer.late) == (
+                step + 1,
+                step + 4,
+                0,
+                False,
+            )
         for kind in ("exp_avg", "exp_avg_sq"):
             state = torch.empty(SIZE)
             client.fetch_state(kind, state)
@@ -95,7 +108,9 @@ def test_old_gradients_count_less_and_too_old_ones_nothing():
         slow.leave()
     record = servers[0].services[0].record
     assert (record.staleness, record.dropped) == ({0: 5, 1: 1, 2: 1, 3: 1}, 1)
-    assert "8 gradients" not in servers[0].summary() and "1 gradient too old" in servers[0].summary()
+    assert (
+        "8 gradients" not in servers[0].summary() and "1 gradient too old" in servers[0].summary()
+    )
 
 
 def test_a_gradient_that_comes_a_second_time_is_applied_once():
@@ -212,8 +227,12 @@ def test_state_that_is_fetched_is_of_one_moment_or_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_slow_worker_is_waited_for_beyond_the_timeout_and_a_silent_one_is_not(slow, monkeypatch, capsys):
-    """The time after which whoever is silent is gone is 2 s here; the slow worker's step takes 5."""
+def test_a_slow_worker_is_waited_for_beyond_the_timeout_and_a_silent_one_is_not(
+    slow, monkeypatch, capsys
+):
+    """The time after which whoever is silent is gone is 2 s here; the slow worker's step
+    takes 5.
+    """
     monkeypatch.setattr("tests.parameter_server.served.TIMEOUT", timedelta(seconds=2))
     job = Job(3, 1)
     server = job.server(3)
@@ -232,13 +251,19 @@ def test_a_slow_worker_is_waited_for_beyond_the_timeout_and_a_silent_one_is_not(
     for client in clients[:2]:
         client.leave()
     server.wait()
-    assert server.lost == [2] and "parameter server (rank 3): rank 2 is gone" in capsys.readouterr().out
+    assert (
+        server.lost == [2]
+        and "parameter server (rank 3): rank 2 is gone" in capsys.readouterr().out
+    )
 
 
 def test_workers_with_other_parameters_are_refused():
     with serving(2, 1) as (job, _):
         first = job.client(0)
-        with pytest.raises(ServerError, match="other parameters, or other settings, than the workers that came before"):
+        with pytest.raises(
+            ServerError,
+            match="other parameters, or other settings, than the workers that came before",
+        ):
             job.client(1, betas=(0.9, 0.99))
         first.leave()
         job.store.set("rank 1 ended", "1")
@@ -248,7 +273,7 @@ class Line:
     """A connection on which a client has sent some messages, and then leaves."""
 
     def __init__(self, *messages: Message):
-        self.left, self.sent = [*messages, Message(Kind.LEAVE, (0.0,))], []
+        self.left, self.sent = [*messages, Message(MessageKind.LEAVE, (0.0,))], []
 
     def receive(self) -> Message:
         return self.left.pop(0)
@@ -271,12 +296,20 @@ def test_a_message_that_no_worker_sends_is_answered_with_a_line():
     ]
     odd += [json.dumps(plain | {"betas": [0.9]}), json.dumps(plain | {"eps": float("nan")})]
     odd += [json.dumps(plain | {"groups": [[1, 2]]}), json.dumps({**plain, "more": 1})]
-    messages = [Message(Kind.HELLO, (), text) for text in odd]
-    messages += [Message(kind, (0.0,) * NUMBERS) for kind in (Kind.PULL, Kind.WAIT, Kind.CONTRIBUTE, Kind.APPLY)]
+    messages = [Message(MessageKind.HELLO, (), text) for text in odd]
+    messages += [
+        Message(kind, (0.0,) * NUMBERS)
+        for kind in (MessageKind.PULL, MessageKind.WAIT, MessageKind.CONTRIBUTE, MessageKind.APPLY)
+    ]
     line, service = Line(*messages), Service(1, Snapshots(), None)
     service.serve(0, line)
-    assert [kind for kind, _ in line.sent] == [Kind.ERROR] * len(messages) and service.piece is None
-    assert all(text.count("\n") == 0 and ("layout '" in text or "says HELLO first" in text) for _, text in line.sent)
+    assert [kind for kind, _ in line.sent] == [MessageKind.ERROR] * len(
+        messages
+    ) and service.piece is None
+    assert all(
+        text.count("\n") == 0 and ("layout '" in text or "says HELLO first" in text)
+        for _, text in line.sent
+    )
 
 
 def test_weights_that_never_come_are_an_error_for_those_who_wait():
@@ -307,7 +340,10 @@ def test_a_server_goes_on_from_its_snapshot_and_clients_find_it(tmp_path):
     assert torch.equal(weights, reference.buffer.data), "the snapshot is of the second update"
     assert job.said == ["parameter server (rank 1) is back at update 2, 1 update behind"]
     answer = client.push(flat(7), 0.5, RATES, weights)
-    assert torch.equal(weights, apply(reference, flat(7))) and (answer.version, answer.staleness) == (3, 0)
+    assert torch.equal(weights, apply(reference, flat(7))) and (
+        answer.version,
+        answer.staleness,
+    ) == (3, 0)
     client.leave()
     again.wait()
     assert again.services[0].record.restored == 2
@@ -320,7 +356,10 @@ def test_a_server_without_snapshots_that_is_started_again_is_an_error():
     client.ready(0)
     client.ends[0].connection.group = Dead()
     again = job.server(1)
-    with pytest.raises(ServerError, match="--save .unset.: the server was killed, and without it there is no snapshot"):
+    with pytest.raises(
+        ServerError,
+        match="--save .unset.: the server was killed, and without it there is no snapshot",
+    ):
         client.pull(torch.empty(SIZE))
     client.leave()
     again.wait()

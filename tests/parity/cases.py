@@ -1,4 +1,6 @@
-"""What is compared: cases over the axes of parity, and a small choice of them that meets every pair of values."""
+"""What is compared: cases over the axes of parity, and a small choice of them that meets every pair
+of values.
+"""
 
 import math
 from collections.abc import Iterable
@@ -14,10 +16,12 @@ from megatron_merak.pipeline_parallel.builders import build_schedule
 
 from .families import FAMILIES, LAYERS
 
-MICRO_BATCH, GLOBAL_BATCH = 2, 12  # 6 micro-batches of one replica, 3 of two: more and fewer than 4 stages
+# 6 micro-batches of one replica, 3 of two: more and fewer than 4 stages
+MICRO_BATCH, GLOBAL_BATCH = 2, 12
 FIRST, PEAK, WARMUP, STEPS, WEIGHT_DECAY = 5e-4, 2e-3, 3, 10, 0.1
 
-LOSS_SCALES = {"fp16": True, "initial_loss_scale": 2.0**8, "loss_scale_window": 3}  # it grows within six steps
+# it has grown in the third step
+LOSS_SCALES = {"fp16": True, "initial_loss_scale": 2.0**8, "loss_scale_window": 2}
 DRAWS, CANDIDATES = 60, 2  # in search of combinations with two given values
 
 SWEPT = {"dtype": ("fp32", "bf16")}  # what every layout runs in
@@ -28,7 +32,16 @@ AXES: dict[str, tuple] = {
     "tp": (1, 2, 4),
     "pp": (1, 2, 4),
     "dp": (1, 2),
-    "schedule": ("naive", "gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v"),
+    "schedule": (
+        "naive",
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "shifted",
+        "early-recompute",
+        "zb-h1",
+        "zb-v",
+    ),
     "recompute": ("none", "full", "uniform", "block"),
     "overlap": ("weight-gradient", "none", "sub-pipeline", "pair"),
     "sequence_parallel": (False, True),
@@ -51,11 +64,16 @@ def stages_of(schedule: str, ranks: int, microbatches: int) -> float:
 class Case:
     """One training run.
 
-    loss: 'full' masks no token; 'masked' masks unevenly, mean of micro-batch means; 'per-token' too, mean over tokens.
-    hidden_dropout, attention_dropout: probabilities. clip: largest gradient norm, 0 for any. steps: optimizer steps.
-    bucket: elements of a gradient bucket (all models hold several times more). early: reduce during the backward.
-    schedule: a name, or the path of a file. sharding: what replicas share, all of them or those of an instance.
-    micro_batch: its samples. sent_in_bf16: gradients between replicas. fp32_residual: of a 16-bit model.
+    loss: 'full' masks no token; 'masked' masks unevenly, mean of micro-batch means; 'per-token'
+          too, mean over tokens.
+    hidden_dropout, attention_dropout: probabilities. clip: largest gradient norm, 0 for any. steps:
+                                       optimizer steps.
+    bucket: elements of a gradient bucket (all models hold several times more). early: reduce during
+            the backward.
+    schedule: a name, or the path of a file. sharding: what replicas share, all of them or those of
+              an instance.
+    micro_batch: its samples. sent_in_bf16: gradients between replicas. fp32_residual: of a 16-bit
+                 model.
     """
 
     family: str
@@ -90,7 +108,9 @@ class Case:
 
     def __str__(self) -> str:
         degrees = f"tp{self.tp}-pp{self.pp}-dp{self.dp}"
-        ways = f"{self.schedule}-{self.recompute}-{self.overlap}" + ("-sp" if self.sequence_parallel else "")
+        ways = f"{self.schedule}-{self.recompute}-{self.overlap}" + (
+            "-sp" if self.sequence_parallel else ""
+        )
         ways += "" if self.sharding == "no_shard" else f"-{self.sharding}"
         ways += "" if self.instances == 1 else f"-{self.instances}-instances"
         ways += "-sent_in_bf16" * self.sent_in_bf16 + "-fp32_residual" * self.fp32_residual
@@ -98,14 +118,19 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        """Whether there is such a run: enough units and micro-batches for the schedule, and collectives to overlap."""
+        """Whether there is such a run: enough units and micro-batches for the schedule, and
+        collectives to overlap.
+        """
         if self.sharding != "no_shard" and self.dp == 1:
             return False
         if self.sharding in SHARDINGS[2:] and self.overlap in ("sub-pipeline", "pair"):
             return False
         if self.tp == 1 and (self.sequence_parallel or self.overlap != "weight-gradient"):
             return False
-        return stages_of(self.schedule, self.pp, GLOBAL_BATCH // self.micro_batch // self.dp) <= LAYERS + 2
+        return (
+            stages_of(self.schedule, self.pp, GLOBAL_BATCH // self.micro_batch // self.dp)
+            <= LAYERS + 2
+        )
 
     def config(self) -> Config:
         key = "pipeline_schedule" if self.schedule in AXES["schedule"] else "schedule_file"
@@ -147,7 +172,9 @@ class Case:
 
 
 def combinations_of(largest_world: int = 8, **given: tuple) -> list[Case]:
-    """Every possible combination of ``AXES`` on at most ``largest_world`` ranks; ``given`` values of some axes only."""
+    """Every possible combination of ``AXES`` on at most ``largest_world`` ranks; ``given`` values
+    of some axes only.
+    """
     axes = AXES | given
     cases = (Case(**dict(zip(axes, values, strict=True))) for values in product(*axes.values()))
     return [case for case in cases if case.world <= largest_world and case.possible]
@@ -155,28 +182,49 @@ def combinations_of(largest_world: int = 8, **given: tuple) -> list[Case]:
 
 def layouts() -> list[Case]:
     """Every layout of every model, with unevenly masked tokens, as Megatron-LM would run it."""
-    plain = {"schedule": ("gpipe", "1f1b"), "recompute": ("none", "full"), "overlap": ("weight-gradient",)} | SWEPT
-    return combinations_of(loss=("masked",), sequence_parallel=(False,), sharding=("no_shard",), **plain)
+    plain = {
+        "schedule": ("gpipe", "1f1b"),
+        "recompute": ("none", "full"),
+        "overlap": ("weight-gradient",),
+    } | SWEPT
+    return combinations_of(
+        loss=("masked",), sequence_parallel=(False,), sharding=("no_shard",), **plain
+    )
 
 
 def accelerated() -> list[Case]:
-    """Every schedule with every recomputation and overlap, where all of them meet tensor and pipeline parallelism."""
+    """Every schedule with every recomputation and overlap, where all of them meet tensor and
+    pipeline parallelism.
+    """
     where = {"tp": (2,), "pp": (2, 4), "dp": (1,), "dtype": ("fp32",), "loss": ("masked",)}
     return combinations_of(family=("llama",), **where)
 
 
 def divided() -> list[Case]:
-    """Every model whose tensor-parallel ranks divide the sequence, in whole micro-batches and in halves."""
+    """Every model whose tensor-parallel ranks divide the sequence, in whole micro-batches and in
+    halves.
+    """
     where = {"tp": (2, 4), "pp": (1, 2), "dp": (1,), "schedule": ("1f1b",), "loss": ("masked",)}
     ways = {"recompute": ("none", "full"), "overlap": ("weight-gradient", "sub-pipeline")} | SWEPT
     return combinations_of(sequence_parallel=(True,), **where, **ways)
 
 
 def shared() -> list[Case]:
-    """Every model on every layout of two replicas that share all, and every schedule with whatever they share."""
+    """Every model on every layout of two replicas that share all, and every schedule with whatever
+    they share.
+    """
     plain = {"recompute": ("none",), "overlap": ("weight-gradient",), "sequence_parallel": (False,)}
-    every = combinations_of(schedule=("gpipe", "1f1b"), sharding=SHARDINGS[3:], loss=("masked",), **plain, **SWEPT)
-    where = {"tp": (1,), "pp": (2,), "dp": (2,), "dtype": ("bf16",), "loss": ("per-token",), "family": ("gpt2",)}
+    every = combinations_of(
+        schedule=("gpipe", "1f1b"), sharding=SHARDINGS[3:], loss=("masked",), **plain, **SWEPT
+    )
+    where = {
+        "tp": (1,),
+        "pp": (2,),
+        "dp": (2,),
+        "dtype": ("bf16",),
+        "loss": ("per-token",),
+        "family": ("gpt2",),
+    }
     return [*every, *combinations_of(sharding=SHARDINGS[1:], **where, **plain)]
 
 
@@ -187,14 +235,21 @@ def sweep() -> list[Case]:
 
 
 def some_cases() -> list[Case]:
-    """Combinations that meet every pair of values of ``AXES`` that can meet, on 4 ranks where these do; few enough to
-    choose from."""
+    """Combinations that meet every pair of values of ``AXES`` that can meet, on 4 ranks where these
+    do; few enough to choose from."""
     drawn = Random(7)
     found: dict[Case, None] = {}
     for (a, xs), (b, ys) in combinations(AXES.items(), 2):
         for x, y in product(xs, ys):
-            draws = [{axis: drawn.choice(options) for axis, options in AXES.items()} for _ in range(DRAWS)]
-            cases = [case for values in draws if (case := Case(**values | {a: x, b: y})).world <= 8 and case.possible]
+            draws = [
+                {axis: drawn.choice(options) for axis, options in AXES.items()}
+                for _ in range(DRAWS)
+            ]
+            cases = [
+                case
+                for values in draws
+                if (case := Case(**values | {a: x, b: y})).world <= 8 and case.possible
+            ]
             small = [case for case in cases if case.world <= 4]
             found |= dict.fromkeys((small or cases)[:CANDIDATES])
     return list(found)
@@ -206,7 +261,9 @@ def pairs(case: Case) -> frozenset[tuple]:
 
 
 def pairwise(cases: Iterable[Case]) -> list[Case]:
-    """Greedily: the case that meets most pairs not met yet, of fewest ranks among equals, until none is left."""
+    """Greedily: the case that meets most pairs not met yet, of fewest ranks among equals, until
+    none is left.
+    """
     cases = list(cases)
     meets = [pairs(case) for case in cases]
     missing, chosen = frozenset().union(*meets), []

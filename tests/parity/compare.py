@@ -11,8 +11,10 @@ from .rig import Run, Tensors
 class Distance:
     """How far apart a and b are.
 
-    loss: largest absolute difference over the curve. norm: largest relative one of the global gradient norm over it.
-    gradient: ``|a - b| / |b|`` after one step, in 2-norms, of all gradients as one vector. tensor: of the worst tensor.
+    loss: largest absolute difference over the curve. norm: largest relative one of the global
+          gradient norm over it.
+    gradient: ``|a - b| / |b|`` after one step, in 2-norms, of all gradients as one vector. tensor:
+              of the worst tensor.
     """
 
     loss: float
@@ -24,8 +26,9 @@ class Distance:
         return all(value <= most for value, most in zip(astuple(self), astuple(limit), strict=True))
 
 
-# fp32: sums are taken in another order, nothing else. bf16: two correct bf16 models differ by as much as each differs
-# from fp32; docs/parity_native.md shows that distance beside ours. fp16 rounds eight times as finely.
+# fp32: sums are taken in another order, nothing else. bf16: two correct bf16 models differ by as
+# much as each differs from fp32; docs/evidence/parity_native.md shows that distance beside ours.
+# fp16 rounds eight times as finely.
 TOLERANCE = {
     "fp32": Distance(1e-5, 1e-5, 1e-5, 1e-5),
     "bf16": Distance(1e-2, 3e-2, 4e-2, 2e-1),
@@ -42,7 +45,9 @@ def tensor_distances(ours: Tensors, theirs: Tensors) -> dict[str, float]:
 
 def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     theirs = theirs.double()
-    return (torch.linalg.vector_norm(ours.double() - theirs) / torch.linalg.vector_norm(theirs)).item()
+    return (
+        torch.linalg.vector_norm(ours.double() - theirs) / torch.linalg.vector_norm(theirs)
+    ).item()
 
 
 def flat(tensors: Tensors) -> torch.Tensor:
@@ -52,7 +57,9 @@ def flat(tensors: Tensors) -> torch.Tensor:
 def distance(ours: Run, theirs: Run) -> Distance:
     """Over the steps that ``ours`` has, at most those of ``theirs``."""
     steps = len(ours.curve)
-    losses = zip([ours.first_loss, *ours.curve], [theirs.first_loss, *theirs.curve[:steps]], strict=True)
+    losses = zip(
+        [ours.first_loss, *ours.curve], [theirs.first_loss, *theirs.curve[:steps]], strict=True
+    )
     norms = zip(ours.norms, theirs.norms[:steps], strict=True)
     return Distance(
         max(abs(a - b) for a, b in losses),

@@ -1,5 +1,6 @@
-"""``--parity-table PATH``: write what the full sweep measured, on however many workers its cases ran. What a sweep that
-was ended early measured is kept in pytest's cache, and not measured again while the sources are the same."""
+"""``--parity-table PATH``: write what the full sweep measured, on however many workers its cases
+ran. What a sweep that was ended early measured is kept in pytest's cache, and not measured again
+while the sources are the same."""
 
 import json
 from pathlib import Path
@@ -11,7 +12,9 @@ SOURCES = ("megatron_merak", "csrc", "tests/parity")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--parity-table", metavar="PATH", help="where the full sweep (-m slow) writes its table")
+    parser.addoption(
+        "--parity-table", metavar="PATH", help="where the full sweep (-m slow) writes its table"
+    )
 
 
 def pytest_configure(config):
@@ -21,8 +24,8 @@ def pytest_configure(config):
 
 
 class Table:
-    """Listens to the reports of all tests; once every case of the sweep passed, writes the table. A ``worker`` only
-    leaves out what was measured before."""
+    """Listens to the reports of all tests; once every case of the sweep passed, writes the table. A
+    ``worker`` only leaves out what was measured before."""
 
     def __init__(self, path: Path, kept: Path, worker: bool):
         from tests.zoo.sweep import digest, read_cache
@@ -31,7 +34,9 @@ class Table:
         self.found = {case: row["far"] for case, row in read_cache(kept, self.digest).items()}
 
     def pytest_collection_modifyitems(self, config, items):
-        old = [item for item in items if item.get_closest_marker("slow") and _case(item) in self.found]
+        old = [
+            item for item in items if item.get_closest_marker("slow") and _case(item) in self.found
+        ]
         config.hook.pytest_deselected(items=old)
         items[:] = [item for item in items if item not in old]
 
@@ -50,7 +55,9 @@ class Table:
 
         cases = {str(case): case for case in sweep()}
         if not self.worker and self.found.keys() == cases.keys():
-            self.path.write_text(markdown({cases[name]: Distance(*far) for name, far in self.found.items()}))
+            self.path.write_text(
+                markdown({cases[name]: Distance(*far) for name, far in self.found.items()})
+            )
 
 
 def _case(item) -> str:

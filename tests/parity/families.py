@@ -1,4 +1,6 @@
-"""The models that parity is shown on: our configuration of each, and HuggingFace's model with the same numbers."""
+"""The models that parity is shown on: our configuration of each, and HuggingFace's model with the
+same numbers.
+"""
 
 from abc import ABC, abstractmethod
 
@@ -10,7 +12,9 @@ SEQUENCE, POSITIONS, LAYERS, HIDDEN, HEADS = 16, 24, 4, 32, 8
 
 
 class Family(ABC):
-    """Sizes are small and awkward: more positions than tokens, a vocabulary that no tensor-parallel size divides."""
+    """Sizes are small and awkward: more positions than tokens, a vocabulary that no tensor-parallel
+    size divides.
+    """
 
     vocabulary: int
     ours: dict
@@ -34,7 +38,9 @@ class Family(ABC):
 
 
 class GPT2(Family):
-    """Biases, LayerNorm, learned positions, tied embeddings. With TP=4 two ranks hold vocabulary padding alone."""
+    """Biases, LayerNorm, learned positions, tied embeddings. With TP=4 two ranks hold vocabulary
+    padding alone.
+    """
 
     vocabulary = 131
     ours = {"ffn_hidden_size": 48}
@@ -58,7 +64,9 @@ class GPT2(Family):
 
 
 class Llama(Family):
-    """RMSNorm, SwiGLU, rotary, grouped queries, a head of its own; padding falls into the last rank's rows only."""
+    """RMSNorm, SwiGLU, rotary, grouped queries, a head of its own; padding falls into the last
+    rank's rows only.
+    """
 
     vocabulary = 243
     ours = {
@@ -93,7 +101,9 @@ class Llama(Family):
 
 
 class Qwen(Family):
-    """Llama with norms on queries and keys, biases on the qkv projection, wider heads, tied embeddings."""
+    """Llama with norms on queries and keys, biases on the qkv projection, wider heads, tied
+    embeddings.
+    """
 
     vocabulary = 99
     ours = {
@@ -130,7 +140,8 @@ class Qwen(Family):
             attn_implementation="eager",
         )
         model = Qwen3ForCausalLM(config)
-        for layer in model.model.layers:  # attention_bias means all four projections; Qwen2 has it on q, k and v alone
+        # attention_bias means all four projections; Qwen2 has it on q, k and v alone
+        for layer in model.model.layers:
             layer.self_attn.o_proj.bias = None
         return model
 

@@ -1,4 +1,6 @@
-"""One process, the original model: HuggingFace's modules, plain autograd, torch's AdamW and clipping."""
+"""One process, the original model: HuggingFace's modules, plain autograd, torch's AdamW and
+clipping.
+"""
 
 from functools import cache
 from math import cos, pi
@@ -26,7 +28,9 @@ def reference(family: str, dtype: str, loss: str, micro_batch: int = MICRO_BATCH
     held = dict(model.named_parameters())
     assert held.keys() == weights.keys(), sorted(held.keys() ^ weights.keys())
     model.load_state_dict(weights, strict=False)
-    masters = {name: nn.Parameter(parameter.detach().float().clone()) for name, parameter in held.items()}
+    masters = {
+        name: nn.Parameter(parameter.detach().float().clone()) for name, parameter in held.items()
+    }
     optimizer = torch.optim.AdamW(decay_groups(masters), lr=PEAK, betas=(0.9, 0.95), eps=1e-8)
     first_loss = accumulate(model, masters, case, 0)
     gradients = {name: master.grad.clone() for name, master in masters.items()}
@@ -48,20 +52,27 @@ def decay_groups(masters: dict[str, nn.Parameter]) -> list[dict]:
     """Weight decay on all but biases and norms, told by their names."""
     free = [name for name in masters if name.endswith(".bias") or "norm" in name or ".ln_" in name]
     return [
-        {"params": [masters[name] for name in masters if name not in free], "weight_decay": WEIGHT_DECAY},
+        {
+            "params": [masters[name] for name in masters if name not in free],
+            "weight_decay": WEIGHT_DECAY,
+        },
         {"params": [masters[name] for name in free], "weight_decay": 0.0},
     ]
 
 
 def rate(step: int) -> float:
-    """Linear warm-up, then cosine to a tenth of the peak; ``step`` counts the steps already done, as in Megatron-LM."""
+    """Linear warm-up, then cosine to a tenth of the peak; ``step`` counts the steps already done,
+    as in Megatron-LM.
+    """
     if step <= WARMUP:
         return FIRST + (PEAK - FIRST) * step / WARMUP
     return PEAK * (0.1 + 0.9 * 0.5 * (1 + cos(pi * (step - WARMUP) / (STEPS - WARMUP))))
 
 
 def accumulate(model: nn.Module, masters: dict[str, nn.Parameter], case: Case, step: int) -> float:
-    """Fill the masters' fp32 gradients with those of one global batch, micro-batch by micro-batch; return its loss."""
+    """Fill the masters' fp32 gradients with those of one global batch, micro-batch by micro-batch;
+    return its loss.
+    """
     batches = global_batch(case, step)
     tokens = sum(batch["loss_mask"].sum() for batch in batches)
     for master in masters.values():
@@ -71,7 +82,11 @@ def accumulate(model: nn.Module, masters: dict[str, nn.Parameter], case: Case, s
         if case.loss == "per-token":
             loss = token_losses(model, batch).sum() / tokens
         else:
-            loss = token_losses(model, batch).sum() / batch["loss_mask"].sum().clamp(min=1) / len(batches)
+            loss = (
+                token_losses(model, batch).sum()
+                / batch["loss_mask"].sum().clamp(min=1)
+                / len(batches)
+            )
         (loss * scale).backward()
         for name, parameter in model.named_parameters():
             masters[name].grad += parameter.grad.float() / scale
@@ -82,6 +97,8 @@ def accumulate(model: nn.Module, masters: dict[str, nn.Parameter], case: Case, s
 
 def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     """fp32 [b * s], zero where masked."""
-    logits = model(input_ids=batch["tokens"], position_ids=batch["position_ids"], use_cache=False).logits.float()
+    logits = model(
+        input_ids=batch["tokens"], position_ids=batch["position_ids"], use_cache=False
+    ).logits.float()
     losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
     return losses * batch["loss_mask"].flatten()

@@ -24,7 +24,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One rank's view of a run. ``stray``: elements outside of every HuggingFace tensor (padding) that are not zero."""
+    """One rank's view of a run. ``stray``: elements outside of every HuggingFace tensor (padding)
+    that are not zero.
+    """
 
     evaluated: float | None
     first_loss: float | None
@@ -48,7 +50,9 @@ class Run:
 
 
 def disturb(trainer: Trainer) -> None:
-    """Add noise, a function of the tensor's name, to all initial weights: zero biases and unit norms hide errors."""
+    """Add noise, a function of the tensor's name, to all initial weights: zero biases and unit
+    norms hide errors.
+    """
     trainer.model.gatherer.gather()
     for shard in trainer.model.shards(trainer.model.buffer.data):
         generator = torch.Generator().manual_seed(derive_seed("noise", shard.name))
@@ -63,7 +67,9 @@ def part_of(full: torch.Tensor, shard: Shard) -> torch.Tensor:
     """The elements of a full tensor that ``shard`` holds."""
     if shard.dim is None:
         return full
-    return torch.cat([full.narrow(shard.dim, start, stop - start) for start, stop in shard.intervals], shard.dim)
+    return torch.cat(
+        [full.narrow(shard.dim, start, stop - start) for start, stop in shard.intervals], shard.dim
+    )
 
 
 def new_trainer(case: Case, mesh: Mesh) -> Trainer:
@@ -82,18 +88,25 @@ def spoil(buffer: ParameterBuffer) -> None:
 
 
 def parts(trainer: Trainer, flat: Flat) -> list[Shard]:
-    return [replace(shard, tensor=shard.tensor.to("cpu", copy=True)) for shard in trainer.model.shards(flat)]
+    return [
+        replace(shard, tensor=shard.tensor.to("cpu", copy=True))
+        for shard in trainer.model.shards(flat)
+    ]
 
 
 def _stray(trainer: Trainer, flat: Flat) -> int:
-    rest = torch.cat([flat[bucket.start : bucket.stop] for bucket in reversed(trainer.model.buffer.buckets)])
+    rest = torch.cat(
+        [flat[bucket.start : bucket.stop] for bucket in reversed(trainer.model.buffer.buckets)]
+    )
     for shard in trainer.model.shards(rest):
         shard.tensor.zero_()
     return int(rest.count_nonzero())
 
 
 def train(case: Case, mesh: Mesh) -> Outcome:
-    """Evaluate the first batch, take its gradient, then train for ``case.steps`` optimizer steps from there."""
+    """Evaluate the first batch, take its gradient, then train for ``case.steps`` optimizer steps
+    from there.
+    """
     trainer = new_trainer(case, mesh)
     buffer = trainer.model.buffer
     evaluated = trainer.model.mean_loss(replica_batch(case, 0, mesh.dp_rank))
@@ -106,11 +119,15 @@ def train(case: Case, mesh: Mesh) -> Outcome:
     losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
     trainer.model.gatherer.gather()
     stray += _stray(trainer, buffer.data)
-    return Outcome(evaluated, first_loss, gradients, losses, norms, parts(trainer, buffer.data), stray)
+    return Outcome(
+        evaluated, first_loss, gradients, losses, norms, parts(trainer, buffer.data), stray
+    )
 
 
 def mesh_of(case: Case, rank: int = 0, device: torch.device = CPU) -> Mesh:
-    return build_mesh(Grid(tp=case.tp, dp=case.dp, pp=case.pp), rank, device, instances=case.instances)
+    return build_mesh(
+        Grid(tp=case.tp, dp=case.dp, pp=case.pp), rank, device, instances=case.instances
+    )
 
 
 def train_all(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
@@ -162,7 +179,9 @@ def put_together(outcomes: Sequence[Outcome]) -> Run:
 
 
 def assemble(ranks: Sequence[Sequence[Shard]]) -> Tensors:
-    """Full tensors out of the owners' parts. Every element has one owner; whoever else holds it has the same bits."""
+    """Full tensors out of the owners' parts. Every element has one owner; whoever else holds it has
+    the same bits.
+    """
     full: Tensors = {}
     owners: Tensors = {}
     shards = [shard for rank in ranks for shard in rank]
@@ -172,11 +191,18 @@ def assemble(ranks: Sequence[Sequence[Shard]]) -> Tensors:
             owners[shard.name] = torch.zeros(shard.shape, dtype=torch.int64)
         if shard.owner:
             _place(full[shard.name], shard)
-            _place(owners[shard.name], replace(shard, tensor=torch.ones_like(shard.tensor, dtype=torch.int64)))
+            _place(
+                owners[shard.name],
+                replace(shard, tensor=torch.ones_like(shard.tensor, dtype=torch.int64)),
+            )
     for name, count in owners.items():
-        assert bool((count == 1).all()), f"{name}: elements have {count.min()} to {count.max()} owners"
+        assert bool((count == 1).all()), (
+            f"{name}: elements have {count.min()} to {count.max()} owners"
+        )
     for shard in shards:
-        assert torch.equal(shard.tensor, part_of(full[shard.name], shard)), f"{shard.name}: copies differ between ranks"
+        assert torch.equal(shard.tensor, part_of(full[shard.name], shard)), (
+            f"{shard.name}: copies differ between ranks"
+        )
     return full
 
 

@@ -1,4 +1,4 @@
-"""docs/parity_native.md from a full sweep."""
+"""docs/evidence/parity_native.md from a full sweep."""
 
 from collections.abc import Mapping, Sequence
 
@@ -49,7 +49,7 @@ PP 2 and TP 2 x PP 4, with every recomputation ({recompute}), with and without s
 |---|{rules}
 {schedules}
 
-Regenerate: `make parity-full ARGS="--parity-table docs/parity_native.md"`
+Regenerate: `make parity-full ARGS="--parity-table docs/evidence/parity_native.md"`
 """
 
 
@@ -64,7 +64,11 @@ def markdown(measured: Mapping[Case, Distance]) -> str:
         for family in FAMILIES:
             row = [*map(str, layout), family]
             for dtype in ("fp32", "bf16"):
-                here = [case for case in measured if (case.layout, case.family, case.dtype) == (layout, family, dtype)]
+                here = [
+                    case
+                    for case in measured
+                    if (case.layout, case.family, case.dtype) == (layout, family, dtype)
+                ]
                 row += cells([measured[case] for case in here])
             rows.append(f"| {' | '.join(row)} |")
     own = []
@@ -74,7 +78,10 @@ def markdown(measured: Mapping[Case, Distance]) -> str:
     ways = [case for case in accelerated() if case in measured]
     schedules = []
     for schedule in AXES["schedule"]:
-        here = [[c for c in ways if (c.schedule, c.overlap) == (schedule, overlap)] for overlap in AXES["overlap"]]
+        here = [
+            [c for c in ways if (c.schedule, c.overlap) == (schedule, overlap)]
+            for overlap in AXES["overlap"]
+        ]
         if all(here):
             worst = (max(measured[case].tensor for case in cases) for cases in here)
             schedules.append(f"| {schedule} | {' | '.join(f'{value:.1e}' for value in worst)} |")
@@ -93,7 +100,10 @@ def markdown(measured: Mapping[Case, Distance]) -> str:
         vocabularies=", ".join(str(family.vocabulary) for family in FAMILIES.values()),
         batch=GLOBAL_BATCH,
         micro=MICRO_BATCH,
-        **{dtype: ", ".join(f"{v:g}" for v in (d.tensor, d.gradient, d.loss)) for dtype, d in TOLERANCE.items()},
+        **{
+            dtype: ", ".join(f"{v:g}" for v in (d.tensor, d.gradient, d.loss))
+            for dtype, d in TOLERANCE.items()
+        },
         rows="\n".join(rows),
         own="\n".join(own),
     )

@@ -1,7 +1,8 @@
-"""Where the order of every sum is the same, runs are equal to the bit: loss, gradients, and weights after some steps.
+"""Where the order of every sum is the same, runs are equal to the bit: loss, gradients, and weights
+after some steps.
 
-Dropout is on in most cases: a segment's random numbers depend on its place in the model and on the step, never on the
-schedule or on which process runs it.
+Dropout is on in most cases: a segment's random numbers depend on its place in the model and on the
+step, never on the schedule or on which process runs it.
 """
 
 from dataclasses import replace
@@ -17,8 +18,8 @@ pytestmark = pytest.mark.long
 STEPS = 3
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
-# A pipeline alone moves values, unchanged; no sum is split. Clipping is off: the global norm adds the stages' parts, in
-# fp64, in another order than one process does.
+# A pipeline alone moves values, unchanged; no sum is split. Clipping is off: the global norm adds
+# the stages' parts, in fp64, in another order than one process does.
 ONE = [
     Case("llama", steps=STEPS, clip=0.0, **DROPOUT),
     Case("llama", steps=STEPS, clip=0.0, dtype="bf16"),
@@ -27,14 +28,21 @@ ONE = [
     Case("qwen", steps=STEPS, clip=0.0, dtype="bf16", **DROPOUT),
 ]
 PIPELINES = [
-    *({"pp": 2, "schedule": "1f1b", "recompute": "none"}, {"pp": 2, "schedule": "gpipe", "recompute": "full"}),
-    *({"pp": 4, "schedule": "gpipe", "recompute": "none"}, {"pp": 4, "schedule": "1f1b", "recompute": "full"}),
+    *(
+        {"pp": 2, "schedule": "1f1b", "recompute": "none"},
+        {"pp": 2, "schedule": "gpipe", "recompute": "full"},
+    ),
+    *(
+        {"pp": 4, "schedule": "gpipe", "recompute": "none"},
+        {"pp": 4, "schedule": "1f1b", "recompute": "full"},
+    ),
 ]
 TIED = {"gpt2": "transformer.wte.weight", "qwen": "model.embed_tokens.weight"}
 
-# In one layout nothing changes a bit: not the schedule (micro-batches go backward in the same order), not recomputation
-# (it replays the same kernels and random numbers), not how gradients are cut into buckets (the sum of two replicas has
-# one order). Clipping is on: the norm is summed in one order, too.
+# In one layout nothing changes a bit: not the schedule (micro-batches go backward in the same
+# order), not recomputation (it replays the same kernels and random numbers), not how gradients are
+# cut into buckets (the sum of two replicas has one order). Clipping is on: the norm is summed in
+# one order, too.
 LAYOUTS = [
     Case("gpt2", steps=STEPS, **DROPOUT),
     Case("qwen", steps=STEPS, dp=2, dtype="bf16", **DROPOUT),
@@ -46,7 +54,11 @@ LAYOUTS = [
 
 
 def variants(case: Case) -> list[Case]:
-    changes = [{"schedule": "gpipe"}, {"recompute": "full"}, {"schedule": "gpipe", "recompute": "full"}]
+    changes = [
+        {"schedule": "gpipe"},
+        {"recompute": "full"},
+        {"schedule": "gpipe", "recompute": "full"},
+    ]
     if case.dp > 1:
         changes += [{"early": False}, {"bucket": 10**9}]
     return [replace(case, **change) for change in changes]
@@ -55,7 +67,9 @@ def variants(case: Case) -> list[Case]:
 @pytest.fixture(scope="module")
 def runs():
     cases = [replace(case, **pipeline) for case in ONE for pipeline in PIPELINES]
-    return run_all([*ONE, *LAYOUTS, *cases, *(variant for case in LAYOUTS for variant in variants(case))])
+    return run_all(
+        [*ONE, *LAYOUTS, *cases, *(variant for case in LAYOUTS for variant in variants(case))]
+    )
 
 
 def name_of(value) -> str:
@@ -70,8 +84,8 @@ def name_of(value) -> str:
 def test_a_pipeline_equals_one_process(one, pipeline, runs):
     ours, alone = runs[replace(one, **pipeline)], runs[one]
     assert ours.first_loss == alone.first_loss
-    # A tied embedding is the exception: its two uses add up micro-batch by micro-batch in one process, but each on its
-    # own stage first in a pipeline.
+    # A tied embedding is the exception: its two uses add up micro-batch by micro-batch in one
+    # process, but each on its own stage first in a pipeline.
     tied = [TIED[one.family]] if one.family in TIED else []
     assert [name for name in differing(ours.gradients, alone.gradients) if name not in tied] == []
     if tied:
@@ -85,6 +99,8 @@ def test_a_pipeline_equals_one_process(one, pipeline, runs):
 @pytest.mark.parametrize("case", LAYOUTS, ids=name_of)
 def test_schedule_recomputation_and_buckets_change_nothing(case, runs):
     for variant in variants(case):
-        assert (runs[variant].curve, runs[variant].norms) == (runs[case].curve, runs[case].norms), variant
+        assert (runs[variant].curve, runs[variant].norms) == (runs[case].curve, runs[case].norms), (
+            variant
+        )
         assert differing(runs[variant].gradients, runs[case].gradients) == [], variant
         assert differing(runs[variant].weights, runs[case].weights) == [], variant

@@ -1,4 +1,6 @@
-"""Dropout: the same masks in every layout outside of tensor-parallel regions, other masks on every rank inside them."""
+"""Dropout: the same masks in every layout outside of tensor-parallel regions, other masks on every
+rank inside them.
+"""
 
 from dataclasses import replace
 
@@ -99,7 +101,8 @@ def test_inside_tensor_parallel_regions_every_rank_draws_its_own_masks():
     again_1, plain_1, hidden_1, attention_1, losses_1 = second
     assert again and again_1, "a second run differs"
     for layer in range(4):
-        # Equal shards and equal inputs give equal gradients: only the masks of attention can tell the ranks apart.
+        # Equal shards and equal inputs give equal gradients: only the masks of attention can tell
+        # the ranks apart.
         assert torch.equal(plain[layer], plain_1[layer])
         assert torch.equal(hidden[layer], hidden_1[layer])
         assert not torch.equal(hidden[layer], plain[layer])
@@ -114,7 +117,9 @@ def test_inside_tensor_parallel_regions_every_rank_draws_its_own_masks():
 
 
 def _drawn(rank: int, world_size: int, case: Case) -> dict[tuple, torch.Tensor]:
-    """What each random segment draws: (step, global micro-batch, unit, segment, sharded) -> 256 random bits."""
+    """What each random segment draws: (step, global micro-batch, unit, segment, sharded) -> 256
+    random bits.
+    """
     mesh = mesh_of(case, rank)
     (stage,) = new_trainer(case, mesh).model.stages.values()
     drawn = {}
@@ -139,15 +144,21 @@ def test_every_random_segment_has_a_stream_of_its_own():
     for rank, drawn in enumerate(by_rank):
         for (*place, sharded), values in drawn.items():
             assert abs(values.mean() - 0.5) < 5 * 0.2887 / 16
-            streams.setdefault(values.numpy().tobytes(), set()).add((*place, rank % 2 if sharded else None))
+            streams.setdefault(values.numpy().tobytes(), set()).add(
+                (*place, rank % 2 if sharded else None)
+            )
     assert all(len(places) == 1 for places in streams.values()), "two places draw the same numbers"
-    assert len(streams) == 2 * 4 * (random + 4)  # 2 steps, 4 micro-batches; each of two ranks has its own attention
+    # 2 steps, 4 micro-batches; each of two ranks has its own attention
+    assert len(streams) == 2 * 4 * (random + 4)
 
 
 @pytest.mark.timeout(300)
 def test_every_part_of_the_sequence_has_a_stream_of_its_own():
-    """So masks depend on the tensor-parallel size, and equality with one process holds without dropout only."""
+    """So masks depend on the tensor-parallel size, and equality with one process holds without
+    dropout only.
+    """
     by_rank = run_ranks(_drawn, 2, Case("llama", tp=2, sequence_parallel=True, **BOTH))
     assert all(sharded for drawn in by_rank for *_, sharded in drawn)
     streams = [values.numpy().tobytes() for drawn in by_rank for values in drawn.values()]
-    assert len(streams) == len(set(streams)) == 2 * 2 * 2 * (1 + 4 * 3)  # ranks, steps, micro-batches, segments
+    # ranks, steps, micro-batches, segments
+    assert len(streams) == len(set(streams)) == 2 * 2 * 2 * (1 + 4 * 3)

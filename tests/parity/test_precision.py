@@ -1,4 +1,6 @@
-"""Gradients sent in bf16, and a residual stream in fp32: one process, to the bit where every sum has one order."""
+"""Gradients sent in bf16, and a residual stream in fp32: one process, to the bit where every sum
+has one order.
+"""
 
 from dataclasses import replace
 
@@ -23,11 +25,20 @@ PIPELINES = [
     ],
 ]
 LAYOUTS = [
-    [{"family": "qwen", "tp": 2, "sequence_parallel": True}, {"dp": 2, "sharding": "optim_grads_params"}],
+    [
+        {"family": "qwen", "tp": 2, "sequence_parallel": True},
+        {"dp": 2, "sharding": "optim_grads_params"},
+    ],
     [
         {"family": "gpt2", "tp": 2, "pp": 2, "overlap": "pair"},
         {"family": "gpt2", "pp": 2, "dp": 2, "sharding": "optim", "sent_in_bf16": True},
-        {"family": "llama", "tp": 2, "overlap": "sub-pipeline", "recompute": "full", "dtype": "fp16"},
+        {
+            "family": "llama",
+            "tp": 2,
+            "overlap": "sub-pipeline",
+            "recompute": "full",
+            "dtype": "fp16",
+        },
     ],
 ]
 
@@ -38,7 +49,14 @@ def few_and_more(groups):
 
 def beside_one_process(changes):
     """(case, its run, that of one process) of each."""
-    alone = {"tp": 1, "pp": 1, "dp": 1, "schedule": "1f1b", "recompute": "none", "overlap": "weight-gradient"}
+    alone = {
+        "tp": 1,
+        "pp": 1,
+        "dp": 1,
+        "schedule": "1f1b",
+        "recompute": "none",
+        "overlap": "weight-gradient",
+    }
     alone |= {"sequence_parallel": False, "sharding": "no_shard", "sent_in_bf16": False}
     cases = {case: replace(case, **alone) for case in (replace(STREAM, **each) for each in changes)}
     runs = run_all(list(dict.fromkeys([*cases, *cases.values()])))
@@ -50,7 +68,11 @@ def beside_one_process(changes):
 def test_a_pipeline_sends_the_fp32_stream_as_it_is(pipelines):
     for case, ours, alone in beside_one_process(pipelines):
         assert ours.curve == alone.curve and ours.first_loss == alone.first_loss, case
-        assert differing(ours.gradients, alone.gradients) == differing(ours.weights, alone.weights) == [], case
+        assert (
+            differing(ours.gradients, alone.gradients)
+            == differing(ours.weights, alone.weights)
+            == []
+        ), case
 
 
 @pytest.mark.timeout(200)
@@ -78,11 +100,18 @@ def gradients_of(cases):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("degrees", few_and_more([{}, {"tp": 2}]) + [pytest.param({"pp": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "degrees", few_and_more([{}, {"tp": 2}]) + [pytest.param({"pp": 2}, marks=pytest.mark.slow)]
+)
 def test_two_replicas_with_the_same_samples_have_the_gradient_of_one_rounded_to_bf16(degrees):
-    """Each sends half of it, so that its double is exact; micro-batch by micro-batch where gradients are sharded."""
+    """Each sends half of it, so that its double is exact; micro-batch by micro-batch where
+    gradients are sharded.
+    """
     (whole,) = gradients_of([Case("llama", dtype="bf16", **degrees)])
-    cases = [Case("llama", dp=2, dtype="bf16", sharding=each, sent_in_bf16=True, **degrees) for each in SHARDINGS]
+    cases = [
+        Case("llama", dp=2, dtype="bf16", sharding=each, sent_in_bf16=True, **degrees)
+        for each in SHARDINGS
+    ]
     cases.append(replace(cases[0], early=False))
     rounded = whole.bfloat16().double()
     assert not torch.equal(rounded, whole)

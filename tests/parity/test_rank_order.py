@@ -1,4 +1,6 @@
-"""Ranks laid over the axes in any order train the same model: losses, every gradient, every weight, to the bit."""
+"""Ranks laid over the axes in any order train the same model: losses, every gradient, every weight,
+to the bit.
+"""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ import torch
 
 from megatron_merak.config import Config
 from megatron_merak.parallel.mesh import Mesh, build_mesh
-from megatron_merak.planner.make import grid_of
+from megatron_merak.planner.request import request_of
 from tests.ranks import run_ranks
 
 from .batches import replica_batch
@@ -31,16 +33,19 @@ class Ordered(Case):
         return Config(**{**vars(plain), "parallel": type(plain.parallel)(**parallel)})
 
     def mesh(self, rank: int) -> Mesh:
-        return build_mesh(grid_of(self.config(), self.world), rank, CPU)
+        return build_mesh(request_of(self.config(), self.world).grid, rank, CPU)
 
 
-# Of each layout the orders that place its ranks in different ways. zb-v: the last stage is on the first pipeline rank.
+# Of each layout the orders that place its ranks in different ways. zb-v: the last stage is on the
+# first pipeline rank.
 LAYOUTS = [
     ({"tp": 2, "pp": 2, "schedule": "zb-v"}, ("tp-dp-pp", "pp-tp-dp")),
     ({"dp": 2, "pp": 2, "sharding": "optim_grads_params"}, ("tp-dp-pp", "tp-pp-dp")),
     ({"tp": 2, "dp": 2, "sharding": "optim", "dtype": "bf16"}, ("tp-dp-pp", "pp-dp-tp")),
 ]
-ORDERED = [[Ordered("llama", order=order, **layout) for order in orders] for layout, orders in LAYOUTS]
+ORDERED = [
+    [Ordered("llama", order=order, **layout) for order in orders] for layout, orders in LAYOUTS
+]
 ALL = [
     Ordered("gpt2", tp=2, pp=2, dp=2, sharding="optim", order=order)
     for order in ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp")
@@ -52,7 +57,7 @@ def _train(rank: int, world_size: int, cases: list[Ordered]) -> list[Outcome]:
 
 
 def _compared(cases: list[Ordered]) -> None:
-    grids = [grid_of(case.config(), case.world) for case in cases]
+    grids = [request_of(case.config(), case.world).grid for case in cases]
     assert len({tuple(map(grid.coordinates, range(grid.size))) for grid in grids}) == len(cases)
     outcomes = run_ranks(_train, cases[0].world, cases, timeout=250)
     first, *others = (put_together(each) for each in zip(*outcomes, strict=True))
@@ -84,7 +89,9 @@ def test_every_order_of_eight_ranks():
     _compared(ALL)
 
 
-def _resume(rank: int, world_size: int, cases: list[Ordered], root: str) -> list[list[float | None]]:
+def _resume(
+    rank: int, world_size: int, cases: list[Ordered], root: str
+) -> list[list[float | None]]:
     """Save after two steps of the first case; then each case goes on from there."""
     saved = new_trainer(cases[0], cases[0].mesh(rank))
     for step in range(2):

@@ -1,4 +1,6 @@
-"""The named schedules are valid at every size, take the time their formula says, and look like their figures."""
+"""The named schedules are valid at every size, take the time their formula says, and look like
+their figures.
+"""
 
 from itertools import product
 
@@ -15,17 +17,23 @@ from megatron_merak.pipeline_parallel.passes import add_communication, forward_o
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
 
 SIZES = [(s, m) for s in (1, 2, 3, 4, 8) for m in (1, 2, 3, 5, 8, 17)] + [(32, 1), (32, 33)]
-ALL_SIZES = [(s, m) for s in range(1, 33) for m in (1, 2, 3, s - 1, s, s + 1, 2 * s - 1, 2 * s, 47) if m]
+ALL_SIZES = [
+    (s, m) for s in range(1, 33) for m in (1, 2, 3, s - 1, s, s + 1, 2 * s - 1, 2 * s, 47) if m
+]
 ALL_SIZES += [(s, 256) for s in (1, 2, 3, 8, 15, 32)]
 
 
 def recomputing(stages: int) -> StageCosts:
     """Forward 1, backward 2, recomputation 1, of which the last stage has none."""
     again = (1,) * (stages - 1) + (0,)
-    return StageCosts((1,) * stages, (2,) * stages, (0,) * stages, again, (0,) * (stages - 1), (0,) * (stages - 1))
+    return StageCosts(
+        (1,) * stages, (2,) * stages, (0,) * stages, again, (0,) * (stages - 1), (0,) * (stages - 1)
+    )
 
 
-def makespan(name: str, ranks: int, microbatches: int, costs: StageCosts | None = None, **options) -> float:
+def makespan(
+    name: str, ranks: int, microbatches: int, costs: StageCosts | None = None, **options
+) -> float:
     schedule = build_schedule(name, ranks, microbatches, **options)
     return simulate(schedule, costs or StageCosts.uniform(schedule.stages)).makespan
 
@@ -52,7 +60,11 @@ def in_flight(name: str, ranks: int, microbatches: int) -> list[int] | None:
 
 def held_by_rank(schedule: Schedule) -> list[int]:
     """The most micro-batches that each rank holds at once, those of all of its stages together."""
-    released = Kind.W if any(op.kind is Kind.W for entry in schedule.entries() for op in ops_of(entry)) else Kind.B
+    released = (
+        Kind.W
+        if any(op.kind is Kind.W for entry in schedule.entries() for op in ops_of(entry))
+        else Kind.B
+    )
     peaks = []
     for program in schedule.ranks:
         held = peak = 0
@@ -105,10 +117,14 @@ def test_every_pass_of_it_is_valid(name):
 
 
 @pytest.mark.parametrize("forward,backward", [(1, 1), (1, 2), (5, 3)])
-@pytest.mark.parametrize("stages,microbatches", [(1, 1), (1, 9), (2, 1), (4, 2), (4, 8), (5, 7), (16, 64), (32, 33)])
+@pytest.mark.parametrize(
+    "stages,microbatches", [(1, 1), (1, 9), (2, 1), (4, 2), (4, 8), (5, 7), (16, 64), (32, 33)]
+)
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
 def test_plain_makespan(name, stages, microbatches, forward, backward):
-    timeline = simulate(build_schedule(name, stages, microbatches), StageCosts.uniform(stages, forward, backward))
+    timeline = simulate(
+        build_schedule(name, stages, microbatches), StageCosts.uniform(stages, forward, backward)
+    )
     slots = microbatches * stages if name == "naive" else microbatches + stages - 1
     assert timeline.makespan == slots * (forward + backward)
     assert timeline.bubbles == pytest.approx([1 - microbatches / slots] * stages)
@@ -116,33 +132,59 @@ def test_plain_makespan(name, stages, microbatches, forward, backward):
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("ranks,microbatches", [(1, 3), (2, 2), (2, 6), (3, 7), (4, 4), (4, 6), (4, 16), (8, 8)])
+@pytest.mark.parametrize(
+    "ranks,microbatches", [(1, 3), (2, 2), (2, 6), (3, 7), (4, 4), (4, 6), (4, 16), (8, 8)]
+)
 def test_interleaved_makespan(ranks, microbatches, chunks):
     """In costs of a chunk; also where the ranks do not divide the micro-batches."""
     costs = StageCosts.uniform(ranks * chunks, 3, 5)
-    assert makespan("interleaved", ranks, microbatches, costs, chunks=chunks) == (microbatches * chunks + ranks - 1) * 8
+    assert (
+        makespan("interleaved", ranks, microbatches, costs, chunks=chunks)
+        == (microbatches * chunks + ranks - 1) * 8
+    )
 
 
 def test_interleaved_groups():
-    """Of 16 micro-batches on 4 ranks: 4 a group is Megatron-LM's default; larger ones take as long and hold more."""
+    """Of 16 micro-batches on 4 ranks: 4 a group is Megatron-LM's default; larger ones take as long
+    and hold more.
+    """
     assert build_schedule("interleaved", 4, 16) == build_schedule("interleaved", 4, 16, group=4)
     costs = StageCosts.uniform(8)
-    times = {group: makespan("interleaved", 4, 16, costs, group=group) for group in (4, 6, 8, 12, 16)}
+    times = {
+        group: makespan("interleaved", 4, 16, costs, group=group) for group in (4, 6, 8, 12, 16)
+    }
     assert set(times.values()) == {(16 * 2 + 3) * 3}
-    held = {group: held_by_rank(build_schedule("interleaved", 4, 16, group=group))[0] for group in (4, 8, 16)}
+    held = {
+        group: held_by_rank(build_schedule("interleaved", 4, 16, group=group))[0]
+        for group in (4, 8, 16)
+    }
     assert held == {4: 4 + 6 + 1, 8: 8 + 6 + 1, 16: 16 + 6 + 1}
-    assert [default_group(4, m) for m in (1, 3, 4, 6, 7, 8, 9, 10, 13)] == [1, 3, 4, 6, 7, 4, 5, 5, 7]
+    assert [default_group(4, m) for m in (1, 3, 4, 6, 7, 8, 9, 10, 13)] == [
+        1,
+        3,
+        4,
+        6,
+        7,
+        4,
+        5,
+        5,
+        7,
+    ]
 
 
 def test_a_group_that_would_make_ranks_wait_is_refused():
     for microbatches, group in [(16, 3), (16, 17), (9, 4), (7, 6), (3, 2), (16, 15)]:
-        with pytest.raises(ScheduleError, match=f"pipeline-stage {group}: {microbatches} micro-batches on 4 ranks"):
+        with pytest.raises(
+            ScheduleError, match=f"pipeline-stage {group}: {microbatches} micro-batches on 4 ranks"
+        ):
             build_schedule("interleaved", 4, microbatches, group=group)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 8, 16, 32])
 def test_makespans_with_recomputation(stages):
-    """What each idea of the shifted critical path is worth: F = 1, B = 2, R = 1, T = 4 (m + S - 1)."""
+    """What each idea of the shifted critical path is worth: F = 1, B = 2, R = 1, T = 4 (m
+    + S - 1).
+    """
     for m in (max(stages, 4), max(stages, 4) + 1, 2 * stages + 3)[: 3 if stages < 16 else 1]:
         full, keeps = StageCosts.uniform(stages, recompute=1), recomputing(stages)
         time = 4 * (m + stages - 1)
@@ -152,7 +194,9 @@ def test_makespans_with_recomputation(stages):
         drain = recompute_early(stages, m, lambda stage, k, m=m: k >= m - (stages - 1 - stage))
         assert simulate(drain, full).makespan == time - (stages - 1)
         assert makespan("early-recompute", stages, m, keeps) == time - (stages + 1)
-        assert makespan("shifted", stages, m, keeps) == time - (stages + 2) == 4 * m + 3 * stages - 6
+        assert (
+            makespan("shifted", stages, m, keeps) == time - (stages + 2) == 4 * m + 3 * stages - 6
+        )
 
 
 def recompute_early(stages, microbatches, early) -> Schedule:
@@ -190,7 +234,11 @@ def test_shifted_is_the_published_table():
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8, 16])
 def test_zb_h1_makespan(stages):
-    costs_of = product((1, 2, 3), (1, 2, 3), (0, 1, 2, 3)) if stages < 8 else [(1, 1, 1), (2, 3, 2), (3, 1, 2)]
+    costs_of = (
+        product((1, 2, 3), (1, 2, 3), (0, 1, 2, 3))
+        if stages < 8
+        else [(1, 1, 1), (2, 3, 2), (3, 1, 2)]
+    )
     for f, b, w in costs_of:
         for m in (stages, stages + 1, 3 * stages):
             bubble = (stages - 1) * max(f, b, f + b - w)
@@ -261,11 +309,26 @@ def test_nothing_to_schedule_is_refused(name, ranks, microbatches):
     "arguments,message",
     [
         (("2f2b", 2, 2), "schedule 2f2b: there is no such one. Use one of naive, gpipe, 1f1b"),
-        (("shifted", 1, 8), "at least 2 pipeline ranks, there are 1. Raise --pipeline-model-parallel-size"),
-        (("shifted", 8, 7), "on 8 pipeline ranks it needs at least 8 micro-batches, there are 7. Raise --global-batch"),
-        (("1f1b", 2, 2, 2), "--num-virtual-stages-per-pipeline-rank 2: the schedule 1f1b has 1 on every rank"),
-        (("zb-v", 2, 2, 1), "--num-virtual-stages-per-pipeline-rank 1: the schedule zb-v has 2 on every rank"),
-        (("interleaved", 2, 2, 0), "--num-virtual-stages-per-pipeline-rank 0: a rank has at least one"),
+        (
+            ("shifted", 1, 8),
+            "at least 2 pipeline ranks, there are 1. Raise --pipeline-model-parallel-size",
+        ),
+        (
+            ("shifted", 8, 7),
+            "on 8 pipeline ranks it needs at least 8 micro-batches, there are 7. Raise --global-batch",
+        ),
+        (
+            ("1f1b", 2, 2, 2),
+            "--num-virtual-stages-per-pipeline-rank 2: the schedule 1f1b has 1 on every rank",
+        ),
+        (
+            ("zb-v", 2, 2, 1),
+            "--num-virtual-stages-per-pipeline-rank 1: the schedule zb-v has 2 on every rank",
+        ),
+        (
+            ("interleaved", 2, 2, 0),
+            "--num-virtual-stages-per-pipeline-rank 0: a rank has at least one",
+        ),
         (("gpipe", 2, 2, None, 2), "pipeline-stage 2: the schedule gpipe does not group"),
         (("interleaved", 2, 2, None, 0), "pipeline-stage 0: a group has at least one"),
     ],

@@ -1,4 +1,6 @@
-"""The compiled simulator and search against their twins in Python: every number to the last bit, every error alike."""
+"""The compiled simulator and search against their twins in Python: every number to the last bit,
+every error alike.
+"""
 
 import os
 import pickle
@@ -15,8 +17,8 @@ from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, ops_of
 from megatron_merak.pipeline_parallel.pairs import pair
 from megatron_merak.pipeline_parallel.passes import add_communication, without
-from megatron_merak.pipeline_parallel.search.listing import Rule, list_programs
-from megatron_merak.pipeline_parallel.search.problem import Limits, Problem
+from megatron_merak.pipeline_parallel.search.listing import ListingRule, list_programs
+from megatron_merak.pipeline_parallel.search.problem import MemoryLimits, Problem
 from megatron_merak.pipeline_parallel.search.search import search
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
 from megatron_merak.pipeline_parallel.timeline import CompiledTimeline, Timeline
@@ -42,12 +44,23 @@ def outcome(function, *arguments):
 
 def compare(schedule, costs, overlap=0.0) -> bool:
     """Whether it ran; both ways are the same."""
-    ours, theirs = outcome(simulate, schedule, costs, overlap), outcome(twin, simulate, schedule, costs, overlap)
+    ours, theirs = (
+        outcome(simulate, schedule, costs, overlap),
+        outcome(twin, simulate, schedule, costs, overlap),
+    )
     if isinstance(theirs, str):
         assert ours == theirs
         return False
     assert type(ours) is CompiledTimeline and type(theirs) is Timeline
-    for name in ("makespan", "busy", "peak_in_flight", "bubbles", "events", "transfers", "schedule"):
+    for name in (
+        "makespan",
+        "busy",
+        "peak_in_flight",
+        "bubbles",
+        "events",
+        "transfers",
+        "schedule",
+    ):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours == theirs and hash(ours) == hash(theirs)
     return True
@@ -59,11 +72,15 @@ def some_costs(draw: Random, stages: int) -> StageCosts:
 
     def some(count, most):
         whole = draw.random() < 0.3
-        return tuple(draw.randint(0, 3) * bool(most) if whole else draw.random() * most for _ in range(count))
+        return tuple(
+            draw.randint(0, 3) * bool(most) if whole else draw.random() * most for _ in range(count)
+        )
 
     forward, backward = some(stages, 1), some(stages, 2)
     weight = tuple(value * draw.choice([0, 0.5, 1]) for value in backward)
-    return StageCosts(forward, backward, weight, some(stages, 1), some(stages - 1, slow), some(stages - 1, slow))
+    return StageCosts(
+        forward, backward, weight, some(stages, 1), some(stages - 1, slow), some(stages - 1, slow)
+    )
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -74,7 +91,10 @@ def test_builders_take_the_same_time(name):
             schedule = build_schedule(name, ranks, microbatches)
         except ScheduleError:
             continue
-        for costs in (StageCosts.uniform(schedule.stages), *(some_costs(draw, schedule.stages) for _ in range(4))):
+        for costs in (
+            StageCosts.uniform(schedule.stages),
+            *(some_costs(draw, schedule.stages) for _ in range(4)),
+        ):
             assert compare(schedule, costs)
             assert compare(add_communication(schedule), costs)
             assert compare(without(schedule, Kind.R), costs)
@@ -144,7 +164,9 @@ def damaged(draw: Random, schedule: Schedule) -> Schedule:
         case 2:
             program.insert(j, program[i])
         case 3:
-            program[i] = Op(draw.randrange(schedule.stages + 1), draw.choice(list(Kind)), draw.randrange(4))
+            program[i] = Op(
+                draw.randrange(schedule.stages + 1), draw.choice(list(Kind)), draw.randrange(4)
+            )
         case 4:
             draw.choice(programs).insert(0, program.pop(i))
     return replace(schedule, ranks=tuple(map(tuple, programs)))
@@ -180,12 +202,23 @@ def test_groups_stages_of_one_rank_and_odd_numbers():
     assert compare(mixed, StageCosts.uniform(4, 1, 2, 1, 1, 5, 2), 1)
     for odd in (2**60 + 1, 1e300, float("inf")):
         timeline = simulate(mixed, StageCosts.uniform(4, odd))
-        assert type(timeline) is Timeline and repr(timeline) == repr(twin(simulate, mixed, StageCosts.uniform(4, odd)))
+        assert type(timeline) is Timeline and repr(timeline) == repr(
+            twin(simulate, mixed, StageCosts.uniform(4, odd))
+        )
 
 
 def test_what_is_no_op_is_left_to_python():
-    for program in (("0F0", "0B0"), (Op(0, "F", 0), Op(0, "B", 0)), (Op(0, Kind.F, True), Op(0, Kind.B, 0)), [], ((),)):
-        assert host.simulate((program,), tuple(Kind), 1, [0], astuple(StageCosts.uniform(1)), 0.0) is None
+    for program in (
+        ("0F0", "0B0"),
+        (Op(0, "F", 0), Op(0, "B", 0)),
+        (Op(0, Kind.F, True), Op(0, Kind.B, 0)),
+        [],
+        ((),),
+    ):
+        assert (
+            host.simulate((program,), tuple(Kind), 1, [0], astuple(StageCosts.uniform(1)), 0.0)
+            is None
+        )
     assert host.simulate(((),), tuple(Kind), -1, [0], astuple(StageCosts.uniform(1)), 0.0) is None
 
 
@@ -196,12 +229,16 @@ def test_a_timeline_can_be_stored():
 
 
 def test_a_deep_pipeline_is_quick():
-    """128 stages of 512 micro-batches, as of a plan for ten thousand ranks: 1F1B takes (m + S - 1)(F + B)."""
+    """128 stages of 512 micro-batches, as of a plan for ten thousand ranks: 1F1B takes (m + S -
+    1)(F + B).
+    """
     schedule = build_schedule("1f1b", 128, 512)
     started = time.thread_time()
     timeline = simulate(schedule, StageCosts.uniform(128))
     seconds = time.thread_time() - started
-    assert timeline.makespan == (512 + 127) * 3 and timeline.peak_in_flight == tuple(range(128, 0, -1))
+    assert timeline.makespan == (512 + 127) * 3 and timeline.peak_in_flight == tuple(
+        range(128, 0, -1)
+    )
     assert seconds < 2
 
 
@@ -215,14 +252,14 @@ def some_problem(draw: Random) -> Problem:
     if draw.random() < 0.6:
         taped, held = draw.choice([0.0, 2.0, 3]), draw.choice([0.0, 0.5, 1.5])
         cap = tuple(chunks + taped + draw.randint(0, 6) + draw.random() for _ in range(ranks))
-        limits = Limits(cap, (1.0,) * stages, (taped,) * stages, (held,) * stages)
+        limits = MemoryLimits(cap, (1.0,) * stages, (taped,) * stages, (held,) * stages)
     recompute = [draw.random() < 0.7 for _ in range(stages)] if draw.random() < 0.5 else None
     return Problem(costs, count, limits, recompute, draw.random() < 0.5, home)
 
 
-def some_rule(draw: Random, problem: Problem) -> Rule:
+def some_rule(draw: Random, problem: Problem) -> ListingRule:
     count = problem.microbatches
-    return Rule(
+    return ListingRule(
         tuple(draw.randint(1, count + 1) for _ in range(problem.stages)),
         draw.choice([0, 0.0, 0.5, 4.0]),
         draw.random() < 0.5,
@@ -237,7 +274,9 @@ def some_rule(draw: Random, problem: Problem) -> Rule:
 def test_lists_and_their_clocks_are_equal(seed):
     draw = Random(seed)
     problem = some_problem(draw)
-    plain = twin(Problem, problem.costs, problem.microbatches, problem.limits, placement=problem.home)
+    plain = twin(
+        Problem, problem.costs, problem.microbatches, problem.limits, placement=problem.home
+    )
     plain.early, plain.split = problem.early, problem.split
     assert problem.compiled is not None and twin(lambda: plain.compiled) is None
     for _ in range(10):
@@ -275,7 +314,9 @@ def test_impossible_arguments_are_refused():
         core.list((1,), 0.0, False, 0, (), False, (True, True))
     for home in ([0], [0, 2], [0, 0], [-1, 0]):
         with pytest.raises(ValueError):
-            host.Pipeline(2, astuple(StageCosts.uniform(2)), [(1.0, 1.0)] * 4, [False] * 2, [False] * 2, home)
+            host.Pipeline(
+                2, astuple(StageCosts.uniform(2)), [(1.0, 1.0)] * 4, [False] * 2, [False] * 2, home
+            )
     for costs in (astuple(StageCosts.uniform(3)), astuple(StageCosts.uniform(2))[:5]):
         with pytest.raises(ValueError):
             host.Pipeline(2, costs, [(1.0, 1.0)] * 4, [False] * 2, [False] * 2, [0, 1])
@@ -287,7 +328,9 @@ def test_impossible_arguments_are_refused():
 def test_the_same_programs_are_allowed(seed):
     draw = Random(seed)
     problem = some_problem(draw)
-    plain = twin(Problem, problem.costs, problem.microbatches, problem.limits, placement=problem.home)
+    plain = twin(
+        Problem, problem.costs, problem.microbatches, problem.limits, placement=problem.home
+    )
     assert twin(lambda: plain.compiled) is None
     for _ in range(20):
         rank = draw.randrange(problem.ranks)

@@ -1,6 +1,7 @@
 """Ops and schedules read back what they print."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -57,9 +58,24 @@ def test_groups_and_empty_ranks_round_trip():
     assert Schedule.parse(str(empty)) == empty
 
 
+def test_what_is_said_of_sums_round_trips():
+    ordered = Schedule("x", 2, 1, ((), ()), (1, 0))
+    unordered = replace(ordered, ordered_sums=False)
+    assert str(unordered).startswith("x stages=2 microbatches=1 placement=1,0 sums=unordered\n")
+    assert "ordered_sums" not in ordered.to_dict() and ordered != unordered
+    assert Schedule.parse(str(unordered)) == unordered == Schedule.from_dict(unordered.to_dict())
+    with pytest.raises(TypeError, match="ordered_sums is 'no'"):
+        Schedule.from_dict(unordered.to_dict() | {"ordered_sums": "no"})
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "1f1b stages=2", "x stages=1 microbatches=1\nrank 1: 0F0", "x stages=1 microbatches=1\nrank 0: 0F0 0Q0"],
+    [
+        "",
+        "1f1b stages=2",
+        "x stages=1 microbatches=1\nrank 1: 0F0",
+        "x stages=1 microbatches=1\nrank 0: 0F0 0Q0",
+    ],
 )
 def test_bad_schedule_text_is_refused(text):
     with pytest.raises(ScheduleError):
@@ -77,6 +93,7 @@ def test_malformed_schedules_are_refused():
 def test_stages_go_round_the_ranks():
     schedule = Schedule("virtual", 5, 1, ((), ()))
     assert [schedule.rank_of(stage) for stage in range(5)] == [0, 1, 0, 1, 0]
-    # Two ranks, two boundaries: the activation 1 -> 0 and the gradient 1 -> 0 are different streams.
+    # Two ranks, two boundaries: the activation 1 -> 0 and the gradient 1 -> 0 are different
+    # streams.
     assert schedule.channel(Op(1, Kind.SEND_F, 0)) == (1, 0, Kind.SEND_F)
     assert schedule.channel(Op(0, Kind.RECV_B, 0)) == (1, 0, Kind.SEND_B)

@@ -1,4 +1,6 @@
-"""The HTML page: complete in itself, exact in what it holds, and drawn, by a browser or by Node, where there is one."""
+"""The HTML page: complete in itself, exact in what it holds, and drawn, by a browser or by Node,
+where there is one.
+"""
 
 import json
 import re
@@ -49,7 +51,9 @@ def test_nothing_is_fetched(html):
     for _, attributes in reader.tags:
         assert not {"src", "href", "srcset", "action", "data", "poster"} & attributes.keys()
     text = re.sub(r'<script type="application/json".*?</script>', "", html, flags=re.DOTALL)
-    assert not re.search(r"https?:|//[a-z]+\.|url\(|@import|\bimport\s*\(|fetch\(|XMLHttp|WebSocket|eval\(", text)
+    assert not re.search(
+        r"https?:|//[a-z]+\.|url\(|@import|\bimport\s*\(|fetch\(|XMLHttp|WebSocket|eval\(", text
+    )
 
 
 def test_the_page_holds_the_timelines_exactly(views, html):
@@ -67,7 +71,15 @@ def test_titles_are_text(html):
 def test_figures_are_there_without_javascript(views, html):
     reader = Reader(re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL))
     words = [word.strip() for word in reader.words if word.strip()]
-    assert {"makespan", "bubble", "in flight", "peak bytes", "modelled", "1f1b", "against the first"} <= set(words)
+    assert {
+        "makespan",
+        "bubble",
+        "in flight",
+        "peak bytes",
+        "modelled",
+        "1f1b",
+        "against the first",
+    } <= set(words)
     assert {time_text(shown.timeline.makespan) for shown in views} | {"3.0 GiB"} <= set(words)
 
 
@@ -79,13 +91,17 @@ def test_pages_that_cannot_be():
 
 
 def node(program: str, data: object) -> object:
-    """What a program prints as JSON, run by Node behind the part of the page's script that needs no browser."""
+    """What a program prints as JSON, run by Node behind the part of the page's script that needs no
+    browser.
+    """
     found = shutil.which("node")
     if found is None:
         pytest.skip("Node is not installed")
     source = (ASSETS / "model.js").read_text(encoding="utf-8")
     program = f"{source}\nconst data = JSON.parse(require('fs').readFileSync(0));\n{program}"
-    done = subprocess.run([found, "-e", program], input=json.dumps(data), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [found, "-e", program], input=json.dumps(data), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -107,25 +123,37 @@ def counted():
 
 def test_the_script_counts_as_python_does(counted):
     for shown, found in counted:
-        curves = [[list(column) for column in zip(*curve, strict=True)] for curve in in_flight(shown.timeline)]
+        curves = [
+            [list(column) for column in zip(*curve, strict=True)]
+            for curve in in_flight(shown.timeline)
+        ]
         assert found["held"] == curves
         assert found["bubbles"] == list(shown.timeline.bubbles)
         idle = [sum(lengths) for lengths in found["idle"]]
-        assert idle == pytest.approx([shown.timeline.makespan - busy for busy in shown.timeline.busy], abs=1e-12)
+        assert idle == pytest.approx(
+            [shown.timeline.makespan - busy for busy in shown.timeline.busy], abs=1e-12
+        )
 
 
 def test_the_script_finds_what_every_op_waited_for(counted):
-    """In a simulation an op starts the moment the last of them is over, so the critical path has no holes."""
+    """In a simulation an op starts the moment the last of them is over, so the critical path has no
+    holes.
+    """
     for shown, found in counted:
         for event, cause in zip(shown.timeline.events, found["first"], strict=True):
             assert (cause["end"] if cause else 0.0) == event.start
         path, at = found["path"], {str(event.op): event for event in shown.timeline.events}
         assert at[path[0]].end == shown.timeline.makespan and at[path[-1]].start == 0
-        assert all(at[later].start >= at[earlier].end for later, earlier in zip(path, path[1:], strict=False))
+        assert all(
+            at[later].start >= at[earlier].end
+            for later, earlier in zip(path, path[1:], strict=False)
+        )
 
 
 def test_untimed_messages_are_no_causes_by_themselves():
-    """What an op of a real run waited for last is the op that ended last, not a message that lasts until it starts."""
+    """What an op of a real run waited for last is the op that ended last, not a message that lasts
+    until it starts.
+    """
     shown = measured()
     program = """const [view] = data.views.map(readView);
     console.log(JSON.stringify(Array.from(view.events.start, (_, i) => causes(view, i).map((one) => one.end))))"""
@@ -160,7 +188,9 @@ def test_buttons_say_what_is_shown_and_save_a_picture(tmp_path):
     HTMLAnchorElement.prototype.click = function () { data.saved = this.href.slice(0, 22); };
     setTimeout(() => document.querySelector('[data-key="g"]').click(), 500);
     </script>"""
-    (tmp_path / "page.html").write_text(page([three]).replace("</body>", script + "</body>"), encoding="utf-8")
+    (tmp_path / "page.html").write_text(
+        page([three]).replace("</body>", script + "</body>"), encoding="utf-8"
+    )
     found = document(tmp_path / "page.html", width=1400)
     assert "data-failed" not in found and 'data-saved="data:image/png;base64,"' in found
     pressed = dict(re.findall(r'<button[^>]*data-key="(\w)"[^>]*aria-pressed="(\w+)"', found))

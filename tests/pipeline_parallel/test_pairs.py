@@ -24,10 +24,14 @@ def test_by_hand():
 
 def test_one_rank_pairs_every_forward_but_the_first():
     """Where there is no pipeline: the micro-batches of gradient accumulation overlap."""
-    assert str(pair(build_schedule("1f1b", 1, 3))).splitlines()[1] == "rank 0: 0F0 0F1|0B0 0F2|0B1 0B2"
+    assert (
+        str(pair(build_schedule("1f1b", 1, 3))).splitlines()[1] == "rank 0: 0F0 0F1|0B0 0F2|0B1 0B2"
+    )
 
 
-@pytest.mark.parametrize("ranks,microbatches", [(1, 1), (1, 4), (2, 1), (2, 8), (3, 7), (4, 8), (8, 16)])
+@pytest.mark.parametrize(
+    "ranks,microbatches", [(1, 1), (1, 4), (2, 1), (2, 8), (3, 7), (4, 8), (8, 16)]
+)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_valid(name, ranks, microbatches):
     if name == "shifted" and (ranks < 2 or microbatches < 4):
@@ -38,7 +42,10 @@ def test_valid(name, ranks, microbatches):
     check(add_communication(paired))
     for entry in pairs(paired):
         forward, backward = entry
-        assert (forward.kind, backward.kind) == (Kind.F, Kind.B) and forward.microbatch != backward.microbatch
+        assert (forward.kind, backward.kind) == (
+            Kind.F,
+            Kind.B,
+        ) and forward.microbatch != backward.microbatch
     for rank, program in enumerate(schedule.ranks):
         for kinds in ("F", "BRW"):  # each in its old order
             ops = [op for entry in paired.ranks[rank] for op in ops_of(entry) if op.kind in kinds]
@@ -47,7 +54,9 @@ def test_valid(name, ranks, microbatches):
 
 @pytest.mark.parametrize("ranks,microbatches", [(1, 8), (2, 8), (4, 16), (8, 32)])
 def test_costs_nothing_and_gains_what_overlaps(ranks, microbatches):
-    """Stage s pairs all but the 2 (S - s) - 1 forwards that run ahead, and as many backwards of the drain."""
+    """Stage s pairs all but the 2 (S - s) - 1 forwards that run ahead, and as many backwards of the
+    drain.
+    """
     schedule, costs = build_schedule("1f1b", ranks, microbatches), StageCosts.uniform(ranks, 1, 2)
     paired = pair(schedule)
     steps = microbatches - (2 * ranks - 1)
@@ -56,7 +65,8 @@ def test_costs_nothing_and_gains_what_overlaps(ranks, microbatches):
     ]
     assert simulate(paired, costs).makespan == simulate(schedule, costs).makespan
     hidden = simulate(schedule, costs).makespan - simulate(paired, costs, overlap=1.0).makespan
-    assert hidden == pytest.approx(microbatches - 1)  # a forward for every pair that follows another
+    # a forward for every pair that follows another
+    assert hidden == pytest.approx(microbatches - 1)
     assert peak_in_flight(paired) == tuple(2 * (ranks - stage) for stage in range(ranks))
 
 

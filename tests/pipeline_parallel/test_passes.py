@@ -1,4 +1,6 @@
-"""add_communication: where transfers stand, that any runnable schedule stays runnable, and what torch would place."""
+"""add_communication: where transfers stand, that any runnable schedule stays runnable, and what
+torch would place.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +25,9 @@ def test_one_forward_one_backward_by_hand():
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_send_follows_its_producer_and_a_receive_is_posted_a_forward_or_backward_ahead(name):
-    """So before the R that precedes a B, and the W that follows one. Earlier only to keep the order of the sends."""
+    """So before the R that precedes a B, and the W that follows one. Earlier only to keep the order
+    of the sends.
+    """
     schedule = add_communication(build_schedule(name, 5, 7))
     sent = {}
     for op in (op for program in schedule.ranks for op in program if op.kind in SENDS):
@@ -38,7 +42,11 @@ def test_a_send_follows_its_producer_and_a_receive_is_posted_a_forward_or_backwa
             if op.kind in SENDS:
                 assert before[-1] == partner
             elif op.kind in RECEIVES:
-                main = [at for at, other in enumerate(compute[: compute.index(partner)]) if other.kind in "FB"]
+                main = [
+                    at
+                    for at, other in enumerate(compute[: compute.index(partner)])
+                    if other.kind in "FB"
+                ]
                 latest = main[-1] if main else 0
                 channel = sent[schedule.channel(op)]
                 following = channel[channel.index(op) + 1 :]
@@ -71,12 +79,14 @@ def test_virtual_stages_of_one_rank_exchange_nothing():
 
 @st.composite
 def runnable_schedules(draw) -> Schedule:
-    """A random order in which every op finds what it needs, with or without R and W, its stages placed anywhere;
-    backwards and weight gradients in micro-batch order."""
+    """A random order in which every op finds what it needs, with or without R and W, its stages
+    placed anywhere; backwards and weight gradients in micro-batch order."""
     stages, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     ranks = draw(st.integers(1, stages))
     kinds = [Kind.F, Kind.B, *draw(st.sets(st.sampled_from([Kind.W, Kind.R])).map(sorted))]
-    placement = tuple(draw(st.permutations([*range(ranks), *(s % ranks for s in range(stages - ranks))])))
+    placement = tuple(
+        draw(st.permutations([*range(ranks), *(s % ranks for s in range(stages - ranks))]))
+    )
     empty = Schedule("random", stages, microbatches, ((),) * ranks, placement)
     left = [Op(s, kind, k) for s in range(stages) for kind in kinds for k in range(microbatches)]
     done, programs = set(), [[] for _ in range(ranks)]
@@ -85,8 +95,16 @@ def runnable_schedules(draw) -> Schedule:
             op
             for op in left
             if done.issuperset(needs(empty, op))
-            and not (op.kind is Kind.B and Kind.R in kinds and Op(op.stage, Kind.R, op.microbatch) not in done)
-            and not (op.kind in "BW" and op.microbatch > 0 and Op(op.stage, op.kind, op.microbatch - 1) not in done)
+            and not (
+                op.kind is Kind.B
+                and Kind.R in kinds
+                and Op(op.stage, Kind.R, op.microbatch) not in done
+            )
+            and not (
+                op.kind in "BW"
+                and op.microbatch > 0
+                and Op(op.stage, op.kind, op.microbatch - 1) not in done
+            )
         ]
         op = draw(st.sampled_from(ready))
         left.remove(op)
@@ -101,7 +119,9 @@ def test_any_runnable_schedule_stays_valid(schedule):
     check(schedule)
     communicating = add_communication(schedule)
     check(communicating)
-    computes = [[entry for entry in program if entry.kind.is_compute] for program in communicating.ranks]
+    computes = [
+        [entry for entry in program if entry.kind.is_compute] for program in communicating.ranks
+    ]
     assert computes == [list(program) for program in schedule.ranks]
     assert Schedule.parse(str(communicating)) == communicating
 
@@ -109,7 +129,9 @@ def test_any_runnable_schedule_stays_valid(schedule):
 @settings(max_examples=50, deadline=None)
 @given(runnable_schedules())
 def test_simulated_time_respects_every_need(schedule):
-    timeline = simulate(schedule, StageCosts.uniform(schedule.stages, 1, 2, 1, 1, transfer=0.5, latency=0.25))
+    timeline = simulate(
+        schedule, StageCosts.uniform(schedule.stages, 1, 2, 1, 1, transfer=0.5, latency=0.25)
+    )
     start = {event.op: event.start for event in timeline.events}
     end = {event.op: event.end for event in timeline.events}
     for op in start:
@@ -170,7 +192,9 @@ def test_forward_only_runs_the_forwards_of_pairs_alone():
     assert any(len(ops_of(entry)) > 1 for entry in paired.entries())
     forwards = forward_only(paired)
     assert forwards.placement == paired.placement
-    assert list(forwards.entries()) == [op for entry in paired.entries() for op in ops_of(entry) if op.kind is Kind.F]
+    assert list(forwards.entries()) == [
+        op for entry in paired.entries() for op in ops_of(entry) if op.kind is Kind.F
+    ]
 
 
 @pytest.mark.parametrize("name", BUILDERS)

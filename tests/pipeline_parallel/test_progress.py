@@ -1,11 +1,13 @@
-"""The line that shows how far a search is: on a terminal alone, after some seconds, and gone in the end."""
+"""The line that shows how far a search is: on a terminal alone, after some seconds, and gone in the
+end.
+"""
 
 import io
 
 import pytest
 
 from megatron_merak.pipeline_parallel.search import progress
-from megatron_merak.pipeline_parallel.search.progress import Progress
+from megatron_merak.pipeline_parallel.search.progress import SearchProgress
 
 
 class Terminal(io.StringIO):
@@ -21,7 +23,7 @@ def clock(monkeypatch):
 
 
 def run(clock, stream, **options):
-    with Progress("searching", stream, **options) as told:
+    with SearchProgress("searching", stream, **options) as told:
         for seconds, share in ((0, 0.1), (1.9, 0.2), (2.1, 0.3), (2.2, 0.4), (2.5, 0.5)):
             clock[0] = 100 + seconds
             told(share)
@@ -38,7 +40,7 @@ def test_nothing_is_written_to_files_or_unasked(clock):
 
 def test_parts_of_the_work_count_together(clock):
     stream = Terminal()
-    told = Progress("searching", stream)
+    told = SearchProgress("searching", stream)
     told.part(1, 4)
     clock[0] += 3
     told(0.5)

@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining as an oracle: its orders where it has the same schedules, its validator for all."""
+"""torch.distributed.pipelining as an oracle: its orders where it has the same schedules, its
+validator for all.
+"""
 
 import pytest
 
@@ -33,7 +35,9 @@ def their_order(name: str, ranks: int, microbatches: int, chunks: int) -> list[l
     return [order_of(actions) for actions in schedule._get_pipeline_order().values()]
 
 
-@pytest.mark.parametrize("ranks,microbatches", [(1, 2), (2, 2), (2, 6), (4, 4), (4, 8), (4, 10), (8, 32)])
+@pytest.mark.parametrize(
+    "ranks,microbatches", [(1, 2), (2, 2), (2, 6), (4, 4), (4, 8), (4, 10), (8, 32)]
+)
 @pytest.mark.parametrize(
     "ours,theirs,chunks",
     [
@@ -49,7 +53,8 @@ def test_same_order(ours, theirs, chunks, ranks, microbatches):
     schedule = build_schedule(ours, ranks, microbatches, chunks)
     found = [[text_of(schedule, op) for op in program] for program in schedule.ranks]
     expected = their_order(theirs, ranks, microbatches, chunks)
-    if ours == "1f1b":  # torch numbers the forwards of the last rank from 1, beyond its last micro-batch
+    # torch numbers the forwards of the last rank from 1, beyond its last micro-batch
+    if ours == "1f1b":
         assert expected[-1] != found[-1] and "".join(expected[-1]).count("F") == microbatches
         expected[-1] = found[-1]
     assert found == expected

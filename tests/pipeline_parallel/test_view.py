@@ -12,7 +12,9 @@ from .views import mixed, view
 
 
 def test_micro_batches_in_flight_over_time():
-    """Two ranks, F = 1, B = 2: rank 0 starts F1 at 1 and ends B0 at 6, when nothing more is to start."""
+    """Two ranks, F = 1, B = 2: rank 0 starts F1 at 1 and ends B0 at 6, when nothing more is to
+    start.
+    """
     shown = view("1f1b", 2, 2, forward=1, backward=2, weight=0, transfer=0, latency=0)
     assert in_flight(shown.timeline) == (
         ((0.0, 1), (1.0, 2), (6.0, 1), (9.0, 0)),
@@ -23,15 +25,21 @@ def test_micro_batches_in_flight_over_time():
 
 def test_a_weight_gradient_of_its_own_holds_its_micro_batch():
     shown = view("zb-h1", 2, 4)
-    ends = [event.end for event in shown.timeline.events if event.rank == 0 and event.op.kind == "W"]
+    ends = [
+        event.end for event in shown.timeline.events if event.rank == 0 and event.op.kind == "W"
+    ]
     curve = in_flight(shown.timeline)[0]
-    falls = [time for (_, before), (time, after) in zip(curve, curve[1:], strict=False) if after < before]
+    falls = [
+        time for (_, before), (time, after) in zip(curve, curve[1:], strict=False) if after < before
+    ]
     assert falls and set(falls) <= set(ends)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_peaks_are_those_of_the_checker(name):
-    """Of ranks with one stage; of several, no more than all their stages' peaks and no less than the largest."""
+    """Of ranks with one stage; of several, no more than all their stages' peaks and no less than
+    the largest.
+    """
     shown = view(name, 4, 8)
     peaks = shown.timeline.peak_in_flight
     for rank, held in enumerate(shown.peak_in_flight()):
@@ -41,7 +49,11 @@ def test_peaks_are_those_of_the_checker(name):
 
 
 def test_tables():
-    views = [view("gpipe", 2, 2, transfer=0, latency=0), view("1f1b", 2, 2, transfer=0, latency=0), mixed()]
+    views = [
+        view("gpipe", 2, 2, transfer=0, latency=0),
+        view("1f1b", 2, 2, transfer=0, latency=0),
+        mixed(),
+    ]
     header, first, second, third = summary_rows(views)
     assert dict(zip(header, first, strict=True)) == {
         "schedule": "gpipe",
@@ -65,7 +77,12 @@ def test_tables():
 
 
 def test_words():
-    assert [time_text(seconds) for seconds in (90, 0.0125, 3.3e-6, 0.0)] == ["90 s", "12.5 ms", "3.3 µs", "0 µs"]
+    assert [time_text(seconds) for seconds in (90, 0.0125, 3.3e-6, 0.0)] == [
+        "90 s",
+        "12.5 ms",
+        "3.3 µs",
+        "0 µs",
+    ]
     assert {ink(face) for faces in FACES.values() for face in faces} == {"#FFFFFF", "#14181D"}
     assert ink("#FFFFFF") == "#14181D" and ink("#000000") == "#FFFFFF"
 

@@ -13,9 +13,17 @@ rank 1: 1F0 2F0 1F1 2F1 2B0 2W0 1B0|2B1 1W0|2W1 1B1 1W1
 """
 
 
-def view(name: str, ranks: int = 4, microbatches: int = 8, chunks: int | None = None, **costs: float) -> View:
+def view(
+    name: str, ranks: int = 4, microbatches: int = 8, chunks: int | None = None, **costs: float
+) -> View:
     schedule = build_schedule(name, ranks, microbatches, chunks)
-    given = {"forward": 0.01, "backward": 0.02, "weight": 0.01, "transfer": 0.001, "latency": 0.0005} | costs
+    given = {
+        "forward": 0.01,
+        "backward": 0.02,
+        "weight": 0.01,
+        "transfer": 0.001,
+        "latency": 0.0005,
+    } | costs
     return View(simulate(schedule, StageCosts.uniform(schedule.stages, **given)))
 
 
@@ -24,12 +32,16 @@ def mixed() -> View:
     costs = StageCosts.uniform(4, 0.01, 0.02, 0.01, 0.01, 0.001, 0.0005)
     timeline = simulate(Schedule.parse(MIXED), costs, overlap=0.5)
     memory = (((0.0, 2**30), (0.01, 3 * 2**30)), ((0.0, 5), (0.02, 0)))
-    return View(timeline, "</script><b>mixed & paired", "modelled", 'some "detail"', memory, 2 * 2**30)
+    return View(
+        timeline, "</script><b>mixed & paired", "modelled", 'some "detail"', memory, 2 * 2**30
+    )
 
 
 def measured() -> View:
     """As a run is seen: nobody timed its messages, and ops start some time after they could."""
-    plain = simulate(build_schedule("1f1b", 3, 4), StageCosts.uniform(3, 0.01, 0.02, transfer=0.002)).schedule
+    plain = simulate(
+        build_schedule("1f1b", 3, 4), StageCosts.uniform(3, 0.01, 0.02, transfer=0.002)
+    ).schedule
     late = simulate(plain, StageCosts.uniform(3, 0.0113, 0.0217, latency=0.0007))
     events = [Event(e.rank, e.op, e.start + 0.0003, e.end, e.part, e.parts) for e in late.events]
     timeline = timeline_of(plain, events, messages_between(plain, events))

@@ -9,7 +9,7 @@ import transformers
 from megatron_merak.cluster import find_cluster, find_device, peak_flops
 from megatron_merak.config import ModelConfig
 from megatron_merak.errors import PlanError
-from megatron_merak.models.gpt import Prelude, build_unit
+from megatron_merak.models.gpt import GPTPrelude, build_unit
 from megatron_merak.models.layers import Placement
 from megatron_merak.plan import Grid, held_parameters
 from megatron_merak.planner.cost import TIED_TABLE, gpt_units, model_flops, unit_costs
@@ -57,12 +57,18 @@ def reference(name: str) -> torch.nn.Module:
     with torch.device("meta"):
         match name:
             case "gpt2":
-                config = transformers.GPT2Config(n_layer=3, n_embd=48, n_head=4, n_positions=32, vocab_size=101)
+                config = transformers.GPT2Config(
+                    n_layer=3, n_embd=48, n_head=4, n_positions=32, vocab_size=101
+                )
                 return transformers.GPT2LMHeadModel(config)
             case "llama":
-                return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False))
+                return transformers.LlamaForCausalLM(
+                    transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False)
+                )
             case "qwen2":
-                return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True))
+                return transformers.Qwen2ForCausalLM(
+                    transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True)
+                )
             case _:
                 config = transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False)
                 return transformers.Qwen3ForCausalLM(config)
@@ -87,7 +93,9 @@ def test_parameters_equal_the_family(name):
 def test_tensor_ranks_divide_the_matrices_and_replicate_the_rest(name):
     whole, half = (gpt_units(MODELS[name], 2, 4, tp=tp) for tp in (1, 2))
     model = MODELS[name]
-    kept = [p for n, p in reference(name).named_parameters() if p.dim() == 1 and not divided_bias(n)]
+    kept = [
+        p for n, p in reference(name).named_parameters() if p.dim() == 1 and not divided_bias(n)
+    ]
     positions = model.max_positions * model.hidden_size if name == "gpt2" else 0
     padding = model.padded_vocab_size(2) - model.vocab_size
     tables = 2 if model.untie_embeddings_and_output_weights else 1
@@ -104,7 +112,9 @@ def divided_bias(name: str) -> bool:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_equal_the_formula(name):
-    """6 T [L (h (Q + 2K) + Q h + mu h f) + h V] + 6 L Q B s^2, with the causal half of the scores."""
+    """6 T [L (h (Q + 2K) + Q h + mu h f) + h V] + 6 L Q B s^2, with the causal half of the
+    scores.
+    """
     c, samples = MODELS[name], 5
     h, s, f, layers = c.hidden_size, c.seq_length, c.ffn_size, c.num_layers
     q, k, mu = c.num_attention_heads * c.head_dim, c.query_groups * c.head_dim, 3 if c.swiglu else 2
@@ -119,7 +129,9 @@ def test_units_are_named_in_order_and_every_border_is_one_activation():
 
 
 def saved_by_autograd(unit: torch.nn.Module, common: dict, x: torch.Tensor) -> int:
-    """Bytes of the storages that the unit's forward saves, besides its input, its parameters and the batch."""
+    """Bytes of the storages that the unit's forward saves, besides its input, its parameters and
+    the batch.
+    """
     known = [x, *unit.parameters(), *common.values()]
     outside, saved = {tensor.untyped_storage().data_ptr() for tensor in known}, {}
 
@@ -136,13 +148,20 @@ def saved_by_autograd(unit: torch.nn.Module, common: dict, x: torch.Tensor) -> i
     return sum(storage.nbytes() for address, storage in saved.items() if address not in outside)
 
 
-@pytest.mark.parametrize(("name", "dropout"), [(name, dropout) for name in MODELS for dropout in (0.1, 0.0)])
+@pytest.mark.parametrize(
+    ("name", "dropout"), [(name, dropout) for name in MODELS for dropout in (0.1, 0.0)]
+)
 def test_saved_bytes_equal_what_the_native_model_saves(name, dropout):
     model = replace(MODELS[name], hidden_dropout=dropout, attention_dropout=dropout)
     tokens = torch.randint(model.vocab_size, (2, model.seq_length))
     positions = torch.arange(model.seq_length).expand(2, -1)
-    batch = {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(2, 16), "position_ids": positions}
-    common = Prelude(model, torch.device("cpu"))(batch)
+    batch = {
+        "tokens": tokens,
+        "labels": tokens.clone(),
+        "loss_mask": torch.ones(2, 16),
+        "position_ids": positions,
+    }
+    common = GPTPrelude(model, torch.device("cpu"))(batch)
     predicted = gpt_units(model, 2, 4, tp=1, fused_dropout=False)
     for index, kind in ((0, "embedding"), (1, "layer"), (model.num_layers + 1, "head")):
         unit = build_unit(index, model, Placement()).train()
@@ -157,18 +176,32 @@ def test_an_fp32_residual_stream_keeps_and_sends_more(name):
     model = replace(MODELS[name], hidden_dropout=0, attention_dropout=0)
     tokens = torch.randint(model.vocab_size, (2, model.seq_length))
     batch = {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(2, 16)}
-    common = Prelude(model, torch.device("cpu"))(batch | {"position_ids": torch.arange(16).expand(2, -1)})
+    common = GPTPrelude(model, torch.device("cpu"))(
+        batch | {"position_ids": torch.arange(16).expand(2, -1)}
+    )
     plans, found = [], []
     for wide in (False, True):
-        plans.append(gpt_units(replace(model, fp32_residual_connection=wide), 2, 2, tp=1, fused_dropout=False))
-        units = [build_unit(index, model, Placement(dtype=torch.bfloat16, fp32_residual=wide)) for index in range(5)]
+        plans.append(
+            gpt_units(
+                replace(model, fp32_residual_connection=wide), 2, 2, tp=1, fused_dropout=False
+            )
+        )
+        units = [
+            build_unit(index, model, Placement(dtype=torch.bfloat16, fp32_residual=wide))
+            for index in range(5)
+        ]
         stream = units[0].place.stream
-        hidden = torch.randn(2, model.seq_length, model.hidden_size, dtype=stream, requires_grad=True)
+        hidden = torch.randn(
+            2, model.seq_length, model.hidden_size, dtype=stream, requires_grad=True
+        )
         (looked_up,) = units[0].segments()[0].fn(common)
         (left,) = units[0].segments()[1].fn(common, looked_up)
         saved = [saved_by_autograd(unit, common, hidden) for unit in units]
         found.append((saved, left.nbytes))
-        assert left.dtype == stream and [unit.output_bytes for unit in plans[-1][:-1]] == [left.nbytes] * 4
+        assert (
+            left.dtype == stream
+            and [unit.output_bytes for unit in plans[-1][:-1]] == [left.nbytes] * 4
+        )
     more = [wide.saved_bytes - half.saved_bytes for half, wide in zip(*plans, strict=True)]
     assert more == [wide - half for half, wide in zip(found[0][0], found[1][0], strict=True)]
     assert more == [0] + [2 * 2 * model.seq_length * model.hidden_size] * 3 + [0]
@@ -177,9 +210,16 @@ def test_an_fp32_residual_stream_keeps_and_sends_more(name):
 def test_a_large_vocabulary_makes_the_head_outweigh_layers():
     """GPT-2's shape: measured on one core, the head takes 5.7 times as long as a layer."""
     model = ModelConfig(
-        num_layers=2, hidden_size=768, num_attention_heads=12, seq_length=512, vocab_size=50257, hidden_dropout=0
+        num_layers=2,
+        hidden_size=768,
+        num_attention_heads=12,
+        seq_length=512,
+        vocab_size=50257,
+        hidden_dropout=0,
     )
-    _, layer, _, head = unit_costs(gpt_units(model, 1, 4, tp=1), find_cluster("cpu"), "float32", Grid())
+    _, layer, _, head = unit_costs(
+        gpt_units(model, 1, 4, tp=1), find_cluster("cpu"), "float32", Grid()
+    )
     assert 4.5 < (head.forward + head.backward) / (layer.forward + layer.backward) < 7
 
 
@@ -208,6 +248,13 @@ def test_tensor_parallel_collectives_cost_time():
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
         ("NVIDIA H200", "H200"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("Tesla V100-SXM2-16GB", "V100 16GB"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA GB300", "GB300"),
+        ("AMD Instinct MI300X", "MI300X"),
         ("cpu", "cpu"),
     ],
 )

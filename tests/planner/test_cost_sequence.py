@@ -1,4 +1,6 @@
-"""What units of a model keep and send whose tensor-parallel ranks divide the sequence, against what they really do."""
+"""What units of a model keep and send whose tensor-parallel ranks divide the sequence, against what
+they really do.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 from megatron_merak.cluster import find_cluster
-from megatron_merak.models.gpt import Prelude, build_unit
+from megatron_merak.models.gpt import GPTPrelude, build_unit
 from megatron_merak.models.layers import Placement
 from megatron_merak.plan import Grid
 from megatron_merak.planner.cost import gpt_units, unit_costs
@@ -30,7 +32,9 @@ class Rank:
 
 
 def collective(kind, tensor, size):
-    """What a collective leaves on a rank if all ranks have the same: a tensor of the right shape and of its own."""
+    """What a collective leaves on a rank if all ranks have the same: a tensor of the right shape
+    and of its own.
+    """
     if kind is Collective.ALL_GATHER:
         return torch.cat([tensor] * size, 1)
     if kind is Collective.STACK:
@@ -39,15 +43,17 @@ def collective(kind, tensor, size):
 
 
 def kept(unit, size):
-    """Bytes of the storages that the unit's forward saves, besides its input, its parameters and the batch, with a part
-    for what is gathered again; the bytes of its output, and of what it sends, both ways, as the ring sends it."""
-    common = Prelude(unit.config, torch.device("cpu"))(batch(SAMPLES))
+    """Bytes of the storages that the unit's forward saves, besides its input, its parameters and
+    the batch, with a part for what is gathered again; the bytes of its output, and of what it
+    sends, both ways, as the ring sends it."""
+    common = GPTPrelude(unit.config, torch.device("cpu"))(batch(SAMPLES))
     border = unit.border_shape(SAMPLES, LENGTH)
     values = {unit.source: torch.randn(border, requires_grad=True)}
     known = [values[unit.source], *unit.parameters(), *common.values()]
     outside, saved = {tensor.untyped_storage().data_ptr() for tensor in known}, {}
     hidden = SAMPLES * LENGTH * unit.config.hidden_size * 4
-    shares = dict(zip(Collective, (0, 1, 0.5, 0.5), strict=False))  # of an all-reduce of the hidden state
+    # of an all-reduce of the hidden state
+    shares = dict(zip(Collective, (0, 1, 0.5, 0.5), strict=False))
     sent, parts, again = [0.0, 0.0], {}, 0
 
     def pack(tensor):
@@ -68,7 +74,9 @@ def kept(unit, size):
                     sent[0] += shares[out.collective] * hidden
                 parts[out.value] = result = result.detach()
                 values[out.value] = (
-                    collective(out.collective, result, size).requires_grad_() if out.collective else result
+                    collective(out.collective, result, size).requires_grad_()
+                    if out.collective
+                    else result
                 )
                 values[out.value].requires_grad_()
     total = sum(storage.nbytes() for address, storage in saved.items() if address not in outside)
@@ -77,13 +85,19 @@ def kept(unit, size):
 
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("name", "dropout"), [("gpt2", 0.1), ("gpt2", 0.0), ("llama", 0.0), ("qwen3", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "dropout"), [("gpt2", 0.1), ("gpt2", 0.0), ("llama", 0.0), ("qwen3", 0.0)]
+)
 def test_units_keep_and_send_what_is_planned(name, dropout, size, divided):
-    model = replace(FAMILIES[name], hidden_dropout=dropout, attention_dropout=0.0, num_query_groups=4)
+    model = replace(
+        FAMILIES[name], hidden_dropout=dropout, attention_dropout=0.0, num_query_groups=4
+    )
     model = replace(model, num_query_groups=1) if name == "gpt2" else model
     planned = gpt_units(model, SAMPLES, 4, size, fused_dropout=False, sequence_parallel=divided)
     for index in (0, 1, model.num_layers + 1):
-        unit = build_unit(index, model, Placement(Rank(size), "edge", sequence_parallel=divided)).train()
+        unit = build_unit(
+            index, model, Placement(Rank(size), "edge", sequence_parallel=divided)
+        ).train()
         saved, output, sent = kept(unit, size)
         assert planned[index].saved_bytes == saved, unit.name
         assert planned[index].reduced_bytes == sent, unit.name
@@ -104,7 +118,9 @@ def test_dividing_the_sequence_costs_the_links_an_all_reduce_more_in_a_layer():
     """Two all-gathers of the backward."""
     model, cluster = FAMILIES["llama"], find_cluster("A100")
     plain, divided = (
-        unit_costs(gpt_units(model, 1, 4, 2, sequence_parallel=parts), cluster, "float32", Grid(tp=2))
+        unit_costs(
+            gpt_units(model, 1, 4, 2, sequence_parallel=parts), cluster, "float32", Grid(tp=2)
+        )
         for parts in (False, True)
     )
     for more, less in zip(divided[1:-1], plain[1:-1], strict=True):

@@ -1,4 +1,6 @@
-"""What joins the ranks of a group follows from where the rank order puts them, for every group of the grid."""
+"""What joins the ranks of a group follows from where the rank order puts them, for every group of
+the grid.
+"""
 
 from dataclasses import replace
 
@@ -30,7 +32,9 @@ def test_some_places_along_an_axis(grid, ranks_per_node, data):
     cluster = replace(DGX, ranks_per_node=ranks_per_node)
     places = tuple(sorted(data.draw(st.sets(st.integers(0, grid.pp - 1), min_size=1))))
     links = [cluster.link([group[place] for place in places]) for group in grid.groups("pp")]
-    assert link_along(cluster, grid, "pp", places) == min(links, key=lambda link: (link.bandwidth, -link.latency))
+    assert link_along(cluster, grid, "pp", places) == min(
+        links, key=lambda link: (link.bandwidth, -link.latency)
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,3 +46,16 @@ def test_what_an_order_puts_inside_a_node_is_fast(order, dp, border):
     grid = Grid(tp=4, dp=8, pp=2, order=order)
     assert link_along(DGX, grid, "dp").bandwidth / 1e9 == pytest.approx(dp)
     assert link_along(DGX, grid, "pp", (0, 1)).bandwidth / 1e9 == pytest.approx(border)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_an_exchange_sends_what_leaves_a_node_through_each_rank_s_own_card(nodes):
+    """The formulas take (n - 1) / n of a rank's bytes; those for other nodes are (n - 8) / n."""
+    ranks = 8 * nodes
+    link = DGX.exchange_link(range(ranks))
+    if nodes == 1:
+        assert link == DGX.inside
+        return
+    seconds = (ranks - 1) / ranks / link.bandwidth
+    assert seconds == pytest.approx((ranks - 8) / ranks / DGX.between.bandwidth)
+    assert link.bandwidth < DGX.link(range(ranks)).bandwidth

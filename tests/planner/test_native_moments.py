@@ -1,4 +1,6 @@
-"""What ranks hold, by the compiled walk and by its twin in Python, on orders that run and on any others."""
+"""What ranks hold, by the compiled walk and by its twin in Python, on orders that run and on any
+others.
+"""
 
 import os
 from random import Random
@@ -14,7 +16,9 @@ from megatron_merak.pipeline_parallel.pairs import pair
 from megatron_merak.pipeline_parallel.passes import add_communication
 from megatron_merak.planner.saved import moments
 
-pytestmark = pytest.mark.skipif(_native.host() is None, reason=f"not compiled: {_native.host_problem()}")
+pytestmark = pytest.mark.skipif(
+    _native.host() is None, reason=f"not compiled: {_native.host_problem()}"
+)
 
 
 def compare(schedule: Schedule) -> None:
@@ -38,7 +42,9 @@ def test_builders_hold_the_same(name):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_program_holds_the_same(seed):
-    """Of several stages, with or without R and W, together or alone, in whatever order: counts may be below zero."""
+    """Of several stages, with or without R and W, together or alone, in whatever order: counts may
+    be below zero.
+    """
     draw = Random(seed)
     stages, count = draw.randint(1, 4), draw.randint(1, 6)
     kinds = [Kind.F, Kind.B, *draw.sample([Kind.R, Kind.W, Kind.SEND_F], draw.randint(0, 3))]

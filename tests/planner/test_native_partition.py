@@ -14,7 +14,9 @@ from megatron_merak import _native
 from megatron_merak.errors import PlanError
 from megatron_merak.planner.partition import partition
 
-pytestmark = pytest.mark.skipif(_native.host() is None, reason=f"not compiled: {_native.host_problem()}")
+pytestmark = pytest.mark.skipif(
+    _native.host() is None, reason=f"not compiled: {_native.host_problem()}"
+)
 
 
 def both(*arguments):
@@ -32,12 +34,18 @@ def both(*arguments):
 @given(st.data())
 @settings(max_examples=400, deadline=None)
 def test_bounds_are_equal(data):
-    numbers = data.draw(st.sampled_from([st.floats(0, 10), st.integers(0, 4), st.sampled_from([0.0, 0.1, 0.2, 0.3])]))
+    numbers = data.draw(
+        st.sampled_from(
+            [st.floats(0, 10), st.integers(0, 4), st.sampled_from([0.0, 0.1, 0.2, 0.3])]
+        )
+    )
     costs = data.draw(st.lists(numbers, min_size=1, max_size=14))
     stages = data.draw(st.integers(1, len(costs)))
     users = st.lists(st.integers(0, len(costs) - 1), min_size=1)
     shared = data.draw(st.lists(st.tuples(numbers, users), max_size=2))
-    most = data.draw(st.none() | st.lists(st.integers(1, len(costs)), min_size=stages, max_size=stages))
+    most = data.draw(
+        st.none() | st.lists(st.integers(1, len(costs)), min_size=stages, max_size=stages)
+    )
     weight = data.draw(st.sampled_from([0.0, 0.1, 1 / 3]))
 
     def more(stage, start, end):

@@ -11,6 +11,7 @@ from megatron_merak.plan import Grid, Unit
 from megatron_merak.planner import plan, plan_chain
 from megatron_merak.planner.cost import UnitCost, unit_costs
 from megatron_merak.planner.overlap import Times, times
+from tests.requests import request
 
 COST = UnitCost(
     forward=10.0,
@@ -27,7 +28,8 @@ COST = UnitCost(
 def test_each_mode_by_hand():
     assert times([COST], "none") == Times(16.0, 32.0, 8.0)
     assert times([COST], "weight-gradient") == Times(16.0, 24.0, 8.0)
-    assert times([COST], "weight-gradient", splits=True) == Times(16.0, 32.0, 8.0)  # a W hides nothing
+    # a W hides nothing
+    assert times([COST], "weight-gradient", splits=True) == Times(16.0, 32.0, 8.0)
     assert times([COST], "pair") == Times(16.0, 24.0, 8.0, hidden=6.0 + 4.0)
     assert times([COST], "sub-pipeline") == Times(11.0 + 2.0, 22.0, 8.0)
     assert times([COST], "sub-pipeline", splits=True) == Times(13.0, 22.0 + 3.0, 8.0)
@@ -36,7 +38,13 @@ def test_each_mode_by_hand():
 
 
 def test_what_one_unit_cannot_hide_another_can():
-    idle = replace(COST, reduces=(0.0, 0.0), half_reduces=(0.0, 0.0), last_reduces=(0.0, 0.0), halving=(0.0, 0.0))
+    idle = replace(
+        COST,
+        reduces=(0.0, 0.0),
+        half_reduces=(0.0, 0.0),
+        last_reduces=(0.0, 0.0),
+        halving=(0.0, 0.0),
+    )
     slow = replace(COST, half_reduces=(15.0, 13.0))
     assert times([slow, idle], "sub-pipeline").forward == 21.0 + 2.0
 
@@ -49,19 +57,33 @@ def test_without_collectives_all_modes_take_the_same_time():
 
 def test_halves_read_weights_and_add_to_gradients_twice():
     device, link = Device("toy", 1e3, 1e3, 1e3, 0, 1.0, 0.5), Link("toy", 1.0, 100.0)
-    unit = Unit("a", "layer", 1000, 10**4, 0, 0, reduces=(2, 2), reduced_bytes=(400, 400), operations=(3, 6))
+    unit = Unit(
+        "a", "layer", 1000, 10**4, 0, 0, reduces=(2, 2), reduced_bytes=(400, 400), operations=(3, 6)
+    )
     (cost,) = unit_costs([unit], Cluster(device, 8, link, link), "float32", Grid(tp=2))
     assert cost.halving == pytest.approx((4.0 + 1.5, 4.0 + 8.0 + 3.0))
-    assert cost.reduces == pytest.approx((2 * 2.0 + 4.0, 2 * 2.0 + 4.0))  # two messages there and back, 400 bytes
-    assert cost.half_reduces == pytest.approx((4 * 2.0 + 4.0,) * 2) and cost.last_reduces[0] == pytest.approx(3.0)
+    # two messages there and back, 400 bytes
+    assert cost.reduces == pytest.approx((2 * 2.0 + 4.0, 2 * 2.0 + 4.0))
+    assert cost.half_reduces == pytest.approx((4 * 2.0 + 4.0,) * 2) and cost.last_reduces[
+        0
+    ] == pytest.approx(3.0)
     assert cost.weight == pytest.approx(10.0 + 8.0)
 
 
 def config(overlap, hidden=4096, samples=4, batch=64):
     return Config(
-        model=ModelConfig(num_layers=6, hidden_size=hidden, num_attention_heads=16, seq_length=1024, vocab_size=8192),
+        model=ModelConfig(
+            num_layers=6,
+            hidden_size=hidden,
+            num_attention_heads=16,
+            seq_length=1024,
+            vocab_size=8192,
+        ),
         parallel=ParallelConfig(
-            tensor_model_parallel_size=2, pipeline_model_parallel_size=2, tp_comm_overlap=overlap, device_memory_gb=80
+            tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=2,
+            tp_comm_overlap=overlap,
+            device_memory_gb=80,
         ),
         train=TrainConfig(micro_batch_size=samples, global_batch_size=batch, bf16=True),
     )
@@ -79,21 +101,32 @@ def test_auto_takes_the_fastest(device, hidden):
 
 def test_slow_links_and_large_work_favour_halves_and_small_work_none():
     assert plan(config("auto"), 4, CLUSTERS["rtx3090"]).overlap in ("sub-pipeline", "pair")
-    halves, plain = (plan(config(mode, 64, 2, 16), 4).predicted_time for mode in ("sub-pipeline", "weight-gradient"))
+    halves, plain = (
+        plan(config(mode, 64, 2, 16), 4).predicted_time
+        for mode in ("sub-pipeline", "weight-gradient")
+    )
     assert halves > plain
 
 
 def test_auto_keeps_to_what_is_defined():
-    """A micro-batch of one sample has no halves, a step of one micro-batch no pairs, one rank no collectives."""
-    assert plan(config("auto", samples=1, batch=64), 4, CLUSTERS["rtx3090"]).overlap != "sub-pipeline"
+    """A micro-batch of one sample has no halves, a step of one micro-batch no pairs, one rank no
+    collectives.
+    """
+    assert (
+        plan(config("auto", samples=1, batch=64), 4, CLUSTERS["rtx3090"]).overlap != "sub-pipeline"
+    )
     assert plan(config("auto", samples=4, batch=4), 4, CLUSTERS["rtx3090"]).overlap != "pair"
     units = [Unit(f"u{i}", "u", 0, 10**9, 10, 10) for i in range(4)]
-    made = plan_chain(units, Grid(pp=2), microbatches=8, micro_batch_size=4, overlap="auto")
+    made = plan_chain(
+        units, request(Grid(pp=2), microbatches=8, micro_batch_size=4, tp_comm_overlap="auto")
+    )
     assert made.overlap == "weight-gradient"
 
 
 def test_pairs_are_in_the_schedule():
     made = plan(config("pair"), 4, CLUSTERS["rtx3090"])
     assert any(len(ops_of(entry)) == 2 for entry in made.schedule.entries())
-    assert made.predicted_time < plan(config("weight-gradient"), 4, CLUSTERS["rtx3090"]).predicted_time
+    assert (
+        made.predicted_time < plan(config("weight-gradient"), 4, CLUSTERS["rtx3090"]).predicted_time
+    )
     assert made.cluster is CLUSTERS["rtx3090"]

@@ -14,17 +14,23 @@ from megatron_merak.planner.partition import partition
 
 def stage_costs(costs, bounds, shared=()):
     return [
-        sum(costs[a:b]) + sum(cost for cost, users in shared if any(a <= user < b for user in users))
+        sum(costs[a:b])
+        + sum(cost for cost, users in shared if any(a <= user < b for user in users))
         for a, b in zip(bounds, bounds[1:], strict=False)
     ]
 
 
 def drawn_reach(data, units, stages):
-    """Lowest starts that never fall with the end, as those of a memory cap do; anything at all for None."""
+    """Lowest starts that never fall with the end, as those of a memory cap do; anything at all for
+    None.
+    """
     if data.draw(st.booleans()):
         return None
     steps = st.lists(st.integers(0, units), min_size=units + 1, max_size=units + 1)
-    return [[min(end, start) for end, start in enumerate(sorted(data.draw(steps)))] for _ in range(stages)]
+    return [
+        [min(end, start) for end, start in enumerate(sorted(data.draw(steps)))]
+        for _ in range(stages)
+    ]
 
 
 def within(reach, weight=0):
@@ -76,7 +82,8 @@ def test_a_stage_that_may_hold_little_moves_the_cuts():
 
 
 @pytest.mark.parametrize(
-    ("costs", "stages", "reach"), [([1, 1], 3, None), ([1], 0, None), ([1, -1], 1, None), ([1], 1, [[0, 1]])]
+    ("costs", "stages", "reach"),
+    [([1, 1], 3, None), ([1], 0, None), ([1, -1], 1, None), ([1], 1, [[0, 1]])],
 )
 def test_impossible_partitions_are_plan_errors(costs, stages, reach):
     with pytest.raises(PlanError):

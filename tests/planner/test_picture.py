@@ -13,7 +13,9 @@ FLAGS = """--num-layers 14 --hidden-size 64 --num-attention-heads 4 --seq-length
 
 
 @pytest.mark.parametrize("recompute", ["", " --recompute-granularity full"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v"])
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved", "shifted", "early-recompute", "zb-h1", "zb-v"]
+)
 def test_the_curves_of_all_schedules_peak_at_the_prediction(schedule, recompute):
     made = plan(parse(f"{FLAGS} {schedule}{recompute}".split()), 4, CLUSTERS["dgx-h100"])
     shown = view(made)
@@ -21,7 +23,11 @@ def test_the_curves_of_all_schedules_peak_at_the_prediction(schedule, recompute)
     assert shown.peak_bytes() == tuple(rank.total for rank in memory)
     for rank, curve in enumerate(shown.memory):
         times = [time for time, _ in curve]
-        assert times == sorted(set(times)) and times[0] == 0 and times[-1] == pytest.approx(_last_end(shown, rank))
+        assert (
+            times == sorted(set(times))
+            and times[0] == 0
+            and times[-1] == pytest.approx(_last_end(shown, rank))
+        )
         assert curve[-1][1] == memory[rank].total - memory[rank].activations
     assert shown.clock == "modelled" and shown.capacity == made.cluster.device.usable
     assert sum(made.predicted_bytes) == sum(shown.peak_bytes())

@@ -56,7 +56,8 @@ class Rank:
             done.add(unit)
             block = next((run for run in plan.runs if unit in run), (unit,))
             if not set(block) <= done:
-                continue  # the tape of a run goes behind its first unit: inputs and products share it
+                # the tape of a run goes behind its first unit: inputs and products share it
+                continue
             for each in block:
                 self.drop((stage, k, "input", each))
                 self.drop((stage, k, "tape", each))
@@ -99,13 +100,28 @@ def test_the_peak_is_that_of_a_walk(name, data):
         output = data.draw(sizes)
         passed = data.draw(st.integers(0, output)) if index else 0
         made = Unit(
-            f"u{index}", "u", 0, 1, data.draw(sizes), output, passed_bytes=passed, weight_bytes=data.draw(sizes)
+            f"u{index}",
+            "u",
+            0,
+            1,
+            data.draw(sizes),
+            output,
+            passed_bytes=passed,
+            weight_bytes=data.draw(sizes),
         )
         units.append(made)
     stages = []
     for stage in range(schedule.stages):
         again = data.draw(st.lists(st.integers(3 * stage, 3 * stage + 2), unique=True))
-        stages.append(StagePlan(3 * stage, 3 * stage + 3, tuple(sorted(again)), data.draw(st.integers(1, 3))))
+        stages.append(
+            StagePlan(3 * stage, 3 * stage + 3, tuple(sorted(again)), data.draw(st.integers(1, 3)))
+        )
     for rank in range(ranks):
-        mine = {s: footprint(units, stages[s]) for s in range(schedule.stages) if schedule.rank_of(s) == rank}
-        assert sum(peak(moments(schedule, rank), mine).values()) == walked(schedule, rank, units, stages)
+        mine = {
+            s: footprint(units, stages[s])
+            for s in range(schedule.stages)
+            if schedule.rank_of(s) == rank
+        }
+        assert sum(peak(moments(schedule, rank), mine).values()) == walked(
+            schedule, rank, units, stages
+        )

@@ -1,10 +1,20 @@
-"""What replicas share: bytes by hand, how long passes wait for gathers and reductions, what is refused and advised."""
+"""What replicas share: bytes by hand, how long passes wait for gathers and reductions, what is
+refused and advised.
+"""
 
 from dataclasses import replace
 
 import pytest
 
-from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link, all_gather, all_reduce, reduce_scatter
+from megatron_merak.cluster import (
+    CLUSTERS,
+    Cluster,
+    Device,
+    Link,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
 from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
@@ -19,6 +29,7 @@ from megatron_merak.planner.predict import ending, priced, stage_costs
 from megatron_merak.planner.reduction import exposed_gather, exposed_reduction
 from megatron_merak.planner.remedies import misfits
 from megatron_merak.planner.waits import UnitTimes, durations, stage_waits
+from tests.requests import request
 
 UNITS = (
     Unit("embedding", "embedding", 4, 0, 0, 64, (("wte", 96),)),
@@ -31,20 +42,34 @@ LAYERS = tuple(Unit(f"layer.{index}", "layer", 8, 100, 0, 16) for index in range
 
 
 def made(
-    sharding: str, units=UNITS, dp=4, pp=1, schedule="1f1b", link=FAST, dtype="bfloat16", instances=1, node=64, out=None
+    sharding: str,
+    units=UNITS,
+    dp=4,
+    pp=1,
+    schedule="1f1b",
+    link=FAST,
+    dtype="bfloat16",
+    instances=1,
+    node=64,
+    out=None,
 ) -> Plan:
     """A plan for a device of 100 FLOP/s, and memory that costs nothing."""
     cut = len(units) // pp
     stages = tuple(StagePlan(cut * stage, cut * (stage + 1)) for stage in range(pp))
     device = Device("toy", 100.0, 100.0, 1e12, 0, 1.0)
     ways = {"sharding": sharding, "sharding_instances": instances}
-    plan = Plan(Grid(dp=dp, pp=pp), units, stages, build_schedule(schedule, pp, 4), 2, 16, dtype, **ways)
+    plan = Plan(
+        Grid(dp=dp, pp=pp), units, stages, build_schedule(schedule, pp, 4), 2, 16, dtype, **ways
+    )
     return replace(plan, cluster=Cluster(device, node, link, out or link))
 
 
 def test_the_bytes_of_each_strategy_by_hand():
     memory = {sharding: stage_memory(made(sharding))[0] for sharding in SHARDINGS}
-    held = {name: (one.weights, one.gradients, one.optimizer, one.working) for name, one in memory.items()}
+    held = {
+        name: (one.weights, one.gradients, one.optimizer, one.working)
+        for name, one in memory.items()
+    }
     assert held["no_shard"] == (188 * 2, 188 * 4, 188 * 12, 512)
     assert held["optim"] == (188 * 2, 188 * 4, 188 * 3, 512)
     # The head, with the tied table, has its whole gradient; in front of it nothing is on its way.
@@ -52,7 +77,8 @@ def test_the_bytes_of_each_strategy_by_hand():
     assert held["optim_grads_params"] == (188 // 2, 188, 188 * 3, 512 + 4 * 104 + 2 * (104 + 40))
     plain = UNITS[:3] + (replace(UNITS[3], transient_bytes=0),)
     working = [stage_memory(made(sharding, plain))[0].working for sharding in SHARDINGS[2:]]
-    # The last layer while the head's gradient is on its way; the embedding, whose weights are the last to be gathered.
+    # The last layer while the head's gradient is on its way; the embedding, whose weights are the
+    # last to be gathered.
     assert working == [4 * (40 + 104), 4 * (100 + 40) + 2 * 100]
     assert len({stage_memory(made(sharding, dp=1)) for sharding in SHARDINGS}) == 1
 
@@ -68,22 +94,29 @@ def test_weight_gradients_apart_from_the_backward_need_no_weights():
 def test_passes_by_hand():
     forward = [UnitTimes(0, 2.0, 5.0, 0.0), UnitTimes(1, 2.0, 5.0, 0.0)]
     backward = [UnitTimes(1, 2.0, 10.0, 3.0), UnitTimes(0, 2.0, 10.0, 3.0)]
-    # The first gather is waited for; a unit that was used last is there; what is left to reduce travels behind the end.
+    # The first gather is waited for; a unit that was used last is there; what is left to reduce
+    # travels behind the end.
     assert durations([forward, backward, forward, backward]) == ([12.0, 20.0, 10.0, 20.0], 3.0)
-    # A forward behind a forward starts with a unit that is gone, gathered while the last one computed.
+    # A forward behind a forward starts with a unit that is gone, gathered while the last one
+    # computed.
     assert durations([forward, forward]) == ([12.0, 10.0], 0.0)
     slow = [replace(visit, gather=7.0) for visit in forward]
     assert durations([slow, slow]) == ([19.0, 14.0], 0.0)
-    # The gradients of two units exist at a time: the third waits until the first is reduced, 40 seconds in.
+    # The gradients of two units exist at a time: the third waits until the first is reduced, 40
+    # seconds in.
     assert durations([[UnitTimes(unit, 0.0, 10.0, 30.0) for unit in range(3)]]) == ([50.0], 50.0)
 
 
 def test_passes_wait_for_slow_links_alone():
     for sharding in ("optim_grads", "optim_grads_params"):
-        fast, slow = (stage_waits(made(sharding, link=link), _costs(link))[0] for link in (FAST, SLOW))
+        fast, slow = (
+            stage_waits(made(sharding, link=link), _costs(link))[0] for link in (FAST, SLOW)
+        )
         assert 0 <= fast.forward + fast.backward < 1e-6 < slow.backward
         assert (slow.forward > 1e-6) == (sharding == "optim_grads_params")
-        assert priced(made(sharding, link=SLOW)).predicted_time > priced(made(sharding)).predicted_time
+        assert (
+            priced(made(sharding, link=SLOW)).predicted_time > priced(made(sharding)).predicted_time
+        )
     times = {sharding: priced(made(sharding, link=SLOW)).predicted_time for sharding in SHARDINGS}
     assert times["optim"] < times["optim_grads"] < times["optim_grads_params"]
     assert len({priced(made(sharding, dp=1)).predicted_time for sharding in SHARDINGS}) == 1
@@ -101,12 +134,18 @@ def test_what_follows_the_pipeline_by_hand():
     assert seconds == reduce_scatter(2, 16, link) == 2.0
     whole, shared = (made(name, unit, dp=2, link=link, dtype="float32") for name in SHARDINGS[2:])
     assert stage_costs(shared) == stage_costs(made("optim", unit, dp=2, link=link, dtype="float32"))
-    assert ending(shared).reductions == pytest.approx(2.0 + 2.0), "the last reduction, and the first gather of a step"
-    assert ending(whole).reductions == pytest.approx(2.0 + exposed_gather(whole, [0], _costs(link)[:1]))
+    assert ending(shared).reductions == pytest.approx(2.0 + 2.0), (
+        "the last reduction, and the first gather of a step"
+    )
+    assert ending(whole).reductions == pytest.approx(
+        2.0 + exposed_gather(whole, [0], _costs(link)[:1])
+    )
 
 
 def test_gradients_sent_in_bf16_take_half_the_time():
-    """Seconds saved on one unit of 8 parameters, of which a shard of 16 bytes takes two; weights travel as before."""
+    """Seconds saved on one unit of 8 parameters, of which a shard of 16 bytes takes two; weights
+    travel as before.
+    """
     unit, found = (replace(LAYERS[0], flops=1),), {}
     for sharding in SHARDINGS:
         plan = made(sharding, unit, dp=2, link=SLOW)
@@ -120,8 +159,12 @@ def test_gradients_sent_in_bf16_take_half_the_time():
 
 
 def test_copies_of_gradients_that_travel_in_bf16_by_hand():
-    """What is sent and what comes of a bucket; of the one before it what is sent, where every rank needs the sum."""
-    for sharding, copies in zip(SHARDINGS, (4 * 150 + 2 * 38, 4 * 150, 4 * 104, 4 * 104), strict=True):
+    """What is sent and what comes of a bucket; of the one before it what is sent, where every rank
+    needs the sum.
+    """
+    for sharding, copies in zip(
+        SHARDINGS, (4 * 150 + 2 * 38, 4 * 150, 4 * 104, 4 * 104), strict=True
+    ):
         plan = replace(made(sharding), bucket_size=150)
         half = replace(plan, grad_reduce_in_bf16=True)
         (whole,), (more,) = stage_memory(plan), stage_memory(half)
@@ -131,35 +174,62 @@ def test_copies_of_gradients_that_travel_in_bf16_by_hand():
 
 
 def test_a_schedule_that_runs_forwards_in_a_row_gathers_more():
-    plans = [made("optim_grads_params", LAYERS * 2, pp=2, schedule=name, link=SLOW) for name in ("1f1b", "gpipe")]
+    plans = [
+        made("optim_grads_params", LAYERS * 2, pp=2, schedule=name, link=SLOW)
+        for name in ("1f1b", "gpipe")
+    ]
     alternating, in_a_row = (stage_costs(plan) for plan in plans)
-    assert alternating.forward[1] + alternating.backward[1] < in_a_row.forward[1] + in_a_row.backward[1]
+    assert (
+        alternating.forward[1] + alternating.backward[1]
+        < in_a_row.forward[1] + in_a_row.backward[1]
+    )
 
 
 @pytest.mark.parametrize("sharding", ["optim_grads", "optim_grads_params"])
 def test_two_passes_in_turns_are_refused_and_not_chosen(sharding):
     units = tuple(replace(unit, reduces=(2, 2), reduced_bytes=(10**6, 10**6)) for unit in LAYERS)
-    asked = {"microbatches": 4, "micro_batch_size": 2, "sharding": sharding, "cluster": CLUSTERS["dgx-h100"]}
     grid = Grid(tp=2, dp=2)
+
+    def planned(grid: Grid, **more) -> Plan:
+        asked = request(
+            grid,
+            microbatches=4,
+            micro_batch_size=2,
+            data_parallel_sharding_strategy=sharding,
+            **more,
+        )
+        return plan_chain(units, asked, CLUSTERS["dgx-h100"])
+
     for overlap in ("pair", "sub-pipeline"):
-        with pytest.raises(PlanError, match=f"--tp-comm-overlap {overlap}: .*{sharding} .*Use weight-gradient or none"):
-            plan_chain(units, grid, overlap=overlap, **asked)
-        assert plan_chain(units, Grid(tp=2), overlap=overlap, **asked).overlap == overlap, "there is one replica"
+        with pytest.raises(
+            PlanError,
+            match=f"--tp-comm-overlap {overlap}: .*{sharding} .*Use weight-gradient or none",
+        ):
+            planned(grid, tp_comm_overlap=overlap)
+        assert planned(Grid(tp=2), tp_comm_overlap=overlap).overlap == overlap, (
+            "there is one replica"
+        )
         with pytest.raises(PlanError, match="runs two passes in turns"):
             replace(made(sharding), overlap=overlap)
-    assert plan_chain(units, grid, overlap="auto", **asked).overlap in ("weight-gradient", "none")
+    assert planned(grid, tp_comm_overlap="auto").overlap in ("weight-gradient", "none")
     with pytest.raises(PlanError, match=r"schedule \(with pairs\): it runs two passes in turns"):
-        plan_chain(units, Grid(dp=2), schedule=pair(build_schedule("1f1b", 1, 4)), **asked)
+        planned(Grid(dp=2), schedule=pair(build_schedule("1f1b", 1, 4)))
 
 
 def test_advice_goes_from_strategy_to_strategy_until_one_fits():
     plan = priced(made("no_shard", tuple(replace(unit, parameters=1000) for unit in LAYERS)))
-    needs = {sharding: stage_memory(replace(plan, sharding=sharding))[0].total for sharding in SHARDINGS}
+    needs = {
+        sharding: stage_memory(replace(plan, sharding=sharding))[0].total for sharding in SHARDINGS
+    }
     assert sorted(needs.values(), reverse=True) == list(needs.values())
 
     def advised(memory: int) -> list[str]:
         told = misfits(plan, memory)
-        return [line.partition("with ")[2].partition(" the largest")[0] for line in told[1:] if "recompute" not in line]
+        return [
+            line.partition("with ")[2].partition(" the largest")[0]
+            for line in told[1:]
+            if "recompute" not in line
+        ]
 
     strategies = [f"--data-parallel-sharding-strategy {sharding}" for sharding in SHARDINGS[2:]]
     assert advised(needs["optim"]) == ["--use-distributed-optimizer"]
@@ -169,10 +239,16 @@ def test_advice_goes_from_strategy_to_strategy_until_one_fits():
 
 def test_instances_keep_as_much_as_so_many_replicas_would():
     for sharding in SHARDINGS[1:]:
-        divided, two = stage_memory(made(sharding, dp=4, instances=2)), stage_memory(made(sharding, dp=2))
+        divided, two = (
+            stage_memory(made(sharding, dp=4, instances=2)),
+            stage_memory(made(sharding, dp=2)),
+        )
         assert divided == two != stage_memory(made(sharding, dp=4))
     plan = made("optim_grads", dp=4, instances=2)
-    assert "optimizer state and gradients: sharded over 2 replicas, in each of 2 instances" in plan_table(plan)
+    assert (
+        "optimizer state and gradients: sharded over 2 replicas, in each of 2 instances"
+        in plan_table(plan)
+    )
     assert "sharded over 4 replicas\n" in plan_table(made("optim_grads"))
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -189,8 +265,8 @@ def test_instances_of_nodes():
 
 
 def test_sums_over_instances_by_hand():
-    """One unit of 8 parameters in fp32 on two nodes of two: 16 bytes of a shard take 2 seconds inside, and a sum over
-    the nodes sends them once, over a link of half the rate."""
+    """One unit of 8 parameters in fp32 on two nodes of two: 16 bytes of a shard take 2 seconds
+    inside, and a sum over the nodes sends them once, over a link of half the rate."""
     unit, out = (replace(LAYERS[0], flops=10_000),), Link("out", 0.0, 4.0)
     for sharding in SHARDINGS[1:]:
         plans = [
@@ -198,7 +274,9 @@ def test_sums_over_instances_by_hand():
             for link in (out, Link("none", 0.0, 1e12))
         ]
         slow, fast = (ending(plan).reductions for plan in plans)
-        assert slow - fast == pytest.approx(all_reduce(2, 16, out)) and all_reduce(2, 16, out) == 4.0
+        assert (
+            slow - fast == pytest.approx(all_reduce(2, 16, out)) and all_reduce(2, 16, out) == 4.0
+        )
         inside = ending(made(sharding, unit, dp=2, link=SLOW, dtype="float32")).reductions
         assert fast == pytest.approx(inside)
 
@@ -216,6 +294,9 @@ def test_sums_over_instances_run_beside_those_inside_them_on_other_links():
     visits = [[UnitTimes(unit, 0.0, 10.0, 2.0) for unit in (1, 0)]]
     # The first sum is launched when the next unit has computed, the second one behind it.
     assert durations(visits, CrossInstanceReduction(apart), {0: 8, 1: 8}) == ([20.0], 4.0 + 4.0)
-    assert durations([[UnitTimes(0, 0.0, 10.0, 2.0)]], CrossInstanceReduction(one), {0: 8}) == ([10.0], 2.0 + 2.0)
+    assert durations([[UnitTimes(0, 0.0, 10.0, 2.0)]], CrossInstanceReduction(one), {0: 8}) == (
+        [10.0],
+        2.0 + 2.0,
+    )
     single = CrossInstanceReduction(made("optim", units))
     assert durations(visits, single, {0: 8, 1: 8}) == durations(visits) == ([20.0], 2.0)

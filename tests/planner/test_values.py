@@ -1,4 +1,6 @@
-"""What plans count of weights that are not trained, and of an optimizer that keeps more of some than of others."""
+"""What plans count of weights that are not trained, and of an optimizer that keeps more of some
+than of others.
+"""
 
 from dataclasses import replace
 
@@ -19,7 +21,9 @@ UNITS = (
 
 
 def ledger(units=UNITS, dtype="float32", **more):
-    return Ledger(units, build_schedule("1f1b", 1, 1), dtype, **more).together([StagePlan(0, len(units))])[0]
+    return Ledger(units, build_schedule("1f1b", 1, 1), dtype, **more).together(
+        [StagePlan(0, len(units))]
+    )[0]
 
 
 def test_frozen_weights_have_no_gradient_and_no_state():
@@ -58,13 +62,17 @@ MUON = (
 def test_a_stage_has_the_state_of_its_own_parameters():
     assert ledger(MUON).optimizer == 800 + 1200 + 400
     assert ledger(MUON[1:2]).optimizer == 1200
-    assert ledger(tuple(replace(unit, state_bytes=None) for unit in MUON), state_bytes=1.0).optimizer == 400 + 400
+    assert (
+        ledger(tuple(replace(unit, state_bytes=None) for unit in MUON), state_bytes=1.0).optimizer
+        == 400 + 400
+    )
 
 
 @pytest.mark.parametrize(
     ("shards", "bucket_size", "most"),
     [
-        (2, 1000, 100 * 4 + 100 * 8 + 25 * 8),  # some of the layer, the embedding, and half of the tied table
+        # some of the layer, the embedding, and half of the tied table
+        (2, 1000, 100 * 4 + 100 * 8 + 25 * 8),
         (2, 300, 150 * 4 + 50 * 8 + 25 * 8),  # the embedding is a bucket of its own
         (4, 1000, 100 * 8 + 12.5 * 8),
         (2, 0, (800 + 1200 + 400) / 2),

@@ -1,4 +1,6 @@
-"""Plans of schedules from files: what they take from the file, and which files do not go with a job."""
+"""Plans of schedules from files: what they take from the file, and which files do not go with a
+job.
+"""
 
 from dataclasses import replace
 
@@ -21,31 +23,92 @@ PAIRS = drawn(3, (0, 1), 4, paired=1.0)
 EIGHT = drawn(3, (0, 1) * 4, 4)
 SHIFTED = build_schedule("shifted", 2, 4)
 REFUSED = [
-    (V, {"pipeline_schedule": "1f1b"}, ConfigError, "--pipeline-schedule 1f1b: contradicts --schedule-file FILE"),
-    (V, {"num_virtual_stages_per_pipeline_rank": 2}, ConfigError, "-per-pipeline-rank 2: contradicts --schedule-file"),
-    (V, {"microbatch_group_size_per_virtual_pipeline_stage": 2}, ConfigError, "-stage 2: contradicts --schedule-file"),
-    (V, {"pipeline_model_parallel_size": 4}, ConfigError, "FILE: it is a schedule of 2 ranks, and --pipeline-model-p"),
-    (drawn(1, (0, 1), 3), {}, ConfigError, "FILE: it is a schedule of 3 micro-batches, and a step has 4 per replica"),
-    (EIGHT, {}, PlanError, r"--schedule-file drawn: 8 stages .* need as many units, .* a chain of 6\. Write a sche"),
+    (
+        V,
+        {"pipeline_schedule": "1f1b"},
+        ConfigError,
+        "--pipeline-schedule 1f1b: contradicts --schedule-file FILE",
+    ),
+    (
+        V,
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        ConfigError,
+        "-per-pipeline-rank 2: contradicts --schedule-file",
+    ),
+    (
+        V,
+        {"microbatch_group_size_per_virtual_pipeline_stage": 2},
+        ConfigError,
+        "-stage 2: contradicts --schedule-file",
+    ),
+    (
+        V,
+        {"pipeline_model_parallel_size": 4},
+        ConfigError,
+        "FILE: it is a schedule of 2 ranks, and --pipeline-model-p",
+    ),
+    (
+        drawn(1, (0, 1), 3),
+        {},
+        ConfigError,
+        "FILE: it is a schedule of 3 micro-batches, and a step has 4 per replica",
+    ),
+    (
+        EIGHT,
+        {},
+        PlanError,
+        r"--schedule-file drawn: 8 stages .* need as many units, .* a chain of 6\. Write a sche",
+    ),
     (R, {}, ConfigError, "FILE: its 0R0 would recompute nothing: --recompute-granularity is unset"),
-    (V, {"tp_comm_overlap": "pair"}, ConfigError, "--tp-comm-overlap pair: .*--schedule-file FILE holds none"),
-    (PAIRS, {"tp_comm_overlap": "sub-pipeline"}, ConfigError, "--tp-comm-overlap sub-pipeline: halves .* pairs of mic"),
+    (
+        V,
+        {"tp_comm_overlap": "pair"},
+        ConfigError,
+        "--tp-comm-overlap pair: .*--schedule-file FILE holds none",
+    ),
+    (
+        PAIRS,
+        {"tp_comm_overlap": "sub-pipeline"},
+        ConfigError,
+        "--tp-comm-overlap sub-pipeline: halves .* pairs of mic",
+    ),
     ("nowhere", {}, ScheduleError, "--schedule-file FILE: it cannot be read as text"),
-    (str(V).replace("0F1", "0F0"), {}, ScheduleError, "--schedule-file FILE: rank 0 runs 0F0 2 times"),
-    ("x stages=1 microbatches=4\nrank 0: 0F1 0F0 0B0 0B1 0F2 0B2 0F3 0B3", {}, ScheduleError, "FILE: .* out of order"),
+    (
+        str(V).replace("0F1", "0F0"),
+        {},
+        ScheduleError,
+        "--schedule-file FILE: rank 0 runs 0F0 2 times",
+    ),
+    (
+        "x stages=1 microbatches=4\nrank 0: 0F1 0F0 0B0 0B1 0F2 0B2 0F3 0B3",
+        {},
+        ScheduleError,
+        "FILE: .* out of order",
+    ),
 ]
 
 
 @pytest.fixture
 def planned(tmp_path):
-    """The plan of a job of 4 units of 2 ranks (times tensor-parallel ones) with a schedule in a file."""
+    """The plan of a job of 4 units of 2 ranks (times tensor-parallel ones) with a schedule in a
+    file.
+    """
 
     def made(schedule, tp: int = 2, layers: int = 4, **parallel) -> Plan:
         path = tmp_path / "order.txt"
         if schedule != "nowhere":
             path.write_text(str(schedule))
-        shape = {"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
-        given = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": 2, "schedule_file": str(path)}
+        shape = {
+            "num_layers": layers,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "seq_length": 32,
+        }
+        given = {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": 2,
+            "schedule_file": str(path),
+        }
         given |= parallel
         config = Config(
             model=ModelConfig(vocab_size=500, **shape),
@@ -71,25 +134,37 @@ def test_pairs_that_are_written_stay(planned):
     by_name = replace(pair(build_schedule("1f1b", 2, 4)), name="mine")
     assert planned(by_name, tp_comm_overlap="pair").overlap == "pair"
     assert planned(PAIRS, tp_comm_overlap="auto").overlap in ("weight-gradient", "none", "pair")
-    assert planned(V, tp=1, tp_comm_overlap="pair").schedule == V  # no collectives: the flag has no effect, and is told
+    # no collectives: the flag has no effect, and is told
+    assert planned(V, tp=1, tp_comm_overlap="pair").schedule == V
 
 
 def test_recomputation_follows_the_file(planned):
     made = planned(SHIFTED, recompute_granularity="full")
-    by_name = planned("nowhere", schedule_file=None, pipeline_schedule="shifted", recompute_granularity="full")
+    by_name = planned(
+        "nowhere", schedule_file=None, pipeline_schedule="shifted", recompute_granularity="full"
+    )
     assert made == by_name
     assert planned(R, recompute_granularity="full").schedule == R
 
 
 def test_two_files_of_one_name_are_different_plans(planned):
     one, other = planned(V), planned(drawn(4, (0, 1, 1, 0), 4, split=0.5))
-    assert "schedule: drawn of 4 micro-batches -> drawn of 4 micro-batches, in another order" in difference(one, other)
+    assert (
+        "schedule: drawn of 4 micro-batches -> drawn of 4 micro-batches, in another order"
+        in difference(one, other)
+    )
     assert difference(one, one) == ""
 
 
-@pytest.mark.parametrize(("schedule", "flags", "kind", "told"), REFUSED, ids=[row[3][:40] for row in REFUSED])
-def test_what_does_not_go_with_the_job_is_refused_by_name(planned, tmp_path, schedule, flags, kind, told):
-    with pytest.raises(MerakError, match=told.replace("FILE", str(tmp_path / "order.txt"))) as caught:
+@pytest.mark.parametrize(
+    ("schedule", "flags", "kind", "told"), REFUSED, ids=[row[3][:40] for row in REFUSED]
+)
+def test_what_does_not_go_with_the_job_is_refused_by_name(
+    planned, tmp_path, schedule, flags, kind, told
+):
+    with pytest.raises(
+        MerakError, match=told.replace("FILE", str(tmp_path / "order.txt"))
+    ) as caught:
         planned(schedule, **flags)
     assert type(caught.value) is kind and caught.value.remedy
 

@@ -1,4 +1,6 @@
-"""Attention as a GPU runs it: C++ chooses the kernel by the device, and takes fake tensors for none that has one."""
+"""Attention as a GPU runs it: C++ chooses the kernel by the device, and takes fake tensors for none
+that has one.
+"""
 
 import torch
 from torch import Tensor
@@ -17,12 +19,14 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` by FlashAttention where that serves the types and the mask, else by the memory
-    efficient kernel."""
+    """``scaled_dot_product_attention`` by FlashAttention where that serves the types and the mask,
+    else by the memory efficient kernel."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
     bias = attn_mask
     if bias is not None:
         if bias.dtype == torch.bool:

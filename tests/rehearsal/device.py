@@ -34,9 +34,17 @@ aten = torch.ops.aten
 
 # The host reads a value, or waits to learn the size of what it allocates.
 _LOOKS = (aten._local_scalar_dense, aten.is_nonzero, aten.equal)
-_SIZES = (aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount)
+_SIZES = (
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.bincount,
+)
 _INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index)
-_ANSWERS = {torch.bool: True, torch.int64: 1}  # what is read of a tensor without values; 1.0 of other types
+# what is read of a tensor without values; 1.0 of other types
+_ANSWERS = {torch.bool: True, torch.int64: 1}
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,15 @@ class Finding:
 
 
 class StoppedError(Exception):
-    """The rehearsal cannot go on: a GPU refuses an operation, or it alone knows the size of the result."""
+    """The rehearsal cannot go on: a GPU refuses an operation, or it alone knows the size of the
+    result.
+    """
 
 
 class _FakeGpu(FakeTensorMode):
-    """Where C++ asks one of the tensors for its device, to make another beside it, it means the GPU."""
+    """Where C++ asks one of the tensors for its device, to make another beside it, it means the
+    GPU.
+    """
 
     avoid_device_init = True  # whatever a driver tells: no real tensor is made on the GPU
 
@@ -112,11 +124,15 @@ class Rehearsal(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _is_ours(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake and tensor.fake_device == DEVICE
+        return (
+            isinstance(tensor, FakeTensor)
+            and tensor.fake_mode is self._fake
+            and tensor.fake_device == DEVICE
+        )
 
     def _beside(self, tensor: Tensor) -> Tensor:
-        """What C++ made beside one of our tensors, on the device that this claims, is ours too: a scalar, or zeros in a
-        backward."""
+        """What C++ made beside one of our tensors, on the device that this claims, is ours too: a
+        scalar, or zeros in a backward."""
         if not _is_beside(tensor):
             return tensor
         return self._run(torch.zeros, (tensor.shape,), {"dtype": tensor.dtype, "device": DEVICE})
@@ -175,7 +191,11 @@ class Rehearsal(TorchDispatchMode):
 
 def _is_beside(tensor: Tensor) -> bool:
     made_by_backward = torch._C._current_autograd_node() is not None
-    return tensor.is_meta and not isinstance(tensor, FakeTensor) and (made_by_backward or not any(tensor.stride()))
+    return (
+        tensor.is_meta
+        and not isinstance(tensor, FakeTensor)
+        and (made_by_backward or not any(tensor.stride()))
+    )
 
 
 def _is_real(tensors: list[Tensor], device: Any) -> bool:
@@ -196,11 +216,15 @@ def _names_gpu(device: Any) -> bool:
 def _has_unknown_size(packet: Any, args: tuple, kwargs: dict) -> bool:
     if packet in _INDEXED:
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-    return packet in _SIZES or (packet is aten.repeat_interleave and kwargs.get("output_size") is None)
+    return packet in _SIZES or (
+        packet is aten.repeat_interleave and kwargs.get("output_size") is None
+    )
 
 
 def _communicate(func, args: tuple, kwargs: dict) -> Any:
-    """A collective of torch's fake process group, which moves nothing: tensors on the CPU stand for ours."""
+    """A collective of torch's fake process group, which moves nothing: tensors on the CPU stand for
+    ours.
+    """
     stand_ins = tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype), (args, kwargs))
     found = func(*stand_ins[0], **stand_ins[1])
     if not isinstance(found, tuple | list):
@@ -218,7 +242,9 @@ class _Generators(list):
 def _make_subclass(cls, data, require_grad=False, *, device_for_backend_keys=None, **more):
     if device_for_backend_keys is not None and device_for_backend_keys.type == "cuda":
         more["dispatch_device"] = False  # a device that C++ asks for is that of ``data``: meta
-    return _ORIGINAL(cls, data, require_grad, device_for_backend_keys=device_for_backend_keys, **more)
+    return _ORIGINAL(
+        cls, data, require_grad, device_for_backend_keys=device_for_backend_keys, **more
+    )
 
 
 _ORIGINAL = torch.Tensor._make_subclass
@@ -242,12 +268,14 @@ def _tolist(tensor: Tensor) -> Any:
 def _patches():
     yield mock.patch.dict(ops.PROBLEMS, {"_ops_cuda": ""})
     yield mock.patch.object(ops, "adds_in_product", lambda device: device.type == "cuda")
-    yield mock.patch.object(build, "workers_for", lambda device: 1)  # fake tensors are for one thread
+    # fake tensors are for one thread
+    yield mock.patch.object(build, "workers_for", lambda device: 1)
     yield mock.patch.object(FakeTensor, "tolist", _tolist)
     yield mock.patch.object(FakeTensor, "data_ptr", _address)
     yield mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
     yield mock.patch.object(torch.UntypedStorage, "data_ptr", _data_ptr)
-    if hasattr(fake_tensor, "init_gpu_context"):  # where PyTorch was built with CUDA it asks for a driver
+    # where PyTorch was built with CUDA it asks for a driver
+    if hasattr(fake_tensor, "init_gpu_context"):
         yield mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None)
     yield mock.patch.object(torch.backends.cudnn, "version", lambda: None)
     yield mock.patch.object(torch.cuda, "_lazy_init", lambda: None)

@@ -1,4 +1,6 @@
-"""What CUDA's driver tells of a machine with one GPU, so that a job starts there as it would on it."""
+"""What CUDA's driver tells of a machine with one GPU, so that a job starts there as it
+would on it.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,7 +32,9 @@ def driver(card: str = "NVIDIA H200", memory: Memory | None = None) -> Iterator[
     """One card, whose host memory is all pinned. memory: what a `Rehearsal` counts."""
     counted = memory or Memory()
     size = counted.limit or 150_000_000_000
-    properties = SimpleNamespace(total_memory=size, multi_processor_count=132, name=card, major=9, minor=0)
+    properties = SimpleNamespace(
+        total_memory=size, multi_processor_count=132, name=card, major=9, minor=0
+    )
     answers = _TOLD | {
         "get_device_name": lambda *device: card,
         "get_device_properties": lambda *device: properties,
@@ -42,7 +46,10 @@ def driver(card: str = "NVIDIA H200", memory: Memory | None = None) -> Iterator[
     with ExitStack() as patches:
         for name, told in answers.items():
             patches.enter_context(mock.patch.object(torch.cuda, name, told))
-        patches.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *device: tensor))
-        # Tables of the user's model would have no values on a fake GPU, and later captures need them.
+        patches.enter_context(
+            mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *device: tensor)
+        )
+        # Tables of the user's model would have no values on a fake GPU, and later captures need
+        # them.
         patches.enter_context(mock.patch.object(user_model, "is_fake", lambda tensor: True))
         yield

@@ -39,7 +39,9 @@ def inside_micro_batch() -> bool:
 
 
 def at_work() -> bool:
-    """Whether it walks its schedule and does not capture, or look at the batch for the right capture."""
+    """Whether it walks its schedule and does not capture, or look at the batch for the right
+    capture.
+    """
     for frame in _frames():
         if _is_in(frame, "stages/blueprint.py"):
             return False
@@ -49,7 +51,9 @@ def at_work() -> bool:
 
 
 class GeneratedCode:
-    """Finds the line of the model that a line of a program, as it was emitted from a graph, stands for."""
+    """Finds the line of the model that a line of a program, as it was emitted from a graph, stands
+    for.
+    """
 
     def __init__(self):
         self._modules: dict[str, GraphModule] = {}
@@ -74,14 +78,19 @@ class GeneratedCode:
         if file not in self._modules:
             return ""
         text = linecache.getline(file, number)
-        found, nodes = _ASSIGNED.match(text), {node.name: node for node in self._modules[file].graph.nodes}
+        found, nodes = (
+            _ASSIGNED.match(text),
+            {node.name: node for node in self._modules[file].graph.nodes},
+        )
         trace = nodes[found[1]].meta.get("stack_trace", "") if found and found[1] in nodes else ""
         lines = _LINE.findall(trace or "")
         return _told(*lines[-1]) if lines else f"the program: {text.strip()}"
 
 
 def place(code: GeneratedCode) -> str:
-    """The innermost line of the model or of the product; of the forward for a node of a backward."""
+    """The innermost line of the model or of the product; of the forward for a node of a
+    backward.
+    """
     line = ""
     for frame in _frames():
         file = frame.f_code.co_filename
@@ -94,7 +103,11 @@ def place(code: GeneratedCode) -> str:
     if node is None:
         return line
     trace = "".join(node.metadata.get("traceback_", []))
-    forward = [found for file, number, *_ in _LINE.findall(trace) if (found := code.line(file, int(number)))]
+    forward = [
+        found
+        for file, number, *_ in _LINE.findall(trace)
+        if (found := code.line(file, int(number)))
+    ]
     return f"{line}, {node.name()}" + (f" of {forward[-1]}" if forward else "")
 
 

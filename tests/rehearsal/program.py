@@ -1,13 +1,15 @@
-"""A step of benchmarks/gpu_session.py on a machine without a GPU: the same command, started through this module.
+"""A step of benchmarks/gpu_session.py on a machine without a GPU: the same command, started through
+this module.
 
     python -m tests.rehearsal.program STEP SCRIPT ARGUMENTS...
     python -m tests.rehearsal.program STEP -m pytest ARGUMENTS...
 
-Our own training steps run at their real shapes on a GPU that only pretends, two micro-batches of each: what counts is
-that they run, what is in memory, and how many operations are launched. Peers and all else run on the CPU, at tiny
-shapes; tests that need a GPU are skipped.
+Our own training steps run at their real shapes on a GPU that only pretends, two micro-batches of
+each: what counts is that they run, what is in memory, and how many operations are launched. Peers
+and all else run on the CPU, at tiny shapes; tests that need a GPU are skipped.
 
-REHEARSAL_PLANT: "KIND" plants a failure into every step; "KIND:STEP,KIND:STEP" into these, and all others end at once.
+REHEARSAL_PLANT: "KIND" plants a failure into every step; "KIND:STEP;KIND:STEP" into these, and all
+                 others end at once.
 REHEARSAL_BYTES: what the GPU has.
 """
 
@@ -51,7 +53,9 @@ def on_cpu(words: list[str]) -> None:
 
 
 def on_a_pretended_gpu(words: list[str]) -> None:
-    """Run a row of gpu_worker.py at its real shape, and replace its figure by memory and launches."""
+    """Run a row of gpu_worker.py at its real shape, and replace its figure by memory and
+    launches.
+    """
     from contextlib import ExitStack
     from unittest import mock
 
@@ -96,9 +100,13 @@ def on_a_pretended_gpu(words: list[str]) -> None:
             mock.patch.object(gpu_stopwatch, "WARM_UPS", 1),
             # a CPU would draw a billion weights in a minute, which nobody looks at
             mock.patch.object(torch.Tensor, "normal_", lambda tensor, *arguments, **others: tensor),
-            mock.patch.object(torch.Tensor, "uniform_", lambda tensor, *arguments, **others: tensor),
+            mock.patch.object(
+                torch.Tensor, "uniform_", lambda tensor, *arguments, **others: tensor
+            ),
             mock.patch.object(Initialiser, "draw", empty),
-            mock.patch.object(gpu_worker, "hf_model", lambda *given: drawn(*given[:2], torch.device("cpu"))),
+            mock.patch.object(
+                gpu_worker, "hf_model", lambda *given: drawn(*given[:2], torch.device("cpu"))
+            ),
             mock.patch.object(gpu_worker, "save_model", save),
         ):
             stack.enter_context(patch)
@@ -112,7 +120,11 @@ def on_a_pretended_gpu(words: list[str]) -> None:
     result = json.loads(into.read_text(encoding="utf-8"))
     launches = marks[-1] - marks[-2]
     figure = f"{result['row']}: {memory.peak / 1e9:.1f} GB, {launches} operations a step"
-    figure += f"; in micro-batches: {'; '.join(found)}" if found else ", none on the CPU and no wait in micro-batches"
+    figure += (
+        f"; in micro-batches: {'; '.join(found)}"
+        if found
+        else ", none on the CPU and no wait in micro-batches"
+    )
     counted = {"figure": figure, "peak": memory.peak, "launches": launches, "wrong": found}
     into.write_text(json.dumps(result | counted, indent=1), encoding="utf-8")
     if found:
@@ -123,7 +135,9 @@ def main() -> None:
     name, *words = sys.argv[1:]
     plant = os.environ.get("REHEARSAL_PLANT", "")
     if plant:
-        by_step = {where: kind for kind, _, where in (one.partition(":") for one in plant.split(","))}
+        by_step = {
+            where: kind for kind, _, where in (one.partition(":") for one in plant.split(";"))
+        }
         planted(by_step.get(name, by_step.get("", "nothing")))
         return
     ours = words[0].endswith("gpu_worker.py") and words[1].split()[1] in OURS

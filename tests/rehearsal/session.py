@@ -49,7 +49,9 @@ class Different(AssertionError):
 
 @dataclass(frozen=True)
 class Ended:
-    """A session. rows: of results.jsonl without its head. logs: by the name of their step's files."""
+    """A session. rows: of results.jsonl without its head. logs: by the name of their
+    step's files.
+    """
 
     status: int
     said: str
@@ -63,7 +65,9 @@ class Ended:
 def travelling(into: Path, kit: Path | None) -> int:
     """Copy what a checkout holds beside what git ignores, and the kit; its bytes."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    names = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
     paths = [ROOT / name for name in names if name and (ROOT / name).is_file()]
     for path in paths:
         target = into / path.relative_to(ROOT)
@@ -77,20 +81,40 @@ def travelling(into: Path, kit: Path | None) -> int:
 def read(archive: Path) -> tuple[list[dict], dict[str, str]]:
     """Rows and logs of a session.tgz."""
     with tarfile.open(archive) as packed:
-        text = {one.name: packed.extractfile(one).read().decode(errors="replace") for one in packed if one.isfile()}
+        text = {
+            one.name: packed.extractfile(one).read().decode(errors="replace")
+            for one in packed
+            if one.isfile()
+        }
     rows = [json.loads(line) for line in text["results.jsonl"].splitlines()][1:]
     logs = {Path(name).stem: said for name, said in text.items() if name.startswith("logs/")}
     return rows, logs
 
 
-def started(tree: Path, out: Path, arguments: list[str], plant: str = "", **settings: str) -> subprocess.Popen:
+def started(
+    tree: Path, out: Path, arguments: list[str], plant: str = "", **settings: str
+) -> subprocess.Popen:
     """The session's command in a tree, whose steps go through the program."""
     kit = ["--kit", "build/gpu-kit"] if (tree / "build" / "gpu-kit").exists() else []
-    command = [sys.executable, "benchmarks/gpu_session.py", *kit, "--out", str(out), "--through", PROGRAM, *arguments]
+    command = [
+        sys.executable,
+        "benchmarks/gpu_session.py",
+        *kit,
+        "--out",
+        str(out),
+        "--through",
+        PROGRAM,
+        *arguments,
+    ]
     environment = os.environ | {"REHEARSAL_PLANT": plant} | settings
     environment.pop("PYTHONPATH", None)
     return subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -123,7 +147,9 @@ def out_of_memory(tree: Path, steps: tuple[Step, ...]) -> str:
 
 
 def hangs(tree: Path, steps: tuple[Step, ...]) -> str:
-    """Every step hangs with a process of its own: stacks are in its log, and nothing of it is left."""
+    """Every step hangs with a process of its own: stacks are in its log, and nothing of it
+    is left.
+    """
     began = time.monotonic()
     ended = session(tree, *only(*steps), "--limit", str(HANG), plant="hang")
     for step in steps:
@@ -157,9 +183,13 @@ def remaining(tree: Path) -> list[str]:
 
 
 def killed(tree: Path, steps: tuple[Step, ...]) -> str:
-    """The session is killed within every step: the steps before are there, this one is said to be cut."""
-    for before, step in zip((None, *steps[:-1]), steps, strict=True):
-        shutil.rmtree(tree / "build" / "gpu-session", ignore_errors=True)  # logs of an earlier session
+    """The session is killed within every step: a step before is there, this one is said to
+    be cut.
+    """
+    first, *others = steps  # the first is short, so that it goes before each of the others
+    for before, step in ((None, first), *((first, other) for other in others)):
+        # logs of an earlier session
+        shutil.rmtree(tree / "build" / "gpu-session", ignore_errors=True)
         with tempfile.TemporaryDirectory() as folder:
             named = only(step) if before is None else only(before, step)
             process = started(tree, Path(folder), named, f"hang:{step.name}")
@@ -203,7 +233,9 @@ def without_kernels(tree: Path, steps: tuple[Step, ...]) -> str:
 
 
 def estimates() -> dict[int, int]:
-    """Seconds of the two calls by the steps' estimates. Raises Different where they are too long."""
+    """Seconds of the two calls by the steps' estimates. Raises Different where they are
+    too long.
+    """
     found = {part: sum(step.estimate for step in STEPS if part in step.parts) for part in BUDGETS}
     for part, seconds in found.items():
         if seconds > BUDGETS[part] - MARGIN:
@@ -214,7 +246,9 @@ def estimates() -> dict[int, int]:
 
 
 def rehearsed(trees: list[Path], steps: tuple[Step, ...], log: Path) -> None:
-    """Run all steps, each in a session of its own, as many at a time as there are trees; keep their rows."""
+    """Run all steps, each in a session of its own, as many at a time as there are trees; keep their
+    rows.
+    """
     free: queue.Queue[Path] = queue.Queue()
     for tree in trees:
         free.put(tree)
@@ -224,7 +258,10 @@ def rehearsed(trees: list[Path], steps: tuple[Step, ...], log: Path) -> None:
         ended = session(tree, *only(step), "--limit", "5000", "--budget", "100000")
         free.put(tree)
         row = ended.rows[0]
-        print(f"{step.name:22} {row['status']:13} {row['seconds']:6.1f} s  {row['figure']}", flush=True)
+        print(
+            f"{step.name:22} {row['status']:13} {row['seconds']:6.1f} s  {row['figure']}",
+            flush=True,
+        )
         if row["status"] != "ok":
             print(ended.logs[step.file][-4000:], flush=True)
         keep(log / f"step {row['step']}.json", row)
@@ -248,7 +285,14 @@ def table(rows: list[dict], endings: dict[str, str], size: int) -> str:
         row = next((row for row in rows if row["step"] == step.name), None)
         if row is not None:
             figure = row["figure"].replace("|", "/")
-            cells = (step.name, step.estimate, step.limit, f"{row['seconds']:.0f}", row["status"], figure)
+            cells = (
+                step.name,
+                step.estimate,
+                step.limit,
+                f"{row['seconds']:.0f}",
+                row["status"],
+                figure,
+            )
             lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "| planted | how it ended |", "|---|---|"]
     lines += [f"| {kind} | {how} |" for kind, how in endings.items()]
@@ -270,10 +314,14 @@ def planted(tree: Path, steps: tuple[Step, ...]) -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kit", type=Path, default=ROOT / "build" / "gpu-kit", metavar="DIR")
     parser.add_argument("--only", default="", metavar="REGEX", help="steps whose name has this")
-    parser.add_argument("--what", default="planted,steps,kernels", metavar="LIST", help="parts of the rehearsal")
+    parser.add_argument(
+        "--what", default="planted,steps,kernels", metavar="LIST", help="parts of the rehearsal"
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="steps at a time")
     parser.add_argument("--write", action="store_true", help="write the log into docs/gpu.md")
     given = parser.parse_args()
@@ -281,7 +329,9 @@ def main() -> int:
     what = given.what.split(",")
     kit = given.kit if given.kit.exists() else None
     if kit is None:
-        print(f"there is no kit at {given.kit} (make gpu-kit): what is built here is used", flush=True)
+        print(
+            f"there is no kit at {given.kit} (make gpu-kit): what is built here is used", flush=True
+        )
     log = ROOT / "build" / "gpu-rehearsal"
     log.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
@@ -292,7 +342,9 @@ def main() -> int:
                 for path in ROOT.glob("megatron_merak/*.so"):
                     shutil.copy2(path, tree / "megatron_merak")
         if size > TRAVELS:
-            raise Different(f"tree and kit have {size / 2**20:.1f} MiB, at most {TRAVELS / 2**20:.0f} travel")
+            raise Different(
+                f"tree and kit have {size / 2**20:.1f} MiB, at most {TRAVELS / 2**20:.0f} travel"
+            )
         if "planted" in what:
             for kind, how in planted(trees[0], steps):
                 print(f"{kind}: {how}", flush=True)
@@ -300,7 +352,9 @@ def main() -> int:
         if "steps" in what:
             rehearsed(trees, steps, log)
         if "kernels" in what:
-            how = without_kernels(trees[0], tuple(step for step in STEPS if step.name in ("start", "kernels")))
+            how = without_kernels(
+                trees[0], tuple(step for step in STEPS if step.name in ("start", "kernels"))
+            )
             print(f"no CUDA kernels: {how}", flush=True)
             keep(log / "planted no CUDA kernels.json", how)
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in log.glob("step *.json")]

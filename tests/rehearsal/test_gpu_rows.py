@@ -1,4 +1,6 @@
-"""Training steps of a session on a GPU that only pretends: in a micro-batch nothing is on the CPU or waits."""
+"""Training steps of a session on a GPU that only pretends: in a micro-batch nothing is on the CPU
+or waits.
+"""
 
 import json
 import sys
@@ -17,17 +19,26 @@ SMALL = {"layers": 2, "hidden": 64, "heads": 2, "ffn": 96, "vocabulary": 256}
 
 def small(monkeypatch, model):
     groups = 1 if model in ("8b", "8b-lora", "qwen") else 2
-    shape = gpu_rows.replace(gpu_rows.SHAPES[model], **SMALL, groups=groups, lora=4 if "lora" in model else 0)
+    shape = gpu_rows.replace(
+        gpu_rows.SHAPES[model], **SMALL, groups=groups, lora=4 if "lora" in model else 0
+    )
     monkeypatch.setitem(gpu_rows.SHAPES, model, shape)
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set", "ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.filterwarnings(
+    "ignore:'pin_memory' argument is set", "ignore:Accessing the data pointer of FakeTensor"
+)
 @pytest.mark.parametrize(
     ("model", "contestant"),
     [("7b", "native")]
     + [
         pytest.param(*row, marks=pytest.mark.slow)
-        for row in (("8b", "native"), ("qwen", "trainer"), ("8b-lora", "trainer"), ("7b-12", "captured"))
+        for row in (
+            ("8b", "native"),
+            ("qwen", "trainer"),
+            ("8b-lora", "trainer"),
+            ("7b-12", "captured"),
+        )
     ],
 )
 def test_a_row(model, contestant, tmp_path, monkeypatch):

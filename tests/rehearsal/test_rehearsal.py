@@ -1,4 +1,6 @@
-"""Training on a GPU, rehearsed without one: nothing on the CPU, nothing mixed, and the host waits twice per step."""
+"""Training on a GPU, rehearsed without one: nothing on the CPU, nothing mixed, and the host waits
+twice per step.
+"""
 
 import re
 from contextlib import suppress
@@ -21,8 +23,8 @@ TRAINER, STEP = "megatron_merak/stages/native_model.py", "megatron_merak/paralle
 
 
 def rehearse(build):
-    """A step and an evaluation of the trainer that ``build`` makes, twice: the first computes tables, the second must
-    find nothing inside micro-batches."""
+    """A step and an evaluation of the trainer that ``build`` makes, twice: the first computes
+    tables, the second must find nothing inside micro-batches."""
     with Rehearsal() as rehearsal:
         trainer, batches = build()
         steps(trainer, batches)
@@ -39,7 +41,11 @@ def waits(rehearsal):
 
 NATIVE = [
     (Case("llama", dtype="bf16"), 0, 2),
-    (Case("gpt2", hidden_dropout=0.1, attention_dropout=0.1, recompute="full", loss="per-token"), 0, 2),
+    (
+        Case("gpt2", hidden_dropout=0.1, attention_dropout=0.1, recompute="full", loss="per-token"),
+        0,
+        2,
+    ),
     (Case("llama", tp=2, dp=2, overlap="pair", sharding="optim"), 3, 2),
     (Case("gpt2", tp=2, sequence_parallel=True, overlap="sub-pipeline", recompute="full"), 1, 2),
     (Case("qwen", tp=2, pp=2, schedule="interleaved", dtype="bf16"), 0, 2),
@@ -49,7 +55,9 @@ NATIVE = [
 
 @pytest.mark.parametrize(("case", "rank", "micro_batches"), NATIVE, ids=str)
 def test_native(case, rank, micro_batches):
-    """The host waits once in a step, for loss and norm, and for the loss of the evaluation where the rank knows it."""
+    """The host waits once in a step, for loss and norm, and for the loss of the evaluation where
+    the rank knows it.
+    """
     ends = case.pp == 1 or rank == case.world - 1
     with mesh_of(Grid(tp=case.tp, dp=case.dp, pp=case.pp), rank) as mesh:
         found = rehearse(lambda: native(case, micro_batches, mesh))
@@ -58,7 +66,8 @@ def test_native(case, rank, micro_batches):
 
 
 QUICK = ("llama", "gpt2", "mixtral", "t5", "bert", "vit")
-# transformers gives the grouped product of experts to torch in bf16 alone, and else reads on the host what it groups
+# transformers gives the grouped product of experts to torch in bf16 alone, and else reads on the
+# host what it groups
 IN_BF16 = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "phimoe")
 
 
@@ -67,7 +76,11 @@ def dtype_of(name):
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK)]
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK),
+    ],
 )
 def test_captured(name):
     _, empty, batch = tiny(name)
@@ -87,7 +100,13 @@ def _shared_loss(batch):
 
 
 LAYOUTS = [
-    ("llama", Grid(tp=2, dp=2), 3, {"ddp_bucket_size": 4000, "use_distributed_optimizer": True}, _masked),
+    (
+        "llama",
+        Grid(tp=2, dp=2),
+        3,
+        {"ddp_bucket_size": 4000, "use_distributed_optimizer": True},
+        _masked,
+    ),
     ("gpt2", Grid(tp=2, pp=2), 2, {"recompute_granularity": "full"}, dict),
     ("llama", Grid(tp=2), 1, {"tp_comm_overlap": "sub-pipeline"}, _shared_loss),
     ("mixtral", Grid(tp=2), 0, {"recompute_granularity": "full"}, dict),
@@ -146,14 +165,18 @@ class Planted(nn.Module):
 PLANTED = {
     "": [],
     "item": ["sync: aten::_local_scalar_dense at {} in forward: return x * x.sum().item()"],
-    "branch": ["sync: aten::_local_scalar_dense at {} in forward: return x * 2 if x.sum() > 0 else x * 3"],
+    "branch": [
+        "sync: aten::_local_scalar_dense at {} in forward: return x * 2 if x.sum() > 0 else x * 3"
+    ],
     "table": ["cpu: aten::arange at {} in forward: return x * torch.arange(8)"],
     "mixed": [
         "cpu: aten::ones at {} in forward: return x * torch",
         "mixed: aten::mul.Tensor at {} in forward: return x",
     ],
     "blocking": ["sync: aten::_to_copy at {} in forward: return x.cpu()"],
-    "backward": ["sync: aten::_local_scalar_dense at {} in backward: grad = grad * grad.max().item()"],
+    "backward": [
+        "sync: aten::_local_scalar_dense at {} in backward: grad = grad * grad.max().item()"
+    ],
     "nonzero": ["sync: aten::index.Tensor at {} in backward: grad = grad * grad[grad > 0].sum()"],
 }
 
@@ -170,4 +193,6 @@ def test_what_is_planted_is_reported_with_its_line(kind, monkeypatch):
             step(trainer, batches, 1e-3, 0.1)
     found = [re.sub(r"test_rehearsal.py:\d+", "{}", text) for text in rehearsal.inside()]
     wanted = [text.format("tests/rehearsal/{}") for text in PLANTED[kind]]
-    assert len(found) == len(wanted) and all(a.startswith(b) for a, b in zip(found, wanted, strict=True)), found
+    assert len(found) == len(wanted) and all(
+        a.startswith(b) for a, b in zip(found, wanted, strict=True)
+    ), found

@@ -1,4 +1,5 @@
-"""The session on a rented GPU, rehearsed: it fits into its time, and planted failures end as they should.
+"""The session on a rented GPU, rehearsed: it fits into its time, and planted failures end as they
+should.
 
 `make gpu-rehearsal` runs every step, and plants failures into all of them.
 """
@@ -29,7 +30,7 @@ def test_both_calls_fit_into_their_time():
 def test_failures_do_not_stop_what_comes_next(tree):
     first, second, _ = FEW
     arguments = [*rehearsal.only(*FEW), "--limit", str(rehearsal.HANG)]
-    ended = rehearsal.session(tree, *arguments, plant=f"memory:{first.name},hang:{second.name}")
+    ended = rehearsal.session(tree, *arguments, plant=f"memory:{first.name};hang:{second.name}")
     rehearsal.wanted(ended, first, "out of memory")
     rehearsal.stacks(ended, second)
     assert ended.status == 1 and not rehearsal.remaining(tree)

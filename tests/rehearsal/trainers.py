@@ -32,7 +32,7 @@ def mesh_of(grid: Grid, rank: int) -> Iterator[Mesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)
     try:
         tp, dp, pp, model = (new_groups(rank, grid.groups(axis), None, axis) for axis in AXES)
-        yield Mesh(grid, rank, DEVICE, tp, dp, pp, model)
+        yield Mesh(grid, rank, DEVICE, tp=tp, dp=dp, pp=pp, model=model)
     finally:
         dist.destroy_process_group()
 
@@ -49,11 +49,18 @@ def native(case: Case, micro_batches: int, mesh: Mesh) -> tuple[Trainer, list[Ma
 def captured(
     model: nn.Module, batch: Mapping, mesh: Mesh, ways: Mapping | None = None, **settings
 ) -> tuple[CapturedModel, list[Mapping]]:
-    """A trainer of any model, and two micro-batches. ways: fields of ParallelConfig beside the degrees."""
-    degrees = {"tensor_model_parallel_size": mesh.grid.tp, "pipeline_model_parallel_size": mesh.grid.pp}
+    """A trainer of any model, and two micro-batches. ways: fields of ParallelConfig beside the
+    degrees.
+    """
+    degrees = {
+        "tensor_model_parallel_size": mesh.grid.tp,
+        "pipeline_model_parallel_size": mesh.grid.pp,
+    }
     parallel = ParallelConfig(**degrees, **(ways or {}))
     others = {"optimizer": OptimizerConfig(clip_grad=1.0)}
-    made = engine_of(model, batch, mesh, others=others, microbatches=2, parallel=parallel, **settings)
+    made = engine_of(
+        model, batch, mesh, others=others, microbatches=2, parallel=parallel, **settings
+    )
     return made, [batch, batch]
 
 

@@ -30,8 +30,17 @@ def made(iterations: int = 60) -> tuple[Config, Plan]:
 def start(config: Config, plan: Plan, **more) -> dict:
     """What a start of the run writes into run.json."""
     facts = {"time": "2026-11-25T10:00:00+00:00", "command": "merak-pretrain --lr 1e-3", "ranks": 8}
-    facts |= {"layout": layout(plan), "device": "cpu", "device_name": "Some CPU", "iterations": 60, "work": WORK}
-    facts |= {"settings": {flag: list(pair) for flag, pair in changed(config).items()}, "versions": {"torch": "2.13.0"}}
+    facts |= {
+        "layout": layout(plan),
+        "device": "cpu",
+        "device_name": "Some CPU",
+        "iterations": 60,
+        "work": WORK,
+    }
+    facts |= {
+        "settings": {flag: list(pair) for flag, pair in changed(config).items()},
+        "versions": {"torch": "2.13.0"},
+    }
     return facts | more
 
 
@@ -43,19 +52,42 @@ def train(files: RunFiles, first: int, last: int, shift: float = 0.0, **more) ->
     """Write the lines of iterations ``first`` to ``last``, and an evaluation every 20."""
     files.began(first - 1, SAMPLES * (first - 1))
     for iteration in range(first, last + 1):
-        row = {"kind": "train", "iteration": iteration, "consumed_samples": SAMPLES * iteration, "seconds": 0.4}
-        row |= {"loss": loss(iteration, shift), "grad_norm": 1.0 + 1 / iteration, "learning_rate": 1e-3}
+        row = {
+            "kind": "train",
+            "iteration": iteration,
+            "consumed_samples": SAMPLES * iteration,
+            "seconds": 0.4,
+        }
+        row |= {
+            "loss": loss(iteration, shift),
+            "grad_norm": 1.0 + 1 / iteration,
+            "learning_rate": 1e-3,
+        }
         files.note(row | {"skipped": False} | more)
         if iteration % 20 == 0:
-            files.note({"kind": "valid", "iteration": iteration, "loss": loss(iteration) + 0.1, "perplexity": 100.0})
+            files.note(
+                {
+                    "kind": "valid",
+                    "iteration": iteration,
+                    "loss": loss(iteration) + 0.1,
+                    "perplexity": 100.0,
+                }
+            )
 
 
 def measured(plan: Plan) -> View:
     """The step of a plan as if a run had measured it, 5 % slower than predicted."""
     shown = timeline(plan)
-    events = [Event(e.rank, e.op, 1.05 * e.start, 1.05 * e.end, e.part, e.parts) for e in shown.events]
+    events = [
+        Event(e.rank, e.op, 1.05 * e.start, 1.05 * e.end, e.part, e.parts) for e in shown.events
+    ]
     schedule = plan.schedule
-    return View(timeline_of(schedule, events, messages_between(schedule, events)), "a step", "measured", timed=False)
+    return View(
+        timeline_of(schedule, events, messages_between(schedule, events)),
+        "a step",
+        "measured",
+        timed=False,
+    )
 
 
 def resumed(directory: Path) -> Path:
@@ -77,17 +109,36 @@ def trainer(directory: Path, steps: int = 30) -> Path:
     """The output_dir of a HuggingFace trainer, with two checkpoints."""
     for last in (steps // 2, steps):
         entries = [
-            {"epoch": step / steps, "grad_norm": 1.5, "learning_rate": 1e-4, "loss": loss(step), "step": step}
+            {
+                "epoch": step / steps,
+                "grad_norm": 1.5,
+                "learning_rate": 1e-4,
+                "loss": loss(step),
+                "step": step,
+            }
             for step in range(5, last + 1, 5)
         ]
         for step in range(10, last + 1, 10):
-            speed = {"eval_runtime": 1.0, "eval_samples_per_second": 9.0, "eval_steps_per_second": 3.0}
-            entries.append({"eval_loss": loss(step) + 0.1, "eval_accuracy": step / 100, "step": step, **speed})
+            speed = {
+                "eval_runtime": 1.0,
+                "eval_samples_per_second": 9.0,
+                "eval_steps_per_second": 3.0,
+            }
+            entries.append(
+                {"eval_loss": loss(step) + 0.1, "eval_accuracy": step / 100, "step": step, **speed}
+            )
         place = directory / f"checkpoint-{last}"
         place.mkdir(parents=True)
-        state = {"global_step": last, "max_steps": steps, "logging_steps": 5, "log_history": entries}
+        state = {
+            "global_step": last,
+            "max_steps": steps,
+            "logging_steps": 5,
+            "log_history": entries,
+        }
         (place / "trainer_state.json").write_text(json.dumps(state))
-        (place / "training_args.json").write_text(json.dumps({"learning_rate": 1e-4, "bf16": False, "seed": 42}))
+        (place / "training_args.json").write_text(
+            json.dumps({"learning_rate": 1e-4, "bf16": False, "seed": 42})
+        )
     return directory
 
 

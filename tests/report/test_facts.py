@@ -1,4 +1,6 @@
-"""Directories of runs are read as they were written: restarts, lines cut off, damage, HuggingFace's logs."""
+"""Directories of runs are read as they were written: restarts, lines cut off, damage, HuggingFace's
+logs.
+"""
 
 import json
 
@@ -18,9 +20,16 @@ def test_of_iterations_that_were_repeated_the_later_ones_count(tmp_path):
     facts = facts_of(resumed(tmp_path / "run"))
     steps = facts.history.steps
     assert sorted(steps) == list(range(1, 61))
-    assert {at: step.loss for at, step in steps.items()} == {at: loss(at, 0.5 * (at > 50)) for at in steps}
-    assert [(one.iteration, one.number, one.repeated) for one in facts.history.starts] == [(0, 0, 0), (50, 1, 7)]
-    assert {step.samples for step in steps.values()} == {SAMPLES} and steps[51].rate == SAMPLES / 0.4
+    assert {at: step.loss for at, step in steps.items()} == {
+        at: loss(at, 0.5 * (at > 50)) for at in steps
+    }
+    assert [(one.iteration, one.number, one.repeated) for one in facts.history.starts] == [
+        (0, 0, 0),
+        (50, 1, 7),
+    ]
+    assert {step.samples for step in steps.values()} == {SAMPLES} and steps[
+        51
+    ].rate == SAMPLES / 0.4
     assert facts.history.evaluations == {"valid": {at: loss(at) + 0.1 for at in (20, 40, 60)}}
     assert facts.plan == made()[1] and facts.measured.clock == "measured" and len(facts.starts) == 2
 
@@ -46,7 +55,10 @@ def test_a_run_that_starts_anew_forgets_what_came_after(tmp_path):
 
 
 def test_metrics_without_starts_are_read(tmp_path):
-    rows = [{"kind": "train", "iteration": at, "loss": float(n)} for n, at in enumerate((1, 2, 3, 2, 3, 4))]
+    rows = [
+        {"kind": "train", "iteration": at, "loss": float(n)}
+        for n, at in enumerate((1, 2, 3, 2, 3, 4))
+    ]
     history = history_of(rows)
     assert {at: step.loss for at, step in history.steps.items()} == {1: 0.0, 2: 3.0, 3: 4.0, 4: 5.0}
     assert [(one.iteration, one.repeated) for one in history.starts] == [(1, 2)]
@@ -67,11 +79,31 @@ def damaged(directory, name, change):
 @pytest.mark.parametrize(
     ("name", "change", "told"),
     [
-        ("metrics.jsonl", lambda text: text.replace('{"kind"', "{kind", 1), r"line 1 is damaged .*: \{kind"),
-        ("metrics.jsonl", lambda text: text.replace("valid", "else"), r"line 22 is damaged \(its kind is none of"),
-        ("metrics.jsonl", lambda text: text.replace("0.4", '"x"', 1), r"line 2 is damaged \(its seconds is no number"),
-        ("metrics.jsonl", lambda text: "[]\n" + text, r"line 1 is damaged \(it is no JSON object\)"),
-        ("run.json", lambda text: text[:-9], r"run.json: it is damaged .* has no settings and versions"),
+        (
+            "metrics.jsonl",
+            lambda text: text.replace('{"kind"', "{kind", 1),
+            r"line 1 is damaged .*: \{kind",
+        ),
+        (
+            "metrics.jsonl",
+            lambda text: text.replace("valid", "else"),
+            r"line 22 is damaged \(its kind is none of",
+        ),
+        (
+            "metrics.jsonl",
+            lambda text: text.replace("0.4", '"x"', 1),
+            r"line 2 is damaged \(its seconds is no number",
+        ),
+        (
+            "metrics.jsonl",
+            lambda text: "[]\n" + text,
+            r"line 1 is damaged \(it is no JSON object\)",
+        ),
+        (
+            "run.json",
+            lambda text: text[:-9],
+            r"run.json: it is damaged .* has no settings and versions",
+        ),
         ("run.json", lambda text: "{}", r"run.json: it is damaged \(it is no object of format 1\)"),
         ("plan.json", lambda text: text.replace('"grid"', '"grit"'), r"plan.json: it is damaged"),
         ("timeline.json", lambda text: text[:100], r"timeline.json: it is damaged"),
@@ -91,7 +123,11 @@ def test_a_run_does_not_write_beside_a_damaged_record(tmp_path):
 
 def test_places_without_facts(tmp_path):
     (tmp_path / "file").touch()
-    for place, told in (("nowhere", "does not exist"), ("file", "is not a directory"), ("", "has neither metrics")):
+    for place, told in (
+        ("nowhere", "does not exist"),
+        ("file", "is not a directory"),
+        ("", "has neither metrics"),
+    ):
         with pytest.raises(ReportError, match=f"RUN_DIR .*: it {told}"):
             facts_of(tmp_path / place)
 
@@ -99,10 +135,16 @@ def test_places_without_facts(tmp_path):
 def test_the_newest_state_of_a_trainer_is_read(tmp_path):
     facts = facts_of(trainer(tmp_path / "out"))
     history = facts.history
-    assert {at: step.loss for at, step in history.steps.items()} == {at: loss(at) for at in range(5, 31, 5)}
+    assert {at: step.loss for at, step in history.steps.items()} == {
+        at: loss(at) for at in range(5, 31, 5)
+    }
     assert history.evaluations == {"valid": {at: loss(at) + 0.1 for at in (10, 20, 30)}}
     assert history.metrics == {"accuracy": {10: 0.1, 20: 0.2, 30: 0.3}}
-    assert facts.iterations == 30 and facts.arguments == {"learning_rate": 1e-4, "seed": 42} and facts.plan is None
+    assert (
+        facts.iterations == 30
+        and facts.arguments == {"learning_rate": 1e-4, "seed": 42}
+        and facts.plan is None
+    )
     assert facts_of(tmp_path / "out" / "checkpoint-15").history.last == 15
     with_plan(tmp_path / "out" / "checkpoint-30", made()[1])
     assert facts_of(tmp_path / "out").plan == made()[1]
@@ -114,7 +156,9 @@ def test_the_newest_state_of_a_trainer_is_read(tmp_path):
 def test_the_command_names_what_it_wrote(tmp_path, capsys):
     main([str(resumed(tmp_path / "run"))])
     main([str(tmp_path / "run"), "--output", str(tmp_path / "page.html")])
-    assert capsys.readouterr().out == f"wrote {tmp_path}/run/report.html\nwrote {tmp_path}/page.html\n"
+    assert (
+        capsys.readouterr().out == f"wrote {tmp_path}/run/report.html\nwrote {tmp_path}/page.html\n"
+    )
     assert (tmp_path / "run" / "report.html").read_bytes() == (tmp_path / "page.html").read_bytes()
     with pytest.raises(SystemExit) as end:
         main([str(tmp_path / "run"), "--output", str(tmp_path)])

@@ -14,7 +14,10 @@ def test_lines_wait_for_space(tmp_path):
         file.write("two")
         file.write("three")
         file._file = kept
-    assert len(told) == 1 and "cannot be written (No space left on device): its lines are kept" in told[0]
+    assert (
+        len(told) == 1
+        and "cannot be written (No space left on device): its lines are kept" in told[0]
+    )
     file.write("four")
     file.close()
     assert (tmp_path / "new" / "metrics.jsonl").read_text() == "one\ntwo\nthree\nfour\n"
@@ -41,4 +44,7 @@ def test_a_removed_directory_is_made_anew(tmp_path):
     file.write("two")
     file.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "two\n"
-    assert len(told) == 1 and "was removed under the run, with the lines in it: it is made anew" in told[0]
+    assert (
+        len(told) == 1
+        and "was removed under the run, with the lines in it: it is made anew" in told[0]
+    )

@@ -1,4 +1,6 @@
-"""The page of a run: complete in itself, a point per iteration, and drawn by a browser where there is one."""
+"""The page of a run: complete in itself, a point per iteration, and drawn by a browser where there
+is one.
+"""
 
 import json
 import re
@@ -63,7 +65,9 @@ def test_charts_have_a_point_per_iteration(html):
     counted = {"loss": [60, 3], "learning_rate": [60], "grad_norm": [60], "throughput": [60]}
     assert points(html) == counted
     values = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])
-    assert {one["key"]: [len(line["y"]) for line in one["lines"]] for one in values["charts"]} == counted
+    assert {
+        one["key"]: [len(line["y"]) for line in one["lines"]] for one in values["charts"]
+    } == counted
 
 
 def test_the_figures_are_those_of_the_run(facts, html):
@@ -95,15 +99,29 @@ def test_a_loss_scale_and_skipped_iterations_are_shown_where_there_are_any(tmp_p
     train(files, 5, 5, loss_scale=32768.0, skipped=True, grad_norm=float("nan"))
     files.close()
     facts = facts_of(tmp_path)
-    assert [chart.key for chart in charts(facts)] == ["loss", "learning_rate", "grad_norm", "throughput", "loss_scale"]
+    assert [chart.key for chart in charts(facts)] == [
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "throughput",
+        "loss_scale",
+    ]
     told = " ".join(notes(facts))
-    assert "1 iteration skipped, as the gradient was not finite (5)" in told and "has done 5 of 60 iterations" in told
+    assert (
+        "1 iteration skipped, as the gradient was not finite (5)" in told
+        and "has done 5 of 60 iterations" in told
+    )
     assert 'class="skipped"' in page(facts)
 
 
 def test_a_trainer_of_huggingface_has_its_page(tmp_path):
     html = page(facts_of(trainer(tmp_path / "out")))
-    assert points(html) == {"loss": [6, 3], "learning_rate": [6], "grad_norm": [6], "eval_accuracy": [3]}
+    assert points(html) == {
+        "loss": [6, 3],
+        "learning_rate": [6],
+        "grad_norm": [6],
+        "eval_accuracy": [3],
+    }
     assert "means over 5 steps" in html
 
 
@@ -118,19 +136,36 @@ def test_axes_label_round_values():
     assert [text for _, text in Axis(3.9, 8.1).ticks()] == ["4", "5", "6", "7", "8"]
     assert [text for _, text in Axis(0.0, 4.2e-3).ticks()] == ["0", "1e-3", "2e-3", "3e-3", "4e-3"]
     assert [text for _, text in Axis(0.5, 2e3, log=True).ticks()] == ["1", "10", "100", "1000"]
-    assert [short(value) for value in (0.25, 12_000, 3.4e6, 4e-4, 0)] == ["0.25", "12k", "3.4M", "4e-4", "0"]
+    assert [short(value) for value in (0.25, 12_000, 3.4e6, 4e-4, 0)] == [
+        "0.25",
+        "12k",
+        "3.4M",
+        "4e-4",
+        "0",
+    ]
     assert whole_ticks(1, 160) == [50, 100, 150]
     assert Axis(0.0, 4.0).place(1.0) == 0.25 and Axis(1.0, 100.0, log=True).place(10.0) == 0.5
 
 
 def test_means_and_envelopes():
-    assert running_mean([(1, 2.0), (2, None), (3, 4.0), (4, 9.0)], 2) == [(1, 2.0), (2, 2.0), (3, 3.0), (4, 6.5)]
+    assert running_mean([(1, 2.0), (2, None), (3, 4.0), (4, 9.0)], 2) == [
+        (1, 2.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 6.5),
+    ]
     long = [(at, float((at * 7919) % 1000)) for at in range(4 * MOST)]
     kept = _envelope(long)
-    assert len(kept) <= MOST + 2 and set(kept) <= set(long) and [at for at, _ in kept] == sorted(at for at, _ in kept)
+    assert (
+        len(kept) <= MOST + 2
+        and set(kept) <= set(long)
+        and [at for at, _ in kept] == sorted(at for at, _ in kept)
+    )
     assert {max(value for _, value in kept), min(value for _, value in kept)} == {999.0, 0.0}
     chart = Chart("loss", "Loss", "", (Line("training", long),))
-    assert len(data(chart)["lines"][0]["y"]) == len(long) and f'data-points="{len(long)}"' in drawn(chart, 0, len(long))
+    assert len(data(chart)["lines"][0]["y"]) == len(long) and f'data-points="{len(long)}"' in drawn(
+        chart, 0, len(long)
+    )
 
 
 def test_gaps_are_no_lines():
@@ -141,7 +176,8 @@ def test_gaps_are_no_lines():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(3.21, "3.2 s"), (66, "1 min 6 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")]
+    ("seconds", "text"),
+    [(3.21, "3.2 s"), (66, "1 min 6 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")],
 )
 def test_times(seconds, text):
     assert time(seconds) == text
@@ -152,8 +188,16 @@ def test_a_browser_draws_every_chart_and_shows_values(html, tmp_path):
     place = tmp_path / "report.html"
     place.write_text(html.replace("</body>", HOVER), encoding="utf-8")
     found = document(place)
-    assert 'data-ready="loss,learning_rate,grad_norm,throughput"' in found and "data-failed" not in found
-    assert points(found) == {"loss": [60, 3], "learning_rate": [60], "grad_norm": [60], "throughput": [60]}
+    assert (
+        'data-ready="loss,learning_rate,grad_norm,throughput"' in found
+        and "data-failed" not in found
+    )
+    assert points(found) == {
+        "loss": [60, 3],
+        "learning_rate": [60],
+        "grad_norm": [60],
+        "throughput": [60],
+    }
     tip = re.search(r'<div id="tip"[^>]*>(.*?)</div>', found, re.DOTALL)[1]
     assert "iteration 30" in tip and "10,240" in tip and found.count('class="cursor"') == 4
     for dark in (False, True):

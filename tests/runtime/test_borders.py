@@ -1,4 +1,6 @@
-"""Stage borders that several values cross: some with gradients, some without, some only passing through."""
+"""Stage borders that several values cross: some with gradients, some without, some only passing
+through.
+"""
 
 import pytest
 import torch
@@ -73,7 +75,12 @@ def program(stage, stages, w, rows):
 
     def crossing(name):
         whole = name == "chosen"
-        return Crossing(name, (rows,) if whole else (rows, WIDTH), torch.int64 if whole else torch.float32, not whole)
+        return Crossing(
+            name,
+            (rows,) if whole else (rows, WIDTH),
+            torch.int64 if whole else torch.float32,
+            not whole,
+        )
 
     sources = tuple(crossing(name) for name in BORDERS[units[0] - 1]) if stage else ()
     targets = tuple(crossing(name) for name in BORDERS[units[-1]]) if stage < stages - 1 else ()
@@ -84,7 +91,9 @@ def _train(rank, stages, schedule, recompute, count):
     mesh = build_mesh(Grid(pp=stages), rank, CPU)
     size = 4 // stages
     mine = range(rank * size, (rank + 1) * size)
-    buffer = ParameterBuffer([[BufferEntry(str(u), (WIDTH, WIDTH), 0)] for u in mine], torch.float32, CPU)
+    buffer = ParameterBuffer(
+        [[BufferEntry(str(u), (WIDTH, WIDTH), 0)] for u in mine], torch.float32, CPU
+    )
     held, w = {}, [None] * 4
     for u in mine:
         buffer.parameter(str(u)).copy_(weights()[u])
@@ -93,8 +102,12 @@ def _train(rank, stages, schedule, recompute, count):
     parameters = RankParameters(buffer, held, mesh)
     programs = {rows: program(rank, stages, w, rows) for rows in (2, 3)}
     kept = [(unit,) for unit in mine] if recompute else ()
-    stage = Stage(rank, lambda batch, training, task: programs[len(batch["x"])], parameters, kept, mesh, 0)
-    executor = Executor({rank: stage}, add_communication(build_schedule(schedule, stages, count)), mesh)
+    stage = Stage(
+        rank, lambda batch, training, task: programs[len(batch["x"])], parameters, kept, mesh, 0
+    )
+    executor = Executor(
+        {rank: stage}, add_communication(build_schedule(schedule, stages, count)), mesh
+    )
     parameters.start_step()
     loss = executor.run(batches(count), 0, sum_losses=True)
     parameters.finish_step()
@@ -105,7 +118,14 @@ def _train(rank, stages, schedule, recompute, count):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     ("stages", "schedule", "count"),
-    [(1, "1f1b", 5), (2, "1f1b", 5), (4, "1f1b", 5), (4, "gpipe", 5), (2, "1f1b", 1), (2, "naive", 3)],
+    [
+        (1, "1f1b", 5),
+        (2, "1f1b", 5),
+        (4, "1f1b", 5),
+        (4, "gpipe", 5),
+        (2, "1f1b", 1),
+        (2, "naive", 3),
+    ],
 )
 def test_gradients_are_those_of_one_graph(stages, schedule, count, recompute):
     w = [nn.Parameter(x) for x in weights()]

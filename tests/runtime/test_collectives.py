@@ -11,7 +11,9 @@ from tests.ranks import run_ranks
 
 def whole(batch, length):
     """x[b, t, c] = 100 b + 10 t + c."""
-    b, t, c = torch.meshgrid(torch.arange(batch), torch.arange(length), torch.arange(2), indexing="ij")
+    b, t, c = torch.meshgrid(
+        torch.arange(batch), torch.arange(length), torch.arange(2), indexing="ij"
+    )
     return (100 * b + 10 * t + c).float()
 
 
@@ -45,14 +47,17 @@ def every_kind(rank, n):
                 work.wait()
                 assert torch.equal(out, expected), (kind, batch, dtype)
                 assert out.is_contiguous()
-            assert torch.equal(part, kept[0]) and torch.equal(scaled, kept[1]), "a collective wrote into its input"
+            assert torch.equal(part, kept[0]) and torch.equal(scaled, kept[1]), (
+                "a collective wrote into its input"
+            )
     return True
 
 
 def several_at_once(rank, n):
     """Launched one after the other, awaited in another order: each result is its own."""
     started = [
-        launch(whole(2, 2) + rank + 1000 * i, Collective.ALL_GATHER, dist.group.WORLD, inplace=True) for i in range(4)
+        launch(whole(2, 2) + rank + 1000 * i, Collective.ALL_GATHER, dist.group.WORLD, inplace=True)
+        for i in range(4)
     ]
     for i in (2, 0, 3, 1):
         out, work = started[i]
@@ -70,7 +75,12 @@ def gradients_of_what_was_given(rank, n):
     assert torch.equal(own_gradient(grad, Collective.STACK, dist.group.WORLD), grad[rank])
     assert all(
         own_gradient(grad, kind, dist.group.WORLD) is grad
-        for kind in (Collective.NONE, Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        for kind in (
+            Collective.NONE,
+            Collective.ALL_REDUCE,
+            Collective.ALL_GATHER,
+            Collective.REDUCE_SCATTER,
+        )
     )
 
 

@@ -1,4 +1,6 @@
-"""The engine: the numbers of one autograd graph, collectives at their places, nothing left behind."""
+"""The engine: the numbers of one autograd graph, collectives at their places, nothing left
+behind.
+"""
 
 import weakref
 from dataclasses import replace
@@ -8,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak import ops
-from megatron_merak.models.gpt import Prelude, build_unit
+from megatron_merak.models.gpt import GPTPrelude, build_unit
 from megatron_merak.models.layers import Placement
-from megatron_merak.runtime.engine import Engine, State
+from megatron_merak.runtime.engine import Interpreter, State
 from megatron_merak.runtime.weights import Gradient, WeightGradients
 from megatron_merak.segment import Collective, Common, In, Out, Segment, fuse
 from megatron_merak.tensor_parallel import derive_seed
@@ -22,9 +24,13 @@ CPU = torch.device("cpu")
 
 
 class Machine:
-    """An engine over the whole chain of a family, random weights, and the seeds that a stage would give."""
+    """An engine over the whole chain of a family, random weights, and the seeds that a stage would
+    give.
+    """
 
-    def __init__(self, config, recompute=(), group=None, rank=0, fused=True, sequence_parallel=False):
+    def __init__(
+        self, config, recompute=(), group=None, rank=0, fused=True, sequence_parallel=False
+    ):
         self.config, self.rank, tp = config, rank, 1 if group is None else group.size()
         place = Placement(group, "edge", sequence_parallel=sequence_parallel)
         units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
@@ -38,9 +44,18 @@ class Machine:
             for module in unit.modules():
                 if hasattr(module, "sink"):
                     module.sink = self.sink
-        self.segments = [s for u in units for s in ([fuse(u.segments())] if fused and tp == 1 else u.segments())]
-        self.engine = Engine(self.segments, [(unit,) for unit in recompute], ("loss",), group, self.sink, CPU)
-        self.prelude = Prelude(config, CPU)
+        self.segments = [
+            s for u in units for s in ([fuse(u.segments())] if fused and tp == 1 else u.segments())
+        ]
+        self.engine = Interpreter(
+            self.segments,
+            [(unit,) for unit in recompute],
+            ("loss",),
+            group,
+            weights=self.sink,
+            device=CPU,
+        )
+        self.prelude = GPTPrelude(config, CPU)
 
     def seed(self, segment):
         shard = self.rank if segment.sharded else 0
@@ -97,14 +112,17 @@ def tensor_parallel_checks(rank, world_size):
 
 
 def order_of_operations(rank):
-    """One layer's backward: a sum is launched before the weight gradients of the segment that made it."""
+    """One layer's backward: a sum is launched before the weight gradients of the segment that made
+    it.
+    """
     machine = Machine(replace(FAMILIES["llama"], num_layers=1), (), dist.group.WORLD, rank)
     state = machine.start()
     machine.forward(state)
     state.add_grad("loss", torch.ones(()))
     with OpLog() as log:
         machine.engine.backward(state)
-    body = ["mm", "mm", "allreduce_", "addmm_", "addmm_"]  # two input gradients, launch, two weight gradients
+    # two input gradients, launch, two weight gradients
+    body = ["mm", "mm", "allreduce_", "addmm_", "addmm_"]
     assert log.names == ["mm", "allreduce_", "addmm_", *body, *body, "add_rows_"], log.names
 
 
@@ -113,7 +131,8 @@ def evaluation_sends_only_forward(rank):
     with OpLog() as log:
         state = machine.start(training=False)
         machine.forward(state)
-    assert log.collectives == [*["allreduce_"] * 5, "_allgather_base_"]  # the last: statistics of the loss
+    # the last: statistics of the loss
+    assert log.collectives == [*["allreduce_"] * 5, "_allgather_base_"]
     assert state.tape == {} and state.leftovers() == []
 
 
@@ -145,7 +164,9 @@ def test_done_reports_each_segment_after_its_gradients():
 
 
 def tracked_add(alive):
-    """x + 1 that saves nothing for its backward and whose memory is in ``alive`` exactly while it is allocated."""
+    """x + 1 that saves nothing for its backward and whose memory is in ``alive`` exactly while it
+    is allocated.
+    """
 
     class Add(torch.autograd.Function):
         @staticmethod
@@ -167,19 +188,30 @@ def residual_chain(alive, length):
     fn = tracked_add(alive)
     segments = [Segment(i, 0, fn, (In(f"h{i}"),), (Out(f"h{i + 1}"),)) for i in range(length)]
     last = Segment(
-        length, 0, lambda common, x: ((x * weight).sum(),), (In(f"h{length}"),), (Out("loss"),), parameters=(weight,)
+        length,
+        0,
+        lambda common, x: ((x * weight).sum(),),
+        (In(f"h{length}"),),
+        (Out("loss"),),
+        parameters=(weight,),
     )
     return [*segments, last], weight
 
 
-@pytest.mark.parametrize(("recompute", "kept"), [((), []), ((2,), [1]), ((1, 2, 3), [0, 1, 2]), (range(7), range(5))])
+@pytest.mark.parametrize(
+    ("recompute", "kept"), [((), []), ((2,), [1]), ((1, 2, 3), [0, 1, 2]), (range(7), range(5))]
+)
 def test_tapes_keep_no_value_that_no_backward_reads(recompute, kept):
-    """After the forward only the weight's operand h6 lives, and the inputs of units that recompute."""
+    """After the forward only the weight's operand h6 lives, and the inputs of units that
+    recompute.
+    """
     alive = []
     segments, weight = residual_chain(alive, 6)
     sink = WeightGradients({weight: Gradient(torch.zeros(()))})
     engine, state = (
-        Engine(segments, [(unit,) for unit in recompute], ("loss",), None, sink, CPU),
+        Interpreter(
+            segments, [(unit,) for unit in recompute], ("loss",), None, weights=sink, device=CPU
+        ),
         State(Common({}), training=True),
     )
     state.values["h0"] = torch.zeros(4)
@@ -193,7 +225,9 @@ def test_tapes_keep_no_value_that_no_backward_reads(recompute, kept):
 
 
 def saved_bytes(run, known):
-    """Bytes of all storages that autograd keeps for a backward of ``run()``, without those of ``known``."""
+    """Bytes of all storages that autograd keeps for a backward of ``run()``, without those of
+    ``known``.
+    """
     known, saved = {t.untyped_storage().data_ptr() for t in known}, {}
 
     def pack(tensor):
@@ -225,9 +259,13 @@ def test_tapes_keep_what_one_autograd_graph_keeps(name):
 
 
 def run_edges(rank, segments, values, grads, sink=None):
-    """Forward and backward of segments; ``grads`` are given for the outputs. Returns outputs and input gradients."""
+    """Forward and backward of segments; ``grads`` are given for the outputs. Returns outputs and
+    input gradients.
+    """
     outputs = set(grads)
-    engine = Engine(segments, (), outputs, dist.group.WORLD, sink or WeightGradients({}), CPU)
+    engine = Interpreter(
+        segments, (), outputs, dist.group.WORLD, weights=sink or WeightGradients({}), device=CPU
+    )
     state = State(Common({}), training=True)
     state.values |= values
     engine.forward(state)
@@ -281,7 +319,8 @@ def edges(rank, world_size):
         {"x": x},
         {"y": given},
     )
-    # One gradient tensor for both inputs and the output: reduced in place it would be summed thrice.
+    # One gradient tensor for both inputs and the output: reduced in place it would be summed
+    # thrice.
     run(
         "alias",
         [
@@ -321,7 +360,9 @@ def edges(rank, world_size):
         (weight,),
         sharded=True,
     )
-    results["queued"] = run_edges(rank, [fused], {"x": x.view(1, 2), "y": y}, {"z": given.view(1, 2)}, sink)
+    results["queued"] = run_edges(
+        rank, [fused], {"x": x.view(1, 2), "y": y}, {"z": given.view(1, 2)}, sink
+    )
     results["weight"] = sink.grads[weight].total.tolist()
     run(
         "readers",
@@ -333,7 +374,9 @@ def edges(rank, world_size):
         {"x": x},
         {"y": given, "z": given, "w": one},
     )
-    assert torch.equal(one, torch.ones(2)) and torch.equal(given, one * (rank + 1)), "a given gradient was written to"
+    assert torch.equal(one, torch.ones(2)) and torch.equal(given, one * (rank + 1)), (
+        "a given gradient was written to"
+    )
     return results
 
 
@@ -346,7 +389,10 @@ def test_edges_by_hand():
         assert results["stack"] == ({"z": [3.0 + 900, 6.0 + 3600]}, {"x": slope})
         assert results["kept"] == ({"y": [4.0, 4.0]}, {"x": [0.25, 0.25]})
         assert results["partial"] == ({"y": [3 * own[0], 3 * own[1]]}, {"x": [9.0, 9.0]})
-        assert results["alias"] == ({"z": [2 * own[0], 2 * own[1]]}, {"x": [3.0, 3.0], "y": [3.0, 3.0]})
+        assert results["alias"] == (
+            {"z": [2 * own[0], 2 * own[1]]},
+            {"x": [3.0, 3.0], "y": [3.0, 3.0]},
+        )
         assert results["views"][1] == {"x": [3.0], "y": [3.0]}
         assert results["queued"][1]["x"] == [[6.0, 6.0]]
         assert results["weight"] == [[2 * (rank + 1) * 3.0, 2 * (rank + 1) * 4.0]] * 2
@@ -359,7 +405,10 @@ def test_a_value_that_leads_nowhere_has_no_gradient():
         Segment(0, 0, lambda c, x: (2 * x,), (In("x"),), (Out("y"),)),
         Segment(1, 0, lambda c, x: (3 * x,), (In("x"),), (Out("z"),)),
     ]
-    engine, state = Engine(segments, (), ("y", "z"), None, WeightGradients({}), CPU), State(Common({}), training=True)
+    engine, state = (
+        Interpreter(segments, (), ("y", "z"), None, weights=WeightGradients({}), device=CPU),
+        State(Common({}), training=True),
+    )
     state.values["x"] = torch.ones(2)
     engine.forward(state)
     state.add_grad("y", torch.ones(2))
@@ -376,7 +425,9 @@ def test_leftovers_name_what_was_forgotten():
 
 
 def test_recomputation_of_all_leaves_no_value():
-    """Nothing is kept for a unit that reads only what the batch gives, but values pass between its segments."""
+    """Nothing is kept for a unit that reads only what the batch gives, but values pass between its
+    segments.
+    """
     weight = torch.nn.Parameter(torch.ones(2))
     segments = [
         Segment(0, 0, lambda c: (2 * weight,), (), (Out("x"),), (weight,)),
@@ -384,7 +435,10 @@ def test_recomputation_of_all_leaves_no_value():
         Segment(0, 2, lambda c, x, y: (x * y,), (In("x"), In("y")), (Out("z"),)),
     ]
     sink = WeightGradients({weight: Gradient(torch.zeros(2))})
-    engine, state = Engine(segments, [(0,)], ("z",), None, sink, CPU), State(Common({}), training=True)
+    engine, state = (
+        Interpreter(segments, [(0,)], ("z",), None, weights=sink, device=CPU),
+        State(Common({}), training=True),
+    )
     engine.forward(state)
     engine.take(state, "z")
     state.add_grad("z", torch.ones(2))

@@ -1,4 +1,6 @@
-"""The executor: one step over stages and replicas equals one autograd graph over the global batch."""
+"""The executor: one step over stages and replicas equals one autograd graph over the
+global batch.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +11,8 @@ from megatron_merak.config import Config, ParallelConfig, TrainConfig
 from megatron_merak.models.gpt import GPT
 from megatron_merak.models.layers import Placement
 from megatron_merak.parallel.mesh import build_mesh
-from megatron_merak.pipeline_parallel.ops import Kind
+from megatron_merak.pipeline_parallel.check import check
+from megatron_merak.pipeline_parallel.ops import Kind, Schedule
 from megatron_merak.pipeline_parallel.passes import add_communication, forward_only
 from megatron_merak.planner import plan
 from megatron_merak.runtime.executor import Executor
@@ -46,7 +49,9 @@ class Rank:
     """One rank's model and executor for a case."""
 
     def __init__(self, case, rank, world_size):
-        model = replace(FAMILIES[case.name], hidden_dropout=case.dropout, attention_dropout=case.dropout)
+        model = replace(
+            FAMILIES[case.name], hidden_dropout=case.dropout, attention_dropout=case.dropout
+        )
         parallel = ParallelConfig(
             tensor_model_parallel_size=case.tp,
             pipeline_model_parallel_size=case.pp,
@@ -83,13 +88,21 @@ class Rank:
 def single_graph(name, per_token):
     """Sum of losses, tokens, and every gradient of the same weights by plain autograd."""
     gpt = GPT(FAMILIES[name], Placement())
-    drawn = {p.sharding.name: draw(p, 5) for u in gpt.units for layout in u.layouts.values() for p in layout.pieces}
+    drawn = {
+        p.sharding.name: draw(p, 5)
+        for u in gpt.units
+        for layout in u.layouts.values()
+        for p in layout.pieces
+    }
     load(gpt.units, drawn, 0, 1)
     sums = [gpt(data) for data in global_batch()]
     tokens = [data["loss_mask"].sum() for data in global_batch()]
     weights = [1.0 if per_token else 1 / count.clamp(min=1) / MICROBATCHES for count in tokens]
     sum(loss * weight for loss, weight in zip(sums, weights, strict=True)).backward()
-    grads = {piece.sharding.name: grad for piece, grad in pieces(gpt.units, 0, 1, lambda parameter: parameter.grad)}
+    grads = {
+        piece.sharding.name: grad
+        for piece, grad in pieces(gpt.units, 0, 1, lambda parameter: parameter.grad)
+    }
     return torch.stack(sums).detach(), torch.stack(tokens), grads
 
 
@@ -123,6 +136,38 @@ def test_schedule_and_recomputation_change_no_bit(name):
         assert all(torch.equal(grad, other_grads[key]) for key, grad in grads.items())
 
 
+LIFO = {  # backwards in reverse, on as many ranks
+    1: "lifo stages=1 microbatches=4 sums=unordered\nrank 0: 0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0",
+    2: """lifo stages=2 microbatches=4 sums=unordered
+        rank 0: 0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0
+        rank 1: 1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0""",
+}
+
+
+def reversed_backwards(rank, world_size):
+    """A step in this order, and the micro-batches in reverse in the usual one."""
+    case = Case("llama", pp=world_size, schedule="gpipe")
+    lifo, usual = Rank(case, rank, world_size), Rank(case, rank, world_size)
+    schedule = Schedule.parse(LIFO[world_size])
+    check(schedule)
+    lifo.executor = Executor(lifo.stages, add_communication(schedule), lifo.mesh)
+    usual.batches.reverse()
+    return lifo.step(), usual.step()
+
+
+def assert_summed_in_reverse(steps):
+    (loss, grads), (other, expected) = steps
+    assert grads and all(torch.equal(grad, expected[key]) for key, grad in grads.items())
+    if loss is not None:
+        torch.testing.assert_close(loss.total, other.total, rtol=1e-6, atol=0)
+
+
+def test_unordered_sums_have_the_order_of_the_schedule():
+    assert_summed_in_reverse(reversed_backwards(0, 1))
+    for steps in run_ranks(reversed_backwards, 2):
+        assert_summed_in_reverse(steps)
+
+
 def test_dropout_depends_on_the_step_and_repeats():
     rank = Rank(Case("gpt2", dropout=0.2), 0, 1)
     first, again, later = (rank.step(number)[0].total for number in (3, 3, 4))
@@ -130,18 +175,30 @@ def test_dropout_depends_on_the_step_and_repeats():
 
 
 PIPELINES = [Case(name, pp=pp, dropout=0.2) for name in ("gpt2", "llama") for pp in (2, 4)]
-OTHERS = [Case("gpt2", tp=2, pp=2), Case("qwen3", tp=2, pp=2, recompute=True), Case("llama", tp=2), Case("llama", pp=1)]
+OTHERS = [
+    Case("gpt2", tp=2, pp=2),
+    Case("qwen3", tp=2, pp=2, recompute=True),
+    Case("llama", tp=2),
+    Case("llama", pp=1),
+]
 
 
 def over_four_ranks(rank, world_size):
     """Every case in one launch; two stages leave two replicas."""
-    results = {case: Rank(case, rank, world_size).step() for base in PIPELINES for case in options(base)}
+    results = {
+        case: Rank(case, rank, world_size).step() for base in PIPELINES for case in options(base)
+    }
     results |= {case: Rank(case, rank, world_size).step() for case in OTHERS}
     trace = Rank(PIPELINES[-1], rank, world_size)
     trace.executor.trace = []
     trace.step()
     evaluated = {case: Rank(case, rank, world_size).evaluate() for case in (PIPELINES[0], *OTHERS)}
-    return results, trace.executor.trace, [str(op) for op in trace.executor.program if op.kind.is_compute], evaluated
+    return (
+        results,
+        trace.executor.trace,
+        [str(op) for op in trace.executor.program if op.kind.is_compute],
+        evaluated,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +210,22 @@ def losses(results, case):
     return [result[case][0] for result in results]
 
 
-@pytest.mark.parametrize("base", [case for case in PIPELINES if case.pp == 4], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "base", [case for case in PIPELINES if case.pp == 4], ids=lambda case: case.name
+)
 def test_four_stages_equal_one_process_bitwise(ranks, base):
-    """With dropout. The tied table of GPT-2 alone is summed in another order: its two uses are on two stages."""
+    """With dropout. The tied table of GPT-2 alone is summed in another order: its two uses are on
+    two stages.
+    """
     loss, grads = Rank(replace(base, pp=1), 0, 1).step()
     results = [result for result, *_ in ranks]
     for case in options(base):
         *others, last = losses(results, case)
         assert others == [None] * 3
-        assert all(torch.equal(getattr(last, field), getattr(loss, field)) for field in ("total", "tokens", "mean"))
+        assert all(
+            torch.equal(getattr(last, field), getattr(loss, field))
+            for field in ("total", "tokens", "mean")
+        )
         held = [result[case][1] for result in results]
         for key, grad in grads.items():
             copies = [part[key] for part in held if key in part]
@@ -173,9 +237,13 @@ def test_four_stages_equal_one_process_bitwise(ranks, base):
                 assert torch.equal(copies[0], grad), (case, key)
 
 
-@pytest.mark.parametrize("base", [case for case in PIPELINES if case.pp == 2], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "base", [case for case in PIPELINES if case.pp == 2], ids=lambda case: case.name
+)
 def test_two_replicas_of_two_stages_equal_one_process(ranks, base):
-    """With dropout: a mask depends on the global micro-batch, wherever it runs. Sums over replicas are reordered."""
+    """With dropout: a mask depends on the global micro-batch, wherever it runs. Sums over replicas
+    are reordered.
+    """
     loss, grads = Rank(replace(base, pp=1), 0, 1).step()
     results = [result for result, *_ in ranks]
     for case in options(base):
@@ -185,7 +253,9 @@ def test_two_replicas_of_two_stages_equal_one_process(ranks, base):
         torch.testing.assert_close(sum(part.mean for part in parts), loss.mean, rtol=1e-6, atol=0)
         for result in results:
             for key, grad in result[case][1].items():
-                torch.testing.assert_close(grad, grads[key], rtol=1e-5, atol=1e-6 * grads[key].abs().max().item())
+                torch.testing.assert_close(
+                    grad, grads[key], rtol=1e-5, atol=1e-6 * grads[key].abs().max().item()
+                )
 
 
 @pytest.mark.parametrize("case", OTHERS, ids=str)
@@ -194,7 +264,9 @@ def test_tensor_parallel_ranks_and_replicas_equal_one_autograd_graph(ranks, case
     replicas = 4 // (case.tp * case.pp)
     parts = [part for part in losses([result for result, *_ in ranks], case) if part is not None]
     assert len(parts) == replicas * case.tp
-    torch.testing.assert_close(sum(part.total for part in parts) / case.tp, sums.sum(), rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        sum(part.total for part in parts) / case.tp, sums.sum(), rtol=2e-6, atol=0
+    )
     seen = set()
     for result, *_ in ranks:
         for (tensor, intervals), grad in result[case][1].items():
@@ -213,7 +285,9 @@ def test_evaluation_is_a_forward_without_dropout(ranks):
     for case in (PIPELINES[0], OTHERS[0]):
         parts = [result[case] for result in evaluated if result[case] is not None]
         copies = case.tp
-        torch.testing.assert_close(sum(part.total for part in parts) / copies, sums.sum(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            sum(part.total for part in parts) / copies, sums.sum(), rtol=1e-6, atol=0
+        )
         assert sum(part.tokens for part in parts) / copies == tokens.sum()
 
 

@@ -15,7 +15,8 @@ NAMES = tuple(f"layer.{i}.{kind}" for i in range(4) for kind in ("weight", "bias
 
 def make_buffer(bucket_elements=256):
     groups = [
-        [BufferEntry(f"layer.{i}.weight", (9, 11), 0), BufferEntry(f"layer.{i}.bias", (11,), 1)] for i in range(4)
+        [BufferEntry(f"layer.{i}.weight", (9, 11), 0), BufferEntry(f"layer.{i}.bias", (11,), 1)]
+        for i in range(4)
     ]
     return ParameterBuffer(groups, torch.float32, "cpu", bucket_elements)
 
@@ -25,7 +26,9 @@ def value(name, rank, step):
 
 
 def reduce_steps(rank, world_size, overlap):
-    """Three steps; every rank reports its parameters in another order; every gradient is an integer."""
+    """Three steps; every rank reports its parameters in another order; every gradient is an
+    integer.
+    """
     buffer = make_buffer()
     reducer = GradientReducer(buffer, dist.group.WORLD, overlap)
     for step in range(3):
@@ -42,7 +45,10 @@ def reduce_steps(rank, world_size, overlap):
         reducer.finish()
         for name in NAMES:
             total = sum(value(name, other, step) for other in range(world_size))
-            assert torch.equal(buffer.grad(name), torch.full_like(buffer.grad(name), total)), (step, name)
+            assert torch.equal(buffer.grad(name), torch.full_like(buffer.grad(name), total)), (
+                step,
+                name,
+            )
     return len(buffer.buckets)
 
 
@@ -52,7 +58,9 @@ def test_sums_integers_whatever_the_order(world_size, overlap):
 
 
 def reduce_in_halves(rank, world_size):
-    """Two groups of two ranks reduce apart; a parameter that no rank reports is summed all the same."""
+    """Two groups of two ranks reduce apart; a parameter that no rank reports is summed all the
+    same.
+    """
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     buffer = make_buffer()
     reducer = GradientReducer(buffer, groups[rank // 2])
@@ -72,7 +80,9 @@ def test_groups_reduce_apart_and_finish_launches_the_rest():
 
 def test_buckets_launch_in_order_as_soon_as_they_are_whole():
     buffer = make_buffer(bucket_elements=192)
-    assert [set(bucket.names) for bucket in buffer.buckets] == [set(NAMES[i : i + 2]) for i in (6, 4, 2, 0)]
+    assert [set(bucket.names) for bucket in buffer.buckets] == [
+        set(NAMES[i : i + 2]) for i in (6, 4, 2, 0)
+    ]
     reducer = GradientReducer(buffer, None)
     for name, launched in zip(reversed(NAMES), (0, 1, 1, 2, 2, 3, 3, 4), strict=True):
         reducer.ready(name)
@@ -114,11 +124,15 @@ def test_misuse_is_caught():
 
 
 def reduce_in_instances(rank, world_size, instances, modelled, overlap):
-    """Two steps of integers; what this rank owns of them, and the buffers' elements that it was all-reduced over."""
+    """Two steps of integers; what this rank owns of them, and the buffers' elements that it was
+    all-reduced over.
+    """
     size = world_size // instances
     inside = [dist.new_group([*range(first, first + size)]) for first in range(0, world_size, size)]
     across = [dist.new_group([*range(place, world_size, size)]) for place in range(size)]
-    entries = [[BufferEntry(name, (9, 11), 0)] for name in NAMES] + [[BufferEntry("apart", (5,), 0, fp32=True)]]
+    entries = [[BufferEntry(name, (9, 11), 0)] for name in NAMES] + [
+        [BufferEntry("apart", (5,), 0, fp32=True)]
+    ]
     buffer = ParameterBuffer(entries, torch.bfloat16, "cpu", 256, size, rank % size)
     relay = Relay(torch.device("cpu"), LogicalClock() if modelled else WallClock())
     groups = (inside[rank // size], across[rank % size])
@@ -128,7 +142,9 @@ def reduce_in_instances(rank, world_size, instances, modelled, overlap):
         order = [*NAMES, "apart"]
         random.Random(10 * step + rank).shuffle(order)
         for name in order:
-            buffer.grad(name).fill_(1000 * step + rank + (7 if name == "apart" else 10 * NAMES.index(name)))
+            buffer.grad(name).fill_(
+                1000 * step + rank + (7 if name == "apart" else 10 * NAMES.index(name))
+            )
             reducer.ready(name)
         reducer.finish()
         owned = 0
@@ -142,7 +158,9 @@ def reduce_in_instances(rank, world_size, instances, modelled, overlap):
 
 @pytest.mark.parametrize(("modelled", "overlap"), [(False, True), (True, True), (False, False)])
 def test_shards_are_summed_in_an_instance_and_across(modelled, overlap):
-    """Every element has one owner in each instance; what is on all ranks is summed over all of them at once."""
+    """Every element has one owner in each instance; what is on all ranks is summed over all of them
+    at once.
+    """
     owned = run_ranks(reduce_in_instances, 4, 2, modelled, overlap)
     assert sum(owned) == 2 * len(NAMES) * 99 + 4 * 5
 
@@ -164,10 +182,14 @@ def follow(clock):
     for name, end in (("a", 3.0), ("b", 5.0)):
 
         def launch(name=name):
-            log.append(f"launch {name}2 at {clock.now() if isinstance(clock, LogicalClock) else 0:.0f}")
+            log.append(
+                f"launch {name}2 at {clock.now() if isinstance(clock, LogicalClock) else 0:.0f}"
+            )
             return Late(log, f"{name}2")
 
-        relay.follow(Late(log, name, clock if isinstance(clock, LogicalClock) else None, end), launch)
+        relay.follow(
+            Late(log, name, clock if isinstance(clock, LogicalClock) else None, end), launch
+        )
         log.append(f"on at {clock.now() if isinstance(clock, LogicalClock) else 0:.0f}")
     relay.finish()
     return log
@@ -175,8 +197,26 @@ def follow(clock):
 
 def test_what_follows_waits_beside_the_computation_or_as_late_as_it_can():
     assert follow(LogicalClock()) == [
-        *("wait a", "launch a2 at 3", "on at 0", "wait b", "launch b2 at 5", "on at 0", "wait a2", "wait b2")
+        *(
+            "wait a",
+            "launch a2 at 3",
+            "on at 0",
+            "wait b",
+            "launch b2 at 5",
+            "on at 0",
+            "wait a2",
+            "wait b2",
+        )
     ]
     assert follow(WallClock()) == [
-        *("on at 0", "wait a", "launch a2 at 0", "on at 0", "wait b", "launch b2 at 0", "wait a2", "wait b2")
+        *(
+            "on at 0",
+            "wait a",
+            "launch a2 at 0",
+            "on at 0",
+            "wait b",
+            "launch b2 at 0",
+            "wait a2",
+            "wait b2",
+        )
     ]

@@ -1,4 +1,6 @@
-"""The memory model against real runs: what the planner says a rank keeps for its backwards is what it keeps."""
+"""The memory model against real runs: what the planner says a rank keeps for its backwards is what
+it keeps.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -13,10 +15,10 @@ from megatron_merak.plan import Grid, Plan
 from megatron_merak.planner import plan
 from megatron_merak.planner.memory import rank_memory
 from megatron_merak.runtime.executor import Executor
-from megatron_merak.runtime.measure import MeasuredExecutor
 from megatron_merak.stages.native import build_stages
 from tests.engines import engine_of
 from tests.graph.tiny import randomise, tiny
+from tests.measured import MeasuredExecutor
 from tests.models.families import FAMILIES, batch
 from tests.ranks import run_ranks
 from tests.stages.test_captured import micro_batches
@@ -61,7 +63,12 @@ def measured(executor: Executor) -> MeasuredExecutor:
 
 def native(case: Case, rank: int, world_size: int) -> tuple[int, int]:
     """(measured, predicted) bytes of this rank."""
-    model = replace(FAMILIES[case.name], num_layers=6, hidden_dropout=case.dropout, attention_dropout=case.dropout)
+    model = replace(
+        FAMILIES[case.name],
+        num_layers=6,
+        hidden_dropout=case.dropout,
+        attention_dropout=case.dropout,
+    )
     train = TrainConfig(micro_batch_size=2, global_batch_size=2 * MICROBATCHES, seed=5)
     config = Config(model=model, parallel=case.parallel(), train=train)
     made = plan(config, world_size)
@@ -107,9 +114,15 @@ def recomputations():
 def test_a_native_model_keeps_what_is_predicted_to_the_byte_under_every_schedule():
     cases = [Case("gpt2", name, again) for name in BUILDERS for again in recomputations()[:2]]
     cases += [
-        Case("gpt2", name, again) for name in ("1f1b", "early-recompute", "zb-h1") for again in recomputations()[2:]
+        Case("gpt2", name, again)
+        for name in ("1f1b", "early-recompute", "zb-h1")
+        for again in recomputations()[2:]
     ]
-    cases += [Case("llama", name, again) for name in ("zb-h1", "shifted") for again in recomputations()[:2]]
+    cases += [
+        Case("llama", name, again)
+        for name in ("zb-h1", "shifted")
+        for again in recomputations()[:2]
+    ]
     cases += [Case("gpt2", "zb-h1", SELECTIVE), Case("llama", "1f1b", SELECTIVE)]
     cases += [Case(name, dropout=0.1) for name in ("gpt2", "qwen3")]
     for case, *ranks in zip(cases, *run_ranks(natives, 2, cases, timeout=120), strict=True):
@@ -125,7 +138,10 @@ def test_tensor_parallel_ranks_too():
         Case("llama", "zb-h1", SELECTIVE, tp=2),
     ]
     cases += [Case(name, "1f1b", tp=2, more=sequence) for name in ("gpt2", "llama")]
-    cases += [Case("llama", "zb-h1", tp=2, more=sequence), Case("llama", "1f1b", tuple(FULL.items()), 2, more=sequence)]
+    cases += [
+        Case("llama", "zb-h1", tp=2, more=sequence),
+        Case("llama", "1f1b", tuple(FULL.items()), 2, more=sequence),
+    ]
     halves = (("tp_comm_overlap", "sub-pipeline"),)
     cases += [Case("gpt2", "1f1b", again, tp=2, more=halves) for again in recomputations()[:2]]
     for case, *ranks in zip(cases, *run_ranks(natives, 4, cases, timeout=120), strict=True):
@@ -137,22 +153,46 @@ def test_tensor_parallel_ranks_too():
     ("names", "schedules"),
     [
         (("llama", "gpt2"), ("1f1b", "zb-h1")),
-        pytest.param(("llama", "gpt2", "mixtral", "gemma2", "qwen3"), tuple(BUILDERS), marks=pytest.mark.slow),
-        pytest.param(("bert", "vit", "t5"), ("1f1b", "shifted", "zb-h1", "zb-v"), marks=pytest.mark.slow),
+        pytest.param(
+            ("llama", "gpt2", "mixtral", "gemma2", "qwen3"), tuple(BUILDERS), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("bert", "vit", "t5"), ("1f1b", "shifted", "zb-h1", "zb-v"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_captured_model_keeps_what_is_predicted(names, schedules):
-    """Within 5 %: encoder-decoder models have values that pass through a stage without being read there."""
-    cases = [Case(name, schedule, again) for name in names for schedule in schedules for again in recomputations()[:2]]
-    cases += [Case(name, schedules[0], SELECTIVE) for name in names if name in ("llama", "gpt2", "qwen3")]
+    """Within 5 %: encoder-decoder models have values that pass through a stage without being read
+    there.
+    """
+    cases = [
+        Case(name, schedule, again)
+        for name in names
+        for schedule in schedules
+        for again in recomputations()[:2]
+    ]
+    cases += [
+        Case(name, schedules[0], SELECTIVE) for name in names if name in ("llama", "gpt2", "qwen3")
+    ]
     for case, *ranks in zip(cases, *run_ranks(captures, 2, cases, timeout=500), strict=True):
         for number, (found, expected) in enumerate(ranks):
             exact = case.name not in LAYERS
             assert found == pytest.approx(expected, rel=0.0 if exact else 0.05), (case, number)
 
 
+def test_tensor_parallel_ranks_of_a_captured_model_too():
+    sequence = (("sequence_parallel", True),)
+    cases = [Case("llama", schedule, tp=2, more=sequence) for schedule in ("1f1b", "zb-h1")]
+    cases += [Case("gpt2", tp=2, more=sequence), Case("gpt2", tp=2)]
+    for case, *ranks in zip(cases, *run_ranks(captures, 4, cases, timeout=500), strict=True):
+        for number, (found, expected) in enumerate(ranks):
+            assert found == expected > 0, (case, number)
+
+
 def test_measuring_changes_no_gradient():
-    """Saved tensors that a hook unpacks are not the ones that were packed, and weights are known by identity."""
+    """Saved tensors that a hook unpacks are not the ones that were packed, and weights are known by
+    identity.
+    """
     case = Case("gpt2", "zb-h1", tuple(FULL.items()))
     assert run_ranks(_gradients, 2, case) == [True, True]
 

@@ -1,4 +1,6 @@
-"""Every schedule on real ranks: gradients equal those of one process to the bit, whatever order the ops run in."""
+"""Every schedule on real ranks: gradients equal those of one process to the bit, whatever order the
+ops run in.
+"""
 
 from dataclasses import replace
 
@@ -24,7 +26,9 @@ LAYERS = 6  # 8 units: two stages for each of four ranks
 
 
 def split_weights(schedule: Schedule) -> Schedule:
-    """The same order with each weight gradient as an op of its own, one op later than its backward."""
+    """The same order with each weight gradient as an op of its own, one op later than its
+    backward.
+    """
     programs = []
     for program in schedule.ranks:
         ops, waiting = [], []
@@ -43,7 +47,11 @@ def recompute_early(schedule: Schedule) -> Schedule:
         tuple(
             made
             for op in program
-            for made in ((Op(op.stage, Kind.R, op.microbatch), op) if op.kind is Kind.B and op.stage < last else (op,))
+            for made in (
+                (Op(op.stage, Kind.R, op.microbatch), op)
+                if op.kind is Kind.B and op.stage < last
+                else (op,)
+            )
         )
         for program in schedule.ranks
     )
@@ -65,7 +73,12 @@ def run_together(schedule: Schedule) -> Schedule:
     return replace(schedule, name=f"{schedule.name}+pairs", ranks=tuple(programs))
 
 
-CHANGES = {"": lambda schedule: schedule, "w": split_weights, "r": recompute_early, "pairs": run_together}
+CHANGES = {
+    "": lambda schedule: schedule,
+    "w": split_weights,
+    "r": recompute_early,
+    "pairs": run_together,
+}
 
 
 def plan_of(case: Case, name: str, change: str, recompute: bool, overlap: str) -> Plan:
@@ -79,7 +92,8 @@ def plan_of(case: Case, name: str, change: str, recompute: bool, overlap: str) -
     bounds = [units * stage // count for stage in range(count + 1)]
     again = range(1, units - 1) if recompute else ()
     stages = tuple(
-        StagePlan(a, b, tuple(u for u in range(a, b) if u in again)) for a, b in zip(bounds, bounds[1:], strict=False)
+        StagePlan(a, b, tuple(u for u in range(a, b) if u in again))
+        for a, b in zip(bounds, bounds[1:], strict=False)
     )
     return replace(made, stages=stages, schedule=schedule, predicted_bytes=(), overlap=overlap)
 
@@ -101,7 +115,11 @@ def _run(rank: int, world: int, case: Case, variants) -> list[tuple[float | None
 
 def gradients(case: Case, variants) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """Loss and full gradients of each variant."""
-    ranks = run_ranks(_run, case.world, case, variants, timeout=300) if case.world > 1 else [_run(0, 1, case, variants)]
+    ranks = (
+        run_ranks(_run, case.world, case, variants, timeout=300)
+        if case.world > 1
+        else [_run(0, 1, case, variants)]
+    )
     results = []
     for outcomes in zip(*ranks, strict=True):
         losses = {loss for loss, _ in outcomes if loss is not None}
@@ -154,13 +172,19 @@ HALVES = [
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", [Case("gpt2", tp=2), Case("llama", pp=2, tp=2, loss="per-token")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("gpt2", tp=2), Case("llama", pp=2, tp=2, loss="per-token")], ids=str
+)
 def test_halves_give_the_same_gradients_but_for_the_order_of_sums(case):
-    """With unequal numbers of valid tokens in the halves, too: all batches of these cases are masked unevenly."""
+    """With unequal numbers of valid tokens in the halves, too: all batches of these cases are
+    masked unevenly.
+    """
     ((loss, wanted), *found) = gradients(case, [("1f1b", "", False, "weight-gradient"), *HALVES])
     for variant, (found_loss, grads) in zip(HALVES, found, strict=True):
         assert found_loss == pytest.approx(loss, rel=1e-6), variant
         for name, grad in wanted.items():
             distance = (grads[name] - grad).norm() / grad.norm()
             assert distance < 2e-6, (variant, name, distance)
-    assert any(not torch.equal(grads[name], wanted[name]) for name in wanted), "the batches were not split"
+    assert any(not torch.equal(grads[name], wanted[name]) for name in wanted), (
+        "the batches were not split"
+    )

@@ -1,4 +1,6 @@
-"""The engine on parts of the sequence: where collectives are launched among the products that hide them."""
+"""The engine on parts of the sequence: where collectives are launched among the products that hide
+them.
+"""
 
 from dataclasses import replace
 
@@ -14,7 +16,9 @@ GATHER, SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
 def order(rank, world_size):
-    """The products and collectives of one layer, forward and backward, and what evaluation sends."""
+    """The products and collectives of one layer, forward and backward, and what evaluation
+    sends.
+    """
     config = replace(FAMILIES["llama"], num_layers=1)
     machine = Machine(config, (), dist.group.WORLD, rank, sequence_parallel=True)
     with OpLog() as forward:
@@ -32,8 +36,8 @@ def order(rank, world_size):
 
 def test_a_gradient_is_on_its_way_before_the_weight_gradients():
     forward = [SCATTER, *[GATHER, SCATTER] * 2, GATHER, GATHER]  # the last: statistics of the loss
-    # The input is gathered again behind two input gradients; their reduce-scatter, two weight gradients; then the
-    # gradient's parts are gathered.
+    # The input is gathered again behind two input gradients; their reduce-scatter, two weight
+    # gradients; then the gradient's parts are gathered.
     body = [GATHER, "mm", "mm", SCATTER, "addmm_", "addmm_", GATHER]
     backward = ["mm", SCATTER, "addmm_", GATHER, *body, *body, "add_rows_"]
     assert run_ranks(order, 2) == [(forward, backward, forward)] * 2

@@ -1,4 +1,6 @@
-"""Replicas that share the optimizer's state: what each one updates reaches all, whatever is asked for first."""
+"""Replicas that share the optimizer's state: what each one updates reaches all, whatever is asked
+for first.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ CONFIG = OptimizerConfig(lr=1e-2, clip_grad=1.0)
 
 def entries():
     weights = [
-        [BufferEntry(f"layer.{i}.weight", (90, 110), 0), BufferEntry(f"layer.{i}.bias", (110,), 1)] for i in range(4)
+        [BufferEntry(f"layer.{i}.weight", (90, 110), 0), BufferEntry(f"layer.{i}.bias", (110,), 1)]
+        for i in range(4)
     ]
     return [
         [BufferEntry("head", (7, 11), 0, counted=False, tied=True)],
@@ -26,14 +29,23 @@ def entries():
 
 
 def steps(rank, world_size, dtype, sharded, overlap, in_bf16=False):
-    """Parameters and state after three steps of gradients that are integers, and what the norms were."""
+    """Parameters and state after three steps of gradients that are integers, and what the norms
+    were.
+    """
     group = dist.group.WORLD
-    buffer = ParameterBuffer(entries(), dtype, "cpu", 12_000, *((world_size, rank) if sharded else (1, 0)))
+    buffer = ParameterBuffer(
+        entries(), dtype, "cpu", 12_000, *((world_size, rank) if sharded else (1, 0))
+    )
     for name in buffer.slots:
-        generator = torch.Generator().manual_seed(len(name) + ord(name[-1]) + ord(name[6 % len(name)]))
+        generator = torch.Generator().manual_seed(
+            len(name) + ord(name[-1]) + ord(name[6 % len(name)])
+        )
         buffer.parameter(name).copy_(torch.randn(buffer.slots[name].shape, generator=generator))
     buffer.refresh_master()
-    reducer, gatherer = GradientReducer(buffer, group, True, in_bf16=in_bf16), ShardGatherer(buffer, group, overlap)
+    reducer, gatherer = (
+        GradientReducer(buffer, group, True, in_bf16=in_bf16),
+        ShardGatherer(buffer, group, overlap),
+    )
     optimizer = AdamW(buffer, CONFIG, None, group)
     norms = []
     for step in range(3):
@@ -42,7 +54,9 @@ def steps(rank, world_size, dtype, sharded, overlap, in_bf16=False):
         reducer.start()
         for number, name in enumerate(sorted(buffer.slots)):
             grad = buffer.grad(name)
-            grad.copy_((torch.arange(grad.numel()).view(grad.shape) * (step + 1) + number + rank) % 7)
+            grad.copy_(
+                (torch.arange(grad.numel()).view(grad.shape) * (step + 1) + number + rank) % 7
+            )
             reducer.ready(name)
         reducer.finish()
         norms.append(optimizer.step([(1e-2, 0.1), (1e-2, 0.0)]).grad_norm)
@@ -53,7 +67,9 @@ def steps(rank, world_size, dtype, sharded, overlap, in_bf16=False):
     for kind, state in optimizer.state().items():
         before = state.clone()
         flat = gatherer.full(state)
-        found |= {f"{kind} {name}": buffer.view(flat, name).clone() for name in sorted(buffer.slots)}
+        found |= {
+            f"{kind} {name}": buffer.view(flat, name).clone() for name in sorted(buffer.slots)
+        }
         state.zero_()
         buffer.take(state, flat if sharded else before)
         assert torch.equal(state, before)
@@ -70,4 +86,6 @@ def test_sharded_steps_are_those_of_replicas_that_have_all(world_size, dtype):
             assert told == pytest.approx(norms, rel=1e-12) and found.keys() == expected.keys()
             for name, value in expected.items():
                 assert torch.equal(found[name], value), name
-            assert size * world_size < 1.1 * sum(value.numel() for name, value in expected.items() if " " not in name)
+            assert size * world_size < 1.1 * sum(
+                value.numel() for name, value in expected.items() if " " not in name
+            )

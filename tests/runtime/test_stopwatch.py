@@ -1,4 +1,6 @@
-"""Times of a GPU's work: by events on its stream, read when all is launched; the host's clock sees launches only."""
+"""Times of a GPU's work: by events on its stream, read when all is launched; the host's clock sees
+launches only.
+"""
 
 from collections import deque
 
@@ -13,7 +15,9 @@ from tests.rehearsal.trainers import mesh_of, native
 
 
 class Gpu:
-    """A device that works behind the host: an event happens when what was launched before it is done."""
+    """A device that works behind the host: an event happens when what was launched before it is
+    done.
+    """
 
     def __init__(self):
         self.host, self.queue, self.time, self.waits = 100.0, deque(), 0.0, 0
@@ -71,7 +75,9 @@ def test_times_are_those_of_the_device():
 
 def test_a_step_marks_every_op_and_waits_when_all_are_launched(monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr(executor, "GpuStopwatch", lambda now, device: GpuStopwatch(gpu.now, device, gpu))
+    monkeypatch.setattr(
+        executor, "GpuStopwatch", lambda now, device: GpuStopwatch(gpu.now, device, gpu)
+    )
     with mesh_of(Grid(), 0) as mesh, Rehearsal():
         trainer, batches = native(Case("gpt2"), 2, mesh)
         engine = trainer.model.executor(2)
@@ -80,8 +86,12 @@ def test_a_step_marks_every_op_and_waits_when_all_are_launched(monkeypatch):
         monkeypatch.setattr(mesh.clock, "now", None)
         engine.trace = []
         trainer.step(batches)
-        times = [(op, round(start - 100, 3), round(end - 100, 3)) for op, start, end in engine.trace]
-        assert times == [("0F0", 0, 1), ("0B0", 1, 2), ("0F1", 2, 3), ("0B1", 3, 4)] and gpu.waits == 2
+        times = [
+            (op, round(start - 100, 3), round(end - 100, 3)) for op, start, end in engine.trace
+        ]
+        assert (
+            times == [("0F0", 0, 1), ("0B0", 1, 2), ("0F1", 2, 3), ("0B1", 3, 4)] and gpu.waits == 2
+        )
         engine.trace = None
         trainer.step(batches)
         assert gpu.waits == 2

@@ -1,11 +1,13 @@
-"""Passes that take turns: what one launched is under way while the other computes, in every direction."""
+"""Passes that take turns: what one launched is under way while the other computes, in every
+direction.
+"""
 
 import pytest
 import torch
 from torch import nn
 
 from megatron_merak.runtime import engine as engine_module
-from megatron_merak.runtime.engine import Engine, Pass, State, execute
+from megatron_merak.runtime.engine import Interpreter, Pass, State, execute
 from megatron_merak.runtime.weights import Gradient, WeightGradients
 from megatron_merak.segment import Collective, Common, In, Out, Segment
 
@@ -61,7 +63,15 @@ def chain(log: Log, weights: list[nn.Parameter]) -> list[Segment]:
         names = [f"{name}{u}" for name in ("normed", "kept", "summed")]
         segments += [
             Segment(u, 0, enter(u), (In(f"h{u}"),), (Out(names[0]), Out(names[1]))),
-            Segment(u, 1, body(u, weight), (In(names[0], SUM),), (Out(names[2], SUM),), (weight,), sharded=True),
+            Segment(
+                u,
+                1,
+                body(u, weight),
+                (In(names[0], SUM),),
+                (Out(names[2], SUM),),
+                (weight,),
+                sharded=True,
+            ),
             Segment(u, 2, leave, (In(names[2]), In(names[1])), (Out(f"h{u + 1}"),)),
         ]
     return segments
@@ -94,11 +104,14 @@ def test_halves_hide_each_others_collectives(recompute, monkeypatch):
     log, weights = Log(), [nn.Parameter(torch.tensor(1.5)) for _ in range(UNITS)]
     monkeypatch.setattr(engine_module, "launch", log.launch)
     sink = WeightGradients({w: Gradient(torch.zeros(())) for w in weights})
-    engine = Engine(chain(log, weights), recompute, (f"h{UNITS}",), None, sink, CPU)
+    engine = Interpreter(
+        chain(log, weights), recompute, (f"h{UNITS}",), None, weights=sink, device=CPU
+    )
     halves = states(weights, "ab")
     execute([Pass(engine, state, engine.forward_runs) for state in halves])
     forward = hidden(log)
-    assert len(forward) == 2 * UNITS and sum(forward) >= 2 * UNITS - 1  # nothing is left behind the last
+    # nothing is left behind the last
+    assert len(forward) == 2 * UNITS and sum(forward) >= 2 * UNITS - 1
     for state in halves:
         engine.take(state, f"h{UNITS}")
         state.add_grad(f"h{UNITS}", torch.ones(2))
@@ -115,13 +128,18 @@ def test_a_forward_hides_the_collectives_of_a_backward(monkeypatch):
     log, weights = Log(), [nn.Parameter(torch.tensor(1.5)) for _ in range(UNITS)]
     monkeypatch.setattr(engine_module, "launch", log.launch)
     sink = WeightGradients({w: Gradient(torch.zeros(())) for w in weights})
-    engine = Engine(chain(log, weights), (), (f"h{UNITS}",), None, sink, CPU)
+    engine = Interpreter(chain(log, weights), (), (f"h{UNITS}",), None, weights=sink, device=CPU)
     first, second = states(weights, "ab")
     engine.forward(first)
     engine.take(first, f"h{UNITS}")
     first.add_grad(f"h{UNITS}", torch.ones(2))
     log.lines.clear()
-    execute([Pass(engine, second, engine.forward_runs), Pass(engine, first, engine.backward_runs(first))])
+    execute(
+        [
+            Pass(engine, second, engine.forward_runs),
+            Pass(engine, first, engine.backward_runs(first)),
+        ]
+    )
     assert sum(hidden(log)) >= 2 * UNITS - 1
 
 
@@ -129,7 +147,9 @@ def test_without_overlap_a_collective_is_awaited_where_it_is_launched(monkeypatc
     log, weights = Log(), [nn.Parameter(torch.tensor(1.5)) for _ in range(UNITS)]
     monkeypatch.setattr(engine_module, "launch", log.launch)
     sink = WeightGradients({w: Gradient(torch.zeros(())) for w in weights})
-    engine = Engine(chain(log, weights), (), (f"h{UNITS}",), None, sink, CPU, overlap=False)
+    engine = Interpreter(
+        chain(log, weights), (), (f"h{UNITS}",), None, weights=sink, device=CPU, overlap=False
+    )
     (state,) = states(weights, "a")
     engine.forward(state)
     kinds = [kind for kind, _ in log.lines]

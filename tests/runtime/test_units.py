@@ -1,4 +1,6 @@
-"""Replicas that share gradients, or gradients and parameters: what is there when, and what it adds up to."""
+"""Replicas that share gradients, or gradients and parameters: what is there when, and what it adds
+up to.
+"""
 
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_merak.config import OptimizerConfig
 from megatron_merak.optimizer.adamw import AdamW
-from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer, Sharding
+from megatron_merak.parallel.buffers import BufferEntry, ParameterBuffer, ShardedState
 from megatron_merak.parallel.pieces import Pieces
 from megatron_merak.pipeline_parallel.ops import Kind
 from megatron_merak.runtime.shards import ShardGatherer
@@ -18,7 +20,11 @@ from tests.ranks import run_ranks
 
 CONFIG = OptimizerConfig(lr=1e-2, clip_grad=1.0)
 UNITS, MICRO_BATCHES, STEPS = 5, 3, 2
-READS = {0: ["table", "tied"]} | {k: [f"{k}.weight", f"{k}.bias"] for k in range(1, 4)} | {4: ["gate", "tied"]}
+READS = (
+    {0: ["table", "tied"]}
+    | {k: [f"{k}.weight", f"{k}.bias"] for k in range(1, 4)}
+    | {4: ["gate", "tied"]}
+)
 
 
 def summary(visits):
@@ -37,7 +43,9 @@ def test_a_pass_visits_units_in_the_order_in_which_it_computes():
 
 @pytest.mark.parametrize("paged", [True, False])
 def test_views_of_a_piece_outlive_its_memory(paged):
-    pieces = Pieces([(0, 6), (6, 10)], {"a": (1, 5, (2, 2)), "b": (6, 9, (3,))}, torch.float32, "cpu", paged)
+    pieces = Pieces(
+        [(0, 6), (6, 10)], {"a": (1, 5, (2, 2)), "b": (6, 9, (3,))}, torch.float32, "cpu", paged
+    )
     assert not pieces.allocated(0) and not pieces.allocated(1) and pieces.named["a"].shape == (2, 2)
     for value in (1.0, 2.0):
         pieces.allocate(0)
@@ -50,9 +58,13 @@ def test_views_of_a_piece_outlive_its_memory(paged):
 
 
 def resident(paged):
-    """MiB that a process has beside what it had before: with 3 of 6 pieces of 16 MiB filled, with 1, with none."""
+    """MiB that a process has beside what it had before: with 3 of 6 pieces of 16 MiB filled, with
+    1, with none.
+    """
     count = 4 << 20
-    pieces = Pieces([(k * count, (k + 1) * count) for k in range(6)], {}, torch.float32, "cpu", paged)
+    pieces = Pieces(
+        [(k * count, (k + 1) * count) for k in range(6)], {}, torch.float32, "cpu", paged
+    )
     before, found = memory(), []
     for number in range(3):
         pieces.allocate(number)
@@ -80,12 +92,16 @@ def test_released_pieces_are_given_back():
 
 def entries():
     shapes = {"table": (70, 9), "tied": (33, 7), "gate": (5,)}
-    shapes |= {f"{k}.weight": (40, 30) for k in range(1, 4)} | {f"{k}.bias": (30,) for k in range(1, 4)}
+    shapes |= {f"{k}.weight": (40, 30) for k in range(1, 4)} | {
+        f"{k}.bias": (30,) for k in range(1, 4)
+    }
     seen, found = set(), []
     for unit in range(UNITS):
         names = [name for name in READS[unit] if name not in seen]
         seen |= {*names}
-        found.append([BufferEntry(n, shapes[n], int(len(shapes[n]) < 2), fp32=n == "gate") for n in names])
+        found.append(
+            [BufferEntry(n, shapes[n], int(len(shapes[n]) < 2), fp32=n == "gate") for n in names]
+        )
     return found
 
 
@@ -114,7 +130,9 @@ def pass_over(shards, buffer, kind, skipped, work, last=False):
 
 
 def divided(rank, world_size, instances):
-    """The ranks that share, and those that own the same shards; as many, and which of them this one is."""
+    """The ranks that share, and those that own the same shards; as many, and which of them this one
+    is.
+    """
     if instances == 1:
         return dist.group.WORLD, None, world_size, rank
     size = world_size // instances
@@ -125,7 +143,7 @@ def divided(rank, world_size, instances):
 
 def trained(rank, world_size, dtype, sharding, overlap, in_bf16=False, instances=1):
     group, across, *place = divided(rank, world_size, instances)
-    buffer = ParameterBuffer(entries(), dtype, "cpu", None, *place, Sharding(sharding))
+    buffer = ParameterBuffer(entries(), dtype, "cpu", None, *place, ShardedState(sharding))
     for buckets in buffer.filling():
         for name in (name for bucket in buckets for name in bucket.names):
             buffer.parameter(name).copy_(whole(buffer.slots[name].shape, len(name) + ord(name[0])))
@@ -151,7 +169,11 @@ def trained(rank, world_size, dtype, sharding, overlap, in_bf16=False, instances
             read = {}
             skipped = 2 if rank == 0 and microbatch == 1 else None
             seen = pass_over(
-                shards, buffer, Kind.F, skipped, lambda n, r=read: r.update({n: buffer.parameter(n).clone()})
+                shards,
+                buffer,
+                Kind.F,
+                skipped,
+                lambda n, r=read: r.update({n: buffer.parameter(n).clone()}),
             )
             assert read.keys() >= buffer.slots.keys() - set(READS[2] if skipped else ())
 
@@ -163,7 +185,8 @@ def trained(rank, world_size, dtype, sharding, overlap, in_bf16=False, instances
             seen = [*map(max, seen, pass_over(shards, buffer, Kind.B, skipped, add, last))]
             assert last or not shards._sums, "shards are summed over instances once a step"
             most = [*map(max, most, seen)]
-        # But for what the last unit has added to, all of them are on their way when the backward ends.
+        # But for what the last unit has added to, all of them are on their way when the backward
+        # ends.
         assert instances == 1 or len(shards._sums) >= len(buffer.buckets) - 3
         shards.finish()
         norms.append(optimizer.step([(1e-2, 0.1), (1e-2, 0.0)]).grad_norm)
@@ -188,7 +211,9 @@ def expected(world_size, dtype):
                 for microbatch in range(MICRO_BATCHES):
                     times = sum(name in names for names in READS.values())
                     if not (rank == 0 and microbatch == 1 and name in READS[2]):
-                        buffer.grad(name).add_(gradient(name, slot.shape, step, microbatch, rank), alpha=times)
+                        buffer.grad(name).add_(
+                            gradient(name, slot.shape, step, microbatch, rank), alpha=times
+                        )
         norms.append(optimizer.step([(1e-2, 0.1), (1e-2, 0.0)]).grad_norm)
     return {name: buffer.parameter(name).clone() for name in buffer.slots}, norms
 
@@ -199,9 +224,13 @@ WAYS = [(2, 3, True, False), (3, 3, False, False), (3, 2, True, False), (2, 3, T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size, sharding, overlap, in_bf16", WAYS)
 def test_steps_are_those_of_a_rank_that_has_all(world_size, sharding, overlap, in_bf16, dtype):
-    """Gradients are integers, so sums are exact; a tied parameter is used twice, and one graph lacks a unit."""
+    """Gradients are integers, so sums are exact; a tied parameter is used twice, and one graph
+    lacks a unit.
+    """
     weights, norms = expected(world_size, dtype)
-    for found, told_norms, (data, grad), _ in run_ranks(trained, world_size, dtype, sharding, overlap, in_bf16):
+    for found, told_norms, (data, grad), _ in run_ranks(
+        trained, world_size, dtype, sharding, overlap, in_bf16
+    ):
         assert told_norms == pytest.approx(norms, rel=1e-12)
         for name, value in weights.items():
             assert torch.equal(found[name], value), name
@@ -209,7 +238,9 @@ def test_steps_are_those_of_a_rank_that_has_all(world_size, sharding, overlap, i
         assert 0 < data <= 4 if sharding == 3 else data == 0
 
 
-@pytest.mark.parametrize("dtype, sharding, in_bf16", [(torch.float32, 3, False), (torch.bfloat16, 2, True)])
+@pytest.mark.parametrize(
+    "dtype, sharding, in_bf16", [(torch.float32, 3, False), (torch.bfloat16, 2, True)]
+)
 def test_so_are_those_of_two_instances(dtype, sharding, in_bf16):
     weights, norms = expected(4, dtype)
     for found, told_norms, *_ in run_ranks(trained, 4, dtype, sharding, True, in_bf16, 2):

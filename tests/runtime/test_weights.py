@@ -12,7 +12,9 @@ def sink_of(*shapes, dtype=torch.float32):
 
 
 def integers(*shape, dtype=torch.float32):
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(sum(shape))).to(
+        dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,12 +43,18 @@ def test_what_must_be_done_now_does_not_wait():
     sink, (weight,) = sink_of((3, 2))
     sink.queue = queue = []
     sink.matmul(weight, integers(5, 3), integers(5, 2), now=True)
-    assert not queue and torch.equal(sink.grads[weight].total, 1 + integers(5, 3).t() @ integers(5, 2))
+    assert not queue and torch.equal(
+        sink.grads[weight].total, 1 + integers(5, 3).t() @ integers(5, 2)
+    )
 
 
 def test_rows_of_a_table_add_up_and_other_gradients_too():
     sink, (table, bias) = sink_of((4, 2), (3,), dtype=torch.bfloat16)
-    sink.rows(table, torch.tensor([2, 0, 2]), torch.tensor([[1.0, 2], [3, 4], [5, 6]], dtype=torch.bfloat16))
+    sink.rows(
+        table,
+        torch.tensor([2, 0, 2]),
+        torch.tensor([[1.0, 2], [3, 4], [5, 6]], dtype=torch.bfloat16),
+    )
     assert sink.grads[table].total.tolist() == [[4, 5], [1, 1], [7, 9], [1, 1]]
     sink.add(bias, torch.tensor([1.0, 2, 3], dtype=torch.bfloat16))
     assert sink.grads[bias].total.tolist() == [2, 3, 4]

@@ -1,4 +1,6 @@
-"""Sums of gradients that travel in bf16: what they are, to the bit, what is sent, and how far from fp32 that is."""
+"""Sums of gradients that travel in bf16: what they are, to the bit, what is sent, and how far from
+fp32 that is.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from megatron_merak.runtime.grads import GradientReducer
 from megatron_merak.runtime.wire import Wire
 from tests.ranks import run_ranks
 
-COUNT, BUCKETS = 12_000, 3  # elements of a bucket, which 2, 3 and 4 ranks divide; buckets of integers lack some
+# elements of a bucket, which 2, 3 and 4 ranks divide; buckets of integers lack some
+COUNT, BUCKETS = 12_000, 3
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -23,7 +26,9 @@ def gradients(rank, bucket, exact):
 
 
 def summed(rank, world_size, exact):
-    """Of several buckets under way at a time: all-reduced, and this rank's shard where ranks divide it."""
+    """Of several buckets under way at a time: all-reduced, and this rank's shard where ranks divide
+    it.
+    """
     wire = Wire(dist.group.WORLD, True)
     given = [gradients(rank, bucket, exact) for bucket in range(BUCKETS)]
     works = [wire.all_reduce(values) for values in given]
@@ -43,17 +48,22 @@ def summed(rank, world_size, exact):
 def test_integers_are_summed_exactly(world_size):
     for rank, (whole, shards) in enumerate(run_ranks(summed, world_size, True)):
         for bucket, values in enumerate(whole):
-            assert torch.equal(values, sum(gradients(other, bucket, True) for other in range(world_size)))
+            assert torch.equal(
+                values, sum(gradients(other, bucket, True) for other in range(world_size))
+            )
         for bucket, own in enumerate(shards):
             full = sum(gradients(other, 0, True) + bucket for other in range(world_size))
             assert torch.equal(own, full.chunk(world_size)[rank])
 
 
 def rounded(world_size, bucket, shift=0):
-    return torch.stack([(gradients(rank, bucket, False) + shift).bfloat16() for rank in range(world_size)])
+    return torch.stack(
+        [(gradients(rank, bucket, False) + shift).bfloat16() for rank in range(world_size)]
+    )
 
 
-# Relative error of the norm, of gradients that are independent on every rank: docs/data_parallel.md has these numbers.
+# Relative error of the norm, of gradients that are independent on every rank: docs/data_parallel.md
+# has these numbers.
 MEASURED = {2: (0.00166, 0.00245), 4: (0.00166, 0.00237)}
 
 
@@ -71,7 +81,9 @@ def test_every_gradient_is_rounded_once_and_the_whole_sum_once_more(world_size):
 
 
 def _check_error(found, world_size, bucket, rank, again):
-    """Element by element within 2^-8 of what was added up, and of the sum where it was rounded again; and the norm."""
+    """Element by element within 2^-8 of what was added up, and of the sum where it was rounded
+    again; and the norm.
+    """
     exact = torch.stack([gradients(other, bucket, False).double() for other in range(world_size)])
     if not again:
         exact = exact.chunk(world_size, 1)[rank]
@@ -100,7 +112,9 @@ def types_sent(rank, world_size):
     for in_bf16 in (False, True):
         for shards in (False, True):
             entries = [[BufferEntry(f"{unit}.weight", (64, 64), 0)] for unit in range(2)]
-            buffer = ParameterBuffer(entries, torch.float32, "cpu", 4096, *((world_size, rank) if shards else (1, 0)))
+            buffer = ParameterBuffer(
+                entries, torch.float32, "cpu", 4096, *((world_size, rank) if shards else (1, 0))
+            )
             reducer = GradientReducer(buffer, dist.group.WORLD, True, in_bf16=in_bf16)
             with Types() as types:
                 for name in reversed(buffer.slots):
@@ -112,4 +126,6 @@ def types_sent(rank, world_size):
 
 def test_nothing_but_bf16_is_sent():
     for told in run_ranks(types_sent, 2):
-        assert told == {(half, shards): {DTYPES[half]} for half in (False, True) for shards in (False, True)}
+        assert told == {
+            (half, shards): {DTYPES[half]} for half in (False, True) for shards in (False, True)
+        }

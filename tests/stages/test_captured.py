@@ -1,4 +1,6 @@
-"""Captured models on any layout: loss and every gradient are those of the unmodified model in one process."""
+"""Captured models on any layout: loss and every gradient are those of the unmodified model in one
+process.
+"""
 
 import weakref
 from dataclasses import replace
@@ -10,9 +12,8 @@ from megatron_merak.config import OptimizerConfig, ParallelConfig
 from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.stages.blueprint import make_blueprint
 from megatron_merak.stages.traced import Traced
-from tests.engines import engine_of, step
+from tests.engines import blueprint_of, engine_of, step
 from tests.graph.tiny import gradients, randomise, tiny
 from tests.parity.rig import spoil
 from tests.ranks import run_ranks
@@ -28,7 +29,9 @@ def trainer_of(model, batch, grid, rank, micro_batches, ways=None, seed=1234):
     parallel = ParallelConfig(**degrees, **(ways or {}))
     instances, others = (ways or {}).get(INSTANCES, 1), {"optimizer": OPTIMIZER, "seed": seed}
     mesh = build_mesh(grid, rank, torch.device("cpu"), instances=instances)
-    return engine_of(model, batch, mesh, microbatches=micro_batches // grid.dp, parallel=parallel, others=others)
+    return engine_of(
+        model, batch, mesh, microbatches=micro_batches // grid.dp, parallel=parallel, others=others
+    )
 
 
 def parts_of(trainer, flat=None):
@@ -106,36 +109,75 @@ FULL = {"recompute_granularity": "full"}
 SPLIT = {"pipeline_schedule": "zb-h1"}
 ZERO = {name: {"data_parallel_sharding_strategy": name} for name in SHARDINGS}
 TWO = {INSTANCES: 2}
+PARTS = {"sequence_parallel": True}
 CASES = [
     ("llama", Grid(), {}),
     ("llama", Grid(tp=2, pp=2), FULL),
     ("llama", Grid(pp=2), FULL | {"pipeline_schedule": "zb-v"}),
     ("t5", Grid(tp=2, pp=2), {"pipeline_schedule": "interleaved"}),
     ("mixtral", Grid(tp=2, pp=2), {"pipeline_schedule": "zb-h1", "tp_comm_overlap": "none"}),
-    pytest.param("recurrent_gemma", Grid(tp=2, pp=2), FULL | {"pipeline_schedule": "shifted"}, marks=pytest.mark.slow),
+    pytest.param(
+        "recurrent_gemma",
+        Grid(tp=2, pp=2),
+        FULL | {"pipeline_schedule": "shifted"},
+        marks=pytest.mark.slow,
+    ),
     ("bert", Grid(pp=3), {"pipeline_schedule": "auto"}),
     ("gpt2", Grid(tp=2, pp=1, dp=2), {"tp_comm_overlap": "pair"} | ZERO["optim"]),
-    pytest.param("t5", Grid(pp=2, dp=2), ZERO["optim_grads_params"] | SPLIT, marks=pytest.mark.slow),
+    pytest.param(
+        "t5", Grid(pp=2, dp=2), ZERO["optim_grads_params"] | SPLIT, marks=pytest.mark.slow
+    ),
     pytest.param("mixtral", Grid(tp=2, dp=2), ZERO["optim_grads_params"], marks=pytest.mark.slow),
-    pytest.param("gpt2", Grid(pp=2, dp=2), ZERO["optim"] | {"ddp_bucket_size": 3000}, marks=pytest.mark.slow),
+    pytest.param(
+        "gpt2", Grid(pp=2, dp=2), ZERO["optim"] | {"ddp_bucket_size": 3000}, marks=pytest.mark.slow
+    ),
     pytest.param("gpt2", Grid(pp=2, dp=2), FULL | ZERO["optim_grads"], marks=pytest.mark.slow),
-    pytest.param("llama", Grid(tp=2, pp=2, dp=2), ZERO["optim_grads_params"], marks=pytest.mark.slow),
+    pytest.param(
+        "llama", Grid(tp=2, pp=2, dp=2), ZERO["optim_grads_params"], marks=pytest.mark.slow
+    ),
     ("llama", Grid(dp=4), TWO | ZERO["optim_grads_params"]),
     ("gpt2", Grid(dp=4), TWO | ZERO["optim"] | {"ddp_bucket_size": 3000}),
     pytest.param("gpt2", Grid(tp=2, dp=4), TWO | ZERO["optim_grads"], marks=pytest.mark.slow),
-    pytest.param("t5", Grid(pp=2, dp=4), TWO | ZERO["optim_grads_params"] | SPLIT, marks=pytest.mark.slow),
-    pytest.param("mixtral", Grid(tp=2, dp=4), TWO | ZERO["optim_grads_params"], marks=pytest.mark.slow),
+    pytest.param(
+        "t5", Grid(pp=2, dp=4), TWO | ZERO["optim_grads_params"] | SPLIT, marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "mixtral", Grid(tp=2, dp=4), TWO | ZERO["optim_grads_params"], marks=pytest.mark.slow
+    ),
     pytest.param("t5", Grid(dp=4), TWO | ZERO["optim"], marks=pytest.mark.slow),
     (
         "gpt2",
         Grid(pp=2),
-        {"pipeline_schedule": "early-recompute"} | FULL | {"recompute_method": "block", "recompute_num_layers": 1},
+        {"pipeline_schedule": "early-recompute"}
+        | FULL
+        | {"recompute_method": "block", "recompute_num_layers": 1},
+    ),
+    ("llama", Grid(tp=2, pp=2), PARTS | FULL),
+    ("gpt2", Grid(tp=2, dp=2), PARTS | ZERO["optim_grads_params"]),
+    ("mixtral", Grid(tp=2, pp=2), PARTS | SPLIT),
+    ("t5", Grid(tp=2, pp=2), PARTS | {"pipeline_schedule": "interleaved"}),
+    pytest.param(
+        "gemma2",
+        Grid(tp=2, pp=2),
+        PARTS | {"tp_comm_overlap": "pair"} | FULL,
+        marks=pytest.mark.slow,
+    ),
+    pytest.param("qwen3", Grid(tp=2, dp=2), PARTS | ZERO["optim"], marks=pytest.mark.slow),
+    pytest.param("bert", Grid(tp=4), PARTS | {"tp_comm_overlap": "none"}, marks=pytest.mark.slow),
+    pytest.param(
+        "llama", Grid(tp=2, pp=2, dp=2), PARTS | ZERO["optim_grads"] | FULL, marks=pytest.mark.slow
     ),
 ]
 
 
 def told(value):
-    return "-".join(map(str, value.values())) if isinstance(value, dict) else value if isinstance(value, str) else None
+    return (
+        "-".join(map(str, value.values()))
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, str)
+        else None
+    )
 
 
 @pytest.mark.timeout(300)
@@ -143,7 +185,8 @@ def told(value):
 def test_a_layout_computes_what_the_model_computes(name, grid, ways):
     loss, grads, curve = eager(name)
     ranks = run_ranks(_train, grid.size, name, grid, ways, {}, timeout=200)
-    # A key bias has no gradient but rounding: below this scale a difference is compared with the model's largest one.
+    # A key bias has no gradient but rounding: below this scale a difference is compared with the
+    # model's largest one.
     floor = 1e-4 * max(grad.abs().max().item() for grad in grads.values())
     seen = set()
     for found, shards, steps, _ in ranks:
@@ -173,7 +216,9 @@ def test_dropout_draws_the_same_masks_on_every_pipeline_layout_and_again_in_reco
 
 
 def _halves(rank, world_size, name, grid, ways):
-    """Micro-batches of three samples with unequal numbers of targets; losses are shares of the step's."""
+    """Micro-batches of three samples with unequal numbers of targets; losses are shares of the
+    step's.
+    """
     torch.set_num_threads(1)
     real, _, _ = tiny(name)
     model = randomise(real())
@@ -195,14 +240,23 @@ def _halves(rank, world_size, name, grid, ways):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "schedule"), [("llama", "1f1b"), ("mixtral", "zb-h1")])
+@pytest.mark.parametrize(
+    ("name", "schedule", "parts"),
+    [("llama", "1f1b", False), ("mixtral", "zb-h1", False), ("llama", "1f1b", True)],
+)
 @pytest.mark.long
-def test_halves_of_a_micro_batch_compute_what_the_whole_computes(name, schedule):
+def test_halves_of_a_micro_batch_compute_what_the_whole_computes(name, schedule, parts):
     loss, grads = _halves(0, 1, name, None, {})
-    ways = FULL | {"tp_comm_overlap": "sub-pipeline", "pipeline_schedule": schedule}
+    ways = FULL | {
+        "tp_comm_overlap": "sub-pipeline",
+        "pipeline_schedule": schedule,
+        "sequence_parallel": parts,
+    }
     for found, shards, made in run_ranks(_halves, 4, name, Grid(tp=2, pp=2), ways, timeout=200):
         assert found == pytest.approx(loss, abs=1e-5)
-        assert made == [3], "one program for two samples, one for one, and the whole that they were compared with"
+        assert made == [3], (
+            "one program for two samples, one for one, and the whole that they were compared with"
+        )
         for shard in shards:
             expected = part(grads[shard.name], shard)
             limit = 1e-4 * max(grads[shard.name].abs().max().item(), 1e-4)
@@ -250,8 +304,8 @@ def test_initial_weights_do_not_depend_on_the_layout():
 def test_a_weight_that_does_not_divide_is_told():
     _, empty, batch = tiny("llama")
     traced = Traced(empty(), batch)
-    assert make_blueprint(traced, Grid()).replicated_weights() == ()
-    told = make_blueprint(traced, Grid(tp=3)).replicated_weights()
+    assert blueprint_of(traced, Grid()).replicated_weights() == ()
+    told = blueprint_of(traced, Grid(tp=3)).replicated_weights()
     reason = "its 32 output features are not divisible by 3"
     assert told[0] == f"model.layers.*.self_attn.q_proj.weight is replicated: {reason}."
     assert len(told) == 4  # q, k, v, o: the feed-forward width is padded
@@ -266,7 +320,9 @@ def test_what_an_evaluation_handed_out_is_not_held():
 
 
 def test_a_mask_that_masks_nothing_is_left_out():
-    """Collators always send one; a micro-batch whose mask masks something runs a program of its own."""
+    """Collators always send one; a micro-batch whose mask masks something runs a program of its
+    own.
+    """
     real, _, batch = tiny("llama")
     model = randomise(real())
     whole = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
@@ -274,11 +330,16 @@ def test_a_mask_that_masks_nothing_is_left_out():
     short["attention_mask"][1, 10:], short["labels"][1, 10:] = 0, -100
     trainer = trainer_of(model, whole, Grid(), 0, 2)
     loss = trainer.gradients([whole, short])
-    assert trainer.blueprint.fused["causal attention"] == 2 and trainer.blueprint.fused["attention"] == 2
+    assert (
+        trainer.blueprint.fused["causal attention"] == 2
+        and trainer.blueprint.fused["attention"] == 2
+    )
     (first, grads), (second, more) = gradients(model, whole), gradients(model, short)
     assert loss == pytest.approx((first + second).item() / 2, abs=1e-6)
     for shard in trainer.shards(trainer.buffer.main_grad):
-        torch.testing.assert_close(shard.tensor, (grads[shard.name] + more[shard.name]) / 2, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            shard.tensor, (grads[shard.name] + more[shard.name]) / 2, rtol=1e-4, atol=1e-6
+        )
 
 
 def test_a_mask_that_the_model_would_else_make_from_the_ids_stays():

@@ -14,7 +14,11 @@ GPU = World(0, 1, torch.device("cuda", 0))
 
 @pytest.mark.parametrize(
     ("name", "profile"),
-    [("NVIDIA H200", "dgx-h200"), ("NVIDIA H100 80GB HBM3", "dgx-h100"), ("NVIDIA A100-SXM4-80GB", "dgx-a100")],
+    [
+        ("NVIDIA H200", "dgx-h200"),
+        ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
+    ],
 )
 def test_a_gpu_is_planned_by_its_name(monkeypatch, name, profile):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
@@ -29,7 +33,11 @@ def test_an_unknown_gpu_is_planned_as_another_and_told(monkeypatch):
 
 
 def test_an_emulated_cluster_is_planned_for_itself():
-    own = replace(CLUSTERS["dgx-a100"], device=replace(DEVICES["A100"], name="mine", memory_bandwidth=1e9), name="own")
+    own = replace(
+        CLUSTERS["dgx-a100"],
+        device=replace(DEVICES["A100"], name="mine", memory_bandwidth=1e9),
+        name="own",
+    )
     world = World(0, 1, torch.device("cpu"), own)
     assert cluster_of(world) is own and peak_device(world) is own.device and stand_in(world) == ""
     assert cluster_of(World(0, 1, torch.device("cpu"))) is CLUSTERS["cpu"]
@@ -41,7 +49,9 @@ def test_a_trainer_on_a_gpu_plans_for_it(monkeypatch, tmp_path):
     from megatron_merak.hf_trainer.engine import wishes
     from tests.hf_trainer.stand_in import tiny_llama
 
-    trainer = MerakTrainer(tiny_llama(), MerakArguments(str(tmp_path), report_to="none", use_cpu=True))
+    trainer = MerakTrainer(
+        tiny_llama(), MerakArguments(str(tmp_path), report_to="none", use_cpu=True)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setitem(vars(trainer.args), "world", GPU)
-    assert wishes(trainer.args)["plan"]["cluster"].device is DEVICES["H200"]
+    assert wishes(trainer.args)["cluster"].device is DEVICES["H200"]

@@ -1,4 +1,6 @@
-"""Captured models in fp16: the arithmetic of plain PyTorch with a loss scale, under every layout."""
+"""Captured models in fp16: the arithmetic of plain PyTorch with a loss scale, under every
+layout.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from megatron_merak.config import OptimizerConfig, ParallelConfig
 from megatron_merak.optimizer.loss_scale import LossScaler
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.stages.proofs import difference
+from megatron_merak.stages.trials import difference
 from tests.engines import engine_of, step
 from tests.graph.tiny import randomise, tiny
 from tests.ranks import run_ranks
@@ -34,15 +36,19 @@ class Small(nn.Module):
 
 
 def token_batches(count):
-    """No token twice: gradients of its row would be added up in fp16 by PyTorch, and in fp32 here."""
+    """No token twice: gradients of its row would be added up in fp16 by PyTorch, and in
+    fp32 here.
+    """
     generator = torch.Generator().manual_seed(4)
-    drawn = [[torch.randperm(32, generator=generator).view(4, 8) for _ in "ab"] for _ in range(count)]
+    drawn = [
+        [torch.randperm(32, generator=generator).view(4, 8) for _ in "ab"] for _ in range(count)
+    ]
     return [{"input_ids": ids, "labels": labels} for ids, labels in drawn]
 
 
 def by_hand(batches, scaler, steps):
-    """fp16 weights, fp32 masters and sums of gradients, torch's AdamW: loss, norm and scale of every step, the masters
-    behind it, and the gradient of the last one."""
+    """fp16 weights, fp32 masters and sums of gradients, torch's AdamW: loss, norm and scale of
+    every step, the masters behind it, and the gradient of the last one."""
     held, told = Small().half(), []
     masters = {name: nn.Parameter(p.detach().float()) for name, p in held.named_parameters()}
     groups = [
@@ -69,7 +75,14 @@ def by_hand(batches, scaler, steps):
                 for name, parameter in held.named_parameters():
                     parameter.copy_(masters[name])
         loss = (torch.stack(losses).sum() / len(batches)).item()
-        told.append((loss, overflowed, scaler.scale, {name: p.detach().clone() for name, p in masters.items()}))
+        told.append(
+            (
+                loss,
+                overflowed,
+                scaler.scale,
+                {name: p.detach().clone() for name, p in masters.items()},
+            )
+        )
     return told, grads
 
 
@@ -81,16 +94,26 @@ def test_one_process_is_plain_pytorch_to_the_bit():
     batches, steps = token_batches(4), 16
     others = {"optimizer": OptimizerConfig(clip_grad=0.0), "scaler": scaler()}
     mesh = build_mesh(Grid(), 0, CPU)
-    engine = engine_of(Small().half().float(), batches[0], mesh, dtype="float16", microbatches=4, others=others)
+    engine = engine_of(
+        Small().half().float(), batches[0], mesh, dtype="float16", microbatches=4, others=others
+    )
     told, grads = by_hand(batches, scaler(), steps)
-    assert sum(overflowed for _, overflowed, _, _ in told) > 3 and len({scale for _, _, scale, _ in told[6:]}) > 1
+    assert (
+        sum(overflowed for _, overflowed, _, _ in told) > 3
+        and len({scale for _, _, scale, _ in told[6:]}) > 1
+    )
     for number, (loss, overflowed, scale, masters) in enumerate(told):
         result = step(engine, batches, RATE, DECAY)
         expected = (pytest.approx(loss, rel=1e-6), overflowed, scale)
         assert (result.loss, result.skipped, result.loss_scale) == expected, number
         for name, master in masters.items():
-            assert torch.equal(engine.buffer.view(engine.optimizer.master, name), master), (number, name)
-    assert engine.iteration == steps and engine.optimizer.steps == sum(not overflowed for _, overflowed, _, _ in told)
+            assert torch.equal(engine.buffer.view(engine.optimizer.master, name), master), (
+                number,
+                name,
+            )
+    assert engine.iteration == steps and engine.optimizer.steps == sum(
+        not overflowed for _, overflowed, _, _ in told
+    )
     engine.optimizer.unscale()
     assert all(torch.equal(engine.buffer.grad(name), grad) for name, grad in grads.items())
 
@@ -113,7 +136,9 @@ def _train(rank, world_size, name, grid, ways, options):
     reports = [step(engine, mine, RATE, DECAY) for _ in range(2)]
     assert all(report.skipped for report in reports) and engine.optimizer.scaler.scale == 2.0**39
     engine.parameters.gatherer.finish()
-    assert torch.equal(engine.buffer.data, before[0]) and torch.equal(engine.optimizer.master, before[1])
+    assert torch.equal(engine.buffer.data, before[0]) and torch.equal(
+        engine.optimizer.master, before[1]
+    )
     engine.optimizer.scaler.load(None)
     loss = engine.gradients(mine)
     gatherer = engine.parameters.gatherer
@@ -158,7 +183,9 @@ def test_layouts_compute_what_the_fp16_model_computes(name, grid, ways, options)
         assert found == pytest.approx(loss, abs=5e-3) and curve[0] == found and curve[-1] < curve[0]
         for shard in grads:
             wanted = part(expected[shard.name], shard)
-            torch.testing.assert_close(shard.tensor, wanted, rtol=2e-2, atol=4e-3 * scale, msg=shard.name)
+            torch.testing.assert_close(
+                shard.tensor, wanted, rtol=2e-2, atol=4e-3 * scale, msg=shard.name
+            )
 
 
 def test_a_pipeline_equals_one_process():
@@ -170,7 +197,7 @@ def test_a_pipeline_equals_one_process():
         assert all(torch.equal(shard.tensor, full[shard.name]) for shard in grads)
 
 
-def test_a_proof_finds_a_scale_of_its_own_and_leaves_the_runs():
+def test_a_trial_finds_a_scale_of_its_own_and_leaves_the_runs():
     engine = _engine("llama", Grid(), 0, {}, {})
     moving = engine.optimizer.scaler
     moving.scale, moving.grown = 2.0**40, 2
@@ -194,4 +221,6 @@ def test_the_scale_is_saved_with_the_training_state(tmp_path):
     )
     ours, theirs = (step(each, micro_batches("llama"), RATE, DECAY) for each in (engine, other))
     assert ours == theirs and other.optimizer.scaler.scale == 2.0**13
-    assert all(map(torch.equal, engine.optimizer.state().values(), other.optimizer.state().values()))
+    assert all(
+        map(torch.equal, engine.optimizer.state().values(), other.optimizer.state().values())
+    )

@@ -1,4 +1,6 @@
-"""Training models that decide by values of the batch: each micro-batch runs the program of its case."""
+"""Training models that decide by values of the batch: each micro-batch runs the program of its
+case.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,14 @@ import torch
 from megatron_merak.errors import PlanError, TraceError
 from megatron_merak.plan import Grid
 from megatron_merak.stages import blueprint
-from tests.graph.test_values import MASKS, Deciding, copied, deciding_batch, longformer, longformer_batch
+from tests.graph.test_values import (
+    MASKS,
+    Deciding,
+    copied,
+    deciding_batch,
+    longformer,
+    longformer_batch,
+)
 from tests.graph.tiny import gradients, randomise
 from tests.ranks import run_ranks
 from tests.stages.test_captured import part, parts_of, trainer_of
@@ -16,8 +25,12 @@ pytestmark = pytest.mark.long
 
 def cases(name):
     if name == "longformer":
-        return randomise(longformer()), [longformer_batch(count, i) for i, count in enumerate((1, 0, 2, 0, 1))]
-    return randomise(Deciding()), [deciding_batch(mask, i) for i, mask in enumerate((*MASKS, MASKS[0]))]
+        return randomise(longformer()), [
+            longformer_batch(count, i) for i, count in enumerate((1, 0, 2, 0, 1))
+        ]
+    return randomise(Deciding()), [
+        deciding_batch(mask, i) for i, mask in enumerate((*MASKS, MASKS[0]))
+    ]
 
 
 def _train(rank, world_size, name, grid):
@@ -25,7 +38,11 @@ def _train(rank, world_size, name, grid):
     model, batches = cases(name)
     trainer = trainer_of(model, batches[0], grid, rank, len(batches))
     loss = trainer.gradients([*map(copied, batches)])
-    made = [len(cases) for programs in trainer.programs.values() for cases in programs._programs.values()]
+    made = [
+        len(cases)
+        for programs in trainer.programs.values()
+        for cases in programs._programs.values()
+    ]
     grads = parts_of(trainer, trainer.buffer.main_grad)
     evaluated = trainer.evaluate([*map(copied, batches[:2])])
     return loss, grads, made, [found["loss"].item() for found in evaluated or ()]
@@ -34,7 +51,10 @@ def _train(rank, world_size, name, grid):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "grid", "programs"),
-    [pytest.param("longformer", Grid(pp=2), 3, marks=pytest.mark.slow), ("deciding", Grid(tp=2, pp=2), 4)],
+    [
+        pytest.param("longformer", Grid(pp=2), 3, marks=pytest.mark.slow),
+        ("deciding", Grid(tp=2, pp=2), 4),
+    ],
 )
 def test_every_case_has_its_program(name, grid, programs):
     model, batches = cases(name)
@@ -45,7 +65,9 @@ def test_every_case_has_its_program(name, grid, programs):
     for loss, shards, made, evaluated in run_ranks(_train, grid.size, name, grid, timeout=200):
         assert loss == pytest.approx(sum(x.item() for x in losses) / len(batches), rel=1e-5)
         assert made == [programs]
-        assert evaluated == pytest.approx([x.item() for x in losses[:2]] if evaluated else [], rel=1e-5)
+        assert evaluated == pytest.approx(
+            [x.item() for x in losses[:2]] if evaluated else [], rel=1e-5
+        )
         for shard in shards:
             expected = part(grads[shard.name], shard)
             scale = max(grads[shard.name].abs().max().item(), 1e-4)

@@ -1,4 +1,6 @@
-"""Initial weights drawn one by one against transformers' own: equal constants, equal distributions, any order."""
+"""Initial weights drawn one by one against transformers' own: equal constants, equal distributions,
+any order.
+"""
 
 from collections.abc import Callable
 
@@ -26,11 +28,18 @@ CONFIGS = {
         "GPT2LMHeadModel",
         {"n_embd": 32, "n_layer": 8, "n_head": 4, "vocab_size": 96},
     ),  # scaled by a parent, ties
-    "bert": ("BertForMaskedLM", SIZES),  # a bias that is shared, not tied in the module that would draw it
+    # a bias that is shared, not tied in the module that would draw it
+    "bert": ("BertForMaskedLM", SIZES),
     "fnet": ("FNetForMaskedLM", SIZES),
-    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_ff": 64, "num_layers": 2, "vocab_size": 96}),  # by sizes
-    "mamba": ("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 96}),  # A_log, dt bias
-    "vit": ("ViTForImageClassification", {**SIZES, "image_size": 32, "patch_size": 8}),  # truncated normal
+    # by sizes
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"d_model": 32, "d_ff": 64, "num_layers": 2, "vocab_size": 96},
+    ),
+    # A_log, dt bias
+    "mamba": ("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 96}),
+    # truncated normal
+    "vit": ("ViTForImageClassification", {**SIZES, "image_size": 32, "patch_size": 8}),
     "apertus": ("ApertusForCausalLM", SIZES),  # values that only a constructor gives
     "wav2vec2": (  # weight norm: a parametrised convolution
         "Wav2Vec2ForCTC",
@@ -46,8 +55,14 @@ CONFIGS = {
         "ModernBertForMaskedLM",
         {**SIZES, "global_attn_every_n_layers": 2},
     ),  # a tie that would be drawn twice
-    "imagegpt": ("ImageGPTForCausalImageModeling", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}),
-    "gpt_oss": ("GptOssForCausalLM", {**SIZES, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 8}),
+    "imagegpt": (
+        "ImageGPTForCausalImageModeling",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {**SIZES, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 8},
+    ),
 }
 
 
@@ -55,7 +70,9 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     import transformers
 
     kind, sizes = CONFIGS[name]
-    return getattr(transformers, kind)._from_config(transformers.CONFIG_MAPPING[name](**sizes), dtype=dtype)
+    return getattr(transformers, kind)._from_config(
+        transformers.CONFIG_MAPPING[name](**sizes), dtype=dtype
+    )
 
 
 def empty(name: str) -> nn.Module:
@@ -71,7 +88,9 @@ def test_the_model_own_distributions(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(24))
 def test_the_own_distributions_of_every_type(number):
-    """Every type that can be made from a tiny configuration; those of one number take about half a minute."""
+    """Every type that can be made from a tiny configuration; those of one number take about half a
+    minute.
+    """
     from ..zoo.configs import tiny_config
     from ..zoo.heads import heads
     from ..zoo.specimen import Specimen
@@ -81,8 +100,12 @@ def test_the_own_distributions_of_every_type(number):
         try:
             specimen = Specimen(heads()[model_type], tiny_config(model_type), "")
             with init_empty_weights():
-                size = sum(p.numel() for p in specimen.model_class._from_config(specimen.config).parameters())
-        except Exception:  # a configuration that the heuristics do not suit: the parity table lists these
+                size = sum(
+                    p.numel()
+                    for p in specimen.model_class._from_config(specimen.config).parameters()
+                )
+        # a configuration that the heuristics do not suit: the parity table lists these
+        except Exception:
             continue
         if size < 6_000_000:
             compare(lambda made=specimen: made.model_class._from_config(made.config))
@@ -91,7 +114,9 @@ def test_the_own_distributions_of_every_type(number):
 
 
 def compare(make: Callable[[], nn.Module]) -> None:
-    """Every parameter as drawn against what ``make`` gives: equal constants in equal places, equal distributions."""
+    """Every parameter as drawn against what ``make`` gives: equal constants in equal places, equal
+    distributions.
+    """
     theirs = []
     for seed in range(DRAWS):
         torch.manual_seed(seed)
@@ -108,20 +133,24 @@ def compare(make: Callable[[], nn.Module]) -> None:
 
 
 def check_alike(name: str, want: torch.Tensor, got: torch.Tensor) -> None:
-    """Mean, standard deviation and tail (the 99th percentile of what they are in size; extremes are too random) within
-    what samples of this size may differ by."""
+    """Mean, standard deviation and tail (the 99th percentile of what they are in size; extremes are
+    too random) within what samples of this size may differ by."""
     count = want.numel()
     if count < 8:
         return
     spread = float(want.std())
-    assert abs(float(got.std()) - spread) <= 8 * spread / count**0.5, f"{name}: {float(got.std())} for {spread}"
+    assert abs(float(got.std()) - spread) <= 8 * spread / count**0.5, (
+        f"{name}: {float(got.std())} for {spread}"
+    )
     assert abs(float(got.mean() - want.mean())) <= 8 * spread / count**0.5, name
     if count > 2000:
         tails = [float(values.abs().kthvalue(int(0.99 * count)).values) for values in (want, got)]
         assert abs(tails[1] - tails[0]) <= 16 * tails[0] / count**0.5, f"{name}: {tails}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.int64, torch.complex64], ids=str
+)
 def test_what_is_set_is_told_from_what_is_not(dtype):
     """By a sum, where that tells: infinities may cancel, and fp16 may overflow."""
     values = torch.full((70000,), 2, dtype=dtype)
@@ -142,7 +171,9 @@ def test_a_function_of_seed_and_name_only():
     for name in names[::-3]:
         assert torch.equal(draw_parameter(model, name, 3), first[name]), name
     one, two = "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight"
-    assert not torch.equal(first[one], first[two]) and not torch.equal(ours.draw(one, 4), first[one])
+    assert not torch.equal(first[one], first[two]) and not torch.equal(
+        ours.draw(one, 4), first[one]
+    )
     assert torch.equal(ours.draw("lm_head.weight", 3), first["transformer.wte.weight"])
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -158,19 +189,30 @@ def test_a_model_with_values_keeps_them():
     model = build("bert")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn = draw_parameter(model, "bert.encoder.layer.0.output.dense.weight", 0)
-    assert torch.equal(drawn, draw_parameter(empty("bert"), "bert.encoder.layer.0.output.dense.weight", 0))
+    assert torch.equal(
+        drawn, draw_parameter(empty("bert"), "bert.encoder.layer.0.output.dense.weight", 0)
+    )
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert not any(hasattr(held, "_is_hf_initialized") for held in (*model.parameters(), *model.buffers()))
+    assert not any(
+        hasattr(held, "_is_hf_initialized") for held in (*model.parameters(), *model.buffers())
+    )
 
 
 @pytest.mark.parametrize("small", [0, 1 << 16])
 def test_values_that_only_a_constructor_gives(small, monkeypatch):
     monkeypatch.setattr(initialise, "_SMALL", small)
     name = "model.layers.1.mlp.act_fn.alpha_p"
-    assert torch.equal(draw_parameter(empty("apertus"), name, 0), build("apertus").get_parameter(name).detach())
-    ours, names = Initialiser(empty("imagegpt")), [f"transformer.h.{layer}.attn.c_attn.weight" for layer in (0, 1)]
+    assert torch.equal(
+        draw_parameter(empty("apertus"), name, 0), build("apertus").get_parameter(name).detach()
+    )
+    ours, names = (
+        Initialiser(empty("imagegpt")),
+        [f"transformer.h.{layer}.attn.c_attn.weight" for layer in (0, 1)],
+    )
     one, two = (ours.draw(name, 1) for name in names)
-    assert torch.equal(draw_parameter(empty("imagegpt"), names[1], 1), two) and not torch.equal(one, two)
+    assert torch.equal(draw_parameter(empty("imagegpt"), names[1], 1), two) and not torch.equal(
+        one, two
+    )
     assert abs(float(one.std()) - 0.02) < 0.002 and not torch.equal(one, ours.draw(names[0], 2))
 
 
@@ -188,5 +230,7 @@ def test_plain_modules_reset_themselves_or_are_refused():
     for name in ("0.linear.weight", "0.linear.bias"):
         assert 0.5 * 8**-0.5 < float(ours.draw(name, 0).abs().max()) <= 8**-0.5
     assert ours.draw("1.weight", 0).shape == (8, 3, 3, 3) and bool(ours.draw("1.bias", 0).std() > 0)
-    with pytest.raises(ConfigError, match=r"0.scale: neither Scale nor .*outside init_empty_weights"):
+    with pytest.raises(
+        ConfigError, match=r"0.scale: neither Scale nor .*outside init_empty_weights"
+    ):
         ours.draw("0.scale", 0)

@@ -18,14 +18,20 @@ from megatron_merak.tensor_parallel.layout import Init, ParameterLayout, Piece
 from tests.models.families import FAMILIES
 from tests.ranks import run_ranks
 
-EMBEDDING = Piece(TensorSharding("model.embed_tokens.weight", (1000, 64), 0, padded=1024), Init("normal", 0.02))
+EMBEDDING = Piece(
+    TensorSharding("model.embed_tokens.weight", (1000, 64), 0, padded=1024), Init("normal", 0.02)
+)
 
 
 def test_values_never_change():
     """A changed value would give every run with this seed other weights."""
     full = draw(EMBEDDING, 1234)
-    frozen = torch.tensor([[-0.01386213, -0.00774295, -0.01104093], [0.01566094, -0.05030913, 0.02601373]])
-    torch.testing.assert_close(torch.stack((full[0, :3], full[999, 61:])), frozen, rtol=1e-6, atol=0)
+    frozen = torch.tensor(
+        [[-0.01386213, -0.00774295, -0.01104093], [0.01566094, -0.05030913, 0.02601373]]
+    )
+    torch.testing.assert_close(
+        torch.stack((full[0, :3], full[999, 61:])), frozen, rtol=1e-6, atol=0
+    )
 
 
 def test_values_depend_on_seed_and_name():
@@ -40,7 +46,9 @@ def test_values_depend_on_seed_and_name():
 
 @pytest.mark.parametrize(("kind", "value"), [("ones", 1), ("zeros", 0)])
 def test_constants(kind, value):
-    assert torch.equal(draw(replace(EMBEDDING, init=Init(kind)), 5), torch.full((1000, 64), float(value)))
+    assert torch.equal(
+        draw(replace(EMBEDDING, init=Init(kind)), 5), torch.full((1000, 64), float(value))
+    )
 
 
 @pytest.mark.parametrize("tp", [2, 4, 16])
@@ -57,8 +65,13 @@ def test_ranks_hold_slices_of_one_tensor_and_zeros_for_padding(tp):
 
 
 def test_tensors_drawn_side_by_side_are_those_drawn_in_turn():
-    """Threads draw while others do, each from a generator of its own; their number is bounded by memory too."""
-    pieces = [replace(EMBEDDING, sharding=replace(EMBEDDING.sharding, name=f"layer.{i}")) for i in range(12)]
+    """Threads draw while others do, each from a generator of its own; their number is bounded by
+    memory too.
+    """
+    pieces = [
+        replace(EMBEDDING, sharding=replace(EMBEDDING.sharding, name=f"layer.{i}"))
+        for i in range(12)
+    ]
     found = [torch.zeros(512, 64, dtype=torch.bfloat16) for _ in pieces]
     barrier, threads = threading.Barrier(4), set()
 
@@ -72,7 +85,10 @@ def test_tensors_drawn_side_by_side_are_those_drawn_in_turn():
     assert len(threads) == 4
     for piece, view in zip(pieces, found, strict=True):
         assert torch.equal(view, draw(piece, 5)[:512].to(torch.bfloat16))
-    with mock.patch.object(materialize, "_MEMORY", 1), mock.patch.object(materialize, "ThreadPoolExecutor", None):
+    with (
+        mock.patch.object(materialize, "_MEMORY", 1),
+        mock.patch.object(materialize, "ThreadPoolExecutor", None),
+    ):
         initialise_all([(pieces[0], found[1])], 5, 0, 2, workers=4)
     assert torch.equal(found[0], found[1])
 
@@ -95,7 +111,11 @@ def owned(name, rank, world_size, tp, pp, bf16=False):
     config = config_of(name, tp, pp, bf16)
     made = plan(config, world_size)
     model = NativeModel(config, made, build_mesh(made.grid, rank, torch.device("cpu")))
-    return [(s.name, s.shape, s.dim, s.intervals, s.tensor.clone()) for s in model.shards(model.buffer.data) if s.owner]
+    return [
+        (s.name, s.shape, s.dim, s.intervals, s.tensor.clone())
+        for s in model.shards(model.buffer.data)
+        if s.owner
+    ]
 
 
 def assemble(results):
@@ -105,7 +125,9 @@ def assemble(results):
         target = full.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
         count, at = owners.setdefault(name, torch.zeros(shape)), 0
         for start, stop in intervals or [(0, shape[0])]:
-            target.narrow(dim or 0, start, stop - start).copy_(tensor.narrow(dim or 0, at, stop - start))
+            target.narrow(dim or 0, start, stop - start).copy_(
+                tensor.narrow(dim or 0, at, stop - start)
+            )
             count.narrow(dim or 0, start, stop - start).add_(1)
             at += stop - start
     assert all((count == 1).all() for count in owners.values()), "a part has no owner, or two"
@@ -117,15 +139,25 @@ LAYOUTS = [(2, 1), (1, 2), (2, 2), (1, 1), (1, 4)]
 
 def layouts(rank, world_size):
     """Every layout of four ranks, data parallelism filling up, in one launch."""
-    return {(name, *degrees): owned(name, rank, world_size, *degrees) for name in FAMILIES for degrees in LAYOUTS}
+    return {
+        (name, *degrees): owned(name, rank, world_size, *degrees)
+        for name in FAMILIES
+        for degrees in LAYOUTS
+    }
 
 
 def test_full_weights_do_not_depend_on_the_layout():
     results = run_ranks(layouts, 4)
     for name, config in FAMILIES.items():
         expected = assemble([owned(name, 0, 1, 1, 1)])
-        norms = [tensor for key, tensor in expected.items() if tensor.dim() == 1 and key.endswith(".weight")]
-        assert len(norms) >= 2 * config.num_layers + 1 and all((tensor == 1).all() for tensor in norms)
+        norms = [
+            tensor
+            for key, tensor in expected.items()
+            if tensor.dim() == 1 and key.endswith(".weight")
+        ]
+        assert len(norms) >= 2 * config.num_layers + 1 and all(
+            (tensor == 1).all() for tensor in norms
+        )
         for degrees in LAYOUTS:
             full = assemble([result[name, *degrees] for result in results])
             assert full.keys() == expected.keys()
@@ -140,5 +172,8 @@ def test_bf16_weights_are_the_rounded_ones():
 
 def test_output_projections_are_scaled_by_depth():
     weights = assemble([owned("gpt2", 0, 1, 1, 1)])
-    ratio = weights["transformer.h.0.attn.c_proj.weight"].std() / weights["transformer.h.0.attn.c_attn.weight"].std()
+    ratio = (
+        weights["transformer.h.0.attn.c_proj.weight"].std()
+        / weights["transformer.h.0.attn.c_attn.weight"].std()
+    )
     assert ratio.item() == pytest.approx((2 * FAMILIES["gpt2"].num_layers) ** -0.5, rel=0.1)

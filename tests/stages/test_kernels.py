@@ -1,4 +1,6 @@
-"""A GPU without compiled kernels is an error, unless that is asked for; and no GPU test that skips counts as passed."""
+"""A GPU without compiled kernels is an error, unless that is asked for; and no GPU test that skips
+counts as passed.
+"""
 
 import subprocess
 import sys
@@ -28,7 +30,9 @@ def missing(monkeypatch):
 
 def test_a_gpu_without_kernels_is_refused_unless_that_is_asked_for(missing, monkeypatch):
     check_kernels(torch.device("cpu"))
-    with pytest.raises(LaunchError, match=r"compiled kernels \(for cuda:0\): megatron_merak/_ops_cuda is not built"):
+    with pytest.raises(
+        LaunchError, match=r"compiled kernels \(for cuda:0\): megatron_merak/_ops_cuda is not built"
+    ):
         check_kernels(GPU)
     monkeypatch.setenv("MERAK_EXT", "0")
     check_kernels(GPU)
@@ -63,6 +67,16 @@ def test_both_trainers_ask(build, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here they run")
 def test_a_skipped_gpu_test_fails_where_none_may_skip():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_mailbox_gpu.py"]
-    done = subprocess.run([*command, "--no-skip"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/gpu/test_mailbox_gpu.py",
+    ]
+    done = subprocess.run(
+        [*command, "--no-skip"], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 1 and "was skipped" in done.stdout, done.stdout + done.stderr

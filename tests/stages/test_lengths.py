@@ -1,4 +1,6 @@
-"""Lengths that are made from two captured ones: bit for bit a fresh capture's, and captured where it would differ."""
+"""Lengths that are made from two captured ones: bit for bit a fresh capture's, and captured where
+it would differ.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ import transformers as hf
 from megatron_merak.graph.lowering.lengths import any_length
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
-from megatron_merak.stages.blueprint import Role
+from megatron_merak.stages.blueprint import ProgramRole
 from tests.engines import engine_of
 from tests.ranks import run_ranks
 
@@ -17,7 +19,14 @@ SMALL = {
 }
 BERT = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
 GPT2 = {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64, "vocab_size": 64}
-MAMBA2 = {"vocab_size": 64, "hidden_size": 16, "num_heads": 4, "head_dim": 8, "num_hidden_layers": 1, "chunk_size": 8}
+MAMBA2 = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "head_dim": 8,
+    "num_hidden_layers": 1,
+    "chunk_size": 8,
+}
 T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)),
@@ -33,9 +42,15 @@ MODELS = {
 def batch(length, packed=False, rows=2, mask=False):
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(1, 64, (1 if packed else rows, length), generator=draw)
-    made = {"input_ids": ids, "labels": ids.clone(), "num_items_in_batch": torch.tensor(float(ids.numel()))}
+    made = {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "num_items_in_batch": torch.tensor(float(ids.numel())),
+    }
     if mask:
-        made["attention_mask"] = (torch.arange(length) < torch.tensor([[length], [length - 3]])).long()
+        made["attention_mask"] = (
+            torch.arange(length) < torch.tensor([[length], [length - 3]])
+        ).long()
     if packed:
         made["position_ids"] = torch.cat([torch.arange(length - 5), torch.arange(5)]).unsqueeze(0)
     return made
@@ -66,8 +81,12 @@ def same(ours, theirs):
 
 
 def engines(rank, world, name, lengths, options, wishes):
-    """For how many lengths of training and evaluation nothing was captured, while all are what fresh captures give."""
-    mesh = mesh_of_one() if world == 1 else build_mesh(wishes.pop("grid"), rank, torch.device("cpu"))
+    """For how many lengths of training and evaluation nothing was captured, while all are what
+    fresh captures give.
+    """
+    mesh = (
+        mesh_of_one() if world == 1 else build_mesh(wishes.pop("grid"), rank, torch.device("cpu"))
+    )
     batches = [batch(length, **options) for length in lengths]
     quick, fresh = (built(name, batches[0], mesh, fresh, **dict(wishes)) for fresh in (False, True))
     for each in batches:
@@ -120,12 +139,24 @@ def test_rows_are_a_length_too():
 @pytest.mark.slow
 def test_ranks_make_their_own_parts():
     for grid in (Grid(tp=2), Grid(pp=2)):
-        assert run_ranks(engines, 2, "llama", (20, 28, 41), {}, {"grid": grid}, timeout=200) == [2, 2]
+        assert run_ranks(engines, 2, "llama", (20, 28, 41), {}, {"grid": grid}, timeout=200) == [
+            2,
+            2,
+        ]
+
+
+def test_lengths_that_ranks_share_alike_are_derived_from_each_other():
+    """Two ranks cannot share odd ones, and compute these in full."""
+    lengths = (20, 41, 28, 53, 36, 25)  # the last two are derived
+    wishes = {"grid": Grid(tp=2, pp=2), "sequence_parallel": True}
+    assert run_ranks(engines, 4, "llama", lengths, {}, wishes, timeout=200) == [2 * 2] * 4
 
 
 def parts_of(name, length):
     made = built(name, batch(length), mesh_of_one())
-    return made.blueprint.parts(made.blueprint.traced.prepared(batch(length)), Role(True, ("loss",)), 0, made.mesh)[0]
+    return made.blueprint.parts(
+        made.blueprint.traced.prepared(batch(length)), ProgramRole(True, ("loss",)), 0, made.mesh
+    )[0]
 
 
 def test_parts_of_other_work_are_not_taken_for_lengths():
@@ -133,4 +164,5 @@ def test_parts_of_other_work_are_not_taken_for_lengths():
     assert any_length(llama, 20, parts_of("llama", 28), 28) is not None
     assert any_length(llama, 20, parts_of("window", 28), 28) is None
     assert any_length(parts_of("window", 20), 20, parts_of("window", 28), 28) is None
-    assert any_length(llama, 20, parts_of("llama", 28), 27) is None  # numbers that 7 does not divide
+    # numbers that 7 does not divide
+    assert any_length(llama, 20, parts_of("llama", 28), 27) is None

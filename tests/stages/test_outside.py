@@ -1,4 +1,6 @@
-"""Numbers of a batch that have no row in the model's tables: refused by name on every rank, sharded tables or not."""
+"""Numbers of a batch that have no row in the model's tables: refused by name on every rank, sharded
+tables or not.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,11 @@ def gpt2():
 def batch(length=12, **changed):
     """changed: (sample, position, number) by entry."""
     ids = torch.randint(1, 128, (3, length), generator=torch.Generator().manual_seed(length))
-    made = {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(length).repeat(3, 1)}
+    made = {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "position_ids": torch.arange(length).repeat(3, 1),
+    }
     for name, (sample, position, number) in changed.items():
         made[name][sample, position] = number
     return made
@@ -45,7 +51,10 @@ def unplaced(length):
 def test_what_has_no_row_is_told_for_every_length():
     """20 and 28 are captured, 41 is made from these two."""
     engine = engine_of(gpt2(), batch(20), build_mesh(Grid(1, 1, 1), 0, torch.device("cpu")))
-    rows, classes = "transformer.wte.weight has 128 rows, 0 to 127", "the loss has 128 classes, 0 to 127"
+    rows, classes = (
+        "transformer.wte.weight has 128 rows, 0 to 127",
+        "the loss has 128 classes, 0 to 127",
+    )
     places = "transformer.wpe.weight has 64 rows, 0 to 63"
     for length in (20, 28, 41):
         engine.refuse_outside([batch(length), batch(length, labels=(1, 3, -100))], True)
@@ -53,7 +62,9 @@ def test_what_has_no_row_is_told_for_every_length():
             ("input_ids", 128, rows), ("input_ids", -1, rows), ("labels", 128, classes), ("position_ids", 64, places)
         ):  # fmt: skip
             with pytest.raises(DataError) as error:
-                engine.refuse_outside([batch(length), batch(length, **{name: (2, 5, number)})], True)
+                engine.refuse_outside(
+                    [batch(length), batch(length, **{name: (2, 5, number)})], True
+                )
             told = f"batch entry {name} {number}: in sample 2 at position 5 of micro-batch 1, and {has}. "
             assert str(error.value).startswith(told)
     assert engine.captures == (2, 1)
@@ -63,7 +74,10 @@ def test_rows_that_are_longer_than_the_table_of_positions_are_refused():
     engine = engine_of(gpt2(), unplaced(64), build_mesh(Grid(1, 1, 1), 0, torch.device("cpu")))
     engine.refuse_outside([unplaced(64)], True)
     for training in (True, False):
-        with pytest.raises(DataError, match=r"index 64: computed from the length of its rows .*wpe.weight has 64 rows"):
+        with pytest.raises(
+            DataError,
+            match=r"index 64: computed from the length of its rows .*wpe.weight has 64 rows",
+        ):
             engine.refuse_outside([unplaced(65)], training)
 
 
@@ -90,7 +104,9 @@ def _refusals(rank, world, directory, degrees):
             str(directory), use_cpu=True, max_steps=8, report_to="none", disable_tqdm=True, save_strategy="no",
             per_device_train_batch_size=2, train_sampling_strategy="sequential", **degrees,
         )  # fmt: skip
-        trainer = MerakTrainer(gpt2(), args, hf.default_data_collator, Samples(**changed), Samples(**changed))
+        trainer = MerakTrainer(
+            gpt2(), args, hf.default_data_collator, Samples(**changed), Samples(**changed)
+        )
         for door in (trainer.train, trainer.evaluate):
             with pytest.raises(DataError) as error:
                 door()
@@ -100,7 +116,9 @@ def _refusals(rank, world, directory, degrees):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "degrees", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}], ids=["tp", "pp", "dp"]
+    "degrees",
+    [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}],
+    ids=["tp", "pp", "dp"],
 )
 def test_every_rank_refuses_them_in_training_and_evaluation(tmp_path, degrees):
     """A rank with a shard of the vocabulary took them for rows of the other rank."""
@@ -108,5 +126,6 @@ def test_every_rank_refuses_them_in_training_and_evaluation(tmp_path, degrees):
     assert first == second
     where = "on ranks 0, 1" if degrees else "on rank 1"
     assert [text.partition(", in sample")[0] for text in first] == [
-        f"batch entry {name}: {where}" for name in ("input_ids 128", "input_ids 128", "labels -5", "labels -5")
+        f"batch entry {name}: {where}"
+        for name in ("input_ids 128", "input_ids 128", "labels -5", "labels -5")
     ]

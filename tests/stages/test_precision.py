@@ -1,4 +1,6 @@
-"""Which dtype a model computes in and is saved in: as transformers.Trainer, or a refusal that names the weight."""
+"""Which dtype a model computes in and is saved in: as transformers.Trainer, or a refusal that names
+the weight.
+"""
 
 import json
 
@@ -60,8 +62,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_saved_in_the_dtypes_that_transformers_saves(name, tmp_path):
     options, bf16 = CASES[name]
-    losses, tensors, dtype = trained(MerakTrainer, MerakArguments, llama(**options), tmp_path / "ours", bf16=bf16)
-    wanted, theirs, their_dtype = trained(Trainer, TrainingArguments, llama(**options), tmp_path / "theirs", bf16=bf16)
+    losses, tensors, dtype = trained(
+        MerakTrainer, MerakArguments, llama(**options), tmp_path / "ours", bf16=bf16
+    )
+    wanted, theirs, their_dtype = trained(
+        Trainer, TrainingArguments, llama(**options), tmp_path / "theirs", bf16=bf16
+    )
     assert dtype == their_dtype
     assert {k: v.dtype for k, v in tensors.items()} == {k: v.dtype for k, v in theirs.items()}
     assert losses == pytest.approx(wanted, abs=3e-3)
@@ -70,7 +76,9 @@ def test_weights_are_saved_in_the_dtypes_that_transformers_saves(name, tmp_path)
     if options.get("frozen"):
         assert torch.equal(tensors["model.embed_tokens.weight"], llama().model.embed_tokens.weight)
     elif not options:  # the masters, which know more than bf16 can hold
-        assert not torch.equal(tensors["lm_head.weight"], tensors["lm_head.weight"].to(HALF).float())
+        assert not torch.equal(
+            tensors["lm_head.weight"], tensors["lm_head.weight"].to(HALF).float()
+        )
 
 
 class Routed(nn.Module):
@@ -95,11 +103,16 @@ class Routed(nn.Module):
 
 def batch():
     generator = torch.Generator().manual_seed(1)
-    return {"x": torch.randn(4, 8, generator=generator), "labels": torch.randint(8, (4,), generator=generator)}
+    return {
+        "x": torch.randn(4, 8, generator=generator),
+        "labels": torch.randint(8, (4,), generator=generator),
+    }
 
 
 def routed(rank, world_size, grid, root):
-    """Gradients of the fp32 and the bf16 parts, then weights before and after a step and a resume elsewhere."""
+    """Gradients of the fp32 and the bf16 parts, then weights before and after a step and a resume
+    elsewhere.
+    """
     made = []
     for _ in range(2):
         mesh = build_mesh(grid, rank, torch.device("cpu"))
@@ -122,12 +135,18 @@ def routed(rank, world_size, grid, root):
 def test_an_fp32_part_of_a_bf16_model_stays_fp32(grid, tmp_path):
     model = Routed(HALF)
     model(**batch()).backward()
-    found = run_ranks(routed, grid.size, grid, str(tmp_path)) if grid.size > 1 else [routed(0, 1, grid, str(tmp_path))]
+    found = (
+        run_ranks(routed, grid.size, grid, str(tmp_path))
+        if grid.size > 1
+        else [routed(0, 1, grid, str(tmp_path))]
+    )
     for grads in found:
         for name, (shard, grad) in grads.items():
             exact = name.startswith("router") and grid.size == 1
             expected = part(model.get_parameter(name).grad, shard).float()
-            torch.testing.assert_close(grad, expected, rtol=1e-5 if exact else 0.02, atol=1e-7 if exact else 1e-3)
+            torch.testing.assert_close(
+                grad, expected, rtol=1e-5 if exact else 0.02, atol=1e-7 if exact else 1e-3
+            )
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert {name: value.dtype for name, value in saved.items()} == {
         name: value.dtype for name, value in model.state_dict().items()
@@ -140,11 +159,16 @@ def test_what_does_not_train_is_named(tmp_path):
     args = MerakArguments(str(tmp_path), **RUN)
     data = samples(4, ragged=False)
     for dtype in (torch.float16, torch.float64):
-        with pytest.raises(ConfigError, match=r"model.embed_tokens.weight: its dtype is float(16|64)"):
+        with pytest.raises(
+            ConfigError, match=r"model.embed_tokens.weight: its dtype is float(16|64)"
+        ):
             MerakTrainer(llama(dtype), args, collate, data).train()
     with pytest.raises(TraceError, match=r"self.lm_head.* its operands are bfloat16 and float32"):
         MerakTrainer(llama(HALF, torch.float32), args, collate, data).train()
     mesh = build_mesh(Grid(), 0, torch.device("cpu"))
-    for model, dtype in ((Routed(HALF, casts=False), "bfloat16"), (Routed(router=torch.float32), "bfloat16")):
+    for model, dtype in (
+        (Routed(HALF, casts=False), "bfloat16"),
+        (Routed(router=torch.float32), "bfloat16"),
+    ):
         with pytest.raises(MerakError, match=r"self.router.* its operands are"):
             engine_of(model, batch(), mesh, dtype=dtype)

@@ -1,4 +1,6 @@
-"""Ranks that built different models: the first rank's weights are everybody's, and another model is refused by name."""
+"""Ranks that built different models: the first rank's weights are everybody's, and another model is
+refused by name.
+"""
 
 import pytest
 import torch
@@ -20,12 +22,16 @@ GRIDS = (Grid(dp=4), Grid(tp=2, dp=2), Grid(tp=2, pp=2))
 
 
 class Scaled(nn.Module):
-    """With a buffer, an expanded one, a parameter without dimensions, and numbers that no config tells of."""
+    """With a buffer, an expanded one, a parameter without dimensions, and numbers that no config
+    tells of.
+    """
 
     def __init__(self, seed=0, depth=2, eps=1e-5, frozen=False):
         super().__init__()
         torch.manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)) for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(6, eps=eps)
         self.temperature = nn.Parameter(torch.rand(()), requires_grad=not frozen)
         self.register_buffer("offset", torch.randn(6))
@@ -45,13 +51,18 @@ class Doubled(Scaled):
 def batches():
     generator = torch.Generator().manual_seed(3)
     return [
-        {"x": torch.randn(4, 6, generator=generator), "labels": torch.randint(6, (4,), generator=generator)}
+        {
+            "x": torch.randn(4, 6, generator=generator),
+            "labels": torch.randint(6, (4,), generator=generator),
+        }
         for _ in range(2)
     ]
 
 
 def build_everywhere(rank, world_size):
-    """Every rank builds from a seed of its own; what it holds must be its part of the first rank's model."""
+    """Every rank builds from a seed of its own; what it holds must be its part of the first rank's
+    model.
+    """
     torch.set_num_threads(1)
     deliver.MESSAGE = 200  # bytes: many messages, and tensors that no message holds
     first, (batch, *_) = Scaled(0), batches()
@@ -61,7 +72,10 @@ def build_everywhere(rank, world_size):
     for grid, model in zip(GRIDS, models, strict=True):
         trainer = trainer_of(model, batch, grid, rank, grid.dp)
         for shard in (*trainer.parameter_shards.others(), *trainer.shards(trainer.buffer.data)):
-            assert torch.equal(shard.tensor, part(first.get_parameter(shard.name), shard)), (grid, shard.name)
+            assert torch.equal(shard.tensor, part(first.get_parameter(shard.name), shard)), (
+                grid,
+                shard.name,
+            )
         for (name, buffer), mine in zip(first.named_buffers(), model.buffers(), strict=True):
             assert torch.equal(buffer, mine), name
 
@@ -77,7 +91,10 @@ def deeper_llama():
 
 
 DIFFERENT = {
-    r"config.num_hidden_layers 3: on rank 1, it is 2 on the first rank": lambda: (tiny_llama(), deeper_llama()),
+    r"config.num_hidden_layers 3: on rank 1, it is 2 on the first rank": lambda: (
+        tiny_llama(),
+        deeper_llama(),
+    ),
     r"parameter layers.2.0.weight \(8, 6\).*the first rank's model does not have it": lambda: (
         Scaled(),
         Scaled(depth=3),
@@ -85,7 +102,10 @@ DIFFERENT = {
     r"parameter layers.2.0.weight \(absent\)": lambda: (Scaled(depth=3), Scaled()),
     r"parameter temperature .*requires_grad=False": lambda: (Scaled(), Scaled(frozen=True)),
     r"parameter temperature .*float64": lambda: (Scaled(), Scaled().double()),
-    r"class .*Doubled: on rank 1, it is tests.stages.test_same_model.Scaled": lambda: (Scaled(), Doubled()),
+    r"class .*Doubled: on rank 1, it is tests.stages.test_same_model.Scaled": lambda: (
+        Scaled(),
+        Doubled(),
+    ),
     r"computes something else on rank 1 than on rank 0": lambda: (Scaled(), Scaled(eps=1e-3)),
 }
 
@@ -105,7 +125,10 @@ def build_different(rank, world_size, directory):
 def test_another_model_on_a_rank_is_named_before_anything_is_sent(tmp_path):
     for seed in range(2):
         tiny_llama(seed).save_pretrained(tmp_path / str(seed))
-    patterns = (*DIFFERENT, r"values of stored tensor lm_head.weight sha256 .*: on rank 1, it is sha256 ")
+    patterns = (
+        *DIFFERENT,
+        r"values of stored tensor lm_head.weight sha256 .*: on rank 1, it is sha256 ",
+    )
     for refused in run_ranks(build_different, 2, str(tmp_path)):
         for message, pattern in zip(refused, patterns, strict=True):
             with pytest.raises(AssertionError, match=pattern):
@@ -113,7 +136,9 @@ def test_another_model_on_a_rank_is_named_before_anything_is_sent(tmp_path):
 
 
 def drift(rank, world_size):
-    """What is told when gradients are not reduced, when a weight changes on one replica, and when that is saved."""
+    """What is told when gradients are not reduced, when a weight changes on one replica, and when
+    that is saved.
+    """
     plain = batches()
     told = []
     for interval, harm in ((0, "gradients"), (2, "weight"), (0, "save")):
@@ -146,13 +171,18 @@ class Words(nn.Module):
 
 
 def drift_of_twins(rank, world_size):
-    """What is told when what one replica owns changes, which no other replica of its instance has."""
+    """What is told when what one replica owns changes, which no other replica of its
+    instance has.
+    """
     told = []
     ids = torch.arange(4) + 4 * rank
     batch = {"input_ids": ids, "labels": (ids + 1) % 16}
     mesh = build_mesh(Grid(dp=4), rank, torch.device("cpu"), instances=2)
     for sharding in ("optim", "optim_grads_params"):
-        names = {"data_parallel_sharding_strategy": sharding, "num_distributed_optimizer_instances": 2}
+        names = {
+            "data_parallel_sharding_strategy": sharding,
+            "num_distributed_optimizer_instances": 2,
+        }
         wishes = {"parallel": ParallelConfig(**names), "microbatches": 1, "dtype": "bfloat16"}
         trainer = engine_of(Words(), batch, mesh, **wishes)
         step(trainer, [batch], 1e-2, 0.0)
@@ -168,7 +198,10 @@ def drift_of_twins(rank, world_size):
 def test_shards_are_compared_with_those_of_the_other_instances():
     for told in run_ranks(drift_of_twins, 4):
         for text in told:
-            assert "rank 2 has other weights than the same position of the first replica, or instance" in text
+            assert (
+                "rank 2 has other weights than the same position of the first replica, or instance"
+                in text
+            )
 
 
 def test_replicas_that_drift_apart_are_named():

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -15,11 +16,11 @@ from torch.utils.dlpack import from_dlpack
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_merak.errors import ConfigError
-from megatron_merak.graph.capture.empty import init_empty_weights, is_fake
+from megatron_merak.graph.capture.empty import init_empty_weights
 from megatron_merak.graph.capture.fake_model import make_fake_model
 from megatron_merak.stages.guard import check_weights
 from megatron_merak.stages.user_model import take
-from megatron_merak.stages.withheld import is_withheld, restore, withhold
+from megatron_merak.stages.withheld import has_memory, is_withheld, restore, withhold
 
 
 class Net(nn.Module):
@@ -48,9 +49,36 @@ def withheld(model=None):
 def described(model):
     return [
         (
-            *(name, p.shape, p.size(), p.dtype, p.device, p.stride(), p.is_contiguous(), p.numel(), p.nbytes, p.dim()),
-            *(p.requires_grad, p.is_leaf, p.grad, p.ndim, p.element_size(), p.is_floating_point(), p.type(), p.layout),
-            *(p.data.dtype, p.data.requires_grad, p.detach().shape, p.is_cuda, p.is_meta, p.storage_offset()),
+            *(
+                name,
+                p.shape,
+                p.size(),
+                p.dtype,
+                p.device,
+                p.stride(),
+                p.is_contiguous(),
+                p.numel(),
+                p.nbytes,
+                p.dim(),
+            ),
+            *(
+                p.requires_grad,
+                p.is_leaf,
+                p.grad,
+                p.ndim,
+                p.element_size(),
+                p.is_floating_point(),
+                p.type(),
+                p.layout,
+            ),
+            *(
+                p.data.dtype,
+                p.data.requires_grad,
+                p.detach().shape,
+                p.is_cuda,
+                p.is_meta,
+                p.storage_offset(),
+            ),
             isinstance(p, nn.Parameter),
         )
         for name, p in model.named_parameters(remove_duplicate=False)
@@ -63,26 +91,50 @@ def test_what_a_parameter_is_can_be_asked():
     whole, before = copy.deepcopy(model), [*model.parameters()]
     withheld(model)
     assert described(model) == described(whole) and str(model) == str(whole)
-    assert all(one is other and is_withheld(one) for one, other in zip(model.parameters(), before, strict=True))
+    assert all(
+        one is other and is_withheld(one)
+        for one, other in zip(model.parameters(), before, strict=True)
+    )
     assert model.head.weight is model.embedding.weight and torch.equal(model.table, whole.table)
     assert len({*model.parameters()}) == len(before) and len(model.embedding.weight) == 6
     text = f"{model.inner.bias} {model.inner.bias!r}"
-    assert text.count("inner.bias: (4,), torch.float32, device='cpu', its values sharded over 2 ranks") == 2
+    assert (
+        text.count("inner.bias: (4,), torch.float32, device='cpu', its values sharded over 2 ranks")
+        == 2
+    )
     model.eval().train().requires_grad_(False).requires_grad_(True)
     assert model.head.bias.requires_grad and model.to("cpu") is model
     torch.optim.AdamW(model.parameters()).zero_grad()
-    made = torch.zeros_like(model.inner.weight), model.low.new_ones(2), torch.empty_like(model.scalar)
-    assert made[0].stride() == (1, 4) and made[0].eq(0).all() and [type(x) for x in made] == [torch.Tensor] * 3
+    made = (
+        torch.zeros_like(model.inner.weight),
+        model.low.new_ones(2),
+        torch.empty_like(model.scalar),
+    )
+    assert (
+        made[0].stride() == (1, 4)
+        and made[0].eq(0).all()
+        and [type(x) for x in made] == [torch.Tensor] * 3
+    )
     assert made[1].dtype == torch.bfloat16 and torch.ones(2).to(model.low).dtype == torch.bfloat16
 
 
 def test_counts_of_transformers():
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
     )
 
     def told():
-        sizes = model.num_parameters(), model.num_parameters(True, True), model.get_memory_footprint()
+        sizes = (
+            model.num_parameters(),
+            model.num_parameters(True, True),
+            model.get_memory_footprint(),
+        )
         return *sizes, model.device, model.dtype, repr(model)
 
     before = told()
@@ -125,6 +177,11 @@ READS = {
     "pickle": pickle.dumps,
     "a copy": lambda p: copy.deepcopy(p).sum(),
     "shared": lambda p: p.share_memory_(),
+    "each element": lambda p: p.data.apply_(lambda x: x),
+    "elements of two": lambda p: torch.zeros(4).map_(p.data, lambda x, y: y),
+    "no number": lambda p: p.isnan().any(),
+    "length": lambda p: p.norm() < 1,
+    "equal": lambda p: torch.equal(p, torch.zeros(4)),
 }
 WRITES = {
     "product": lambda p: p.mul_(2),
@@ -138,28 +195,41 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("use", [*READS.values(), *WRITES.values()], ids=[*READS, *(f"write {k}" for k in WRITES)])
+@pytest.mark.parametrize(
+    "use", [*READS.values(), *WRITES.values()], ids=[*READS, *(f"write {k}" for k in WRITES)]
+)
 def test_values_cannot_be_read_or_written(use):
     parameter = withheld().inner.bias
-    with torch.no_grad(), pytest.raises(ConfigError, match=r"model.inner.bias \(.*trainer.gather_model\(\) on every"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ConfigError, match=r"model.inner.bias \(.*trainer.gather_model\(\) on every"),
+    ):
         use(parameter)
     assert is_withheld(parameter)
 
 
 def test_writes_are_told_what_to_do():
     for use in WRITES.values():
-        with torch.no_grad(), pytest.raises(ConfigError, match="Write weights before the trainer is first used"):
+        with (
+            torch.no_grad(),
+            pytest.raises(ConfigError, match="Write weights before the trainer is first used"),
+        ):
             use(withheld().inner.bias)
 
 
 def test_uses_of_the_module():
     model = withheld()
-    for use in (lambda: model(torch.zeros(1, dtype=torch.int64)), lambda: model.inner(torch.ones(4))):
+    for use in (
+        lambda: model(torch.zeros(1, dtype=torch.int64)),
+        lambda: model.inner(torch.ones(4)),
+    ):
         with pytest.raises(ConfigError, match=r"model\.(embedding|inner)\.weight"):
             use()
     with pytest.raises(ConfigError, match="pickled"):
         torch.save(model, io.BytesIO())
-    with pytest.raises(RuntimeError, match=r"model.inner.weight.*copy_.*the trained weights are sharded"):
+    with pytest.raises(
+        RuntimeError, match=r"model.inner.weight.*copy_.*the trained weights are sharded"
+    ):
         model.inner.load_state_dict(nn.Linear(4, 4).state_dict())
     twin = copy.deepcopy(model)
     assert described(twin) == described(model) and twin.head.weight is twin.embedding.weight
@@ -187,19 +257,65 @@ def test_memory_is_freed_and_comes_back():
     before = [*model.parameters()]
     take(model, values)
     assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
-    assert all(type(p) is nn.Parameter and torch.equal(p, values[name]) for name, p in model.named_parameters())
+    assert all(
+        type(p) is nn.Parameter and torch.equal(p, values[name])
+        for name, p in model.named_parameters()
+    )
     assert pickle.loads(pickle.dumps(model)).inner.bias.equal(values["inner.bias"])
     model(torch.zeros(1, dtype=torch.int64)).sum().backward()
     assert model.inner.weight.grad is not None
 
 
+def test_whoever_holds_a_parameter_sees_it_withheld_and_restored():
+    model = Net()
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    held = model.inner.weight
+    held.no_decay = True
+    optimizer = torch.optim.SGD([held])
+    weak = weakref.ref(held)  # as torch.compile has
+    before = model(torch.zeros(1, dtype=torch.int64))  # its backward keeps the weight
+    withheld(model)
+    assert weak() is held and held.no_decay and before.requires_grad
+    with pytest.raises(ConfigError, match=r"model.inner.weight \(norm\)"):
+        optimizer.param_groups[0]["params"][0].norm()
+    held.requires_grad_(False)
+    take(model, values)
+    assert (
+        weak() is held
+        and held.no_decay
+        and not held.requires_grad
+        and torch.equal(held, values["inner.weight"])
+    )
+
+
+def test_what_is_absent_is_no_attribute():
+    parameter = withheld().inner.weight
+    assert not hasattr(parameter, "T") and not hasattr(parameter, "mT") and parameter.grad is None
+
+
+def test_parameters_on_meta():
+    model = Net().to("meta")
+    before = described(model)
+    withheld(model)
+    assert described(model) == before and all(map(is_withheld, model.parameters()))
+    with pytest.raises(ConfigError, match="gather_model"):
+        model.low.sum()
+    for parameter in model.parameters():
+        restore(parameter, None)
+    assert described(model) == before and not any(map(is_withheld, model.parameters()))
+
+
 def test_moves_are_those_of_the_parameter():
     model = withheld()
     model.to(torch.float64)
-    assert {p.dtype for p in model.parameters()} == {torch.float64} and all(map(is_withheld, model.parameters()))
+    assert {p.dtype for p in model.parameters()} == {torch.float64} and all(
+        map(is_withheld, model.parameters())
+    )
     assert model.inner.weight.stride() == (1, 4)
     model.bfloat16().float()
-    assert {p.dtype for p in model.parameters()} == {torch.float32} and model.head.weight is model.embedding.weight
+    assert {p.dtype for p in model.parameters()} == {
+        torch.float32
+    } and model.head.weight is model.embedding.weight
     with pytest.raises(ConfigError):
         model.to_empty(device="cpu")
 
@@ -209,12 +325,19 @@ def test_parameters_that_never_had_memory():
         model = Net()
     kinds = [type(p) for p in model.parameters()]
     withheld(model)
-    assert all(is_fake(p) and is_withheld(p) and isinstance(p, nn.Parameter) for p in model.parameters())
-    for use in (lambda p: p.sum(), lambda p: torch.zeros(4).lerp_(p.detach(), 0.5), lambda p: p.data.float().tolist()):
+    assert all(
+        is_withheld(p) and not has_memory(p) and isinstance(p, nn.Parameter)
+        for p in model.parameters()
+    )
+    for use in (
+        lambda p: p.sum(),
+        lambda p: torch.zeros(4).lerp_(p.detach(), 0.5),
+        lambda p: p.data.float().tolist(),
+    ):
         with pytest.raises(ConfigError, match=r"model.inner.bias .*gather_model"):
             use(model.inner.bias)
     twin = copy.deepcopy(model)
-    assert all(map(is_withheld, twin.parameters())) and all(map(is_fake, twin.parameters()))
+    assert all(map(is_withheld, twin.parameters())) and not any(map(has_memory, twin.parameters()))
     for parameter in model.parameters():
         restore(parameter, None)
     assert [type(p) for p in model.parameters()] == kinds
@@ -222,7 +345,8 @@ def test_parameters_that_never_had_memory():
 
 def test_a_worker_process_gets_a_model_that_is_withheld():
     model = withheld()
-    there = pickle.loads(ForkingPickler.dumps(model))  # as a DataLoader sends a collator that holds one
+    # as a DataLoader sends a collator that holds one
+    there = pickle.loads(ForkingPickler.dumps(model))
     assert described(there) == described(model) and there.head.weight is there.embedding.weight
     assert torch.equal(there.table, model.table)
     with pytest.raises(ConfigError, match=r"model.low \(sum\)"):

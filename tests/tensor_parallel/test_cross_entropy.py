@@ -1,4 +1,6 @@
-"""Vocabulary-parallel cross entropy against F.cross_entropy, and label smoothing against its definition in float64."""
+"""Vocabulary-parallel cross entropy against F.cross_entropy, and label smoothing against its
+definition in float64.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ def problem(kind):
 
 
 def definition(logits, target, real, smoothing):
-    """(1 - s) nll + s / (V - 1) times the sum of the nll of the other V - 1 real classes, float64."""
+    """(1 - s) nll + s / (V - 1) times the sum of the nll of the other V - 1 real classes,
+    float64.
+    """
     nll = -logits.double().log_softmax(-1)
     chosen = nll.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     if smoothing == 0:
@@ -98,9 +102,16 @@ def test_padding_takes_no_gradient(measured, n):
 
 
 def test_smoothing_is_not_pytorchs():
-    """PyTorch spreads over all V classes; over the other V - 1 it is the same with smoothing * V / (V - 1)."""
+    """PyTorch spreads over all V classes; over the other V - 1 it is the same with smoothing * V /
+    (V - 1).
+    """
     logits, target, _ = problem("plain")
     theirs = F.cross_entropy(
-        logits.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=0.1 * CLASSES / (CLASSES - 1)
+        logits.flatten(0, 1),
+        target.flatten(),
+        reduction="none",
+        label_smoothing=0.1 * CLASSES / (CLASSES - 1),
     ).view(ROWS)
-    torch.testing.assert_close(vocab_parallel_cross_entropy(logits, target, label_smoothing=0.1), theirs)
+    torch.testing.assert_close(
+        vocab_parallel_cross_entropy(logits, target, label_smoothing=0.1), theirs
+    )

@@ -5,7 +5,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_merak.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron_merak.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from tests.oplog import OpLog
 from tests.ranks import run_ranks
 
@@ -65,7 +69,11 @@ def row(rank, n, input_is_parallel, skip_bias_add):
     p = full()
     out, grad_x, grad_weight, grad_bias = serial(p["x"], p["weight"], p["bias"], p["upstream"])
     layer = RowParallelLinear(
-        INPUT, OUTPUT, group=dist.group.WORLD, input_is_parallel=input_is_parallel, skip_bias_add=skip_bias_add
+        INPUT,
+        OUTPUT,
+        group=dist.group.WORLD,
+        input_is_parallel=input_is_parallel,
+        skip_bias_add=skip_bias_add,
     )
     assert layer.weight.shape == (OUTPUT, INPUT // n) and layer.bias.shape == (OUTPUT,)
     fill(layer, part(p["weight"], 1, rank, n), p["bias"])
@@ -95,7 +103,9 @@ def vocabulary(rank, n):
 
 
 def block(rank, n):
-    """Column then row, as in every transformer block: one sum forward, one backward, and nothing else is sent."""
+    """Column then row, as in every transformer block: one sum forward, one backward, and nothing
+    else is sent.
+    """
     p = full()
     first = ColumnParallelLinear(INPUT, OUTPUT, bias=False, group=dist.group.WORLD)
     second = RowParallelLinear(OUTPUT, INPUT, bias=False, group=dist.group.WORLD)
@@ -112,7 +122,9 @@ def block(rank, n):
 
 
 def on_parts(rank, n):
-    """Column, relu, row and its bias between parts of the sequence: one gathering and one reduce-scatter each way."""
+    """Column, relu, row and its bias between parts of the sequence: one gathering and one
+    reduce-scatter each way.
+    """
     p, group = full(), dist.group.WORLD
     x = torch.cat([p["x"]] * 2, 1)[:, : 2 * n]  # 2 n positions of 3 samples
     upstream = x.flip(1)
@@ -128,9 +140,11 @@ def on_parts(rank, n):
         y.backward(part(upstream, 1, rank, n))
     gather, scatter = "_allgather_base_", "_reduce_scatter_base_"
     assert forward == [gather, scatter]
-    assert log.collectives == [gather, scatter, "allreduce_", gather, scatter]  # the bias's gradient is a part, too
+    # the bias's gradient is a part, too
+    assert log.collectives == [gather, scatter, "allreduce_", gather, scatter]
     whole, weight, bias, turned, last = [
-        t.clone().requires_grad_() for t in (x, p["weight"], p["bias"], p["weight"].t(), p["bias"][:INPUT])
+        t.clone().requires_grad_()
+        for t in (x, p["weight"], p["bias"], p["weight"].t(), p["bias"][:INPUT])
     ]
     out = F.linear(F.linear(whole, weight, bias).relu(), turned, last)
     out.backward(upstream)
@@ -148,7 +162,9 @@ def vocabulary_on_parts(rank, n):
     table = p["table"].clone().requires_grad_()
     out = F.embedding(ids, table)
     out.backward(upstream)
-    layer = VocabParallelEmbedding(VOCABULARY, INPUT, group=dist.group.WORLD, sequence_parallel=True)
+    layer = VocabParallelEmbedding(
+        VOCABULARY, INPUT, group=dist.group.WORLD, sequence_parallel=True
+    )
     with torch.no_grad():
         layer.weight.copy_(part(p["table"], 0, rank, n))
     y = layer(ids)
@@ -158,9 +174,14 @@ def vocabulary_on_parts(rank, n):
 
 
 def edges(rank, n):
-    """Under 'edge' a layer only computes on its shard: whoever owns the segments owns the sums and the bias."""
+    """Under 'edge' a layer only computes on its shard: whoever owns the segments owns the sums and
+    the bias.
+    """
     p, kwargs = full(), {"group": dist.group.WORLD, "collectives": "edge"}
-    layers = ColumnParallelLinear(INPUT, OUTPUT, **kwargs), RowParallelLinear(INPUT, OUTPUT, **kwargs)
+    layers = (
+        ColumnParallelLinear(INPUT, OUTPUT, **kwargs),
+        RowParallelLinear(INPUT, OUTPUT, **kwargs),
+    )
     fill(layers[0], part(p["weight"], 0, rank, n), part(p["bias"], 0, rank, n))
     fill(layers[1], part(p["weight"], 1, rank, n), p["bias"])
     table = VocabParallelEmbedding(VOCABULARY, INPUT, **kwargs)

@@ -57,7 +57,9 @@ def gather_for_replicated(x, group):
 
 
 def run_sequence_pairs(rank, n):
-    """Two samples, one position per rank. mine: [b, 1, 2]; all: [b, n, 2], and what each rank adds to a sum."""
+    """Two samples, one position per rank. mine: [b, 1, 2]; all: [b, n, 2], and what each rank adds
+    to a sum.
+    """
     group = dist.group.WORLD
     every = torch.arange(2.0 * n).view(1, n, 2) + torch.tensor([0.0, 100.0]).view(2, 1, 1)
     mine, partial = every[:, rank : rank + 1], every * (rank + 1)
@@ -66,7 +68,9 @@ def run_sequence_pairs(rank, n):
         "scatter": both_ways(scatter_to_sequence_parallel_region, every, mine, group),
         "gather": both_ways(gather_from_sequence_parallel_region, mine, partial, group),
         "gather_for_replicated": both_ways(gather_for_replicated, mine, every, group),
-        "reduce_scatter": both_ways(reduce_scatter_to_sequence_parallel_region, partial, mine, group),
+        "reduce_scatter": both_ways(
+            reduce_scatter_to_sequence_parallel_region, partial, mine, group
+        ),
     }
     assert torch.equal(every, kept), "a collective wrote into its input"
     return results

@@ -1,4 +1,6 @@
-"""Seeds and streams: the same numbers outside of tensor-parallel regions, different ones inside, on every machine."""
+"""Seeds and streams: the same numbers outside of tensor-parallel regions, different ones inside, on
+every machine.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,9 @@ def test_derived_seeds_never_change(parts, seed):
 
 
 def test_every_part_counts_and_nothing_else_does():
-    seeds = [derive_seed(*parts) for parts in [(1, 2), (2, 1), (12,), (1, "2"), (1, 2, 0), (0, 1, 2)]]
+    seeds = [
+        derive_seed(*parts) for parts in [(1, 2), (2, 1), (12,), (1, "2"), (1, 2, 0), (0, 1, 2)]
+    ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= derive_seed(1234, i) < 2**63 for i in range(1000))
 
@@ -49,7 +53,9 @@ def test_dropout_differs_inside_and_agrees_outside():
     for other_outside, other_inside in others:
         assert all(map(torch.equal, outside, other_outside))
         assert not any(map(torch.equal, inside, other_inside))
-    assert not torch.equal(*outside) and not torch.equal(*inside), "a stream started again instead of going on"
+    assert not torch.equal(*outside) and not torch.equal(*inside), (
+        "a stream started again instead of going on"
+    )
     torch.manual_seed(99)
     assert torch.equal(outside[0], torch.nn.functional.dropout(torch.ones(64), 0.5))
 

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,9 @@ from types import ModuleType
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "tools"
+HEAVY = ("torch", "numpy", "matplotlib")
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +47,23 @@ def run(tool, request, monkeypatch, capsys) -> Callable[..., str]:
         return capsys.readouterr().out
 
     return printed
+
+
+@pytest.fixture
+def imported(request) -> Callable[..., str]:
+    """Arguments -> the heavy packages that the tool imports, in a process of its own, as a list."""
+    name = request.module.TOOL
+    program = (
+        f"import runpy, sys; sys.argv = ['{name}.py', *sys.argv[1:]]\n"
+        f"runpy.run_path('tools/{name}.py', run_name='__main__')\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+
+    def ran(*arguments: object) -> str:
+        line = [sys.executable, "-c", program, *map(str, arguments)]
+        environment = {"PYTHONPATH": str(ROOT)}
+        told = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert told.returncode == 0, told.stderr
+        return told.stdout.splitlines()[-1]
+
+    return ran

@@ -1,4 +1,6 @@
-"""tools/convert.py: checkpoints become HuggingFace directories that compute the same, and the other way round."""
+"""tools/convert.py: checkpoints become HuggingFace directories that compute the same, and the other
+way round.
+"""
 
 import dataclasses
 import json
@@ -11,7 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+)
 
 from megatron_merak.arguments import build_parser, read
 from megatron_merak.checkpoint import store
@@ -54,12 +62,17 @@ def test_a_directory_becomes_a_checkpoint_and_that_the_directory(name, tmp_path,
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(again) is type(theirs)
     assert again.state_dict().keys() == theirs.state_dict().keys()
-    assert all(torch.equal(again.state_dict()[key], value) for key, value in theirs.state_dict().items())
+    assert all(
+        torch.equal(again.state_dict()[key], value) for key, value in theirs.state_dict().items()
+    )
     flags = capsys.readouterr().out.splitlines()[1].split()
     own, _ = read(
-        build_parser(), [*flags[4:-1], "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--mock-data"]
+        build_parser(),
+        [*flags[4:-1], "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--mock-data"],
     )
-    assert hf_config(own.model) == hf_config(dataclasses.replace(config, seq_length=config.max_positions))
+    assert hf_config(own.model) == hf_config(
+        dataclasses.replace(config, seq_length=config.max_positions)
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
@@ -72,7 +85,9 @@ def test_a_model_that_was_saved_without_its_head_is_taken(name, tmp_path, tool):
     assert all(torch.equal(again[key], value) for key, value in whole.state_dict().items())
 
 
-def test_rope_scaling_may_have_its_old_name_and_the_checkpoint_has_no_seed_to_compare(tmp_path, tool):
+def test_rope_scaling_may_have_its_old_name_and_the_checkpoint_has_no_seed_to_compare(
+    tmp_path, tool
+):
     huggingface("llama31").save_pretrained(tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     config["rope_parameters"]["type"] = "llama3"
@@ -91,17 +106,37 @@ def test_parts_of_a_checkpoint_are_joined_and_the_tokenizer_is_saved(tmp_path, t
             name = name.replace(theirs, ours)
         tensors[name] = value.detach()
     config = CONVERTIBLE["starcoder2"]
-    meta = {"consumed_samples": 0, "optimizer_steps": 3, "config": {"model": dataclasses.asdict(config)}}
+    meta = {
+        "consumed_samples": 0,
+        "optimizer_steps": 3,
+        "config": {"model": dataclasses.asdict(config)},
+    }
     meta["config"] |= {"train": {}, "optimizer": {}, "data": {}}
     run_ranks(_save_parts, 2, tmp_path / "run", tensors, meta)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "</s>": 1})), eos_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"a": 0, "</s>": 1})), eos_token="</s>"
+    )
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    arguments = [str(tmp_path / "run" / "iter_0000003"), str(tmp_path / "hf"), "--max-shard-size", "20KB"]
+    arguments = [
+        str(tmp_path / "run" / "iter_0000003"),
+        str(tmp_path / "hf"),
+        "--max-shard-size",
+        "20KB",
+    ]
     assert tool.main([*arguments, "--tokenizer", str(tmp_path / "tokenizer")]) == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert again.dtype == torch.bfloat16 and (tmp_path / "hf" / "model.safetensors.index.json").is_file()
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in again.state_dict().items())
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == again.config.eos_token_id == 1
+    assert (
+        again.dtype == torch.bfloat16
+        and (tmp_path / "hf" / "model.safetensors.index.json").is_file()
+    )
+    assert all(
+        torch.equal(value, model.state_dict()[key]) for key, value in again.state_dict().items()
+    )
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id
+        == again.config.eos_token_id
+        == 1
+    )
 
 
 def _save_parts(rank, world_size, root, tensors, meta):
@@ -110,12 +145,21 @@ def _save_parts(rank, world_size, root, tensors, meta):
         spans = tensor.intervals(rank, world_size)
         part = cut(tensors[tensor.name], tensor.dim, spans)
         shards.append(
-            store.Shard(tensor.name, tensor.shape, tensor.dim, spans, part, rank == 0 or tensor.dim is not None)
+            store.Shard(
+                tensor.name,
+                tensor.shape,
+                tensor.dim,
+                spans,
+                part,
+                rank == 0 or tensor.dim is not None,
+            )
         )
     store.save(root, 3, {"model": shards}, meta, torch.distributed.group.WORLD, "cpu")
 
 
-@pytest.mark.parametrize(("target", "told"), [("run", "one is inside the other"), ("full", "it holds checkpoints")])
+@pytest.mark.parametrize(
+    ("target", "told"), [("run", "one is inside the other"), ("full", "it holds checkpoints")]
+)
 def test_a_target_that_would_be_mistaken_is_refused(target, told, tmp_path, tool, capsys):
     _make("run", tmp_path / "run")
     _make("run", tmp_path / "full")
@@ -128,7 +172,9 @@ def _convert(*arguments: object) -> int:
 
 
 def _kill_conversions(rank, world, root, calls, stride):
-    """Kill conversions in both directions before every ``stride``-th of these calls; then start each again."""
+    """Kill conversions in both directions before every ``stride``-th of these calls; then start
+    each again.
+    """
     if rank == 0:
         logging.disable()
     model = AutoModelForCausalLM.from_pretrained(root / "hf")
@@ -142,7 +188,14 @@ def _kill_conversions(rank, world, root, calls, stride):
 
             def work(report, number=kills[-1] * stride, source=source, target=target):
                 kill_before_call(number, calls)
-                assert _convert(source, target, *(["--max-shard-size", "20KB"] if target.name == "opened" else [])) == 0
+                assert (
+                    _convert(
+                        source,
+                        target,
+                        *(["--max-shard-size", "20KB"] if target.name == "opened" else []),
+                    )
+                    == 0
+                )
 
             done, _ = fork(work)
             assert _convert(source, target) == 0, f"after {kills[-1] * stride} calls"
@@ -154,7 +207,9 @@ def _kill_conversions(rank, world, root, calls, stride):
             else:
                 again = AutoModelForCausalLM.from_pretrained(target).state_dict()
                 assert again.keys() == model.state_dict().keys()
-                assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+                assert all(
+                    torch.equal(again[name], value) for name, value in model.state_dict().items()
+                )
             kills[-1] += not done
             if kills[-1] % 2:
                 shutil.rmtree(target)
@@ -163,7 +218,10 @@ def _kill_conversions(rank, world, root, calls, stride):
 
 @pytest.mark.parametrize(
     ("calls", "stride"),
-    [(NAMES | {"link", "symlink", "flush"}, 20), pytest.param(DISK | {"link", "symlink"}, 1, marks=pytest.mark.slow)],
+    [
+        (NAMES | {"link", "symlink", "flush"}, 20),
+        pytest.param(DISK | {"link", "symlink"}, 1, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.timeout(1500)
 def test_a_killed_conversion_can_be_started_again(calls, stride, tmp_path):
@@ -178,33 +236,61 @@ def test_a_checkpoint_of_a_run_is_not_replaced(tmp_path, tool, capsys):
     assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
     (tmp_path / "native" / "iter_0000003").mkdir()
     assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 1
-    assert "native: it holds checkpoints, of which a run would load the newest" in capsys.readouterr().err
-    store.save(tmp_path / "run", 0, {"model": []}, {"config": {"train": {"train_iters": 5}}}, None, "cpu")
+    assert (
+        "native: it holds checkpoints, of which a run would load the newest"
+        in capsys.readouterr().err
+    )
+    store.save(
+        tmp_path / "run", 0, {"model": []}, {"config": {"train": {"train_iters": 5}}}, None, "cpu"
+    )
     assert tool.main([str(tmp_path / "hf"), str(tmp_path / "run")]) == 1
     assert "run: it holds checkpoints" in capsys.readouterr().err
 
 
 REFUSED = {
     "a damaged file": (["run", "out"], "was changed after it was written"),
-    "an iteration that is not there": (["run", "out", "--ckpt-step", "7"], "--ckpt-step 7: .*run has 3. "),
+    "an iteration that is not there": (
+        ["run", "out", "--ckpt-step", "7"],
+        "--ckpt-step 7: .*run has 3. ",
+    ),
     "nothing": (["empty", "out"], "empty: it has no complete checkpoint"),
-    "another model type": (["mixtral", "out"], "model type mixtral: the native GPT can be gpt2, llama"),
+    "another model type": (
+        ["mixtral", "out"],
+        "model type mixtral: the native GPT can be gpt2, llama",
+    ),
     "a config without weights": (["bare", "out"], "bare: it has no weights"),
-    "another activation": (["relu", "out"], "config.json hidden_act relu: .*relu: the native GPT has silu"),
+    "another activation": (
+        ["relu", "out"],
+        "config.json hidden_act relu: .*relu: the native GPT has silu",
+    ),
     "a tokenizer for a checkpoint": (
         ["relu", "out", "--tokenizer", "x"],
         "--tokenizer x: .* is a HuggingFace directory",
     ),
-    "a base model without an output layer": (["headless", "out"], "1 tensors of LlamaForCausalLM are missing: lm_head"),
-    "a quantized weight": (["int8", "out"], "tensor model.norm.weight: its dtype is int8, and weights of a checkpoint"),
+    "a base model without an output layer": (
+        ["headless", "out"],
+        "1 tensors of LlamaForCausalLM are missing: lm_head",
+    ),
+    "a quantized weight": (
+        ["int8", "out"],
+        "tensor model.norm.weight: its dtype is int8, and weights of a checkpoint",
+    ),
     "no size": (["run", "out", "--max-shard-size", "abc"], "--max-shard-size abc: is not a size"),
-    "a size for a checkpoint": (["relu", "out", "--max-shard-size", "1GB"], "--max-shard-size 1GB: .* Leave it out"),
-    "a shape without a model type": (["odd", "out"], "--swiglu off: no model of transformers has this"),
+    "a size for a checkpoint": (
+        ["relu", "out", "--max-shard-size", "1GB"],
+        "--max-shard-size 1GB: .* Leave it out",
+    ),
+    "a shape without a model type": (
+        ["odd", "out"],
+        "--swiglu off: no model of transformers has this",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_converted_is_refused_and_leaves_nothing(case, tmp_path, tool, capsys, monkeypatch):
+def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
+    case, tmp_path, tool, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     arguments, told = REFUSED[case]
     _make(arguments[0], tmp_path / arguments[0])
@@ -224,7 +310,11 @@ def _make(kind, path):
         weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
         save_file(weights, path / "model.safetensors", {"format": "pt"})
     elif kind in ("mixtral", "bare", "relu"):
-        config = MixtralConfig(num_local_experts=2) if kind == "mixtral" else AutoConfig.for_model(**hf_config(LLAMA))
+        config = (
+            MixtralConfig(num_local_experts=2)
+            if kind == "mixtral"
+            else AutoConfig.for_model(**hf_config(LLAMA))
+        )
         if kind == "relu":
             config.hidden_act = "relu"
         small = {
@@ -234,7 +324,9 @@ def _make(kind, path):
             "num_attention_heads": 2,
             "vocab_size": 9,
         }
-        config = type(config).from_dict(config.to_dict() | small | {"num_key_value_heads": 2, "head_dim": 4})
+        config = type(config).from_dict(
+            config.to_dict() | small | {"num_key_value_heads": 2, "head_dim": 4}
+        )
         if kind == "bare":
             path.joinpath("config.json").write_text(json.dumps(config.to_dict()))
         else:

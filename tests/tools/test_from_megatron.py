@@ -1,4 +1,6 @@
-"""merak-from-megatron: launch scripts are read without running them, and what they ask for is ours, or told."""
+"""merak-from-megatron: launch scripts are read without running them, and what they ask for is ours,
+or told.
+"""
 
 import os
 import re
@@ -39,12 +41,18 @@ def test_a_script_of_gpt_3(capsys):
     launcher = "torchrun --nproc_per_node 8 --nnodes 16 --master_addr localhost --master_port 6000 -m megatron_merak"
     assert " ".join(words[: at - 1]) == launcher
     config = read(build_parser(), words[at:])[0]
-    assert (config.model.num_layers, config.train.global_batch_size, config.optimizer.lr) == (96, 1536, 6e-5)
+    assert (config.model.num_layers, config.train.global_batch_size, config.optimizer.lr) == (
+        96,
+        1536,
+        6e-5,
+    )
     assert config.train.rampup_batch_size == ("16", "16", "5859375") and config.train.fp16
     assert config.parallel.pipeline_schedule == "interleaved"
     assert config.parallel.num_virtual_stages_per_pipeline_rank == 3
     assert (
-        config.checkpoint.save == "$1" and config.data.data_path == ("$5",) and config.logging.tensorboard_dir == "$2"
+        config.checkpoint.save == "$1"
+        and config.data.data_path == ("$5",)
+        and config.logging.tensorboard_dir == "$2"
     )
     assert status == 1
     refused = comments[comments.index("# CANNOT BE HONOURED:") + 1 :][:2]
@@ -60,14 +68,23 @@ def test_a_script_of_llama_3_in_fp8(capsys):
     status, comments, words = launched(capsys, "llama3_fp8.sh")
     assert words[:5] == ["torchrun", "--nproc-per-node=8", "-m", "megatron_merak", "pretrain"]
     config = read(build_parser(), words[5:])[0]
-    assert (config.model.ffn_hidden_size, config.model.query_groups, config.model.rotary_base) == (14336, 8, 1000000)
+    assert (config.model.ffn_hidden_size, config.model.query_groups, config.model.rotary_base) == (
+        14336,
+        8,
+        1000000,
+    )
     assert config.train.bf16 and config.data.mock_data and config.data.split == "99,1,0"
     assert config.parallel.sharding == "optim" and config.parallel.grad_reduce_in_bf16
-    assert config.checkpoint.load == "checkpoints/llama3" and config.logging.tensorboard_dir == "logs/llama 3"
+    assert (
+        config.checkpoint.load == "checkpoints/llama3"
+        and config.logging.tensorboard_dir == "logs/llama 3"
+    )
     assert config.data.data_cache_path == "${PWD}/cache" and not config.train.fp16
     config.validate(8)
     assert status == 1
-    refused = [line.split(":")[0] for line in comments[comments.index("# CANNOT BE HONOURED:") + 1 :]]
+    refused = [
+        line.split(":")[0] for line in comments[comments.index("# CANNOT BE HONOURED:") + 1 :]
+    ]
     refused = refused[: next(at for at, line in enumerate(refused) if not line.startswith("#   "))]
     assert [line.removeprefix("#   ") for line in refused] == [
         "--attention-backend fused",
@@ -87,7 +104,8 @@ def test_a_script_of_llama_3_in_fp8(capsys):
     dropped = "#   --use-rotary-position-embeddings: --position-embedding-type rope says the same"
     assert (
         dropped in comments
-        and "#   --tiktoken-pattern v2: only TikTokenizer reads it, which does not exist here" in comments
+        and "#   --tiktoken-pattern v2: only TikTokenizer reads it, which does not exist here"
+        in comments
     )
 
 
@@ -98,10 +116,15 @@ def test_a_script_that_can_be_honoured_ends_with_status_0(tmp_path, capsys):
     )
     assert main([str(script)]) == 0
     said = capsys.readouterr().out
-    assert "\nexec torchrun --nproc-per-node 2 -m megatron_merak pretrain \\\n" in said and "CANNOT" not in said
+    assert (
+        "\nexec torchrun --nproc-per-node 2 -m megatron_merak pretrain \\\n" in said
+        and "CANNOT" not in said
+    )
 
 
-@pytest.mark.parametrize("text", ["torchrun pretrain_bert.py --bf16", "", "echo torchrun pretrain_gpt.py"])
+@pytest.mark.parametrize(
+    "text", ["torchrun pretrain_bert.py --bf16", "", "echo torchrun pretrain_gpt.py"]
+)
 def test_a_script_without_the_program_ends_with_status_2(text, tmp_path, capsys):
     script = tmp_path / "train.sh"
     script.write_text(text)
@@ -112,7 +135,10 @@ def test_a_script_without_the_program_ends_with_status_2(text, tmp_path, capsys)
 
 def test_a_script_that_cannot_be_read_ends_with_status_2(tmp_path, capsys):
     assert main([str(tmp_path / "none.sh")]) == 2
-    assert "none.sh: it cannot be read (No such file or directory). Name a shell script." in capsys.readouterr().err
+    assert (
+        "none.sh: it cannot be read (No such file or directory). Name a shell script."
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +146,10 @@ def test_a_script_that_cannot_be_read_ends_with_status_2(tmp_path, capsys):
     [
         ('A=1; B="x $A"\np \'$A\' "$B" $B', ["p", f"{LITERAL}A", "x 1", "x", "1"]),
         ('p ${A:-d} ${B:-"two words"} "${C:-two words}"', ["p", "d", "two", "words", "two words"]),
-        ("A=(a 'b c'  # of it\n d)\nA+=(e)\np ${A[@]} \"${A[@]}\"", ["p", *"a b c d e".split(), "a", "b c", "d", "e"]),
+        (
+            "A=(a 'b c'  # of it\n d)\nA+=(e)\np ${A[@]} \"${A[@]}\"",
+            ["p", *"a b c d e".split(), "a", "b c", "d", "e"],
+        ),
         ('A=()\np ${A[@]} "${A[@]}" x', ["p", "x"]),
         ("p a\\\nb \\\n c # d\n", ["p", "ab", "c"]),
         (
@@ -132,7 +161,10 @@ def test_a_script_that_cannot_be_read_ends_with_status_2(tmp_path, capsys):
         ("cat <<EOF\np x\nEOF\np y", ["p", "y"]),
         ('p "$(f "$A" b)" ""', ["p", '$(f "$A" b)', ""]),
         ('A="--x 1\n --y 2"\np $A', ["p", "--x", "1", "--y", "2"]),
-        ('A="--x `date +%s` --y $(f $(g h) i)"\np $A', ["p", "--x", "`date +%s`", "--y", "$(f $(g h) i)"]),
+        (
+            'A="--x `date +%s` --y $(f $(g h) i)"\np $A',
+            ["p", "--x", "`date +%s`", "--y", "$(f $(g h) i)"],
+        ),
     ],
 )
 def test_words_are_those_of_a_shell(script, words):
@@ -157,7 +189,10 @@ RUN = "torchrun pretrain_gpt.py"
             f"X=2\nif [[ $X == 1 || -z $X ]]; then A=a; elif [[ $X != 3 && -n $X ]]; then A=b; else A=c; fi\n{RUN} $A",
             "b",
         ),
-        (f"X=2\nif [[ $X == 1 ]]; then if [[ a == a ]]; then A=a; else A=b; fi; else A=c; fi\n{RUN} $A", "c"),
+        (
+            f"X=2\nif [[ $X == 1 ]]; then if [[ a == a ]]; then A=a; else A=b; fi; else A=c; fi\n{RUN} $A",
+            "c",
+        ),
         (f"A=a\nif [ ! -f x ]; then A=b; fi\nif ! [[ $A == b ]]; then {RUN} $A; fi", "a"),
         (f'A="{RUN} --bf16"\necho $A\neval $A', "--bf16"),
         (f'srun -N 2 bash -c "cd /x && {RUN} --bf16"', "--bf16"),
@@ -178,11 +213,13 @@ def test_what_cannot_be_decided_is_told():
     )
     assert launch.notes == ("defaults of the script are used: D=d",)
     asks = find(f"if [ ! -d x ]; then mkdir x; fi\n{RUN}")
-    assert asks.doubts == () and "the condition is not known here" in asks.notes[0]  # it decides nothing
+    # it decides nothing
+    assert asks.doubts == () and "the condition is not known here" in asks.notes[0]
 
 
 TRAIN = f"torchrun --nproc-per-node 2 pretrain_gpt.py {' '.join(SMALL.split())}"
-# Scripts that are followed to the end: the command gets the flags that the script gives, as bash runs both.
+# Scripts that are followed to the end: the command gets the flags that the script gives, as bash
+# runs both.
 FOLLOWED = {
     "arithmetic": f"TP=2; M=4\nB=$((TP*M))\nlet K=TP+10/4\n{TRAIN} --global-batch-size $((B*2)) --seed $K",
     "operators": f"N=run-7b\n{TRAIN} --save ck/${{N%%-*}} --tensorboard-dir tb/${{N//-/_}} --seed ${{#N}}",
@@ -208,20 +245,31 @@ def _run(script: str, folder: Path) -> list[list[str]]:
     """The words of each torchrun that bash starts for a script."""
     (folder / "bin").mkdir(exist_ok=True)
     tool = folder / "bin" / "torchrun"
-    tool.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >> {folder}/words\nprintf "\\n" >> {folder}/words\n')
+    tool.write_text(
+        f'#!/bin/bash\nprintf "%s\\0" "$@" >> {folder}/words\nprintf "\\n" >> {folder}/words\n'
+    )
     tool.chmod(0o755)
     (folder / "words").unlink(missing_ok=True)
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": "/home/me"}
-    done = subprocess.run(["bash", "-c", script], env=environment, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     return [line.split("\0")[:-1] for line in (folder / "words").read_text().splitlines()]
 
 
 def _flags(words: list[str]) -> list[str]:
     """Flags with their values, in order of their names."""
-    at = next(place for place, word in enumerate(words) if word.endswith("pretrain_gpt.py") or word == "pretrain")
+    at = next(
+        place
+        for place, word in enumerate(words)
+        if word.endswith("pretrain_gpt.py") or word == "pretrain"
+    )
     joined = shlex.join(words[at + 1 :])
-    return [" ".join(words[:at]).partition(" -m ")[0].strip(), *sorted(re.split(r" (?=--)", joined))]
+    return [
+        " ".join(words[:at]).partition(" -m ")[0].strip(),
+        *sorted(re.split(r" (?=--)", joined)),
+    ]
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
@@ -235,15 +283,30 @@ def test_what_is_followed_is_what_bash_makes_of_it(name, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        (f"source common.sh\n{TRAIN}", "line 1: source common.sh is not read, and may set variables"),
-        (f"S=$(($(nproc)*2))\nlet S=$S+1\n{TRAIN} --seed $S", "$S is left as it is written, but the script sets it"),
-        (f"A=()\nA[8]=--bf16\n{TRAIN} ${{A[@]}}", "$A is left as it is written, but the script sets it"),
+        (
+            f"source common.sh\n{TRAIN}",
+            "line 1: source common.sh is not read, and may set variables",
+        ),
+        (
+            f"S=$(($(nproc)*2))\nlet S=$S+1\n{TRAIN} --seed $S",
+            "$S is left as it is written, but the script sets it",
+        ),
+        (
+            f"A=()\nA[8]=--bf16\n{TRAIN} ${{A[@]}}",
+            "$A is left as it is written, but the script sets it",
+        ),
         (f"run() {{ {TRAIN} --seed $1; }}\nrun 4", "line 2: run 4 is not followed"),
         (f"case $X in a) P=--bf16;; esac\n{TRAIN} $P", "line 1: case is not followed"),
-        (f"G=4\n{TRAIN} --seed $(expr $G \\* 2)", "$G is left as it is written, but the script sets it"),
+        (
+            f"G=4\n{TRAIN} --seed $(expr $G \\* 2)",
+            "$G is left as it is written, but the script sets it",
+        ),
         (f"G=4\n{TRAIN} --save ${{G/?/x}}", "$G is left as it is written, but the script sets it"),
         (f"{TRAIN} --seed 1\n{TRAIN} --seed 2", "line 1: this command starts pretrain_gpt.py too"),
-        (f"grep -q x y && P=--bf16\n{TRAIN} $P", "line 1: P=--bf16 is read whatever the command before it does"),
+        (
+            f"grep -q x y && P=--bf16\n{TRAIN} $P",
+            "line 1: P=--bf16 is read whatever the command before it does",
+        ),
         (f"read X\n{TRAIN} --seed $X", "line 1: read X is not read"),
     ],
 )
@@ -268,19 +331,30 @@ def test_a_word_of_another_command_starts_nothing():
 def test_layers_of_virtual_stages_become_stages_of_ranks(flags, now):
     result = converted_of(flags)
     words = [str(each) for each in result.flags]
-    assert f"--num-virtual-stages-per-pipeline-rank {now}" in words and "--pipeline-schedule interleaved" in words
+    assert (
+        f"--num-virtual-stages-per-pipeline-rank {now}" in words
+        and "--pipeline-schedule interleaved" in words
+    )
     assert result.refused == [] and result.renamed[0][1].endswith(f" layers = {now}")
 
 
 def test_layers_of_virtual_stages_that_do_not_divide_are_refused():
-    result = converted_of("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 5")
+    result = converted_of(
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 5"
+    )
     assert [before for before, _ in result.refused] == ["--num-layers-per-virtual-pipeline-stage 5"]
-    one = converted_of("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 16")
-    assert one.refused == [] and one.dropped[0][1].startswith("there is one stage per pipeline rank")
+    one = converted_of(
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 16"
+    )
+    assert one.refused == [] and one.dropped[0][1].startswith(
+        "there is one stage per pipeline rank"
+    )
 
 
 def test_virtual_stages_ask_for_the_interleaved_schedule():
-    result = converted_of("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2)
+    result = converted_of(
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2
+    )
     assert "--pipeline-schedule interleaved" in map(str, result.flags) and result.refused == []
 
 
@@ -302,7 +376,10 @@ def test_defaults_of_megatron_that_change_numbers_are_written_out():
 def test_a_second_name_of_a_setting_has_to_say_the_same():
     result = converted_of("--use-rotary-position-embeddings --position-embedding-type none")
     assert result.refused == [
-        ("--use-rotary-position-embeddings", "--position-embedding-type none says otherwise. Use one of the two")
+        (
+            "--use-rotary-position-embeddings",
+            "--position-embedding-type none says otherwise. Use one of the two",
+        )
     ]
     alone = converted_of("--use-rotary-position-embeddings --persistent-save-interval 5")
     assert alone.renamed == [
@@ -322,7 +399,11 @@ def test_a_second_name_of_a_setting_has_to_say_the_same():
         ("--swiglu true", "--swiglu true", "it is a switch. Give it alone"),
         ("--clip-grad -1", "--clip-grad -1", "it is out of range. Use a value at least 0"),
         ("--clip-grad", "--clip-grad", "it needs one value. Give its value after it"),
-        ("--my-own-flag 3", "--my-own-flag 3", "it is no flag of Megatron-LM or of merak-pretrain. "),
+        (
+            "--my-own-flag 3",
+            "--my-own-flag 3",
+            "it is no flag of Megatron-LM or of merak-pretrain. ",
+        ),
         ("--async-save", "--async-save", "training waits until a checkpoint is written"),
         ("--trust-remote-code", "--trust-remote-code", "there is no such setting"),
     ],
@@ -375,4 +456,7 @@ def test_a_command_that_is_an_argument_of_a_shell_stays_one(tmp_path, capsys):
     assert said.splitlines()[-1] == (
         f'srun "--output=$HOME/`date +%F`.log" sh -c "cd \'/a b\' && python -u -m megatron_merak pretrain {flags}"'
     )
-    assert "#   srun: a rank reads the variables of torchrun or MPI; let it start torchrun once per node" in said
+    assert (
+        "#   srun: a rank reads the variables of torchrun or MPI; let it start torchrun once per node"
+        in said
+    )

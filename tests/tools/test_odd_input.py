@@ -46,7 +46,9 @@ def test_json_with_what_cannot_be_computed_with_or_printed(text, told):
 
 
 def test_json_of_logs_has_numbers_that_are_none():
-    assert str(parse('{"loss": NaN, "norm": Infinity}', finite=False)) == "{'loss': nan, 'norm': inf}"
+    assert (
+        str(parse('{"loss": NaN, "norm": Infinity}', finite=False)) == "{'loss': nan, 'norm': inf}"
+    )
     assert parse('[1, -2.5, "é", null]') == [1, -2.5, "é", None]
 
 
@@ -79,7 +81,11 @@ def test_odd_values_of_a_stored_plan(stored, tmp_path, place, value):
     at[place[-1]] = value
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(changed))
-    for main, words in ((plan.main, ["show"]), (simulate.main, ["--plan"]), (report_memory.main, ["--plan"])):
+    for main, words in (
+        (plan.main, ["show"]),
+        (simulate.main, ["--plan"]),
+        (report_memory.main, ["--plan"]),
+    ):
         assert str(path) in refused(main, *words, path)
     (tmp_path / "metrics.jsonl").write_text("")
     assert "plan.json: it is damaged" in refused(report.main, tmp_path)
@@ -106,7 +112,11 @@ def test_odd_numbers_of_a_simulation(words):
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--world-size", "9" * 5000), ("--world-size", "1000000000"), ("--global-batch-size", "1000000000")],
+    [
+        ("--world-size", "9" * 5000),
+        ("--world-size", "1000000000"),
+        ("--global-batch-size", "1000000000"),
+    ],
 )
 def test_odd_numbers_of_a_plan(flag, value):
     flags = list(FLAGS)
@@ -167,11 +177,19 @@ def shell(line: str) -> subprocess.CompletedProcess:
     ("line", "status", "told"),
     [
         ("$PY -m megatron_merak plan show ARGS | true", 141, ""),
-        ("$PY -m megatron_merak plan show ARGS > /dev/full", 1, "plan: standard output: No space left on device."),
+        (
+            "$PY -m megatron_merak plan show ARGS > /dev/full",
+            1,
+            "plan: standard output: No space left on device.",
+        ),
         ("$PY -m megatron_merak plan show ARGS >&-", 1, "plan: standard output is closed."),
         ("$PY -m megatron_merak simulate 0<&- 2>&- > /dev/null", 0, ""),
         ("PYTHONIOENCODING=ascii $PY -m megatron_merak plan show ARGS > /dev/null", 0, ""),
-        ("$PY -m megatron_merak pretrain --save $'a\\xff' >&-", 2, "argument a\\udcff: is not UTF-8."),
+        (
+            "$PY -m megatron_merak pretrain --save $'a\\xff' >&-",
+            2,
+            "argument a\\udcff: is not UTF-8.",
+        ),
     ],
     ids=["reader gone", "disk full", "closed", "others closed", "ascii", "pretrain"],
 )

@@ -26,7 +26,13 @@ LAYOUTS = {
     "shifted": "--tensor-model-parallel-size 2 --recompute-granularity full --use-distributed-optimizer",
     "early-recompute": "--recompute-granularity full --train-samples 640 --rampup-batch-size 8 8 64",
 }
-OWN = Cluster(Device("Card 1", 2e12, 1e12, 1e11, 2**34, 0.5), 2, Link("in", 1e-6, 1e11), Link("out", 1e-5, 1e9), "own")
+OWN = Cluster(
+    Device("Card 1", 2e12, 1e12, 1e11, 2**34, 0.5),
+    2,
+    Link("in", 1e-6, 1e11),
+    Link("out", 1e-5, 1e9),
+    "own",
+)
 
 
 @pytest.fixture
@@ -45,7 +51,13 @@ def made(run, tmp_path):
 
     def stored(name: str) -> Path:
         OWN.to_json(tmp_path / "own.json")
-        more = ["--pipeline-schedule", name, *LAYOUTS[name].split(), "--save", tmp_path / "plan.json"]
+        more = [
+            "--pipeline-schedule",
+            name,
+            *LAYOUTS[name].split(),
+            "--save",
+            tmp_path / "plan.json",
+        ]
         run("plan", "show", *FLAGS, "--device", tmp_path / "own.json", *more)
         return tmp_path / "plan.json"
 
@@ -65,7 +77,11 @@ def test_every_tool_tells_the_same_time(run, made, name):
     path = made(name)
     text = prediction(Plan.from_json(path.read_text()))
     assert text.startswith("predicted on Card 1 (own): ")
-    for tool, *arguments in (("plan", "show", path), ("simulate", "--plan", path), ("report_memory", "--plan", path)):
+    for tool, *arguments in (
+        ("plan", "show", path),
+        ("simulate", "--plan", path),
+        ("report_memory", "--plan", path),
+    ):
         assert text in run(tool, *arguments), tool
 
 
@@ -82,10 +98,22 @@ def test_the_simulated_step_is_the_predicted_one(run, made, name):
 def test_batches_that_grow_end_with_the_plan(run, tmp_path):
     """The table of sizes has the plan's own time for the largest, and less for smaller ones."""
     path = tmp_path / "plan.json"
-    told = run("plan", "show", *FLAGS, *"--train-samples 640 --rampup-batch-size 8 8 64 --save".split(), path)
+    told = run(
+        "plan",
+        "show",
+        *FLAGS,
+        *"--train-samples 640 --rampup-batch-size 8 8 64 --save".split(),
+        path,
+    )
     plan = Plan.from_json(path.read_text())
-    rows = [line.split() for line in told.splitlines() if re.fullmatch(r" +[0-9]+ +[0-9,]+ +[0-9]+ +[0-9.]+ m?s", line)]
-    assert [row[0] for row in rows] == ["8", "16"] and rows[-1][-2:] == prediction(plan).split(": ")[1].split()[:2]
+    rows = [
+        line.split()
+        for line in told.splitlines()
+        if re.fullmatch(r" +[0-9]+ +[0-9,]+ +[0-9]+ +[0-9.]+ m?s", line)
+    ]
+    assert [row[0] for row in rows] == ["8", "16"] and rows[-1][-2:] == prediction(plan).split(
+        ": "
+    )[1].split()[:2]
     assert float(rows[0][-2]) < float(rows[1][-2])
 
 
@@ -94,11 +122,15 @@ def test_the_simulator_tells_what_follows_the_pipeline(run, made):
     told = run("simulate", "--plan", path)
     makespan = float(re.search(r"modelled makespan ([0-9.]+) ms", told)[1])
     more, reductions, optimizer = re.search(
-        r"; ([0-9.]+) µs of it behind the pipeline \(gradients ([0-9.]+) µs, optimizer ([0-9.]+) µs\)", told
+        r"; ([0-9.]+) µs of it behind the pipeline \(gradients ([0-9.]+) µs, optimizer ([0-9.]+) µs\)",
+        told,
     ).groups()
     plan = Plan.from_json(path.read_text())
     assert makespan + float(more) / 1e3 == pytest.approx(1e3 * plan.predicted_time, abs=1e-3)
-    assert float(reductions) + float(optimizer) == pytest.approx(float(more), abs=0.1) and float(reductions) > 0
+    assert (
+        float(reductions) + float(optimizer) == pytest.approx(float(more), abs=0.1)
+        and float(reductions) > 0
+    )
 
 
 def test_an_edited_plan_shows_its_own_numbers(run, made):
@@ -110,6 +142,10 @@ def test_an_edited_plan_shows_its_own_numbers(run, made):
     path.write_text(json.dumps(plain))
     after = prediction(priced(Plan.from_dict(plain)))
     assert after != before
-    for tool, *arguments in (("plan", "show", path), ("simulate", "--plan", path), ("report_memory", "--plan", path)):
+    for tool, *arguments in (
+        ("plan", "show", path),
+        ("simulate", "--plan", path),
+        ("report_memory", "--plan", path),
+    ):
         told = run(tool, *arguments)
         assert after in told and before not in told, tool

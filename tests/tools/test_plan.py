@@ -1,4 +1,6 @@
-"""tools/plan.py as its users run it: native and captured models, stored plans, differences, mistakes."""
+"""tools/plan.py as its users run it: native and captured models, stored plans, differences,
+mistakes.
+"""
 
 import json
 import subprocess
@@ -21,7 +23,12 @@ V = """0F0,0F1,0F2,0F3,3F0,3B0,3F1,3B1,3F2,3B2,3F3,3B3,,,0B0,0B1,0B2,0B3
 ,1F0,2F0,1F1,2F1,1F2,2F2,1F3,2F3,2I0,1B0,2W0,2B1,1B1,2B2,1B2,2B3,1B3
 """
 LLAMA = LlamaConfig(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=128, use_cache=False
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    vocab_size=128,
+    use_cache=False,
 )
 
 
@@ -32,17 +39,10 @@ def llama(tmp_path_factory) -> Path:
     return path
 
 
-def test_planning_a_native_model_imports_no_torch_and_no_numpy(tmp_path):
-    program = (
-        "import runpy, sys; sys.argv = ['plan.py', *sys.argv[1:]]\n"
-        "runpy.run_path('tools/plan.py', run_name='__main__')\n"
-        "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
-    )
+def test_planning_a_native_model_imports_no_torch_and_no_numpy(imported, tmp_path):
     plan = tmp_path / "plan.json"
     for arguments in ([*FLAGS, "--save", plan], ["show", plan], ["diff", plan, plan]):
-        command = [sys.executable, "-c", program, *map(str, arguments)]
-        told = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-        assert told.stdout.splitlines()[-1] == "[]", told.stderr
+        assert imported(*arguments) == "[]"
 
 
 def test_a_plan_is_printed_stored_and_shown_again(run, tmp_path):
@@ -56,6 +56,17 @@ def test_a_plan_is_printed_stored_and_shown_again(run, tmp_path):
     assert (tmp_path / "same.json").read_text() == path.read_text()
 
 
+def test_what_a_whole_run_takes_is_printed_beside_the_interval_of_a_step(run):
+    flags = [*FLAGS, "--device", "H100", "--memory-reserve-gb", "30"]
+    printed = run(*flags, "--tokens", "1B", "--price-per-gpu-hour", "2")
+    assert "1B tokens: 1,953,125 steps, " in printed and " at 2 an hour\n" in printed
+    assert printed.count(" (p10 to p90: ") == 2
+    assert "of the 50.0 GiB of H100 that plans use, 50.0 GiB left (30.0 GiB are kept" in printed
+    assert "tokens:" not in run(*flags)
+    with pytest.raises(SystemExit, match="--price-per-gpu-hour 2: it has no effect without"):
+        run(*flags, "--price-per-gpu-hour", "2")
+
+
 @pytest.mark.parametrize("model", [[], ["--model", "LLAMA"]])
 def test_a_device_of_ones_own_is_planned_for(run, llama, tmp_path, model):
     """Neither the device nor the cluster has a name of the tables."""
@@ -66,8 +77,17 @@ def test_a_device_of_ones_own_is_planned_for(run, llama, tmp_path, model):
     for name, link in (("slow", slow), ("fast", fast)):
         own = {"device": device, "ranks_per_node": 2, "inside": fast, "between": link}
         (tmp_path / f"{name}.json").write_text(json.dumps(own))
-        flags = [str(llama) if flag == "LLAMA" else flag for flag in (CAPTURED if model else FLAGS) + model]
-        more = [*TP2_PP2, "--device", tmp_path / f"{name}.json", "--save", tmp_path / f"{name}.plan.json"]
+        flags = [
+            str(llama) if flag == "LLAMA" else flag
+            for flag in (CAPTURED if model else FLAGS) + model
+        ]
+        more = [
+            *TP2_PP2,
+            "--device",
+            tmp_path / f"{name}.json",
+            "--save",
+            tmp_path / f"{name}.plan.json",
+        ]
         assert f"predicted on Card 1 ({name})" in run(*flags, *more)
         plans.append(Plan.from_json((tmp_path / f"{name}.plan.json").read_text()))
     assert plans[0].predicted_time > plans[1].predicted_time
@@ -86,7 +106,9 @@ def test_what_differs_between_two_plans(run, tmp_path):
     run(*FLAGS, "--save", one)
     run(*FLAGS[:-1], "4", "--recompute-granularity", "full", "--save", other)
     told = run("diff", one, other).splitlines()
-    before, after = (f"Grid(tp=2, cp=1, {rest}, order='tp-cp-dp-pp')" for rest in ("dp=2, pp=2", "dp=1, pp=4"))
+    before, after = (
+        f"Grid(tp=2, cp=1, {rest}, order='tp-cp-dp-pp')" for rest in ("dp=2, pp=2", "dp=1, pp=4")
+    )
     assert told[0] == f"grid: {before} -> {after}"
     assert "stage 2: none -> layer.3 .. layer.4 (2), 2 recomputed" in told
     assert "schedule: 1f1b of 4 micro-batches -> 1f1b of 8 micro-batches" in told
@@ -96,13 +118,20 @@ def test_what_differs_between_two_plans(run, tmp_path):
 
 @pytest.mark.parametrize("model", [[], ["--model", "LLAMA"]])
 def test_a_schedule_written_by_hand_is_planned(run, llama, tmp_path, model):
-    flags = [str(llama) if flag == "LLAMA" else flag for flag in (CAPTURED if model else FLAGS) + model] + TP2_PP2
+    flags = [
+        str(llama) if flag == "LLAMA" else flag for flag in (CAPTURED if model else FLAGS) + model
+    ] + TP2_PP2
     (tmp_path / "v.csv").write_text(V)
     printed = run(*flags, "--schedule-file", tmp_path / "v.csv", "--save", tmp_path / "plan.json")
-    assert "\nschedule v, predicted on cpu" in printed and "\nrank 1: 1F0 2F0 1F1 2F1 1F2" in printed
+    assert (
+        "\nschedule v, predicted on cpu" in printed and "\nrank 1: 1F0 2F0 1F1 2F1 1F2" in printed
+    )
     assert Plan.from_json((tmp_path / "plan.json").read_text()).schedule.placement == (0, 1, 1, 0)
     (tmp_path / "v.csv").write_text(V.replace(",1F1", ""))
-    with pytest.raises(SystemExit, match=r"plan.py: --schedule-file .*v.csv: rank 1 never runs 1F1\. .*every stage\.$"):
+    with pytest.raises(
+        SystemExit,
+        match=r"plan.py: --schedule-file .*v.csv: rank 1 never runs 1F1\. .*every stage\.$",
+    ):
         run(*flags, "--schedule-file", tmp_path / "v.csv")
 
 
@@ -114,7 +143,11 @@ def test_a_captured_model_is_planned_and_every_weight_is_explained(run, tmp_path
     held = sum(plan.stage_parameters(stage) for stage in range(2))
     total = 2 * 128 * 32 + 3 * (4 * 32 * 32 + 3 * 32 * 64)
     assert held == total // 2 + 7 * 32
-    rows = {line.split()[0]: " ".join(line.split()) for line in printed.splitlines() if line.startswith("model.")}
+    rows = {
+        line.split()[0]: " ".join(line.split())
+        for line in printed.splitlines()
+        if line.startswith("model.")
+    }
     row = "model.layers.*.mlp.up_proj.weight 3 64 x 32 32 x 32 column parallel: its output features are sharded"
     assert rows["model.layers.*.mlp.up_proj.weight"] == row
     assert "row parallel" in rows["model.layers.*.mlp.down_proj.weight"]
@@ -124,21 +157,38 @@ def test_a_captured_model_is_planned_and_every_weight_is_explained(run, tmp_path
 
 
 def test_rules_of_the_user_show_in_the_difference(run, tmp_path, llama):
-    one, other, rules = tmp_path / "one.json", tmp_path / "other.json", tmp_path / "rules.txt"
-    rules.write_text("# attention stays whole\nlm_head.weight=replicate  # and the head\n*.q_proj.weight=replicate\n")
+    one = tmp_path / "one.json"
+    other = tmp_path / "other.json"
+    rules = tmp_path / "rules.txt"
+    rules.write_text(
+        "# attention stays whole\nlm_head.weight=replicate  # and the head\n*.q_proj.weight=replicate\n"
+    )
     run(*CAPTURED, *TP2_PP2, "--model", llama, "--save", one)
-    printed = run(*CAPTURED, *TP2_PP2, "--model", llama, "--save", other, "--tensor-parallel-rules", rules)
+    printed = run(
+        *CAPTURED, *TP2_PP2, "--model", llama, "--save", other, "--tensor-parallel-rules", rules
+    )
     assert "the rule lm_head.weight=replicate asks for it" in printed
     told = run("diff", one, other)
     assert "tensor lm_head.weight (1): 128 x 32 sharded along 0 -> 128 x 32 replicated" in told
-    assert "tensor model.layers.*.self_attn.q_proj.weight (3): 32 x 32 sharded along 0 -> 32 x 32 replicated" in told
+    assert (
+        "tensor model.layers.*.self_attn.q_proj.weight (3): 32 x 32 sharded along 0 -> 32 x 32 replicated"
+        in told
+    )
 
 
 def test_a_tied_weight_is_held_where_it_is_used(run, tmp_path):
     config = GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=100, n_positions=16)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config.to_dict() | {"architectures": ["GPT2LMHeadModel"]}))
-    run(*CAPTURED, "--model", tmp_path, "--pipeline-model-parallel-size", "2", "--save", tmp_path / "plan.json")
+    run(
+        *CAPTURED,
+        "--model",
+        tmp_path,
+        "--pipeline-model-parallel-size",
+        "2",
+        "--save",
+        tmp_path / "plan.json",
+    )
     plan = Plan.from_json((tmp_path / "plan.json").read_text())
     assert plan.units[0].tied == plan.units[-1].tied == (("transformer.wte.weight", 3200),)
     once = 3200 + 16 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
@@ -160,7 +210,6 @@ def test_a_tied_weight_is_held_where_it_is_used(run, tmp_path):
         ([*CAPTURED, "--model", "LLAMA", "--tensor-model-parallel-size", "3"], "the number of ranks 4"),
         ([*CAPTURED, "--model", "LLAMA", "--pipeline-model-parallel-size", "2", "--device-memory-gb", "1e-5"],
          "--device-memory-gb 1e-05: no cut into 2 stages fits"),
-        ([*CAPTURED, "--model", "LLAMA", "--seq-length", "4096"], "--seq-length 4096: exceeds the model's"),
         ([*CAPTURED, "--model", "LLAMA", "--init-weights", "directory"], "--init-weights directory: "),
         ([*CAPTURED, "--model", "LLAMA", "--tensor-parallel-rules", "none"], "--tensor-parallel-rules none: "),
     ],
@@ -172,14 +221,32 @@ def test_mistakes_are_told_in_one_line(run, llama, arguments, told):
     assert text.startswith("plan.py: ") and told in text and "\n" not in text
 
 
+def test_more_positions_than_a_model_has_are_refused_if_it_learned_them(run, llama, tmp_path):
+    """And said where it computes them."""
+    long = [*CAPTURED, "--seq-length", "4096"]
+    assert "is above the model's max_position_embeddings" in run(*long, "--model", llama)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2Config().to_dict() | {"architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(SystemExit, match="--seq-length 4096: exceeds the model's"):
+        run(*long, "--model", path)
+
+
 def test_a_mistake_ends_the_tool_with_status_1():
     command = [sys.executable, str(ROOT / "tools" / "plan.py"), "show", "nowhere.json"]
-    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == "" and done.stderr.startswith("plan.py: plan nowhere.json: ")
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 1
+        and done.stdout == ""
+        and done.stderr.startswith("plan.py: plan nowhere.json: ")
+    )
 
 
 def test_a_model_that_is_no_causal_language_model_is_refused(run, tmp_path):
     for kind, name in (("t5", "T5ForConditionalGeneration"), ("bert", "BertForMaskedLM")):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [name]}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": kind, "architectures": [name]})
+        )
         with pytest.raises(SystemExit, match=f"it is a {name}, and GPT data trains causal"):
             run(*CAPTURED, "--model", tmp_path)

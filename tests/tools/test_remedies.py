@@ -1,4 +1,6 @@
-"""Flags that are proposed where a plan does not fit: the command with them makes a plan that does, as large as told."""
+"""Flags that are proposed where a plan does not fit: the command with them makes a plan that does,
+as large as told.
+"""
 
 import re
 
@@ -24,7 +26,9 @@ CASES = {
     "more ranks": ("66B", "--world-size 8 --tensor-model-parallel-size 2"),
     "less memory than the device has": ("7B", "--world-size 8 --device-memory-gb 30"),
 }  # fmt: skip
-ADVICE = re.compile(r"  with (.*) the largest rank needs ([0-9.]+) GiB(?:, and a step takes ([0-9.]+ m?s))?: it (.*)")
+ADVICE = re.compile(
+    r"  with (.*) the largest rank needs ([0-9.]+) GiB(?:, and a step takes ([0-9.]+ m?s))?: it (.*)"
+)
 
 
 def advice(run, flags: list[str]) -> list[tuple[str, ...]]:

@@ -22,20 +22,36 @@ def rows(text: str, heading: str) -> list[list[str]]:
 
 
 def test_the_classic_figures(run):
-    """A 64000 x 5120 table in fp32 takes 1250 MB, its gradient as much; 175B parameters 700 GB, in fp16 350 GB."""
+    """A 64000 x 5120 table in fp32 takes 1250 MB, its gradient as much; 175B parameters 700 GB, in
+    fp16 350 GB.
+    """
     text = run("--classic")
     table, gradient = (
-        next(line for line in text.splitlines() if line.startswith(what)) for what in ("64000", "its fp32")
+        next(line for line in text.splitlines() if line.startswith(what))
+        for what in ("64000", "its fp32")
     )
-    assert table.split()[-4:] == ["1250", "MB", "625", "MB"] and gradient.split()[3:5] == ["1250", "MB"]
-    assert next(line for line in text.splitlines() if line.startswith("175B")).split()[2:] == ["700", "GB", "350", "GB"]
+    assert table.split()[-4:] == ["1250", "MB", "625", "MB"] and gradient.split()[3:5] == [
+        "1250",
+        "MB",
+    ]
+    assert next(line for line in text.splitlines() if line.startswith("175B")).split()[2:] == [
+        "700",
+        "GB",
+        "350",
+        "GB",
+    ]
 
 
 def test_stages_ranks_and_a_picture(run, tmp_path):
     text = run(*FLAGS, "--picture", tmp_path / "memory.png")
     assert "modelled" in text and len(rows(text, "stage")) == 4
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    virtual = run(*FLAGS, "--pipeline-schedule", "interleaved", *"--num-virtual-stages-per-pipeline-rank 2".split())
+    virtual = run(
+        *FLAGS,
+        "--pipeline-schedule",
+        "interleaved",
+        *"--num-virtual-stages-per-pipeline-rank 2".split(),
+    )
     assert [row[1] for row in rows(virtual, "rank")] == ["0,4", "1,5", "2,6", "3,7"]
 
 
@@ -53,7 +69,11 @@ def test_a_stored_plan(run, load, tmp_path):
 
 def test_a_captured_model(run, tmp_path):
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=128
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=128,
     )
     path = tmp_path / "llama.json"
     path.write_text(json.dumps(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
@@ -80,7 +100,10 @@ def test_a_stored_plan_needs_no_torch(tmp_path):
         (["--plan", "nowhere.json"], ["plan nowhere.json", "cannot be read"]),
         (["--classic", "--bf16"], ["--classic --bf16", "Leave them out"]),
         ([*FLAGS, "--picture", "memory.svg"], ["--picture memory.svg", ".png"]),
-        ([*FLAGS, *FULL, "--recompute-method", "capacity"], ["--recompute-method capacity", "--device-memory-gb"]),
+        (
+            [*FLAGS, *FULL, "--recompute-method", "capacity"],
+            ["--recompute-method capacity", "--device-memory-gb"],
+        ),
         ([*FLAGS[2:]], ["--world-size (missing)"]),
     ],
 )

@@ -20,8 +20,8 @@ used = resource.getrusage(resource.RUSAGE_SELF)
 print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1e6)
 """
 
-# shape: billions of parameters; (tp, pp, dp) and device, of which the first rows are the published layouts; micro-
-# batches per replica; tokens per sample; full recomputation
+# shape: billions of parameters; (tp, pp, dp) and device, of which the first rows are the published
+# layouts; micro- batches per replica; tokens per sample; full recomputation
 SHAPES = {
     "llama-3.1-405b": (405.9, (8, 16, 1), "H100", 64, 4096, True),
     "bloom-176b": (176.2, (4, 12, 8), "A100", 256, 2048, True),
@@ -42,7 +42,9 @@ def plan_of(name: str, path: Path) -> tuple[Plan, float, float]:
     flags += " --recompute-granularity full" * recompute
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, *flags.split()]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     seconds, memory = map(float, done.stdout.splitlines()[-1].split())
     return Plan.from_json(path.read_text()), seconds, memory
@@ -61,8 +63,11 @@ def test_a_published_shape_is_planned_in_seconds(tmp_path, name):
     assert held / total < 1.03 / tp
     assert max(plan.predicted_bytes) <= find_device(device).memory
     costs = stage_costs(plan)
-    times = [sum(parts) for parts in zip(costs.forward, costs.backward, costs.recompute, strict=True)]
-    # Of Llama's 254 units, 15 fill the memory of each of the first four stages (a 16th needs 80.2 GiB): others have 17.
+    times = [
+        sum(parts) for parts in zip(costs.forward, costs.backward, costs.recompute, strict=True)
+    ]
+    # Of Llama's 254 units, 15 fill the memory of each of the first four stages (a 16th needs 80.2
+    # GiB): others have 17.
     assert max(times) < (1.11 if name == "llama-3.1-405b" else 1.1) * sum(times) / pp
     # Seconds of computing, not of waiting, so that other work on the machine does not decide.
     assert seconds <= 20 and memory <= (0.7 if name == "llama-3.1-405b" else 1.0)
@@ -78,4 +83,8 @@ def test_shapes_are_facts_only():
     assert files == sorted(SHAPES)
     for name in SHAPES:
         config = json.loads((ROOT / "examples" / "shapes" / f"{name}.json").read_text())
-        assert {"model_type", "architectures", "vocab_size"} <= config.keys() and "auto_map" not in config
+        assert {
+            "model_type",
+            "architectures",
+            "vocab_size",
+        } <= config.keys() and "auto_map" not in config

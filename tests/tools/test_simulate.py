@@ -1,4 +1,6 @@
-"""tools/simulate.py as its users run it: schedules, files, plans and traces, side by side, and mistakes."""
+"""tools/simulate.py as its users run it: schedules, files, plans and traces, side by side, and
+mistakes.
+"""
 
 import json
 import runpy
@@ -51,16 +53,35 @@ def test_a_schedule_from_a_file(run, tmp_path):
 def test_a_schedule_of_torch_from_a_file(run, tmp_path):
     """Their empty cells are left out: who waits follows from the costs."""
     (tmp_path / "theirs.csv").write_text("0F0,,,0F1,,0I0,0W0,,0B1\n,1F0,1I0,,1F1,1W0,1B1\n")
-    printed = run("--schedule", tmp_path / "theirs.csv", "--ranks", 2, "--microbatches", 2, "--text")
-    assert printed.startswith("theirs: 2 stages on 2 ranks, 2 micro-batches\nmodelled makespan 90.000 ms")
+    printed = run(
+        "--schedule", tmp_path / "theirs.csv", "--ranks", 2, "--microbatches", 2, "--text"
+    )
+    assert printed.startswith(
+        "theirs: 2 stages on 2 ranks, 2 micro-batches\nmodelled makespan 90.000 ms"
+    )
 
 
 def test_the_work_is_the_same_however_many_stages_a_rank_has(run, tmp_path):
-    """One number is a rank's; a list is of pieces of the model, which coarser schedules join and finer ones halve."""
+    """One number is a rank's; a list is of pieces of the model, which coarser schedules join and
+    finer ones halve.
+    """
     names = ["1f1b", "interleaved", "zb-v"]
     alike = []
-    for forward, backward in (("10", "20"), ("10,10,10,10", "20,20,20,20"), (",".join("5" * 8), ",".join(["10"] * 8))):
-        run("--schedule", *names, "--forward", forward, "--backward", backward, "--html", tmp_path / "a.html")
+    for forward, backward in (
+        ("10", "20"),
+        ("10,10,10,10", "20,20,20,20"),
+        (",".join("5" * 8), ",".join(["10"] * 8)),
+    ):
+        run(
+            "--schedule",
+            *names,
+            "--forward",
+            forward,
+            "--backward",
+            backward,
+            "--html",
+            tmp_path / "a.html",
+        )
         views = views_of((tmp_path / "a.html").read_text())
         assert all(busy == pytest.approx(0.24) for view in views for busy in view.timeline.busy)
         alike.append([view.timeline.makespan for view in views])
@@ -72,7 +93,12 @@ def test_several_beside_each_other(run, tmp_path):
     out = [tmp_path / name for name in ("a.html", "a.png", "a.json")]
     files = ["--html", out[0], "--png", out[1], "--perfetto", out[2]]
     printed = run("--schedule", "gpipe", "1f1b", "zb-h1", "--transfer", 1, *files)
-    assert [line.split()[0] for line in printed.splitlines()[-4:]] == ["schedule", "gpipe", "1f1b", "zb-h1"]
+    assert [line.split()[0] for line in printed.splitlines()[-4:]] == [
+        "schedule",
+        "gpipe",
+        "1f1b",
+        "zb-h1",
+    ]
     views = views_of(out[0].read_text(encoding="utf-8"))
     assert [view.name for view in views] == ["gpipe", "1f1b", "zb-h1"]
     assert views[2].detail == "forward 10 ms, backward 20 ms, transfer 1 ms"
@@ -82,16 +108,34 @@ def test_several_beside_each_other(run, tmp_path):
 
 
 def test_a_schedule_that_is_searched_for(run, tmp_path):
-    """Where no rank holds more than the first of 1F1B it is faster than 1F1B; given more, no slower than that."""
-    costs = ["--forward", "10,10,10,14", "--backward", "20,20,20,28", "--latency", 4, "--html", tmp_path / "a.html"]
+    """Where no rank holds more than the first of 1F1B it is faster than 1F1B; given more, no slower
+    than that.
+    """
+    costs = [
+        "--forward",
+        "10,10,10,14",
+        "--backward",
+        "20,20,20,28",
+        "--latency",
+        4,
+        "--html",
+        tmp_path / "a.html",
+    ]
     printed = run("--schedule", "1f1b", "auto", *costs)
     plain, found = views_of((tmp_path / "a.html").read_text(encoding="utf-8"))
     assert found.timeline.makespan < plain.timeline.makespan
     stages = found.timeline.schedule.stages // 4
     assert max(found.peak_in_flight()) <= stages * max(plain.peak_in_flight()) == 4 * stages
-    assert f"auto: {4 * stages} stages on 4 ranks" in printed and "no schedule is below" in found.detail
+    assert (
+        f"auto: {4 * stages} stages on 4 ranks" in printed
+        and "no schedule is below" in found.detail
+    )
     assert "within 4 micro-batches per rank, as many as 1f1b holds; " in found.detail
-    places = ("one stage per rank: ", "2 stages per rank, interleaved: ", "2 stages per rank, V-shaped: ")
+    places = (
+        "one stage per rank: ",
+        "2 stages per rank, interleaved: ",
+        "2 stages per rank, V-shaped: ",
+    )
     assert all(place in found.detail for place in places)
     run("--schedule", "auto", "--in-flight", 8, *costs)
     (roomy,) = views_of((tmp_path / "a.html").read_text(encoding="utf-8"))
@@ -101,7 +145,10 @@ def test_a_schedule_that_is_searched_for(run, tmp_path):
 def test_the_searched_schedule_of_the_readme_is_the_fastest(run, tmp_path):
     names = ["1f1b", "interleaved", "zb-v", "auto"]
     run("--schedule", *names, "--microbatches", 8, "--html", tmp_path / "a.html")
-    times = [view.timeline.makespan for view in views_of((tmp_path / "a.html").read_text(encoding="utf-8"))]
+    times = [
+        view.timeline.makespan
+        for view in views_of((tmp_path / "a.html").read_text(encoding="utf-8"))
+    ]
     assert times == pytest.approx([0.330, 0.285, 0.255, 0.250])
     run("--schedule", "auto", "--chunks", 1, "--html", tmp_path / "a.html")
     (found,) = views_of((tmp_path / "a.html").read_text(encoding="utf-8"))
@@ -129,13 +176,22 @@ def test_plans_and_the_bytes_of_their_ranks(run, tmp_path):
         (("--ranks", "0"), "--ranks 0"),
         (("--schedule", "1f2b"), "--schedule 1f2b: it is neither a file nor one of naive"),
         (("--schedule", str(ROOT)), f"--schedule {ROOT}: it cannot be read as text"),
-        (("--schedule", str(ROOT / "pyproject.toml")), r"'\[build-system\]' in row 1, column 1 is no step"),
+        (
+            ("--schedule", str(ROOT / "pyproject.toml")),
+            r"'\[build-system\]' in row 1, column 1 is no step",
+        ),
         (("--forward", "1,2,3"), "--forward 1,2,3: 3 values do not fit 4 stages"),
         (("--transfer", "1,2"), "--transfer 1,2: 2 values, 3 or 1 are needed"),
         (("--transfer", "x"), "--transfer x: it is not a list of numbers"),
         (("--weight", "99"), "exceeds the backward"),
-        (("--schedule", "auto", "--in-flight", "1,2"), "--in-flight 1,2: 2 values, 4 or 1 are needed"),
-        (("--schedule", "auto", "--in-flight", "0"), "--in-flight 0: one stage per rank: none fits .*Allow more"),
+        (
+            ("--schedule", "auto", "--in-flight", "1,2"),
+            "--in-flight 1,2: 2 values, 4 or 1 are needed",
+        ),
+        (
+            ("--schedule", "auto", "--in-flight", "0"),
+            "--in-flight 0: one stage per rank: none fits .*Allow more",
+        ),
         (("--png", f"{__file__}/a.png"), f"--png {__file__}/a.png: it cannot be written"),
         (("--perfetto", str(ROOT)), f"--perfetto {ROOT}: it is a directory"),
         (("--html", "/tmp/a.png"), "--html /tmp/a.png: it has another suffix"),
@@ -148,4 +204,9 @@ def test_plans_and_the_bytes_of_their_ranks(run, tmp_path):
 def test_mistakes_are_told_without_a_traceback(run, tmp_path, arguments, message):
     (tmp_path / "empty.json").write_text(json.dumps({}))
     with pytest.raises(SystemExit, match=f"simulate.py: .*{message}"):
-        run(*(str(tmp_path / "empty.json") if argument == "EMPTY" else argument for argument in arguments))
+        run(
+            *(
+                str(tmp_path / "empty.json") if argument == "EMPTY" else argument
+                for argument in arguments
+            )
+        )

@@ -1,4 +1,6 @@
-"""Whole pretraining jobs inside the processes of ``run_ranks``: no start of an interpreter, no import of torch."""
+"""Whole pretraining jobs inside the processes of ``run_ranks``: no start of an interpreter, no
+import of torch.
+"""
 
 import contextlib
 import io
@@ -18,11 +20,15 @@ RUN = """--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --
 
 
 def job(rank: int, world: int, flags: str, config: type[RunConfig] = Config) -> str:
-    """Run a job and return what this rank printed; ``flags`` beside those above (SHAPE: of pretrain_gpt.py)."""
+    """Run a job and return what this rank printed; ``flags`` beside those above (SHAPE: of
+    pretrain_gpt.py).
+    """
     argv = [*(SHAPE.split() if config is Config else ()), *RUN.split(), *flags.split()]
     argv += [] if "--data-path" in argv else ["--mock-data"]
     settings, _ = arguments.read(arguments.build_parser(config=config), argv, config)
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
-        (pretrain if config is Config else pretrain_hf)(settings, World(rank, world, torch.device("cpu")))
+        (pretrain if config is Config else pretrain_hf)(
+            settings, World(rank, world, torch.device("cpu"))
+        )
     return told.getvalue()

@@ -1,4 +1,6 @@
-"""A run that resumes with other flags than the one that saved: another model or data is refused, the rest is told."""
+"""A run that resumes with other flags than the one that saved: another model or data is refused,
+the rest is told.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +30,10 @@ def _jobs(rank: int, world: int, runs: list[str], config=Config) -> list[str]:
 
 def resumed(root: Path, first: str, *others: str, config=Config, ranks: int = 1) -> list[str]:
     """What the jobs with the flags ``others`` tell that resume the one with ``first``."""
-    runs = [f"--train-iters 1 --save {root} {first}", *(f"--train-iters 2 --load {root} {flags}" for flags in others)]
+    runs = [
+        f"--train-iters 1 --save {root} {first}",
+        *(f"--train-iters 2 --load {root} {flags}" for flags in others),
+    ]
     return run_ranks(_jobs, ranks, runs, config)[-1][1:]
 
 
@@ -68,12 +73,22 @@ def test_the_same_model_in_other_words_resumes_without_a_word(tmp_path):
 
 
 def test_another_schedule_or_batch_is_told_and_the_flags_count(tmp_path):
-    new = "--lr 1e-3 --adam-beta2 0.99 --weight-decay 0.2 --global-batch-size 8 --hidden-dropout 0.1"
+    new = (
+        "--lr 1e-3 --adam-beta2 0.99 --weight-decay 0.2 --global-batch-size 8 --hidden-dropout 0.1"
+    )
     kept, taken, forced = resumed(
-        tmp_path, "", new, "--lr 1e-3 --use-checkpoint-opt-param-scheduler", "--lr 1e-3 --override-opt-param-scheduler"
+        tmp_path,
+        "",
+        new,
+        "--lr 1e-3 --use-checkpoint-opt-param-scheduler",
+        "--lr 1e-3 --override-opt-param-scheduler",
     )
     for told in (
-        *("--lr 0.001 (it was 0.01)", "--adam-beta2 0.99 (it was 0.95)", "--weight-decay 0.2 (it was 0.1)"),
+        *(
+            "--lr 0.001 (it was 0.01)",
+            "--adam-beta2 0.99 (it was 0.95)",
+            "--weight-decay 0.2 (it was 0.1)",
+        ),
         *("--global-batch-size 8 (it was 4)", "--hidden-dropout 0.1 (it was 0.0)"),
         "--train-iters 2 (it was 1)",
     ):
@@ -94,20 +109,35 @@ def _write(prefix: Path, first: int) -> Path:
 def test_other_training_data_is_refused_wherever_its_file_is_called_the_same(tmp_path):
     source = _write(tmp_path / "data", 1)
     moved, other = _write(tmp_path / "elsewhere" / "moved", 1), _write(tmp_path / "other", 2)
-    flags = "--tokenizer-type NullTokenizer --vocab-size 59 --data-path {} --data-cache-path " + f"{tmp_path}/cache"
+    flags = (
+        "--tokenizer-type NullTokenizer --vocab-size 59 --data-path {} --data-cache-path "
+        + f"{tmp_path}/cache"
+    )
     first = flags.format(source)
     told = resumed(
         *(tmp_path / "c", f"{first} --split 1"),
         *(f"{flags.format(moved)} --split 1", f"{flags.format(other)} --split 1"),
-        *(f"{flags.format(other)} --split 1 --override-dataset", f"{flags.format(other)} --split 1 --finetune"),
+        *(
+            f"{flags.format(other)} --split 1 --override-dataset",
+            f"{flags.format(other)} --split 1 --finetune",
+        ),
         *(f"{first} --split 1,1", f"{first} --split 1 --eod-mask-loss"),
-        *(f"{first} --split 1 --train-iters 40", f"{flags.format(f'1 {source} 1 {other}')} --split 1"),
+        *(
+            f"{first} --split 1 --train-iters 40",
+            f"{flags.format(f'1 {source} 1 {other}')} --split 1",
+        ),
     )
-    assert "Other" not in told[0] and "another order" not in told[0] and "loaded the checkpoint" in told[0]
+    assert (
+        "Other" not in told[0]
+        and "another order" not in told[0]
+        and "loaded the checkpoint" in told[0]
+    )
     assert f"training data {other}: the checkpoint's run read other data: fingerprint" in told[1]
     assert "Other training data than the checkpoint's run, as --override-dataset allows" in told[2]
     assert "Other" not in told[3] and "consumed samples:            4 |" in told[3]
-    assert "sequences [0, 15]" in told[4] and "end-of-document id left out of the loss 59" in told[5]
+    assert (
+        "sequences [0, 15]" in told[4] and "end-of-document id left out of the loss 59" in told[5]
+    )
     assert "Samples come in another order than in the checkpoint's run" in told[6]
     assert "2 data sets, and then 1" in told[7]
 
@@ -118,7 +148,9 @@ def test_a_captured_model_is_compared_by_its_config_file(tmp_path):
 
     def write(name: str, **changes) -> str:
         path = tmp_path / name
-        path.write_text(json.dumps(made.to_dict() | {"architectures": ["LlamaForCausalLM"]} | changes))
+        path.write_text(
+            json.dumps(made.to_dict() | {"architectures": ["LlamaForCausalLM"]} | changes)
+        )
         return f"--model {path}"
 
     told = resumed(
@@ -130,8 +162,15 @@ def test_a_captured_model_is_compared_by_its_config_file(tmp_path):
         write("dropout", attention_dropout=0.5),
         config=HFConfig,
     )
-    assert "Changed" in told[0] and "config.json" not in told[0] and "--train-iters 2 (it was 1)" in told[0]
-    assert "config.json head_dim 16: the checkpoint's run had 8; another value makes another model" in told[1]
+    assert (
+        "Changed" in told[0]
+        and "config.json" not in told[0]
+        and "--train-iters 2 (it was 1)" in told[0]
+    )
+    assert (
+        "config.json head_dim 16: the checkpoint's run had 8; another value makes another model"
+        in told[1]
+    )
     assert "config.json attention_dropout 0.5 (it was 0.0)" in told[2]
 
 
@@ -157,7 +196,10 @@ def _odd(rank: int, world: int, root: Path) -> None:
             if value is ...:
                 del meta[name]
             path.write_bytes(seal({**good, "meta": meta}))
-            with pytest.raises(CheckpointError, match=f"{name}, .*, is (missing from|.* in) what it says of its run"):
+            with pytest.raises(
+                CheckpointError,
+                match=f"{name}, .*, is (missing from|.* in) what it says of its run",
+            ):
                 job(rank, world, f"--train-iters 2 --load {root}")
 
 

@@ -1,4 +1,6 @@
-"""One number for one plan: plan.py, simulate.py, the banner of an emulated run, and the steps that it takes."""
+"""One number for one plan: plan.py, simulate.py, the banner of an emulated run, and the steps that
+it takes.
+"""
 
 import json
 import os
@@ -23,19 +25,26 @@ LLAMA = LlamaConfig(
     vocab_size=300, use_cache=False,
 )  # fmt: skip
 FREE = Link("free", 0.0, 1e14)
-# Names that no table has. Their memory is fast: what element-wise work moves is estimated otherwise by the planner.
+# Names that no table has. Their memory is fast: what element-wise work moves is estimated otherwise
+# by the planner.
 CARD = Device("Card 1", 2e9, 1e9, 1e14, 0, 0.5)
 LINKED = Cluster(replace(CARD, float32_flops=1e14), 1, FREE, Link("slow", 1e-4, 1e6), "linked")
 BOTH = Cluster(CARD, 2, Link("in", 1e-5, 2e7), Link("out", 1e-4, 1e7), "both")
 NODE = replace(BOTH, ranks_per_node=4, name="node")
 ZERO = ["--use-distributed-optimizer"]
-GRADS, FULL = (["--data-parallel-sharding-strategy", f"optim_grads{rest}"] for rest in ("", "_params"))
+GRADS, FULL = (
+    ["--data-parallel-sharding-strategy", f"optim_grads{rest}"] for rest in ("", "_params")
+)
 HYBRID, TWO = "--num-distributed-optimizer-instances 2".split(), "--global-batch-size 16".split()
 TP2, PP2 = "--tensor-model-parallel-size 2".split(), "--pipeline-model-parallel-size 2".split()
 
 
 def run(script: str, flags: list, ranks: int = 0) -> str:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     command = [sys.executable, *torchrun, str(ROOT / script), *map(str, flags)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
@@ -52,43 +61,97 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
         pytest.param("native", BOTH, 4, [*TP2, *PP2], marks=pytest.mark.slow),
         pytest.param("native", BOTH, 4, PP2, marks=pytest.mark.slow),  # two replicas
         pytest.param("native", replace(BOTH, nics=1), 4, [], marks=pytest.mark.slow),
-        pytest.param("native", replace(BOTH, nics=3), 4, [*PP2, "--rank-order", "tp-pp-dp"], marks=pytest.mark.slow),
+        pytest.param(
+            "native",
+            replace(BOTH, nics=3),
+            4,
+            [*PP2, "--rank-order", "tp-pp-dp"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param("native", LINKED, 2, TP2, marks=pytest.mark.slow),
         pytest.param("native", LINKED, 2, PP2, marks=pytest.mark.slow),
         pytest.param("native", LINKED, 2, [], marks=pytest.mark.slow),
         pytest.param("native", LINKED, 2, ZERO, marks=pytest.mark.slow),
         pytest.param("native", BOTH, 4, [*TP2, *ZERO], marks=pytest.mark.slow),
-        pytest.param("native", LINKED, 2, ["--bf16", "--grad-reduce-in-bf16"], marks=pytest.mark.slow),
-        pytest.param("llama", LINKED, 2, ["--bf16", "--grad-reduce-in-bf16", *ZERO], marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 2, [*PP2, "--bf16", "--fp32-residual-connection"], marks=pytest.mark.slow),
-        pytest.param("llama", BOTH, 2, [*ZERO, "--no-overlap-param-gather"], marks=pytest.mark.slow),
-        pytest.param("llama", BOTH, 2, [*FULL, "--recompute-granularity", "full"], marks=pytest.mark.slow),
+        pytest.param(
+            "native", LINKED, 2, ["--bf16", "--grad-reduce-in-bf16"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "llama", LINKED, 2, ["--bf16", "--grad-reduce-in-bf16", *ZERO], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "native",
+            BOTH,
+            2,
+            [*PP2, "--bf16", "--fp32-residual-connection"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "llama", BOTH, 2, [*ZERO, "--no-overlap-param-gather"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "llama", BOTH, 2, [*FULL, "--recompute-granularity", "full"], marks=pytest.mark.slow
+        ),
         pytest.param("native", BOTH, 2, GRADS, marks=pytest.mark.slow),
         pytest.param("native", BOTH, 4, [*ZERO, *HYBRID], marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 4, [*ZERO, *HYBRID, "--ddp-bucket-size", "30000"], marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 4, [*ZERO, *HYBRID, "--no-overlap-grad-reduce"], marks=pytest.mark.slow),
-        pytest.param("native", NODE, 4, [*ZERO, *HYBRID, "--ddp-bucket-size", "30000"], marks=pytest.mark.slow),
+        pytest.param(
+            "native",
+            BOTH,
+            4,
+            [*ZERO, *HYBRID, "--ddp-bucket-size", "30000"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "native", BOTH, 4, [*ZERO, *HYBRID, "--no-overlap-grad-reduce"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "native",
+            NODE,
+            4,
+            [*ZERO, *HYBRID, "--ddp-bucket-size", "30000"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param("native", BOTH, 4, [*GRADS, *HYBRID, *TWO], marks=pytest.mark.slow),
-        pytest.param("llama", BOTH, 4, [*FULL, *HYBRID, "--recompute-granularity", "full"], marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 2, [*PP2, "--pipeline-schedule", "zb-h1"], marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 2, [*TP2, "--recompute-granularity", "full"], marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow),
+        pytest.param(
+            "llama",
+            BOTH,
+            4,
+            [*FULL, *HYBRID, "--recompute-granularity", "full"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "native", BOTH, 2, [*PP2, "--pipeline-schedule", "zb-h1"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "native", BOTH, 2, [*TP2, "--recompute-granularity", "full"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "native", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow
+        ),
         pytest.param("llama", BOTH, 2, TP2, marks=pytest.mark.slow),
-        pytest.param("llama", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow),
+        pytest.param(
+            "llama", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.long
-def test_the_steps_of_an_emulated_run_take_what_its_plan_says(tmp_path, model, cluster, ranks, layout):
+def test_the_steps_of_an_emulated_run_take_what_its_plan_says(
+    tmp_path, model, cluster, ranks, layout
+):
     """Where arithmetic or links dominate."""
     own, saved, metrics = tmp_path / "own.json", tmp_path / "plan.json", tmp_path / "metrics.jsonl"
     cluster.to_json(own)
     flags, script = [*COMMON, *layout], "pretrain_gpt.py"
     if model == "llama":
-        (tmp_path / "llama.json").write_text(json.dumps(LLAMA.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
+        (tmp_path / "llama.json").write_text(
+            json.dumps(LLAMA.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+        )
         flags, script = [*flags, "--model", tmp_path / "llama.json"], "pretrain_hf.py"
     else:
         flags += NATIVE
-    shown = run("tools/plan.py", ["show", *flags, "--world-size", ranks, "--device", own, "--save", saved])
+    shown = run(
+        "tools/plan.py", ["show", *flags, "--world-size", ranks, "--device", own, "--save", saved]
+    )
     plan = Plan.from_json(saved.read_text())
     text = prediction(plan)
     assert plan.cluster == cluster and text.startswith(f"predicted on Card 1 ({cluster.name}): ")
@@ -100,4 +163,6 @@ def test_the_steps_of_an_emulated_run_take_what_its_plan_says(tmp_path, model, c
     steps = [row["modelled_seconds"] for row in rows if row["kind"] == "train"]
     # The first step waits for no parameters that an earlier one has updated.
     like_others = steps[1:] if plan.optimizer_shards > 1 and plan.overlap_param_gather else steps
-    assert len(steps) == 2 and like_others == pytest.approx([plan.predicted_time] * len(like_others), rel=0.01)
+    assert len(steps) == 2 and like_others == pytest.approx(
+        [plan.predicted_time] * len(like_others), rel=0.01
+    )

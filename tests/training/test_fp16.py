@@ -1,4 +1,6 @@
-"""Runs of the scripts in fp16: an overflow on any rank is a step that no rank makes, and what follows from one."""
+"""Runs of the scripts in fp16: an overflow on any rank is a step that no rank makes, and what
+follows from one.
+"""
 
 from dataclasses import replace
 
@@ -19,7 +21,9 @@ from tests.ranks import run_ranks
 
 
 def _overflows_once(trainer, rank):
-    """Let one element of a gradient of ``rank`` overflow in the next step, before replicas add theirs up."""
+    """Let one element of a gradient of ``rank`` overflow in the next step, before replicas add
+    theirs up.
+    """
     parameters, finish = trainer.model.parameters, trainer.model.parameters.finish_step
 
     def finish_step():
@@ -41,7 +45,15 @@ def _one_overflow(rank, world_size, case):
             _overflows_once(trainer, step)
         report = trainer.step(replica_batch(case, step, trainer.mesh.dp_rank))
         same = all(map(torch.equal, state(trainer), before))
-        found.append((report.skipped, same, trainer.optimizer.steps - moved, report.loss_scale, report.learning_rate))
+        found.append(
+            (
+                report.skipped,
+                same,
+                trainer.optimizer.steps - moved,
+                report.loss_scale,
+                report.learning_rate,
+            )
+        )
         assert report.loss_scale == scaler.scale
     return found, trainer.skipped_iterations, trainer.iteration, trainer.skipped_samples
 
@@ -57,7 +69,9 @@ def _one_overflow(rank, world_size, case):
     ids=str,
 )
 def test_an_overflow_on_any_one_rank_is_a_step_that_no_rank_makes(case):
-    for found, skipped, iterations, samples in run_ranks(_one_overflow, case.world, case, timeout=150):
+    for found, skipped, iterations, samples in run_ranks(
+        _one_overflow, case.world, case, timeout=150
+    ):
         rate = found[0][-1]
         # forgiven once, then halved; the rate does not move
         assert found[:-1] == [(True, True, 0, scale, rate) for scale in (256.0, 128.0, 64.0, 32.0)]
@@ -77,13 +91,20 @@ def test_schedules_wait_for_skipped_steps_and_a_resumed_run_does_too(tmp_path):
     trainer.save(tmp_path)
     other = new_trainer(case, mesh_of(case))
     other.load(tmp_path)
-    assert (other.skipped_iterations, other.iteration) == (1, 3) == (trainer.skipped_iterations, trainer.iteration)
+    assert (
+        (other.skipped_iterations, other.iteration)
+        == (1, 3)
+        == (trainer.skipped_iterations, trainer.iteration)
+    )
     assert other.skipped_samples == trainer.skipped_samples > 0
     assert other.rates()[0][0] == rate_behind(case, 2)
     train = replace(other.config.train, train_iters=None, train_samples=10 * other.skipped_samples)
     other.config = replace(other.config, train=train)
     sampled = other.rates()[0][0]
-    other.consumed_samples, other.skipped_samples = other.consumed_samples - other.skipped_samples, 0
+    other.consumed_samples, other.skipped_samples = (
+        other.consumed_samples - other.skipped_samples,
+        0,
+    )
     assert other.rates()[0][0] == sampled, "so it is in a run given in samples"
 
 
@@ -119,7 +140,9 @@ def test_a_state_that_makes_no_sense_is_refused():
 
 def _gradients(case, **flags):
     config = case.config()
-    config = replace(config, train=replace(config.train, **flags), optimizer=OptimizerConfig(lr=1e-3))
+    config = replace(
+        config, train=replace(config.train, **flags), optimizer=OptimizerConfig(lr=1e-3)
+    )
     trainer = native_trainer(config, make_plan(config, 1), mesh_of(case))
     disturb(trainer)
     loss = trainer.model.gradients(replica_batch(case, 0, 0))
@@ -147,7 +170,10 @@ REFUSED = [
         {"fp16": True, "loss_scale": 8.0, "loss_scale_window": 5},
         "--loss-scale-window 5.0: has no effect with --loss-scale",
     ),
-    ({"fp16": True, "min_loss_scale": 8.0, "initial_loss_scale": 4.0}, "--min-loss-scale 8.0: exceeds --initial-loss"),
+    (
+        {"fp16": True, "min_loss_scale": 8.0, "initial_loss_scale": 4.0},
+        "--min-loss-scale 8.0: exceeds --initial-loss",
+    ),
 ]
 
 

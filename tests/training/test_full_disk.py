@@ -1,4 +1,6 @@
-"""Whole jobs on a full disk, and with a directory that somebody removes under them: no step is lost."""
+"""Whole jobs on a full disk, and with a directory that somebody removes under them: no step is
+lost.
+"""
 
 import os
 import shutil
@@ -22,7 +24,9 @@ from tests.training.jobs import job
 
 pytestmark = pytest.mark.long
 
-FLAGS = "--train-iters 4 --save-interval 2 --lr-decay-style constant --pipeline-model-parallel-size 2"
+FLAGS = (
+    "--train-iters 4 --save-interval 2 --lr-decay-style constant --pipeline-model-parallel-size 2"
+)
 
 
 @pytest.fixture
@@ -68,8 +72,12 @@ def _equal(one: dict, other: dict) -> bool:
 def test_a_job_waits_for_space(small, tmp_path):
     run_ranks(job, 2, f"{FLAGS} --save {tmp_path}/whole")
     place = small / "run"
-    told = run_ranks(_disturbed, 2, f"{FLAGS} --save {place} --metrics {small}/metrics", "room", place)[1]
-    assert "Nothing is lost yet: the run waits for space" in told and "(--on-full-disk wait)" in told
+    told = run_ranks(
+        _disturbed, 2, f"{FLAGS} --save {place} --metrics {small}/metrics", "room", place
+    )[1]
+    assert (
+        "Nothing is lost yet: the run waits for space" in told and "(--on-full-disk wait)" in told
+    )
     assert "there is space again: saved after a wait of" in told
     assert _equal(_weights(place, 4), _weights(tmp_path / "whole", 4))
 
@@ -100,7 +108,10 @@ def test_a_removed_directory_is_made_anew(tmp_path):
     assert f"{place} was removed under the run, with all checkpoints in it: it is made anew" in told
     assert _equal(_weights(place, 4), _weights(tmp_path / "whole", 4))
     assert (place / "config.yaml").is_file()
-    assert "loaded the checkpoint of iteration 4" in run_ranks(job, 2, f"{FLAGS} --load {place} --save {place}")[1]
+    assert (
+        "loaded the checkpoint of iteration 4"
+        in run_ranks(job, 2, f"{FLAGS} --load {place} --save {place}")[1]
+    )
 
 
 def _exported(rank: int, world: int, flags: str, small: Path) -> str:
@@ -120,7 +131,9 @@ def _exported(rank: int, world: int, flags: str, small: Path) -> str:
 
 def test_the_model_at_the_end_waits_for_space(small, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 60}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path / "model")
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(
+        tmp_path / "model"
+    )
     flags = f"--model {tmp_path}/model --train-iters 1 --save-hf {small}/out --pipeline-model-parallel-size 2"
     told = run_ranks(_exported, 2, flags, small)[1]
     assert "output directory" in told and "there is space again: saved after a wait of" in told

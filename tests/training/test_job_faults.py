@@ -1,4 +1,6 @@
-"""Jobs that go wrong lose nothing: numbers that are not finite, damaged checkpoints, a second job, a dead launcher."""
+"""Jobs that go wrong lose nothing: numbers that are not finite, damaged checkpoints, a second job,
+a dead launcher.
+"""
 
 import json
 import math
@@ -17,7 +19,7 @@ from transformers import LlamaConfig
 
 from megatron_merak.checkpoint.lock import DirectoryLock
 from megatron_merak.config import HFConfig
-from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_merak.data.indexed_dataset import IndexedDatasetWriter
 from megatron_merak.errors import CheckpointError, DataError, DirectoryLockedError, NumericsError
 from megatron_merak.parallel import launch
 from megatron_merak.stages.native_model import NativeModel
@@ -55,7 +57,9 @@ def _with_nan(rank: int, world: int, flags: str, first: int) -> str:
 
 
 def test_steps_skipped_in_a_row_end_the_run_and_leave_the_finite_checkpoints(tmp_path):
-    flags = f"--train-iters 50 --max-consecutive-skipped-steps 4 --save {tmp_path} --save-interval 2 "
+    flags = (
+        f"--train-iters 50 --max-consecutive-skipped-steps 4 --save {tmp_path} --save-interval 2 "
+    )
     with pytest.raises(RankFailure) as caught:
         run_ranks(_with_nan, 1, flags + "--save-retain-interval 4", 3)
     assert isinstance(caught.value.__cause__, NumericsError)
@@ -69,30 +73,41 @@ def test_steps_skipped_in_a_row_end_the_run_and_leave_the_finite_checkpoints(tmp
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     flags = "--train-iters 50 --lr 3e38 --min-lr 3e38 --lr-decay-style constant --clip-grad 0 --weight-decay 10"
-    message = refused(NumericsError, f"{flags} --save {tmp_path} --save-interval 1 --save-retain-interval 100", 2)
+    message = refused(
+        NumericsError, f"{flags} --save {tmp_path} --save-interval 1 --save-retain-interval 100", 2
+    )
     assert "it has values that are not finite" in message
     assert not list(tmp_path.glob("*.new"))
 
 
 def test_weights_that_are_not_finite_are_not_exported(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 60}
-    shape = LlamaConfig(**sizes, num_attention_heads=4).to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    shape = LlamaConfig(**sizes, num_attention_heads=4).to_dict() | {
+        "architectures": ["LlamaForCausalLM"]
+    }
     (tmp_path / "shape.json").write_text(json.dumps(shape))
     flags = "--train-iters 8 --lr 3e38 --min-lr 3e38 --lr-decay-style constant --clip-grad 0 --weight-decay 10"
     with pytest.raises(RankFailure) as caught:
-        run_ranks(job, 1, f"--model {tmp_path}/shape.json {flags} --save-hf {tmp_path}/out", HFConfig)
+        run_ranks(
+            job, 1, f"--model {tmp_path}/shape.json {flags} --save-hf {tmp_path}/out", HFConfig
+        )
     assert isinstance(caught.value.__cause__, NumericsError), caught.value
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def _own_data(rank: int, world: int, root: Path, length: int, others: range) -> str:
-    """Each rank reads a copy of its own, as on hosts without a shared disk; some documents differ."""
-    with IndexedDatasetWriter(root / f"data.{rank}", np.int32) as writer:
+    """Each rank reads a copy of its own, as on hosts without a shared disk; some documents
+    differ.
+    """
+    own = root / str(rank)
+    own.mkdir()
+    with IndexedDatasetWriter(own / "data", np.int32) as writer:
         for number in range(40):
             writer.add_document([(number + rank * (number in others)) % 59] * length)
-    flags = f"--tokenizer-type NullTokenizer --vocab-size 59 --data-path {root}/data --train-iters 1 --split 1"
-    first = IndexedDataset.__init__
-    IndexedDataset.__init__ = lambda self, prefix, **options: first(self, f"{prefix}.{rank}", **options)
+    os.chdir(own)  # where the path, which is the same on all ranks, is another file
+    flags = (
+        "--tokenizer-type NullTokenizer --vocab-size 59 --data-path data --train-iters 1 --split 1"
+    )
     return job(rank, world, f"{flags} --data-cache-path {root}/cache")
 
 
@@ -112,7 +127,9 @@ def test_ranks_that_read_different_copies_of_the_data_are_refused(tmp_path):
 
 
 def test_a_damaged_newest_checkpoint_costs_its_steps_and_not_the_job(tmp_path):
-    flags = f"--save {tmp_path}/c --metrics {tmp_path}/m --save-interval 2 --save-retain-interval 4 "
+    flags = (
+        f"--save {tmp_path}/c --metrics {tmp_path}/m --save-interval 2 --save-retain-interval 4 "
+    )
     flags += "--lr-decay-style constant"
     run_ranks(job, 2, f"--train-iters 6 {flags}")
     file = tmp_path / "c" / "iter_0000006" / "exp_avg-rank-00001.safetensors"
@@ -122,7 +139,10 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_and_not_the_job(tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     told = run_ranks(job, 2, f"--train-iters 8 --load {tmp_path}/c {flags}")[1]
-    assert "A damaged checkpoint was passed over, and iteration 4 was loaded" in told and str(file) in told
+    assert (
+        "A damaged checkpoint was passed over, and iteration 4 was loaded" in told
+        and str(file) in told
+    )
     rows = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     losses = [(row["iteration"], row["loss"]) for row in rows]
     assert [iteration for iteration, _ in losses] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
@@ -136,19 +156,26 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_and_not_the_job(tmp_path):
     assert iterations(tmp_path / "c") == [3, 4, 8]
     data[-1] ^= 2
     (tmp_path / "c" / "iter_0000008" / file.name).write_bytes(data)
-    assert "tensor" in refused(CheckpointError, f"--train-iters 9 --load {tmp_path}/c --ckpt-step 8")
+    assert "tensor" in refused(
+        CheckpointError, f"--train-iters 9 --load {tmp_path}/c --ckpt-step 8"
+    )
 
 
 def test_a_job_does_not_begin_anew_where_its_checkpoints_are_damaged(tmp_path):
     run_ranks(job, 1, f"--train-iters 1 --save {tmp_path}")
     (tmp_path / "iter_0000001" / "manifest.json").unlink()
-    assert "it has no manifest.json" in refused(CheckpointError, f"--train-iters 2 --load {tmp_path}")
+    assert "it has no manifest.json" in refused(
+        CheckpointError, f"--train-iters 2 --load {tmp_path}"
+    )
 
 
 def test_a_second_job_does_not_write_to_the_directory_of_the_first(tmp_path):
     with DirectoryLock(tmp_path):
         message = refused(DirectoryLockedError, f"--train-iters 1 --save {tmp_path}", 2)
-    assert f"directory {tmp_path}: on rank 0, another job writes to it: process {os.getpid()} on host" in message
+    assert (
+        f"directory {tmp_path}: on rank 0, another job writes to it: process {os.getpid()} on host"
+        in message
+    )
     run_ranks(job, 1, f"--train-iters 1 --save {tmp_path}")
     names = ["config.yaml", "iter_0000001", "latest_checkpointed_iteration.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -167,11 +194,25 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
     script, started = tmp_path / "rank.py", tmp_path / "started"
     script.write_text(RANK)
     started.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, started]
-    torchrun = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        script,
+        started,
+    ]
+    torchrun = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + 100
-        while len(ranks := [int(name) for name in os.listdir(started)]) < 2 and time.monotonic() < deadline:
+        while (
+            len(ranks := [int(name) for name in os.listdir(started)]) < 2
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         torchrun.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + 5
@@ -208,8 +249,14 @@ def _zeros(rank: int, world: int, *layouts: str) -> list[str]:
 
 
 def test_padding_of_the_vocabulary_is_no_zero_of_the_gradient():
-    """Rows of tokens that do not occur have no gradient; rows that only padding adds do not count."""
+    """Rows of tokens that do not occur have no gradient; rows that only padding adds do
+    not count.
+    """
     first, *alone = run_ranks(_zeros, 1, "--make-vocab-size-divisible-by 1", "")[0]
-    layouts = ("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--micro-batch-size 1")
+    layouts = (
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--micro-batch-size 1",
+    )
     together = run_ranks(_zeros, 2, *layouts)[-1]
     assert int(first) > 0 and alone + together == [first] * 4

@@ -1,4 +1,6 @@
-"""Whole jobs listen on the loopback interface of their host only, and garbage at their ports changes no bit."""
+"""Whole jobs listen on the loopback interface of their host only, and garbage at their ports
+changes no bit.
+"""
 
 import json
 import secrets
@@ -19,12 +21,23 @@ SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 
     --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --log-interval 1 --eval-iters 0 --train-iters 40
     --distributed-timeout-minutes 2"""
 PRETRAIN = str(ROOT / "pretrain_gpt.py")
-PIPELINE = [sys.executable, PRETRAIN, "--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]
+PIPELINE = [
+    sys.executable,
+    PRETRAIN,
+    "--nproc-per-node",
+    "2",
+    "--pipeline-model-parallel-size",
+    "2",
+]
 SERVED = ["--data-parallel-strategy", "ps-sync", "--num-parameter-servers", "1"]
 
 
-def losses(command: list[str], metrics: Path, thrown: bool) -> tuple[list[float], set[tuple[str, int]]]:
-    """Run a job; return its losses and what it listened on. ``thrown``: whether garbage is thrown at that."""
+def losses(
+    command: list[str], metrics: Path, thrown: bool
+) -> tuple[list[float], set[tuple[str, int]]]:
+    """Run a job; return its losses and what it listened on. ``thrown``: whether garbage is thrown
+    at that.
+    """
     heard: set[tuple[str, int]] = set()
     log = metrics.with_suffix(".log")
     with log.open("w") as output:
@@ -32,7 +45,9 @@ def losses(command: list[str], metrics: Path, thrown: bool) -> tuple[list[float]
             [*command, *SMALL.split(), "--metrics", str(metrics)],
             stdout=output,
             stderr=output,
-            env={name: value for name, value in environment().items() if name != "GLOO_SOCKET_IFNAME"},
+            env={
+                name: value for name, value in environment().items() if name != "GLOO_SOCKET_IFNAME"
+            },
         )
     ends = []
     deadline = time.monotonic() + 550

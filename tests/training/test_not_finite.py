@@ -1,4 +1,6 @@
-"""Where the numbers of a step stop being finite is said by the name of the first module of the forward."""
+"""Where the numbers of a step stop being finite is said by the name of the first module of the
+forward.
+"""
 
 import pytest
 import torch
@@ -38,9 +40,20 @@ def test_a_captured_model_names_the_module_of_the_user(tmp_path, caplog):
     model = tiny_llama()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.fill_(3e38)
-    settings = {"max_steps": 3, "max_consecutive_skipped_steps": 2, "report_to": "none", "use_cpu": True}
+    settings = {
+        "max_steps": 3,
+        "max_consecutive_skipped_steps": 2,
+        "report_to": "none",
+        "use_cpu": True,
+    }
     trainer = MerakTrainer(model, MerakArguments(str(tmp_path), **settings), collate, samples(32))
-    with pytest.raises(NumericsError, match=r"the output of model\.layers\.1\.mlp\S* on rank 0 is the first"):
+    with pytest.raises(
+        NumericsError, match=r"the output of model\.layers\.1\.mlp\S* on rank 0 is the first"
+    ):
         trainer.train()
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("megatron_merak")]
-    assert any("Step 1: the step was skipped: the output of model.layers.1.mlp" in text for text in told)
+    told = [
+        record.getMessage() for record in caplog.records if record.name.startswith("megatron_merak")
+    ]
+    assert any(
+        "Step 1: the step was skipped: the output of model.layers.1.mlp" in text for text in told
+    )

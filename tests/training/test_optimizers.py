@@ -1,4 +1,6 @@
-"""pretrain_gpt.py --optimizer sgd and lion: torch's arithmetic, the same under every layout, resumed under another."""
+"""pretrain_gpt.py --optimizer sgd and lion: torch's arithmetic, the same under every layout,
+resumed under another.
+"""
 
 import json
 
@@ -31,7 +33,13 @@ PLACES = {"position_ids": torch.arange(16).expand(2, 16)}
 
 
 def config_of(flags):
-    argv = [*SHAPE.split(), *RUN.split(), "--mock-data", *"--train-iters 4 --clip-grad 0.5".split(), *flags.split()]
+    argv = [
+        *SHAPE.split(),
+        *RUN.split(),
+        "--mock-data",
+        *"--train-iters 4 --clip-grad 0.5".split(),
+        *flags.split(),
+    ]
     return arguments.read(arguments.build_parser(config=Config), argv, Config)[0]
 
 
@@ -46,13 +54,22 @@ def test_steps_are_those_of_torch(name):
     buffer, drawn = trainer.model.buffer, torch.Generator().manual_seed(0)
     named = {key: nn.Parameter(buffer.parameter(key).clone()) for key in buffer.slots}
     numbers = {slot.group for slot in buffer.slots.values()}
-    groups = [{"params": [named[key] for key, slot in buffer.slots.items() if slot.group == n]} for n in range(4)]
+    groups = [
+        {"params": [named[key] for key, slot in buffer.slots.items() if slot.group == n]}
+        for n in range(4)
+    ]
     theirs = TORCH[name](groups)
     assert len(numbers) == (3 if name == "lion" else 2)
     for _ in range(3):
         tokens = torch.randint(60, (2, 2, 17), generator=drawn)
         batches = [
-            {"tokens": rows[:, :-1], "labels": rows[:, 1:], "loss_mask": torch.ones(2, 16), **PLACES} for rows in tokens
+            {
+                "tokens": rows[:, :-1],
+                "labels": rows[:, 1:],
+                "loss_mask": torch.ones(2, 16),
+                **PLACES,
+            }
+            for rows in tokens
         ]
         for group, rates in zip(theirs.param_groups, trainer.rates(), strict=True):
             group["lr"], group["weight_decay"] = rates
@@ -91,7 +108,10 @@ def test_layouts_agree_and_resume_one_another(tmp_path):
         ]
         runs[-1] += " --ckpt-step 2"
         told = run_ranks(_jobs, 1, [*first, f"--train-iters 6 --load {place}"], Config)[0]
-        assert f"optimizer AdamW: the checkpoint's run had {'SGD' if name == 'sgd' else 'Lion'}" in told[1]
+        assert (
+            f"optimizer AdamW: the checkpoint's run had {'SGD' if name == 'sgd' else 'Lion'}"
+            in told[1]
+        )
         run_ranks(_jobs, 2, runs, Config)
         wanted = losses(tmp_path / f"{name}-one")
         assert len(wanted) == 4
@@ -104,7 +124,10 @@ def test_layouts_agree_and_resume_one_another(tmp_path):
     ("flags", "told"),
     [
         ("--sgd-momentum 0.5", "--sgd-momentum 0.5: has no effect with --optimizer adam"),
-        ("--optimizer sgd --adam-beta2 0.99", "--adam-beta2 0.99: has no effect with --optimizer sgd"),
+        (
+            "--optimizer sgd --adam-beta2 0.99",
+            "--adam-beta2 0.99: has no effect with --optimizer sgd",
+        ),
         (
             "--optimizer lion --data-parallel-strategy ps-sync --num-parameter-servers 1",
             "--optimizer lion: parameter servers",

@@ -1,4 +1,6 @@
-"""A plan that tools/plan.py wrote and a hand edited rules: pretrain_gpt.py, pretrain_hf.py and MerakTrainer."""
+"""A plan that tools/plan.py wrote and a hand edited rules: pretrain_gpt.py, pretrain_hf.py and
+MerakTrainer.
+"""
 
 import json
 from dataclasses import fields, replace
@@ -9,16 +11,16 @@ import torch
 
 from megatron_merak.arguments import build_parser, read
 from megatron_merak.cluster import CLUSTERS, DEVICES
-from megatron_merak.config import Config, flag_name
+from megatron_merak.config import Config, flag_name, table
 from megatron_merak.errors import ConfigError, MerakError, PlanError
 from megatron_merak.hf_trainer.arguments import plan_arguments
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan
-from megatron_merak.stages.blueprint import blueprint_from_plan, make_blueprint
+from megatron_merak.stages.blueprint import blueprint_from_plan
 from megatron_merak.stages.traced import Traced
-from megatron_merak.training import plan_file
 from megatron_merak.training.plan_file import decided, plan_of, stored
+from tests.engines import blueprint_of
 from tests.graph.tiny import randomise, tiny
 from tests.ranks import run_ranks
 from tests.training.test_pretrain_hf import NATIVE, ROOT, losses, pretrain, shape  # noqa: F401
@@ -70,14 +72,20 @@ def test_flags_that_contradict_a_plan_are_named(tmp_path, capsys, flags, told):
     planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
     line = f"{NATIVE} --plan {path} ".split()
     plain, _ = read(build_parser(), line, Config, decided(Config, line))
-    assert plan_of(plain, 2, CLUSTERS["cpu"]).grid == Grid(pp=2) and plain.train.global_batch_size == 8
+    assert (
+        plan_of(plain, 2, CLUSTERS["cpu"]).grid == Grid(pp=2) and plain.train.global_batch_size == 8
+    )
     with pytest.raises(MerakError, match=told):
         line += flags.split()
         plan_of(read(build_parser(), line, Config, decided(Config, line))[0], 2, CLUSTERS["cpu"])
 
 
 def test_a_plan_and_either_flag_of_sharding_must_agree(tmp_path, capsys):
-    path, zero, strategy = tmp_path / "plan.json", "--use-distributed-optimizer", "--data-parallel-sharding-strategy"
+    path, zero, strategy = (
+        tmp_path / "plan.json",
+        "--use-distributed-optimizer",
+        "--data-parallel-sharding-strategy",
+    )
     planned(path, 2, f"{NATIVE} {zero}")
 
     def sharding(flags: str) -> str:
@@ -86,20 +94,25 @@ def test_a_plan_and_either_flag_of_sharding_must_agree(tmp_path, capsys):
         config.validate(2, training=False)
         return plan_of(config, 2, CLUSTERS["cpu"]).sharding
 
-    assert {sharding(flags) for flags in ("", zero, f"{strategy} optim", f"{strategy}=optim {zero}")} == {"optim"}
+    assert {
+        sharding(flags) for flags in ("", zero, f"{strategy} optim", f"{strategy}=optim {zero}")
+    } == {"optim"}
     with pytest.raises(MerakError, match=f"{strategy} no_shard: the plan has optim"):
         sharding(f"{strategy} no_shard")
     edit(path, sharding="optim_grads")
-    assert {sharding(flags) for flags in ("", f"{strategy} optim_grads", f"{strategy} optim_grads {zero}")} == {
-        "optim_grads"
-    }
+    assert {
+        sharding(flags)
+        for flags in ("", f"{strategy} optim_grads", f"{strategy} optim_grads {zero}")
+    } == {"optim_grads"}
     with pytest.raises(MerakError, match=f"^{zero} optim: the plan has optim_grads"):
         sharding(zero)
 
 
 def test_a_plan_decides_the_instances_and_a_flag_must_agree(tmp_path, capsys):
     path, count = tmp_path / "plan.json", "--num-distributed-optimizer-instances"
-    assert planned(path, 4, f"{NATIVE} --use-distributed-optimizer {count} 2").sharding_instances == 2
+    assert (
+        planned(path, 4, f"{NATIVE} --use-distributed-optimizer {count} 2").sharding_instances == 2
+    )
     text = path.read_text()
 
     def instances(flags: str) -> int:
@@ -113,12 +126,19 @@ def test_a_plan_decides_the_instances_and_a_flag_must_agree(tmp_path, capsys):
     with pytest.raises(MerakError, match=f"{count} 1: the plan has 2"):
         line = f"{NATIVE} --plan {path} {count} 1".split()
         plan_of(read(build_parser(), line, Config, decided(Config, line))[0], 4, CLUSTERS["cpu"])
-    for found, told in ((3, "sharding_instances 3: does not divide the 4"), (4, "sharding_instances 4: an instance")):
+    for found, told in (
+        (3, "sharding_instances 3: does not divide the 4"),
+        (4, "sharding_instances 4: an instance"),
+    ):
         path.write_text(text.replace('"sharding_instances": 2', f'"sharding_instances": {found}'))
         with pytest.raises(PlanError, match=f"plan .*: {told}"):
             instances("")
-    path.write_text("\n".join(line for line in text.splitlines() if "sharding_instances" not in line))
-    assert stored(str(path)).sharding_instances == 1, "plans were stored before there were instances"
+    path.write_text(
+        "\n".join(line for line in text.splitlines() if "sharding_instances" not in line)
+    )
+    assert stored(str(path)).sharding_instances == 1, (
+        "plans were stored before there were instances"
+    )
 
 
 def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
@@ -142,11 +162,16 @@ def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
     with pytest.raises(ConfigError, match=f"^{mapping} tp-cp-pp-dp: the plan has dp-tp-cp-pp"):
         order(mapping)
     planned(path, 1, f"{NATIVE} --rank-order dp-tp-pp")
-    with pytest.raises(ConfigError, match="plan .*: it is a plan of the native model. Make it with tools/plan.py"):
+    with pytest.raises(
+        ConfigError, match="plan .*: it is a plan of the native model. Make it with tools/plan.py"
+    ):
         MerakArguments("unused", use_cpu=True, plan=str(path))
     edit(path, graph_sharding="cut")
     for given in (None, "dp-tp-cp-pp", "dp-tp-pp"):
-        assert MerakArguments("unused", use_cpu=True, plan=str(path), rank_order=given).rank_order == "dp-tp-cp-pp"
+        assert (
+            MerakArguments("unused", use_cpu=True, plan=str(path), rank_order=given).rank_order
+            == "dp-tp-cp-pp"
+        )
     with pytest.raises(ConfigError, match="rank_order tp-cp-pp-dp: the plan .* has dp-tp-cp-pp"):
         MerakArguments("unused", use_cpu=True, plan=str(path), rank_order="tp-pp-dp")
 
@@ -155,7 +180,10 @@ def test_hybrid_sharding_beside_a_plan_of_one_instance_is_refused(tmp_path, caps
     path = tmp_path / "plan.json"
     planned(path, 4, f"{NATIVE} --data-parallel-sharding-strategy optim_grads_params")
     edit(path, graph_sharding="cut")
-    with pytest.raises(ConfigError, match="fsdp: hybrid_shard .*: the plan .* has one instance. Leave it out, or make"):
+    with pytest.raises(
+        ConfigError,
+        match="fsdp: hybrid_shard .*: the plan .* has one instance. Leave it out, or make",
+    ):
         MerakArguments("unused", use_cpu=True, plan=str(path), fsdp="hybrid_shard")
 
 
@@ -176,7 +204,9 @@ def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):
     edit(path, **stored_values)
     with pytest.raises(PlanError, match="are 2 ranks, and the job has 4"):
         plan_of(config, 4, CLUSTERS["cpu"])
-    small = replace(CLUSTERS["dgx-h100"], device=replace(DEVICES["H100"], memory=1000, name="small"))
+    small = replace(
+        CLUSTERS["dgx-h100"], device=replace(DEVICES["H100"], memory=1000, name="small")
+    )
     with pytest.raises(PlanError, match="pipeline rank 0 does not fit into the 0 GiB of small"):
         plan_of(config, 2, small)
 
@@ -194,7 +224,9 @@ def test_a_captured_model_runs_the_edited_plan_through_both_doors(tmp_path, shap
     assert rows != list(made.shardings)
     edit(path, shardings=[vars(row) for row in rows])
     pretrain("pretrain_hf.py", f"--model {shape} --metrics {alone}")
-    told = pretrain("pretrain_hf.py", f"--model {shape} --plan {path} --metrics {edited}", ranks=2).stdout
+    told = pretrain(
+        "pretrain_hf.py", f"--model {shape} --plan {path} --metrics {edited}", ranks=2
+    ).stdout
     assert losses(edited) == pytest.approx(losses(alone), abs=2e-6)
     assert "model.embed_tokens.weight is replicated" in told
 
@@ -212,7 +244,12 @@ def _trained(rank, world_size, plan, directory):
     trainer.train()
     made = trainer.engine.plan
     told = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return told, [(row.name, row.dim) for row in made.shardings], made.grid.tp, args.gradient_accumulation_steps
+    return (
+        told,
+        [(row.name, row.dim) for row in made.shardings],
+        made.grid.tp,
+        args.gradient_accumulation_steps,
+    )
 
 
 def llama_and_tokens():
@@ -225,10 +262,17 @@ def llama_and_tokens():
 
 def test_a_trainer_runs_the_edited_plan(tmp_path, capsys):
     path, config = tmp_path / "plan.json", tmp_path / "config.json"
-    config.write_text(json.dumps(llama_and_tokens()[0].config.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
+    config.write_text(
+        json.dumps(llama_and_tokens()[0].config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    )
     made = planned(path, 2, f"--model {config} --tensor-model-parallel-size 2")
     name = "model.layers.1.mlp.down_proj.weight"
-    edit(path, shardings=[vars(replace(row, dim=None) if row.name == name else row) for row in made.shardings])
+    edit(
+        path,
+        shardings=[
+            vars(replace(row, dim=None) if row.name == name else row) for row in made.shardings
+        ],
+    )
     capsys.readouterr()
     alone, *_ = _trained(0, 1, None, str(tmp_path))
     for told, rows, tp, micro_batches in run_ranks(_trained, 2, str(path), str(tmp_path)):
@@ -242,7 +286,10 @@ def test_a_trainer_runs_the_edited_plan(tmp_path, capsys):
         ({"per_device_train_batch_size": 4}, r"per_device_train_batch_size 4: the plan .* has 2"),
         ({"pipeline_model_parallel_size": 2}, r"pipeline_model_parallel_size 2: the plan .* has 1"),
         ({"pipeline_schedule": "gpipe"}, r"pipeline_schedule gpipe: it is decided by the plan"),
-        ({"fsdp": "full_shard"}, r"data_parallel_sharding_strategy optim_grads_params: the plan .* has no_shard"),
+        (
+            {"fsdp": "full_shard"},
+            r"data_parallel_sharding_strategy optim_grads_params: the plan .* has no_shard",
+        ),
         (
             {"fsdp": "no_shard", "fsdp_config": {"activation_checkpointing": True}},
             r"fsdp_config: activation_checkpointing True: it is decided by the plan",
@@ -255,9 +302,11 @@ def test_arguments_that_contradict_a_plan_are_named(tmp_path, changes, told):
 
     traced = Traced(*llama_traced())
     path = tmp_path / "plan.json"
-    path.write_text(make_blueprint(traced, Grid(), microbatches=4).plan.to_json())
+    path.write_text(blueprint_of(traced, Grid(), microbatches=4).plan.to_json())
     with pytest.raises(MerakError, match=told):
-        MerakArguments(str(tmp_path), **{"plan": str(path), "use_cpu": True, "report_to": "none"} | changes)
+        MerakArguments(
+            str(tmp_path), **{"plan": str(path), "use_cpu": True, "report_to": "none"} | changes
+        )
 
 
 def llama_traced():
@@ -269,8 +318,9 @@ def test_an_untouched_plan_is_followed_to_the_last_number():
     for name in ("llama", "gpt2", "t5"):
         real, _, batch = tiny(name)
         traced = Traced(real(), batch)
-        for grid in (Grid(), Grid(tp=2, pp=2)):
-            made = make_blueprint(traced, grid, microbatches=4).plan
+        for grid, parts in ((Grid(), False), (Grid(tp=2, pp=2), False), (Grid(tp=2, pp=2), True)):
+            made = blueprint_of(traced, grid, microbatches=4, sequence_parallel=parts).plan
+            assert made.sequence_parallel == parts
             again = Plan.from_json(made.to_json())
             assert again == made
             assert replace(blueprint_from_plan(traced, again).plan, reasons=made.reasons) == made
@@ -283,9 +333,12 @@ def _refused(plan, told):
 
 def test_a_plan_that_does_not_fit_the_model_is_told_apart_by_its_first_difference():
     traced = Traced(*llama_traced())
-    made = make_blueprint(traced, Grid(tp=2, pp=2), microbatches=4).plan
+    made = blueprint_of(traced, Grid(tp=2, pp=2), microbatches=4).plan
     real, _, batch = tiny("gpt2")
-    _refused(make_blueprint(Traced(real(), batch), Grid(tp=2, pp=2), microbatches=4).plan, "unit 0 .*the model's is")
+    _refused(
+        blueprint_of(Traced(real(), batch), Grid(tp=2, pp=2), microbatches=4).plan,
+        "unit 0 .*the model's is",
+    )
     units = (*made.units[:-1], replace(made.units[-1], name="head"))
     _refused(replace(made, units=units), r"unit \d+ head: the model's is ")
     with pytest.raises(PlanError, match="stages .*must cover the"):
@@ -299,11 +352,14 @@ def test_a_plan_that_does_not_fit_the_model_is_told_apart_by_its_first_differenc
         replace(weight, name="model.nothing.weight"),
     ):
         rows = tuple(changed if row == weight else row for row in made.shardings)
-        _refused(replace(made, shardings=rows), weight.name if changed.name == weight.name else "model.nothing.weight")
+        _refused(
+            replace(made, shardings=rows),
+            weight.name if changed.name == weight.name else "model.nothing.weight",
+        )
 
 
 def test_the_page_on_plans_names_all_that_they_hold_and_the_flags_that_they_decide():
     page = (ROOT / "docs" / "plans.md").read_text()
     assert all(f"`{field.name}`" in page for field in fields(Plan))
-    assert all(f"`{flag_name(name)}`" in page for name in plan_file.DECIDES)
-    assert all(f"`{name}`" in page for name in plan_arguments.DECIDES if name not in plan_file.DECIDES)
+    assert all(f"`{flag_name(name)}`" in page for name in table.DECIDES)
+    assert all(f"`{name}`" in page for name in plan_arguments.DECIDES if name not in table.DECIDES)

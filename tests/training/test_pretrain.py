@@ -20,9 +20,19 @@ SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 
 
 
 def pretrain(flags: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *torchrun, str(ROOT / "pretrain_gpt.py"), *SMALL.split(), *flags.split()]
+    command = [
+        sys.executable,
+        *torchrun,
+        str(ROOT / "pretrain_gpt.py"),
+        *SMALL.split(),
+        *flags.split(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
@@ -59,11 +69,16 @@ def test_one_process_and_four_tell_the_same_story(tmp_path):
 
 @pytest.mark.long
 def test_a_run_that_stops_and_resumes_is_the_run_that_did_not_stop(tmp_path):
-    unbroken, first, second, alone = (tmp_path / f"{name}.jsonl" for name in ("unbroken", "first", "second", "alone"))
-    layout = "--train-samples 30 --rampup-batch-size 2 2 10 --lr-warmup-samples 5"  # steps of 2, 2, 4, 6, 8, 8
+    unbroken, first, second, alone = (
+        tmp_path / f"{name}.jsonl" for name in ("unbroken", "first", "second", "alone")
+    )
+    # steps of 2, 2, 4, 6, 8, 8
+    layout = "--train-samples 30 --rampup-batch-size 2 2 10 --lr-warmup-samples 5"
     layout += " --pipeline-model-parallel-size 2 --hidden-dropout 0.1"
     pretrain(f"{layout} --metrics {unbroken}", ranks=2)
-    told = pretrain(f"{layout} --metrics {first} --save {tmp_path}/c --exit-interval 3", ranks=2).stdout
+    told = pretrain(
+        f"{layout} --metrics {first} --save {tmp_path}/c --exit-interval 3", ranks=2
+    ).stdout
     pretrain(f"{layout} --metrics {second} --save {tmp_path}/c --load {tmp_path}/c", ranks=2)
     assert losses(first) | losses(second) == losses(unbroken)
     assert sorted(losses(second)) == [4, 5, 6] and "6 steps in all" in told
@@ -76,7 +91,9 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not_stop(tmp_path):
 @pytest.mark.long
 def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):
     profile = CLUSTERS["rtx3090"]
-    replace(profile, device=replace(profile.device, name="Card 1"), name="own").to_json(tmp_path / "mine.json")
+    replace(profile, device=replace(profile.device, name="Card 1"), name="own").to_json(
+        tmp_path / "mine.json"
+    )
     layout = "--train-iters 3 --tensor-model-parallel-size 2 --timeline {0}/{1}.html --metrics {0}/{1}.jsonl"
     pretrain(layout.format(tmp_path, "real"), ranks=2)
     told = {}
@@ -85,12 +102,19 @@ def test_an_emulated_cluster_changes_times_and_nothing_else(tmp_path):
         told[name] = pretrain(flags, ranks=2).stdout
         assert losses(tmp_path / f"{name}.jsonl") == losses(tmp_path / "real.jsonl")
     assert "Times of training steps are modelled on rtx3090" in told["3090"]
-    predicted = {n: re.search(r"predicted on (.*): (.*) per step", text) for n, text in told.items()}
+    predicted = {
+        n: re.search(r"predicted on (.*): (.*) per step", text) for n, text in told.items()
+    }
     assert predicted["3090"][1] == "RTX 3090 (rtx3090)" and predicted["file"][1] == "Card 1 (own)"
     assert predicted["file"][2] == predicted["3090"][2]
     assert "(ms): " in told["3090"] and "(modelled on rtx3090)" in told["3090"]
-    rows = {n: [json.loads(row) for row in (tmp_path / f"{n}.jsonl").read_text().splitlines()] for n in told}
-    times = {n: [row["modelled_seconds"] for row in rows[n] if row["kind"] == "train"] for n in told}
+    rows = {
+        n: [json.loads(row) for row in (tmp_path / f"{n}.jsonl").read_text().splitlines()]
+        for n in told
+    }
+    times = {
+        n: [row["modelled_seconds"] for row in rows[n] if row["kind"] == "train"] for n in told
+    }
     assert len(times["3090"]) == 3 and times["3090"] == times["file"], "equal runs have equal times"
     assert 0 < max(times["3090"]) < 1e-3, "no time of this machine"
     (view,) = views_of((tmp_path / "3090.html").read_text(encoding="utf-8"))
@@ -105,11 +129,27 @@ def further(*rows: tuple) -> list:
     ("flags", "ranks", "told"),
     [
         ("--train-iters 2 --tensor-model-parallel-size 2", 3, "the number of ranks 3"),
-        ("--train-iters 2 --load nowhere --exit-on-missing-checkpoint", 2, "it has no complete checkpoint"),
-        ("--train-iters 2 --distributed-backend emu --emulate x", 2, "cluster x: there is no such one"),
+        (
+            "--train-iters 2 --load nowhere --exit-on-missing-checkpoint",
+            2,
+            "it has no complete checkpoint",
+        ),
         *further(
-            ("--train-iters 2 --distributed-backend emu", 2, "--emulate (missing): is needed with --distributed"),
-            ("--train-iters 2 --emulate laptop", 2, "--emulate laptop: has no effect with --distributed-backend auto"),
+            (
+                "--train-iters 2 --distributed-backend emu --emulate x",
+                2,
+                "cluster x: there is no such one",
+            ),
+            (
+                "--train-iters 2 --distributed-backend emu",
+                2,
+                "--emulate (missing): is needed with --distributed",
+            ),
+            (
+                "--train-iters 2 --emulate laptop",
+                2,
+                "--emulate laptop: has no effect with --distributed-backend auto",
+            ),
             ("--train-iters 2 --metrics /dev/null/x", 2, "--metrics /dev/null/x"),
             ("--train-iters 2 --save /dev/null/x", 2, "--save /dev/null/x"),
             ("--train-iters 2 --timeline /dev/null/x.png", 2, "--timeline /dev/null/x.png"),

@@ -1,4 +1,6 @@
-"""pretrain_hf.py as its users run it: beside pretrain_gpt.py, on four ranks, into a HuggingFace directory and back."""
+"""pretrain_hf.py as its users run it: beside pretrain_gpt.py, on four ranks, into a HuggingFace
+directory and back.
+"""
 
 import json
 import os
@@ -19,11 +21,13 @@ from megatron_merak.data.tokenizer import Tokenizer
 from megatron_merak.errors import DataError
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.pipeline_parallel.pictures.trace import from_trace
-from megatron_merak.plan import Grid
-from megatron_merak.training.hf_model import build_model
+from megatron_merak.plan import Grid, held_parameters
+from megatron_merak.training import pretrain_hf
+from megatron_merak.training.hf_model import blueprint_of, build_model, traced_of
 from megatron_merak.training.pretrain_hf import with_tokenizer
 from megatron_merak.training.token_model import TokenModel
 from megatron_merak.training.trainer import Trainer
+from tests.training.jobs import job
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = """--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data --log-interval 1
@@ -50,8 +54,14 @@ def shape(tmp_path_factory) -> Path:
     return path
 
 
-def pretrain(script: str, flags: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+def pretrain(
+    script: str, flags: str, ranks: int = 1, check: bool = True
+) -> subprocess.CompletedProcess:
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *torchrun, str(ROOT / script), *COMMON.split(), *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
@@ -65,12 +75,20 @@ def losses(path: Path, kind: str = "train") -> dict[int, float]:
 
 
 def test_a_checkpoint_of_the_native_model_goes_on_as_the_captured_one(tmp_path, shape):
-    """Data, loss, schedules, optimizer and evaluation are the same, so nothing tells the two models apart."""
+    """Data, loss, schedules, optimizer and evaluation are the same, so nothing tells the two models
+    apart.
+    """
     native, captured = tmp_path / "native.jsonl", tmp_path / "captured.jsonl"
-    pretrain("pretrain_gpt.py", f"{NATIVE} --save {tmp_path}/c --save-interval 2 --metrics {native}")
-    told = pretrain("pretrain_hf.py", f"--model {shape} --load {tmp_path}/c --ckpt-step 2 --metrics {captured}").stdout
+    pretrain(
+        "pretrain_gpt.py", f"{NATIVE} --save {tmp_path}/c --save-interval 2 --metrics {native}"
+    )
+    told = pretrain(
+        "pretrain_hf.py", f"--model {shape} --load {tmp_path}/c --ckpt-step 2 --metrics {captured}"
+    ).stdout
     assert "loaded the checkpoint of iteration 2" in told
-    assert losses(captured) == pytest.approx({k: v for k, v in losses(native).items() if k > 2}, abs=2e-6)
+    assert losses(captured) == pytest.approx(
+        {k: v for k, v in losses(native).items() if k > 2}, abs=2e-6
+    )
     for kind in ("valid", "test"):
         assert losses(captured, kind) == pytest.approx(losses(native, kind), abs=2e-6)
 
@@ -88,12 +106,19 @@ def test_four_ranks_write_a_directory_that_transformers_opens(tmp_path, shape):
     ).stdout
     assert losses(together) == pytest.approx(losses(alone), abs=1e-5) and len(losses(alone)) == 4
     assert losses(together, "valid") == pytest.approx(losses(alone, "valid"), abs=1e-5)
-    assert "Captured as it is, is_causal kept." in told and f"saved {tmp_path}/out for HuggingFace" in told
+    assert (
+        "Captured as it is, is_causal kept." in told
+        and f"saved {tmp_path}/out for HuggingFace" in told
+    )
     (view,) = from_trace(json.loads((tmp_path / "t.json").read_text()))
     assert view.clock == "measured" and view.peak_in_flight() == (2, 1)
-    # From the directory, and from the checkpoint with another layout, evaluation finds the trained weights.
-    layout = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"  # the last stage is on the first rank
-    pretrain("pretrain_hf.py", f"--model {tmp_path}/out --skip-train --metrics {again} {layout}", ranks=2)
+    # From the directory, and from the checkpoint with another layout, evaluation finds the trained
+    # weights.
+    # the last stage is on the first rank
+    layout = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"
+    pretrain(
+        "pretrain_hf.py", f"--model {tmp_path}/out --skip-train --metrics {again} {layout}", ranks=2
+    )
     assert losses(again, "valid")[0] == pytest.approx(losses(together, "valid")[4], abs=1e-5)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert model.model.embed_tokens.weight.shape == (130, 32)
@@ -115,6 +140,13 @@ def test_a_mistake_is_told_in_one_line(shape, flags, told):
     assert told in [line for line in done.stderr.splitlines() if line][-1]
 
 
+def test_data_that_is_not_there_is_told_before_the_model_is_captured(shape, monkeypatch):
+    monkeypatch.setattr(pretrain_hf, "traced_of", lambda *_: pytest.fail("it was captured"))
+    flags = "--train-iters 1 --tokenizer-type NullTokenizer --data-path nowhere"
+    with pytest.raises(DataError, match="index file nowhere.idx"):
+        job(0, 1, f"--model {shape} {flags}", HFConfig)
+
+
 def resolved(shape: Path, **data) -> tuple[HFConfig, Tokenizer]:
     ids = data.pop("vocab_size", None)
     config = HFConfig(
@@ -132,7 +164,9 @@ def test_generated_and_numeric_data_have_the_ids_that_the_model_knows(shape):
     assert (tokenizer.vocab_size, tokenizer.eod) == (130, 129)
     _, tokenizer = resolved(shape, tokenizer_type="NullTokenizer", vocab_size=99)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
-    with pytest.raises(DataError, match="embedding has 130 rows, and NullTokenizer adds a token") as caught:
+    with pytest.raises(
+        DataError, match="embedding has 130 rows, and NullTokenizer adds a token"
+    ) as caught:
         resolved(shape, tokenizer_type="NullTokenizer", vocab_size=130)
     assert caught.value.remedy == "Use at most 129"
 
@@ -149,11 +183,37 @@ def test_the_tokenizer_of_the_directory_is_used_and_must_fit(shape, tmp_path):
         resolved(tmp_path)
 
 
+def test_a_plan_counts_the_state_of_the_optimizer(shape):
+    config, _ = resolved(shape, mock_data=True)
+    traced, _ = traced_of(build_model(config.model), config)
+    adam, sgd = (
+        blueprint_of(
+            traced,
+            replace(config, optimizer=OptimizerConfig(optimizer=name)),
+            1,
+            CLUSTERS["cpu"],
+        ).plan
+        for name in ("adam", "sgd")
+    )
+    assert (adam.state_bytes, sgd.state_bytes) == (8, 4)
+    (more,), (less,) = adam.predicted_bytes, sgd.predicted_bytes
+    assert more - less == 4 * held_parameters(adam.units)
+
+
 def test_a_micro_batch_without_targets_counts_nothing(shape):
     config, _ = resolved(shape, mock_data=True)
-    changes = {"micro_batch_size": 2, "global_batch_size": 4, "calculate_per_token_loss": True, "train_iters": 1}
-    config = replace(config, train=replace(config.train, **changes), optimizer=OptimizerConfig(lr=0.1))
-    model = TokenModel(build_model(config.model), config, build_mesh(Grid(), 0, torch.device("cpu")), CLUSTERS["cpu"])
+    changes = {
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "calculate_per_token_loss": True,
+        "train_iters": 1,
+    }
+    config = replace(
+        config, train=replace(config.train, **changes), optimizer=OptimizerConfig(lr=0.1)
+    )
+    traced, batches = traced_of(build_model(config.model), config)
+    blueprint = blueprint_of(traced, config, 1, CLUSTERS["cpu"])
+    model = TokenModel(blueprint, batches, config, build_mesh(Grid(), 0, torch.device("cpu")))
     tokens = torch.arange(32).view(2, 16)
     full = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(2, 16)}
     empty = full | {"loss_mask": torch.zeros(2, 16)}

@@ -64,7 +64,9 @@ def test_the_short_line_has_the_same_facts():
         "  20/100 | loss 4.2500 | lr 1.00e-03 | norm 1.062 | 500.0 ms | 2,048 tokens/s | 4000.0 GFLOP/s/rank | "
         "ETA 0:00:40"
     )
-    assert short_line(plain, replace(WORK, clock="modelled on laptop"), False).endswith("| MFU 40.0 % | modelled")
+    assert short_line(plain, replace(WORK, clock="modelled on laptop"), False).endswith(
+        "| MFU 40.0 % | modelled"
+    )
 
 
 def test_the_short_line_fits_whatever_it_says():
@@ -110,7 +112,10 @@ def test_who_reads_decides_the_form_of_the_line(asked, out, short):
 
 def test_long_lines_are_broken_on_a_terminal_only():
     text = "  --flag " + "word " * 40
-    assert all(len(line) <= WIDTH for line in fitted(text).split("\n")) and fitted("a\n\n  b") == "a\n\n  b"
+    assert (
+        all(len(line) <= WIDTH for line in fitted(text).split("\n"))
+        and fitted("a\n\n  b") == "a\n\n  b"
+    )
     assert fitted(text).split("\n")[1].startswith("    word")
     for out, lines in ((io.StringIO(), 1), (Terminal(), 2)):
         Report(LoggingConfig(), WORK, out).print(text)
@@ -147,8 +152,15 @@ def test_modelled_times_say_so_wherever_they_are_shown(tmp_path):
 def test_losses_are_means_over_good_steps_and_records_keep_all(tmp_path):
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
     report = Report(LoggingConfig(log_interval=2, metrics=str(path)), WORK, out)
-    for iteration, loss, skipped in ((1, 3.0, False), (2, 1000.0, True), (3, 2.0, False), (4, 4.0, False)):
-        report.step(Progress(iteration, 4, 8 * iteration, 8), 0.5, StepReport(loss, 1.0, 1e-3, skipped))
+    for iteration, loss, skipped in (
+        (1, 3.0, False),
+        (2, 1000.0, True),
+        (3, 2.0, False),
+        (4, 4.0, False),
+    ):
+        report.step(
+            Progress(iteration, 4, 8 * iteration, 8), 0.5, StepReport(loss, 1.0, 1e-3, skipped)
+        )
     report.note("valid", 4, loss=2.5)
     report.close()
     lines = [line for line in out.getvalue().splitlines() if "consumed samples" in line]
@@ -173,8 +185,12 @@ def test_a_skipped_step_is_told_when_it_happens():
 def test_places_that_cannot_be_written_are_told(tmp_path, flag):
     (tmp_path / "file").touch()
     place = str(tmp_path / "file" / "x")
-    config = Config(model=MODEL, train=TrainConfig(micro_batch_size=1), logging=LoggingConfig(**{flag: place}))
-    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {place}: it cannot be written"):
+    config = Config(
+        model=MODEL, train=TrainConfig(micro_batch_size=1), logging=LoggingConfig(**{flag: place})
+    )
+    with pytest.raises(
+        ConfigError, match=f"--{flag.replace('_', '-')} {place}: it cannot be written"
+    ):
         check_outputs(config, reports=True)
     check_outputs(config, reports=False)
 
@@ -182,12 +198,21 @@ def test_places_that_cannot_be_written_are_told(tmp_path, flag):
 def test_a_directory_is_no_file_and_checkpoints_are_checked_on_every_rank(tmp_path):
     train = TrainConfig(micro_batch_size=1)
     with pytest.raises(ConfigError, match="--curve .* it is a directory"):
-        check_outputs(Config(model=MODEL, train=train, logging=LoggingConfig(curve=str(tmp_path))), reports=True)
+        check_outputs(
+            Config(model=MODEL, train=train, logging=LoggingConfig(curve=str(tmp_path))),
+            reports=True,
+        )
     (tmp_path / "file").touch()
     for save in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="--save"):
-            check_outputs(Config(model=MODEL, train=train, checkpoint=CheckpointConfig(save=str(save))), reports=False)
-    check_outputs(Config(model=MODEL, train=train, checkpoint=CheckpointConfig(save=str(tmp_path / "new"))), False)
+            check_outputs(
+                Config(model=MODEL, train=train, checkpoint=CheckpointConfig(save=str(save))),
+                reports=False,
+            )
+    check_outputs(
+        Config(model=MODEL, train=train, checkpoint=CheckpointConfig(save=str(tmp_path / "new"))),
+        False,
+    )
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -196,10 +221,16 @@ def test_steps_of_different_sizes_count_by_their_samples():
     report = Report(LoggingConfig(log_interval=2), WORK, out)
     for iteration, samples, seconds in ((1, 2, 0.5), (2, 10, 1.5)):
         report.step(
-            Progress(iteration, 2, 2 + 10 * (iteration - 1), samples), seconds, StepReport(1.0, 1.0, 1e-3, False)
+            Progress(iteration, 2, 2 + 10 * (iteration - 1), samples),
+            seconds,
+            StepReport(1.0, 1.0, 1e-3, False),
         )
     (line,) = out.getvalue().splitlines()
-    assert "global batch size:    10 |" in line and "tokens/s: 768 |" in line and "iteration (ms): 1000.0 |" in line
+    assert (
+        "global batch size:    10 |" in line
+        and "tokens/s: 768 |" in line
+        and "iteration (ms): 1000.0 |" in line
+    )
 
 
 def test_a_run_outlives_the_reader_of_its_output(monkeypatch, capsys):

@@ -1,4 +1,6 @@
-"""Jobs whose ranks are killed, and which torchrun starts again; ``python -m tests.restarts`` has more."""
+"""Jobs whose ranks are killed, and which torchrun starts again; ``python -m tests.restarts`` has
+more.
+"""
 
 import random
 

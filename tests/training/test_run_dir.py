@@ -1,5 +1,5 @@
-"""--run-dir and interruption in whole jobs: what is written is what was done, and a run goes on as if it had not
-stopped."""
+"""--run-dir and interruption in whole jobs: what is written is what was done, and a run goes on as
+if it had not stopped."""
 
 import json
 import os
@@ -40,10 +40,17 @@ def test_a_run_keeps_its_facts_and_a_resumed_one_adds_to_them(tmp_path):
     told = run_ranks(job, 2, f"{layout} --timeline {tmp_path}/t.json")[-1]
     kept = rows(tmp_path / "run" / "metrics.jsonl")
     assert [row for row in kept if row["kind"] != "start"] == rows(tmp_path / "m.jsonl")
-    starts = [{"kind": "start", "start": n, "iteration": 3 * n, "consumed_samples": 12 * n} for n in (0, 1)]
+    starts = [
+        {"kind": "start", "start": n, "iteration": 3 * n, "consumed_samples": 12 * n}
+        for n in (0, 1)
+    ]
     assert [row for row in kept if row["kind"] == "start"] == starts
     facts = facts_of(tmp_path / "run")
-    assert sorted(facts.history.steps) == [1, 2, 3, 4] and facts.iterations == 4 and facts.work["tokens"] == 16
+    assert (
+        sorted(facts.history.steps) == [1, 2, 3, 4]
+        and facts.iterations == 4
+        and facts.work["tokens"] == 16
+    )
     assert facts.measured.clock == "measured" and facts.measured.ranks == 2
     plan = Plan.from_json((tmp_path / "run" / "plan.json").read_text())
     assert plan.grid.pp == 2 and plan == facts.plan
@@ -53,7 +60,9 @@ def test_a_run_keeps_its_facts_and_a_resumed_one_adds_to_them(tmp_path):
 
 
 def _interrupted(rank, world_size, flags, sender, iteration):
-    """Run a job in which one rank gets SIGTERM during an iteration; return the error's status and text."""
+    """Run a job in which one rank gets SIGTERM during an iteration; return the error's status and
+    text.
+    """
     whole = Job.train_step
 
     def step(self, batches, before):
@@ -69,7 +78,9 @@ def _interrupted(rank, world_size, flags, sender, iteration):
     return None
 
 
-@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--data-parallel-sharding-strategy optim"])
+@pytest.mark.parametrize(
+    "layout", ["--pipeline-model-parallel-size 2", "--data-parallel-sharding-strategy optim"]
+)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, layout):
     flags = f"--train-iters 6 --hidden-dropout 0.1 {layout}"
     run_ranks(job, 2, f"{flags} --metrics {tmp_path}/whole.jsonl")
@@ -77,7 +88,10 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, layout):
     first, last = run_ranks(_interrupted, 2, flags, 0, 2)
     assert first == (143, "")
     again = "start it again with the same flags"
-    assert last == (143, f"interrupted by SIGTERM after iteration 3, which was saved; to go on, {again}")
+    assert last == (
+        143,
+        f"interrupted by SIGTERM after iteration 3, which was saved; to go on, {again}",
+    )
     assert sorted(losses(tmp_path / "parts.jsonl")) == [1, 2, 3]
     run_ranks(job, 2, flags)
     assert losses(tmp_path / "parts.jsonl") == losses(tmp_path / "whole.jsonl")
@@ -85,7 +99,11 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, layout):
 
 def started(flags: str, *launcher: str, ignored: signal.Signals | None = None) -> subprocess.Popen:
     """ignored: a signal that the launcher and its ranks ignore, as under nohup."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+    }
     command = [sys.executable, *launcher, *SMALL.split(), *flags.split()]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     if ignored is None:
@@ -137,7 +155,14 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, number, status, ign
 
 @pytest.mark.long
 def test_torchrun_passes_the_signal_on(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py"))
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "pretrain_gpt.py"),
+    )
     flags = f"--tensor-model-parallel-size 2 --train-iters 100000 --save {tmp_path}/c"
     status, out, error = interrupted(started(flags, *torchrun), signal.SIGINT)
     assert status != 0 and f"to go on, --load {tmp_path}/c" in error and "saved" in out

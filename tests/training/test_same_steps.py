@@ -1,4 +1,6 @@
-"""Ranks that drift apart during a job are told at the next comparison: weights, collectives and samples."""
+"""Ranks that drift apart during a job are told at the next comparison: weights, collectives and
+samples.
+"""
 
 from contextlib import contextmanager
 
@@ -31,7 +33,11 @@ def _harmed(harm):
 
 def _told(rank, world, flags):
     with pytest.raises(PlanError) as caught:
-        job(rank, world, f"--train-iters 4 --check-weight-hash-across-dp-replicas-interval 2 {flags}")
+        job(
+            rank,
+            world,
+            f"--train-iters 4 --check-weight-hash-across-dp-replicas-interval 2 {flags}",
+        )
     return str(caught.value)
 
 
@@ -70,6 +76,12 @@ def _other_sequence(rank, world):
 def test_other_collectives_and_samples_of_a_rank_are_told():
     (sequence, samples), again = run_ranks(_other_sequence, 2, timeout=120.0)
     assert again == (sequence, samples)
-    assert "rank 1 has launched other collectives, or in another order, than the tensor-parallel ranks" in sequence
+    assert (
+        "rank 1 has launched other collectives, or in another order, than the tensor-parallel ranks"
+        in sequence
+    )
     assert "in steps 3 to 4" in sequence
-    assert "rank 1 has read other samples than the ranks of the same replica, in steps 1 to 2" in samples
+    assert (
+        "rank 1 has read other samples than the ranks of the same replica, in steps 1 to 2"
+        in samples
+    )

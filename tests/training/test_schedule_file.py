@@ -1,4 +1,6 @@
-"""--schedule-file through every door: what is computed is what one process computes, and wrong files end the job."""
+"""--schedule-file through every door: what is computed is what one process computes, and wrong
+files end the job.
+"""
 
 import json
 import os
@@ -33,8 +35,19 @@ rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0W0 0B2 0W1 0B3 0W2 0W3
 rank 1: 1F0 1F1 1B0 1F2 1B1 1B2 1F3 1B3
 """
 RUN = {
-    **{"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-    **{"num_train_epochs": 2, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0},
+    **{
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+    },
+    **{
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "max_grad_norm": 0.0,
+    },
     **{"eval_strategy": "epoch", "per_device_eval_batch_size": 2},
 }
 
@@ -49,7 +62,9 @@ def files(tmp_path_factory) -> dict[str, str]:
     dump(directory / "interleaved.csv", "ScheduleInterleaved1F1B", 2, 4, 2)
     dump(directory / "split.csv", "ScheduleInterleavedZeroBubble", 2, 4, 2)
     dump(directory / "dual.csv", "ScheduleDualPipeV", 2, 4, 2)
-    (directory / "llama.json").write_text(json.dumps(LLAMA.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
+    (directory / "llama.json").write_text(
+        json.dumps(LLAMA.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    )
     return {path.stem: str(path) for path in directory.iterdir()}
 
 
@@ -60,7 +75,9 @@ def merak(rank, world, directory, schedule):
     trainer = MerakTrainer(tiny_llama(), args, collate, samples(14), samples(5, seed=5))
     trainer.train()
     model = trainer.gather_model()
-    return [untimed(entry) for entry in trainer.state.log_history], model.state_dict() if rank == 0 else None
+    return [
+        untimed(entry) for entry in trainer.state.log_history
+    ], model.state_dict() if rank == 0 else None
 
 
 def script(rank, world, directory, files, door, name):
@@ -90,11 +107,17 @@ def doors(rank, world, directory, files, chosen):
 
 
 SOME = [("gpt", "mine"), ("hf", "zbv"), ("merak", "v")]
-ALL = [(door, name) for door in ("gpt", "hf", "merak") for name in ("mine", "v", "zbv", "interleaved", "split", "dual")]
+ALL = [
+    (door, name)
+    for door in ("gpt", "hf", "merak")
+    for name in ("mine", "v", "zbv", "interleaved", "split", "dual")
+]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("chosen", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "chosen", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.long
 def test_every_door_runs_it_and_equals_one_process(tmp_path, files, chosen):
     one = [(door, None) for door in ("gpt", "hf", "merak")]
@@ -112,7 +135,9 @@ def test_every_door_runs_it_and_equals_one_process(tmp_path, files, chosen):
 
 
 def _lengths(rank, world, path, counts):
-    """Gradients and evaluated losses of steps of other lengths than the schedule has, on one trainer."""
+    """Gradients and evaluated losses of steps of other lengths than the schedule has, on one
+    trainer.
+    """
     torch.set_num_threads(1)
     real, _, batch = tiny("llama")
     batches = micro_batches("llama", max(counts))
@@ -121,9 +146,13 @@ def _lengths(rank, world, path, counts):
     found = []
     for count in counts:
         loss = trainer.gradients(batches[:count])
-        grads = {s.name: s.tensor.detach().clone() for s in trainer.shards(trainer.buffer.main_grad)}
+        grads = {
+            s.name: s.tensor.detach().clone() for s in trainer.shards(trainer.buffer.main_grad)
+        }
         evaluated = trainer.evaluate(batches[:count])
-        found.append((loss, grads, None if evaluated is None else [float(one["loss"]) for one in evaluated]))
+        found.append(
+            (loss, grads, None if evaluated is None else [float(one["loss"]) for one in evaluated])
+        )
     return found
 
 
@@ -135,7 +164,9 @@ def test_steps_of_other_lengths_are_exact(files):
         mine = [rank[step] for rank in ranks]
         assert [one[0] for one in mine] == [loss, loss]
         assert mine[0][1].keys() | mine[1][1].keys() == grads.keys()
-        assert all(torch.equal(tensor, grads[key]) for one in mine for key, tensor in one[1].items())
+        assert all(
+            torch.equal(tensor, grads[key]) for one in mine for key, tensor in one[1].items()
+        )
         assert [one[2] for one in mine if one[2] is not None] == [evaluated]
 
 
@@ -181,7 +212,9 @@ def test_a_file_that_cannot_be_run_ends_every_rank_with_the_same_error(tmp_path,
 def _unlike(rank, world, files):
     """Only one rank was told of a file."""
     _, _, batch = tiny("llama")
-    parallel = ParallelConfig(pipeline_model_parallel_size=2, schedule_file=files["mine"] if rank else None)
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=2, schedule_file=files["mine"] if rank else None
+    )
     model, mesh = randomise(tiny("llama")[0]()), build_mesh(Grid(pp=2), rank, torch.device("cpu"))
     with pytest.raises(PlanError, match="rank 1 has a different one than rank 0: schedule"):
         engine_of(model, batch, mesh, parallel=parallel, microbatches=4)
@@ -195,4 +228,11 @@ def test_a_file_that_only_one_rank_was_told_of_is_an_error(files):
 def test_a_file_beside_a_schedule_by_name_is_refused(files):
     real, _, batch = tiny("llama")
     with pytest.raises(MerakError, match="--pipeline-schedule 1f1b: contradicts --schedule-file"):
-        trainer_of(real(), batch, Grid(), 0, 4, {"schedule_file": files["mine"], "pipeline_schedule": "1f1b"})
+        trainer_of(
+            real(),
+            batch,
+            Grid(),
+            0,
+            4,
+            {"schedule_file": files["mine"], "pipeline_schedule": "1f1b"},
+        )

@@ -1,4 +1,6 @@
-"""--save stores the settings of a run, which --config reads back; files that differ between ranks are refused."""
+"""--save stores the settings of a run, which --config reads back; files that differ between ranks
+are refused.
+"""
 
 from pathlib import Path
 
@@ -48,7 +50,9 @@ def differing(rank: int, world: int, directory: str) -> str:
 def test_files_that_differ_between_ranks_are_refused(tmp_path):
     for rank, value in enumerate(("0.1", "0.2")):
         (tmp_path / f"{rank}.yaml").write_text(f"weight-decay: {value}\n")
-    told = "rank 1 has it, rank 0 has 0.1. Start all ranks with the same arguments and --config file."
+    told = (
+        "rank 1 has it, rank 0 has 0.1. Start all ranks with the same arguments and --config file."
+    )
     assert run_ranks(differing, 2, str(tmp_path)) == [f"--weight-decay 0.2: {told}"] * 2
 
 
@@ -58,4 +62,6 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path):
         store_settings(config, str(tmp_path / "none"))
     store_settings(config, str(tmp_path))
     first = Path(tmp_path / "config.yaml").read_text()
-    assert first.startswith("# The settings of a run; --config reads this file.\nmodel:\n  num_layers: 2\n")
+    assert first.startswith(
+        "# The settings of a run; --config reads this file.\nmodel:\n  num_layers: 2\n"
+    )

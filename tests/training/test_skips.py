@@ -1,4 +1,6 @@
-"""Steps whose gradient is not finite: a few are skipped, many end the run by name, and nothing finite is lost."""
+"""Steps whose gradient is not finite: a few are skipped, many end the run by name, and nothing
+finite is lost.
+"""
 
 import math
 
@@ -24,7 +26,10 @@ def test_the_count_begins_anew_with_each_step_that_is_made():
         skips.count(skipped)
     buffer.grad("b")[1] = math.nan
     buffer.grad("a")[:] = math.inf
-    with pytest.raises(NumericsError, match=r"--max-consecutive-skipped-steps 3: .* pass b, a \(2 of 3 parameters\)"):
+    with pytest.raises(
+        NumericsError,
+        match=r"--max-consecutive-skipped-steps 3: .* pass b, a \(2 of 3 parameters\)",
+    ):
         skips.count(True)
 
 
@@ -33,9 +38,8 @@ def test_steps_that_a_lower_loss_scale_may_save_do_not_count():
     buffer.grad("b")[0] = math.inf
     scaler = LossScaler(16.0, 2.0, 100, 2, setting="--min-loss-scale")
     skips = SkippedSteps(2, buffer, None, scaler=scaler)
-    told = (
-        r"--max-consecutive-skipped-steps 2: .* at a loss scale of 2.0: .* b \(1 of 2 parameters\).* --min-loss-scale"
-    )
+    told = r"--max-consecutive-skipped-steps 2: .* at a loss scale of 2.0: "
+    told += r".* b \(1 of 2 parameters\).* --min-loss-scale"
     for _ in range(4):  # forgiven at 16, lowered to 8, 4, 2
         scaler.update(True)
         skips.count(True)

@@ -1,4 +1,6 @@
-"""Tiny runs of TRL's trainers, as TRL has them or parallelized: SFT, DPO and reward models, with LoRA and without."""
+"""Tiny runs of TRL's trainers, as TRL has them or parallelized: SFT, DPO and reward models, with
+LoRA and without.
+"""
 
 import random
 from collections.abc import Callable
@@ -50,9 +52,13 @@ COMMON = {
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token per character."""
     letters = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz ,.!?"]
-    made = Tokenizer(models.WordLevel({each: place for place, each in enumerate(letters)}, unk_token="<unk>"))
+    made = Tokenizer(
+        models.WordLevel({each: place for place, each in enumerate(letters)}, unk_token="<unk>")
+    )
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def llama(kind: type = LlamaForCausalLM, **more: Any) -> torch.nn.Module:
@@ -85,20 +91,64 @@ def pairs(count: int) -> Dataset:
 
 
 def lora() -> LoraConfig:
-    return LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    return LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0
+    )
 
 
 # name -> (trainer, config, model, data, other arguments of the trainer, of the config)
 CASES: dict[str, tuple[type, type, Callable, Callable, Callable, dict]] = {
     "sft": (trl.SFTTrainer, trl.SFTConfig, llama, passages, dict, {}),
-    "sft-completions": (trl.SFTTrainer, trl.SFTConfig, llama, completions, dict, {"loss_type": "dft"}),
-    "sft-packed": (trl.SFTTrainer, trl.SFTConfig, llama, passages, dict, {"packing": True, "max_length": 64}),
-    "sft-flat": (trl.SFTTrainer, trl.SFTConfig, llama, passages, dict, {"padding_free": True, "max_length": None}),
-    "sft-smooth": (trl.SFTTrainer, trl.SFTConfig, llama, passages, dict, {"label_smoothing_factor": 0.1}),
+    "sft-completions": (
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        llama,
+        completions,
+        dict,
+        {"loss_type": "dft"},
+    ),
+    "sft-packed": (
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        llama,
+        passages,
+        dict,
+        {"packing": True, "max_length": 64},
+    ),
+    "sft-flat": (
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        llama,
+        passages,
+        dict,
+        {"padding_free": True, "max_length": None},
+    ),
+    "sft-smooth": (
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        llama,
+        passages,
+        dict,
+        {"label_smoothing_factor": 0.1},
+    ),
     "sft-moe": (trl.SFTTrainer, trl.SFTConfig, mixtral, passages, dict, {}),
-    "sft-lora": (trl.SFTTrainer, trl.SFTConfig, llama, passages, lambda: {"peft_config": lora()}, {}),
+    "sft-lora": (
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        llama,
+        passages,
+        lambda: {"peft_config": lora()},
+        {},
+    ),
     "dpo": (trl.DPOTrainer, trl.DPOConfig, llama, pairs, lambda: {"ref_model": llama()}, {}),
-    "dpo-ipo": (trl.DPOTrainer, trl.DPOConfig, llama, pairs, lambda: {"ref_model": llama()}, {"loss_type": ["ipo"]}),
+    "dpo-ipo": (
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        llama,
+        pairs,
+        lambda: {"ref_model": llama()},
+        {"loss_type": ["ipo"]},
+    ),
     "dpo-mixed": (
         trl.DPOTrainer,
         trl.DPOConfig,
@@ -119,8 +169,12 @@ CASES: dict[str, tuple[type, type, Callable, Callable, Callable, dict]] = {
 }
 
 
-def train(name: str, directory: str, made: Callable[[type], type] = lambda kind: kind, **more: Any) -> Any:
-    """A trainer that has trained. made: of TRL's class and config what is used, them or ``parallelize`` of them."""
+def train(
+    name: str, directory: str, made: Callable[[type], type] = lambda kind: kind, **more: Any
+) -> Any:
+    """A trainer that has trained. made: of TRL's class and config what is used, them or
+    ``parallelize`` of them.
+    """
     trainer, config, model, data, others, settings = CASES[name]
     arguments = made(config)(directory, **COMMON | settings | more)
     made_trainer = made(trainer)(

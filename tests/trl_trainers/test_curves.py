@@ -1,5 +1,5 @@
-"""Twenty steps that learn, in every layout, beside the same script in one process under transformers or TRL: the loss
-and the gradient norm of each step."""
+"""Twenty steps that learn, in every layout, beside the same script in one process under
+transformers or TRL: the loss and the gradient norm of each step."""
 
 import functools
 import os
@@ -31,24 +31,32 @@ LAYOUTS = {
     2: {name: FEW[name] for name in ("tp2", "pp2", "dp2")},
     4: {name: FEW[name] for name in ("tp2-pp2", "tp2-dp2")},
 }
-# What sums in another order leave after twenty steps is 4.5e-7 of a loss and 1.9e-5 of a norm at most; a learning rate
-# that is a thousandth too large moves one of the losses by 9e-4.
+# What sums in another order leave after twenty steps is 4.5e-7 of a loss and 1.9e-5 of a norm at
+# most; a learning rate that is a thousandth too large moves one of the losses by 9e-4.
 LOSS, NORM = 5e-6, 1e-4
 
 
 def adapters():
     linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=32, target_modules=linear, lora_dropout=0.0)
+    return LoraConfig(
+        task_type="CAUSAL_LM", r=8, lora_alpha=32, target_modules=linear, lora_dropout=0.0
+    )
 
 
 def collate(rows):
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows], True)
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(row["input_ids"]) for row in rows], batch_first=True
+    )
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows], True
+    )
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def per_sample(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """Tokens that are predicted well count less; a mean over samples, however many tokens they have."""
+    """Tokens that are predicted well count less; a mean over samples, however many tokens they
+    have.
+    """
     labels = inputs.pop("labels")
     outputs = model(**inputs)
     each = F.cross_entropy(outputs.logits[:, :-1].mT.float(), labels[:, 1:], reduction="none")
@@ -57,7 +65,9 @@ def per_sample(trainer, model, inputs, return_outputs=False, num_items_in_batch=
 
 
 def settings(adapted):
-    """Arguments, and a model: adapters alone cannot do much about initial weights as small as those of transformers."""
+    """Arguments, and a model: adapters alone cannot do much about initial weights as small as those
+    of transformers.
+    """
     more = {"initializer_range": 0.2} if adapted else {}
     return RUN | {"learning_rate": 2e-2 if adapted else 1e-2}, llama(**more)
 
@@ -94,7 +104,11 @@ SCRIPTS = {
 
 def curve(trainer):
     trainer.train()
-    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    return [
+        (entry["loss"], entry["grad_norm"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
 
 
 def parallel(name, directory, **layout):
@@ -129,9 +143,10 @@ def test_a_curve_is_that_of_one_process(ranks, tmp_path, monkeypatch):
             assert len(wanted) == STEPS and wanted[-1][0] < wanted[0][0] / 2
             for layout, mine in zip(LAYOUTS[ranks], curves, strict=True):
                 for step, (ours, theirs) in enumerate(zip(mine, wanted, strict=True), 1):
-                    assert ours == (pytest.approx(theirs[0], rel=LOSS), pytest.approx(theirs[1], rel=NORM)), (
-                        f"{name} {layout} step {step}"
-                    )
+                    assert ours == (
+                        pytest.approx(theirs[0], rel=LOSS),
+                        pytest.approx(theirs[1], rel=NORM),
+                    ), f"{name} {layout} step {step}"
 
 
 @pytest.mark.long
@@ -141,7 +156,9 @@ def test_a_run_that_a_signal_ends_is_saved_and_goes_on(tmp_path):
     whole.train()
     cut = of_trl(parallelize, tmp_path / "cut", **saves)
     cut.add_callback(Signal(signal.SIGUSR1, 2))
-    with pytest.raises(Interrupted, match=r"interrupted by SIGUSR1 after step 2, which was saved in .*checkpoint-2"):
+    with pytest.raises(
+        Interrupted, match=r"interrupted by SIGUSR1 after step 2, which was saved in .*checkpoint-2"
+    ):
         cut.train()
     resumed = of_trl(parallelize, tmp_path / "cut", **saves)
     resumed.train(resume_from_checkpoint=True)

@@ -1,4 +1,6 @@
-"""Trainers of TRL, parallelized, beside themselves in one process: losses, norms, every metric, files, weights."""
+"""Trainers of TRL, parallelized, beside themselves in one process: losses, norms, every metric,
+files, weights.
+"""
 
 import functools
 import json
@@ -21,7 +23,10 @@ LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "dp2": {"per_device_train_batch_size": 2},
-    "dp2-sharded": {"per_device_train_batch_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
+    "dp2-sharded": {
+        "per_device_train_batch_size": 2,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+    },
     "tp2-pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     "tp2-dp2": {"tensor_model_parallel_size": 2, "per_device_train_batch_size": 2},
 }
@@ -42,14 +47,17 @@ def no_telemetry(monkeypatch):
     monkeypatch.setenv("CI", "1")
 
 
-# Losses that are means of a batch, and rows that do not divide by the batch, are others on two replicas, under TRL too.
+# Losses that are means of a batch, and rows that do not divide by the batch, are others on two
+# replicas, under TRL too.
 OF_BATCHES = ("entropy", "mean_token_accuracy", "num_tokens", "eval_num_tokens")
 OF_REPLICAS = ("sft-moe", "sft-packed", "dpo-mixed")
 
 
 @functools.cache
 def reference(name, ranks=1):
-    """What TRL gives in one process, or on ranks of torchrun's: its log, and the directory that it saved."""
+    """What TRL gives in one process, or on ranks of torchrun's: its log, and the directory that it
+    saved.
+    """
     directory = tempfile.mkdtemp()
     if ranks > 1:
         command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
@@ -74,22 +82,32 @@ def check(name, found, directory, ranks=1):
         for key, value in other.items():
             if ranks > 1 and key in OF_BATCHES:  # docs/trl.md: of an epoch's last batch
                 continue
-            assert entry[key] == pytest.approx(value, rel=2e-4, abs=2e-5), (name, key, entry["step"])
+            assert entry[key] == pytest.approx(value, rel=2e-4, abs=2e-5), (
+                name,
+                key,
+                entry["step"],
+            )
     (file,) = [path.name for path in Path(theirs).glob("*.safetensors")]
     ours, expected = load_file(Path(directory) / file), load_file(Path(theirs) / file)
     assert ours.keys() == expected.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            ours[key], value, rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
-@pytest.mark.parametrize("name", ["sft", "sft-packed", pytest.param("dpo-mixed", marks=pytest.mark.long), "reward"])
+@pytest.mark.parametrize(
+    "name", ["sft", "sft-packed", pytest.param("dpo-mixed", marks=pytest.mark.long), "reward"]
+)
 def test_one_process(name, tmp_path):
     check(name, parallel(name, str(tmp_path)), tmp_path)
 
 
 def several(rank, world_size, rows, directory):
     os.environ["CI"] = "1"
-    return [parallel(name, f"{directory}/{name}-{layout}", **LAYOUTS[layout]) for name, layout in rows]
+    return [
+        parallel(name, f"{directory}/{name}-{layout}", **LAYOUTS[layout]) for name, layout in rows
+    ]
 
 
 @pytest.mark.timeout(600)
@@ -115,6 +133,6 @@ def test_every_layout(name, tmp_path):
 
 
 def test_a_reference_model_is_not_saved(tmp_path):
-    parallel("dpo", str(tmp_path))
+    parallel("dpo", str(tmp_path), max_steps=1, eval_strategy="no")
     AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not [key for key in load_file(tmp_path / "model.safetensors") if "merak" in key]

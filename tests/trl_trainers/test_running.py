@@ -33,14 +33,20 @@ def no_telemetry(monkeypatch):
 
 def sft(directory, kind=None, made=parallelize, model=None, **more):
     args = made(trl.SFTConfig)(str(directory), **COMMON | more)
-    data = {"train_dataset": passages(24), "eval_dataset": passages(8), "processing_class": tokenizer()}
+    data = {
+        "train_dataset": passages(24),
+        "eval_dataset": passages(8),
+        "processing_class": tokenizer(),
+    }
     return made(kind or trl.SFTTrainer)(model or llama(), args=args, **data)
 
 
 def test_no_usage_data_is_sent(tmp_path, monkeypatch):
     sent = []
     monkeypatch.delenv("CI")
-    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda *args, **more: sent.append(args))
+    monkeypatch.setattr(
+        "trl.trainer.base_trainer.send_telemetry", lambda *args, **more: sent.append(args)
+    )
     sft(tmp_path / "theirs", made=lambda kind: kind)
     assert len(sent) == 1
     sft(tmp_path / "ours")
@@ -64,7 +70,9 @@ def test_resumes(tmp_path):
 
 
 def test_a_directory_in_bf16(tmp_path):
-    """As shipped: TRL trains in bf16 unless told not to, and loads the model of a directory itself."""
+    """As shipped: TRL trains in bf16 unless told not to, and loads the model of a
+    directory itself.
+    """
     llama().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     curves = []
@@ -82,20 +90,34 @@ def test_a_directory_in_bf16(tmp_path):
 
 @pytest.mark.long
 def test_a_step_of_fewer_micro_batches_balances_experts_as_trl_does(tmp_path):
-    """Five batches of an epoch in steps of two: the loss of the experts is a mean over one in the third."""
+    """Five batches of an epoch in steps of two: the loss of the experts is a mean over one in the
+    third.
+    """
     curves = []
     for made in (parallelize, lambda kind: kind):
-        args = made(trl.SFTConfig)(str(tmp_path), **COMMON | {"eval_strategy": "no", "router_aux_loss_coef": 0.5})
-        trainer = made(trl.SFTTrainer)(mixtral(), args, train_dataset=passages(20), processing_class=tokenizer())
+        args = made(trl.SFTConfig)(
+            str(tmp_path), **COMMON | {"eval_strategy": "no", "router_aux_loss_coef": 0.5}
+        )
+        trainer = made(trl.SFTTrainer)(
+            mixtral(), args, train_dataset=passages(20), processing_class=tokenizer()
+        )
         trainer.train()
         curves.append(
-            [entry[name] for entry in trainer.state.log_history[:3] for name in ("loss", "grad_norm", "aux_loss")]
+            [
+                entry[name]
+                for entry in trainer.state.log_history[:3]
+                for name in ("loss", "grad_norm", "aux_loss")
+            ]
         )
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
 def accuracy(prediction):
-    return {"right": float((prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).mean())}
+    return {
+        "right": float(
+            (prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).mean()
+        )
+    }
 
 
 def test_metrics_of_logits(tmp_path):
@@ -115,13 +137,17 @@ def test_metrics_of_logits(tmp_path):
 def smoothed(outputs, labels, num_items_in_batch=None):
     logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
     batch, length, words = logits.shape
-    losses = cross_entropy(logits.reshape(-1, words), targets.reshape(-1), reduction="none", label_smoothing=0.1)
+    losses = cross_entropy(
+        logits.reshape(-1, words), targets.reshape(-1), reduction="none", label_smoothing=0.1
+    )
     count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
     return losses.view(batch, length).masked_fill(targets == -100, 0).sum() / count
 
 
 def test_streams_a_loss_of_logits_and_predictions(tmp_path):
-    """Metrics of an evaluation in which nothing asks for logits, then predictions without ``compute_metrics``."""
+    """Metrics of an evaluation in which nothing asks for logits, then predictions without
+    ``compute_metrics``.
+    """
     found = []
     for made in (parallelize, lambda kind: kind):
         args = made(trl.SFTConfig)(
@@ -144,7 +170,10 @@ def test_streams_a_loss_of_logits_and_predictions(tmp_path):
 
 def test_losses_of_experts_are_whole_in_evaluations(tmp_path):
     """TRL divides them by the steps of accumulation in training only."""
-    ours, theirs = (sft(tmp_path, made=made, model=mixtral()).evaluate() for made in (parallelize, lambda kind: kind))
+    ours, theirs = (
+        sft(tmp_path, made=made, model=mixtral()).evaluate()
+        for made in (parallelize, lambda kind: kind)
+    )
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
     assert ours["eval_aux_loss"] == pytest.approx(theirs["eval_aux_loss"], rel=1e-5)
 
@@ -175,7 +204,11 @@ class Decayed(trl.SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        norms = [p.float() for name, p in model.named_parameters() if name.endswith("norm.weight") and p.dim() == 1]
+        norms = [
+            p.float()
+            for name, p in model.named_parameters()
+            if name.endswith("norm.weight") and p.dim() == 1
+        ]
         return loss + 0.1 * sum((norm**2).sum() for norm in norms)
 
 
@@ -187,7 +220,11 @@ def decayed(rank, world_size, directory, **layout):
 
 
 @pytest.mark.parametrize(
-    "layout", ["tensor_model_parallel_size", pytest.param("pipeline_model_parallel_size", marks=pytest.mark.long)]
+    "layout",
+    [
+        "tensor_model_parallel_size",
+        pytest.param("pipeline_model_parallel_size", marks=pytest.mark.long),
+    ],
 )
 def test_a_loss_may_read_weights_that_ranks_share(layout, tmp_path):
     theirs = sft(tmp_path, Decayed, lambda kind: kind, eval_strategy="no", max_steps=2)
@@ -200,7 +237,9 @@ def test_a_loss_may_read_weights_that_ranks_share(layout, tmp_path):
 class FromLogits(trl.SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        self._metrics["train"]["largest"].append(self.accelerator.gather(outputs.logits.detach()).max().item())
+        self._metrics["train"]["largest"].append(
+            self.accelerator.gather(outputs.logits.detach()).max().item()
+        )
         return outputs.logits.float().logsumexp(-1).mean()
 
 
@@ -241,8 +280,16 @@ class Steps(trl.SFTTrainer):
     "run, what",
     [
         (lambda d: parallelize(trl.GRPOTrainer), "GRPOTrainer"),
-        (lambda d: sft(d, made=lambda kind: parallelize(kind) if kind is trl.SFTTrainer else kind), "args SFTConfig"),
-        (lambda d: parallelize(trl.SFTTrainer)(llama(), MerakArguments(str(d), use_cpu=True)), "args MerakArguments"),
+        (
+            lambda d: sft(
+                d, made=lambda kind: parallelize(kind) if kind is trl.SFTTrainer else kind
+            ),
+            "args SFTConfig",
+        ),
+        (
+            lambda d: parallelize(trl.SFTTrainer)(llama(), MerakArguments(str(d), use_cpu=True)),
+            "args MerakArguments",
+        ),
         (prompted, "PromptTuningConfig"),
         (lambda d: sft(d, ByEntropy).train(), "condition"),
         (lambda d: sft(d, ByNumber).train(), "metrics only"),
@@ -261,12 +308,16 @@ def test_refused(run, what, tmp_path):
 
 def test_adapters_are_saved_alone(tmp_path):
     parallel("sft-lora", str(tmp_path))
-    assert (tmp_path / "adapter_model.safetensors").exists() and not (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "adapter_model.safetensors").exists() and not (
+        tmp_path / "model.safetensors"
+    ).exists()
     base = AutoModelForCausalLM.from_config(llama().config)
     from peft import PeftModel
 
     loaded = PeftModel.from_pretrained(base, tmp_path)
-    assert any("lora_B" in name and torch.any(value != 0) for name, value in loaded.named_parameters())
+    assert any(
+        "lora_B" in name and torch.any(value != 0) for name, value in loaded.named_parameters()
+    )
 
 
 def test_a_config_survives_a_dictionary_and_a_pickle(tmp_path):
@@ -279,10 +330,20 @@ def test_a_config_survives_a_dictionary_and_a_pickle(tmp_path):
 
 def test_the_overrides_of_trls_trainers_are_known():
     """What MerakTrainer refuses to a class is done another way for these, and for nothing else."""
-    known = {"prediction_step", "training_step", "_save_checkpoint", "_set_signature_columns_if_needed"}
+    known = {
+        "prediction_step",
+        "training_step",
+        "_save_checkpoint",
+        "_set_signature_columns_if_needed",
+    }
     for kind in (trl.SFTTrainer, trl.DPOTrainer, trl.RewardTrainer):
         classes = [each for each in kind.__mro__ if each.__module__.startswith("trl.")]
-        names = {name for each in classes for name in vars(each) if isinstance(vars(MerakTrainer).get(name), Refused)}
+        names = {
+            name
+            for each in classes
+            for name in vars(each)
+            if isinstance(vars(MerakTrainer).get(name), Refused)
+        }
         assert names <= known | {"create_model_card", "loss_is_scaled_for_ga"}, kind
 
 

@@ -1,4 +1,6 @@
-"""Every model type that transformers can train, as a tiny specimen: discovered, never listed by hand."""
+"""Every model type that transformers can train, as a tiny specimen: discovered, never listed by
+hand.
+"""
 
 from .heads import Head, heads
 from .specimen import Specimen, tiny

@@ -12,13 +12,22 @@ from .configs import LENGTH
 from .heads import Head
 from .overrides import BATCHES
 
-CLASSES = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")
+CLASSES = (
+    "IMAGE_CLASSIFICATION",
+    "VIDEO_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "SEQUENCE_CLASSIFICATION",
+)
 TARGET = 16  # tokens of a label sequence that is not the input itself
 SPOKEN = 3  # ... in fewer frames than it has
 HIDDEN_LABELS = 4  # the first labels of each sample do not count
 FRAMES = 64  # of a spectrogram
-# Beside text: the argument of the forward that holds it, and the name of its placeholder token in the configuration.
-MODALITIES = {"image": ("pixel_values", "image_pixel_values"), "audio": ("input_features", "input_values")}
+# Beside text: the argument of the forward that holds it, and the name of its placeholder token in
+# the configuration.
+MODALITIES = {
+    "image": ("pixel_values", "image_pixel_values"),
+    "audio": ("input_features", "input_values"),
+}
 
 
 def batch_for(
@@ -29,7 +38,8 @@ def batch_for(
     seed: int = 0,
     places: tuple[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Tensors by name of the forward's argument, ``size`` samples along the first dimension of each.
+    """Tensors by name of the forward's argument, ``size`` samples along the first dimension of
+    each.
 
     ``places``: a modality beside the text, and how many tokens of each sample stand for it.
     """
@@ -38,7 +48,9 @@ def batch_for(
     main = getattr(model_class, "main_input_name", "input_ids")
     batch: dict[str, Any] = {}
     for name in dict.fromkeys((main, *accepted)):
-        demanded = name in accepted and (name == main or accepted[name].default is inspect.Parameter.empty)
+        demanded = name in accepted and (
+            name == main or accepted[name].default is inspect.Parameter.empty
+        )
         if demanded and name not in ("self", "kwargs", "args", "labels"):
             made = draw.named(name)
             batch |= {} if made is None else {name: made}
@@ -71,11 +83,20 @@ def placeholder(config: PreTrainedConfig, name: str) -> int | None:
     return next((token for token in found if isinstance(token, int)), None)
 
 
-def beside_text(places: tuple[str, int], accepted: Mapping[str, Any], ids: Tensor, draw: "Draw") -> dict[str, Any]:
+def beside_text(
+    places: tuple[str, int], accepted: Mapping[str, Any], ids: Tensor, draw: "Draw"
+) -> dict[str, Any]:
     """Images or audio, their masks, and the text with its placeholder tokens."""
     name, count = places
     argument = next(argument for argument in MODALITIES[name] if argument in accepted)
-    ids = torch.cat([ids[:, :HIDDEN_LABELS], ids.new_full((len(ids), count), placeholder(draw.config, name)), ids], 1)
+    ids = torch.cat(
+        [
+            ids[:, :HIDDEN_LABELS],
+            ids.new_full((len(ids), count), placeholder(draw.config, name)),
+            ids,
+        ],
+        1,
+    )
     made = {argument: draw.named(argument), "input_ids": ids}
     for mask in ("input_features_mask", "feature_attention_mask", "audio_attention_mask"):
         if name == "audio" and mask in accepted:
@@ -88,7 +109,10 @@ def beside_text(places: tuple[str, int], accepted: Mapping[str, Any], ids: Tenso
 def labels(head: Head, batch: Mapping[str, Any], draw: "Draw") -> dict[str, Any]:
     ids = batch.get("input_ids", batch.get("inputs"))
     if head.mapping == "QUESTION_ANSWERING":
-        return {"start_positions": draw.classes(LENGTH // 2), "end_positions": draw.classes(LENGTH // 2)}
+        return {
+            "start_positions": draw.classes(LENGTH // 2),
+            "end_positions": draw.classes(LENGTH // 2),
+        }
     if head.mapping == "TIME_SERIES_CLASSIFICATION":
         return {"target_values": draw.classes(draw.setting("num_targets", default=2))}
     if head.mapping in CLASSES:
@@ -119,7 +143,10 @@ class Draw:
 
     def setting(self, *names: str, default: Any = None) -> Any:
         """The first of these fields in the configuration or in one of its parts."""
-        parts = [self.config, *(v for v in vars(self.config).values() if isinstance(v, PreTrainedConfig))]
+        parts = [
+            self.config,
+            *(v for v in vars(self.config).values() if isinstance(v, PreTrainedConfig)),
+        ]
         found = (getattr(part, name, None) for name in names for part in parts)
         return next((value for value in found if value is not None), default)
 
@@ -133,7 +160,9 @@ class Draw:
         return self.integers((self.size,), 0, count)
 
     def tokens(self, length: int) -> Tensor:
-        return self.integers((self.size, length), 8, min(240, self.setting("vocab_size", default=256)))
+        return self.integers(
+            (self.size, length), 8, min(240, self.setting("vocab_size", default=256))
+        )
 
     def input_ids(self) -> Tensor:
         return self.tokens(LENGTH)
@@ -147,7 +176,9 @@ class Draw:
     def pixel_values(self) -> Tensor:
         side = self.setting("image_size", "img_size", "input_size", default=32)
         height, width = side if isinstance(side, tuple | list) else (side, side)
-        return self.normal(self.setting("num_channels", "in_channels", "in_chans", default=3), height, width)
+        return self.normal(
+            self.setting("num_channels", "in_channels", "in_chans", default=3), height, width
+        )
 
     def images(self) -> Tensor:
         return self.pixel_values().unsqueeze(1)
@@ -161,7 +192,8 @@ class Draw:
 
     def past_values(self) -> Tensor:
         return self.normal(
-            self.setting("context_length", default=LENGTH), self.setting("num_input_channels", default=1)
+            self.setting("context_length", default=LENGTH),
+            self.setting("num_input_channels", default=1),
         )
 
     def input_values(self) -> Tensor:
@@ -169,7 +201,8 @@ class Draw:
 
     def spectrogram(self) -> Tensor:
         return self.normal(
-            self.setting("max_length", default=FRAMES), self.setting("num_mel_bins", "input_dim", default=16)
+            self.setting("max_length", default=FRAMES),
+            self.setting("num_mel_bins", "input_dim", default=16),
         )
 
     def frame_mask(self) -> Tensor:

@@ -1,4 +1,6 @@
-"""One type's captured graph through the real engine: a chain of stages, and tensor parallelism over ranks."""
+"""One type's captured graph through the real engine: a chain of stages, and tensor parallelism over
+ranks.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 
 from megatron_merak.graph.capture.captured import Captured
 from megatron_merak.graph.fusion.fuse import fuse
+from megatron_merak.graph.lowering.context import check_contexts
 from megatron_merak.graph.lowering.rewrite import Rewritten, rewrite
+from megatron_merak.graph.lowering.sequence import check_sequences
 from megatron_merak.graph.partition.cut import Chain
 from megatron_merak.graph.sharding.shard import Sharding
 from megatron_merak.plan import TensorSharding
@@ -40,11 +44,37 @@ class Subject:
 
 
 class RankProgram:
-    """What ``Stages`` needs to know of one rank: the rewritten and fused graph, cut into ranges of units."""
+    """What ``Stages`` needs to know of one rank: the rewritten and fused graph, cut into ranges of
+    units.
+    """
 
-    def __init__(self, subject: Subject, sharding: Sharding, rank: int):
-        self.model, self.sharding, self.rank, self.tp = subject.model, sharding, rank, sharding.tp
-        self.rewritten: Rewritten = rewrite(subject.captured, subject.chain, sharding, rank, sharding.tp)
+    def __init__(
+        self,
+        subject: Subject,
+        sharding: Sharding,
+        rank: int,
+        sequences: bool = False,
+        cp: int = 1,
+    ):
+        self.model = subject.model
+        self.sharding = sharding
+        self.tp = sharding.tp
+        self.rank = rank % self.tp
+        self.cp_rank = rank // self.tp
+        self.rewritten: Rewritten = rewrite(
+            subject.captured,
+            subject.chain,
+            sharding,
+            self.rank,
+            self.tp,
+            sequence_parallel=sequences,
+            cp_rank=self.cp_rank,
+            cp=cp,
+        )
+        if cp > 1:
+            check_contexts(self.rewritten.graph, cp)
+        if sequences:
+            check_sequences(self.rewritten.graph, sharding.tp)
         fuse(self.rewritten.graph)
         self.units = len(subject.chain.units)
 
@@ -54,7 +84,9 @@ class RankProgram:
 
 
 def check_chain(subject: Subject, whole: Sharding, stages: int) -> Cell:
-    """The chain cut into ``stages``, which share nothing but the values that cross; no tensor parallelism."""
+    """The chain cut into ``stages``, which share nothing but the values that cross; no tensor
+    parallelism.
+    """
     program = RankProgram(subject, whole, 0)
     torch.manual_seed(0)
     loss, found = Stages(program, min(stages, program.units)).step(subject.batch)
@@ -62,20 +94,35 @@ def check_chain(subject: Subject, whole: Sharding, stages: int) -> Cell:
     return judge(loss_difference(loss, subject.loss), worst, where, subject.dtype)
 
 
-def check_tensor_parallel(subject: Subject, sharding: Sharding) -> Cell:
-    """Loss and every gradient of ``sharding.tp`` ranks, gradients put together from the ranks' parts."""
+def check_tensor_parallel(
+    subject: Subject, sharding: Sharding, sequences: bool = False, cp: int = 1
+) -> Cell:
+    """Loss and every gradient of ``sharding.tp`` x cp ranks, gradients put together from the ranks'
+    parts.
+
+    sequences: with sequence parallelism. cp: number of ranks that divide sequences.
+    """
+    RankProgram(subject, sharding, 0, sequences, cp)  # what is refused, is refused here
+    tp = sharding.tp
 
     def step(rank: int, world_size: int):
-        program = RankProgram(subject, sharding, rank)
-        loss, found = Stages(program, group=dist.group.WORLD).step(subject.batch)
+        of_weights = own_group(rank, [list(range(c * tp, (c + 1) * tp)) for c in range(cp)])
+        of_sequences = own_group(rank, [list(range(t, tp * cp, tp)) for t in range(tp)])
+        program = RankProgram(subject, sharding, rank, sequences, cp)
+        stages = Stages(program, group=of_weights, contexts=of_sequences)
+        loss, found = stages.step(subject.batch)
         return float(loss), {name: grad.numpy() for name, grad in found.items()}
 
-    answers = fork_ranks(step, sharding.tp)
+    answers = fork_ranks(step, tp * cp)
     ranks = [{name: torch.from_numpy(grad) for name, grad in found.items()} for _, found in answers]
     loss = max(loss_difference(value, subject.loss) for value, _ in answers)
     wanted, worst, where = subject.wanted(), 0.0, ""
-    for rank, found in enumerate(ranks):
-        merged = {name: merge(sharding.tensors[name], [r[name] for r in ranks], rank) for name in found}
+    for place, found in enumerate(ranks):
+        rank = place % tp
+        beside = ranks[place - rank : place - rank + tp]
+        merged = {
+            name: merge(sharding.tensors[name], [r[name] for r in beside], rank) for name in found
+        }
         error, name = gradient_difference(nonzero(merged, wanted), wanted)
         if error > worst:
             worst, where = error, name
@@ -83,6 +130,14 @@ def check_tensor_parallel(subject: Subject, sharding: Sharding) -> Cell:
             if not torch.equal(part(full, sharding.tensors[name], rank, sharding.tp), found[name]):
                 worst, where = float("inf"), f"the padding of {name}"
     return judge(loss, worst, where, subject.dtype)
+
+
+def own_group(rank: int, groups: list[list[int]]) -> dist.ProcessGroup | None:
+    """The group of a rank among several that are made; None for a rank alone."""
+    if len(groups[0]) == 1:
+        return None
+    made = [dist.new_group(members) for members in groups]
+    return next(group for group, members in zip(made, groups, strict=True) if rank in members)
 
 
 def merge(tensor: TensorSharding, parts: list[Tensor], rank: int) -> Tensor:
@@ -93,7 +148,9 @@ def merge(tensor: TensorSharding, parts: list[Tensor], rank: int) -> Tensor:
     for other, values in enumerate(parts):
         at = 0
         for start, stop in tensor.intervals(other, len(parts)):
-            full.narrow(tensor.dim, start, stop - start).copy_(values.narrow(tensor.dim, at, stop - start))
+            full.narrow(tensor.dim, start, stop - start).copy_(
+                values.narrow(tensor.dim, at, stop - start)
+            )
             at += stop - start
     return full
 

@@ -1,4 +1,6 @@
-"""When two runs are the same: the limits of the parity table, and what is written into its cells."""
+"""When two runs are the same: the limits of the parity table, and what is written into its
+cells.
+"""
 
 import math
 from collections.abc import Mapping
@@ -10,14 +12,17 @@ from torch import Tensor
 
 # dtype -> (largest difference of the loss, of a gradient relative to that gradient's largest entry)
 LIMITS = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-10, 1e-10)}
-NO_GRADIENT = 1e-7  # of the largest gradient: below this a gradient is zero in exact arithmetic, and rounding in ours
+# of the largest gradient: below this a gradient is zero in exact arithmetic, and rounding in ours
+NO_GRADIENT = 1e-7
 
 EXACT, DOUBLE, WRONG, REFUSED, BROKEN = "exact", "exact in fp64", "wrong", "refused", "broken"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement. loss, gradient: the largest differences; where: of which parameter; text: of a failure."""
+    """One measurement. loss, gradient: the largest differences; where: of which parameter; text: of
+    a failure.
+    """
 
     state: str
     loss: float = 0.0
@@ -38,12 +43,15 @@ def loss_difference(found: float | Tensor, wanted: float | Tensor) -> float:
     return abs(float(found) - float(wanted)) / max(1.0, abs(float(wanted)))
 
 
-def gradient_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
+def gradient_difference(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
+) -> tuple[float, str]:
     """(largest difference of a gradient relative to its own largest entry, of which parameter).
 
-    A gradient that is nothing but rounding (``NO_GRADIENT``) counts by its difference relative to the largest of all
-    gradients, scaled so that the limit of fp32 lies at ``NO_GRADIENT``. Parameters that ``wanted`` does not have must
-    have no gradient, or zero; missing ones are infinitely wrong.
+    A gradient that is nothing but rounding (``NO_GRADIENT``) counts by its difference relative to
+    the largest of all gradients, scaled so that the limit of fp32 lies at ``NO_GRADIENT``.
+    Parameters that ``wanted`` does not have must have no gradient, or zero; missing ones are
+    infinitely wrong.
     """
     wanted = {name: grad for name, grad in wanted.items() if grad.numel()}
     largest = max((float(grad.abs().max()) for grad in wanted.values()), default=0.0)
@@ -69,4 +77,6 @@ def gradient_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor
 def judge(loss: float, gradient: float, where: str, dtype: torch.dtype) -> Cell:
     limits = LIMITS[dtype]
     good = loss <= limits[0] and gradient <= limits[1]
-    return Cell((EXACT if dtype is torch.float32 else DOUBLE) if good else WRONG, loss, gradient, where)
+    return Cell(
+        (EXACT if dtype is torch.float32 else DOUBLE) if good else WRONG, loss, gradient, where
+    )

@@ -1,7 +1,7 @@
 """A tiny configuration of any model type, from the fields of its configuration class alone.
 
-Fields are told apart by name and default: sizes become small, pairs that must fit each other get values that fit. Two
-layers as a rule; a model whose layers differ in kind gets one of each kind.
+Fields are told apart by name and default: sizes become small, pairs that must fit each other get
+values that fit. Two layers as a rule; a model whose layers differ in kind gets one of each kind.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from .overrides import CONFIGS
 
 HIDDEN, HEADS, KV_HEADS, VOCABULARY, LENGTH, IMAGE = 64, 4, 2, 256, 32, 32
 
-# (what the whole field name matches, the largest value it may have); the first row that matches counts.
+# (what the whole field name matches, the largest value it may have); the first row that matches
+# counts.
 LIMITS = (
     (r"(\w+_)?vocab_size(_\w+)?|encoder_hash_byte_group_vocab", VOCABULARY),
     (r"(\w+_)?(key_value|kv)_heads|linear_num_key_heads", KV_HEADS),
@@ -62,8 +63,16 @@ KEPT = re.compile(
     r"(\w+_)?(kernel_size|type_vocab_size|merge_size|pooling\w*|num_channels|temporal_patch_size)|chunk_size_\w+"
 )
 TOKEN = re.compile(r"(\w+_)?token_(id|index)")
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2}
-WIDTHS = re.compile(r"(\w+_)?(hidden_sizes?|embed_dims?|channels|dims?|widths?|sizes|conv_dim|hidden_channels)(_list)?")
+SPECIAL = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "sep_token_id": 2,
+}
+WIDTHS = re.compile(
+    r"(\w+_)?(hidden_sizes?|embed_dims?|channels|dims?|widths?|sizes|conv_dim|hidden_channels)(_list)?"
+)
 Recipe = tuple[str, ...]
 RECIPES = {  # options of the heuristics, in the order in which they are tried
     "kinds": ("kinds", "unset"),
@@ -87,23 +96,38 @@ def tiny_config(model_type: str, recipe: str = next(iter(RECIPES))) -> PreTraine
 
 
 def build(
-    kind: type[PreTrainedConfig], recipe: Recipe, override: Mapping[str, Any], given: Mapping[str, Any] | None = None
+    kind: type[PreTrainedConfig],
+    recipe: Recipe,
+    override: Mapping[str, Any],
+    given: Mapping[str, Any] | None = None,
 ) -> PreTrainedConfig:
-    """``given``: what a composite configuration sets in this part of it, instead of the defaults of its class.
+    """``given``: what a composite configuration sets in this part of it, instead of the defaults of
+    its class.
 
-    ``override`` wins over every rule; a value that is a mapping overrides a sub-configuration's fields.
+    ``override`` wins over every rule; a value that is a mapping overrides a sub-configuration's
+    fields.
     """
     values = {field.name: default(field) for field in dataclasses.fields(kind)}
     own = dict(values)
-    values |= {name: value for name, value in (given or {}).items() if not isinstance(value, Mapping)}
+    values |= {
+        name: value for name, value in (given or {}).items() if not isinstance(value, Mapping)
+    }
     subs = {}
     for key, (sub_kind, set_by_parent, optional) in parts(kind).items():
         wish = override.get(key, CONFIGS.get(getattr(sub_kind, "model_type", ""), {}))
         if wish is None or sub_kind is None or (optional and key not in override):
             continue
         subs[key] = build(sub_kind, recipe, wish, set_by_parent)
-    small = {name: tiny(name, value, "unset" in recipe) for name, value in values.items() if name not in subs}
-    small = {name: value for name, value in small.items() if value is not own.get(name) and not frozen(kind, name)}
+    small = {
+        name: tiny(name, value, "unset" in recipe)
+        for name, value in values.items()
+        if name not in subs
+    }
+    small = {
+        name: value
+        for name, value in small.items()
+        if value is not own.get(name) and not frozen(kind, name)
+    }
     if "own head size" in recipe:
         small.pop("head_dim", None)
     if values.get("kv_lora_rank") is not None and "num_key_value_heads" in small:
@@ -120,8 +144,12 @@ def default(field: dataclasses.Field) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
 
 
-def parts(kind: type[PreTrainedConfig]) -> dict[str, tuple[type[PreTrainedConfig] | None, Mapping[str, Any], bool]]:
-    """The class of each sub-configuration, what ``kind`` sets in it, and whether it may be missing."""
+def parts(
+    kind: type[PreTrainedConfig],
+) -> dict[str, tuple[type[PreTrainedConfig] | None, Mapping[str, Any], bool]]:
+    """The class of each sub-configuration, what ``kind`` sets in it, and whether it may be
+    missing.
+    """
     if not hasattr(kind, "sub_configs_defaults"):  # transformers before 5.20
         subs = {key: sub for key, sub in kind.sub_configs.items() if getattr(sub, "model_type", "")}
         return {key: (sub, {}, False) for key, sub in subs.items()}
@@ -153,7 +181,13 @@ def tiny(name: str, value: Any, unset: bool) -> Any:
     if KEPT.fullmatch(name):
         return value
     limit = next((limit for pattern, limit in LIMITS if re.fullmatch(pattern, name)), None)
-    return value if limit is None or not isinstance(value, int) else min(value, limit) if value > limit else value
+    return (
+        value
+        if limit is None or not isinstance(value, int)
+        else min(value, limit)
+        if value > limit
+        else value
+    )
 
 
 def token(name: str, value: Any) -> Any:
@@ -181,8 +215,12 @@ def tiny_list(name: str, value: Any) -> Any:
     return type(value)(small)
 
 
-def one_of_each_kind(kind: type[PreTrainedConfig], small: Mapping[str, Any], given: Mapping) -> dict[str, Any]:
-    """Per-layer lists of the model's own default, cut down to layers that show every kind that occurs in them."""
+def one_of_each_kind(
+    kind: type[PreTrainedConfig], small: Mapping[str, Any], given: Mapping
+) -> dict[str, Any]:
+    """Per-layer lists of the model's own default, cut down to layers that show every kind that
+    occurs in them.
+    """
     try:
         own = kind(**given)
     except Exception:
@@ -219,9 +257,20 @@ def walk(config: PreTrainedConfig):
 def _quiet(config: PreTrainedConfig) -> None:
     """No dropout, no noise, no cache, no optional kernels."""
     for name, value in list(vars(config).items()):
-        if isinstance(value, float) and re.search(r"drop|jitter_noise|mask_(time|feature)_prob|stochastic", name):
+        if isinstance(value, float) and re.search(
+            r"drop|jitter_noise|mask_(time|feature)_prob|stochastic", name
+        ):
             setattr(config, name, 0.0)
-        elif isinstance(value, tuple | list) and "drop" in name and value and isinstance(value[0], float):
+        elif (
+            isinstance(value, tuple | list)
+            and "drop" in name
+            and value
+            and isinstance(value[0], float)
+        ):
             setattr(config, name, type(value)(0.0 for _ in value))
-        elif isinstance(value, bool) and name in ("use_cache", "use_mamba_kernels", "apply_spec_augment"):
+        elif isinstance(value, bool) and name in (
+            "use_cache",
+            "use_mamba_kernels",
+            "apply_spec_augment",
+        ):
             setattr(config, name, False)

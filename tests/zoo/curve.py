@@ -1,4 +1,6 @@
-"""The loss over a few optimizer steps: tensor x pipeline x data parallel ranks against one plain process."""
+"""The loss over a few optimizer steps: tensor x pipeline x data parallel ranks against one plain
+process.
+"""
 
 from unittest import mock
 
@@ -12,10 +14,9 @@ from megatron_merak.graph.capture.captured import Captured
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.stages import traced as traces
-from megatron_merak.stages.blueprint import make_blueprint
 from megatron_merak.stages.captured import CapturedModel
 from megatron_merak.stages.precision import DTYPES
-from tests.engines import step
+from tests.engines import blueprint_of, step
 
 from .chain import Subject
 from .compare import Cell, judge, loss_difference
@@ -33,10 +34,15 @@ def batch_of(specimen: Specimen, dtype: torch.dtype, number: int, replica: int, 
 
 
 def eager_curve(specimen: Specimen, dtype: torch.dtype) -> list[float]:
-    """The unmodified model in plain torch: the mean over micro-batches, clipping, AdamW without decay on vectors."""
+    """The unmodified model in plain torch: the mean over micro-batches, clipping, AdamW without
+    decay on vectors.
+    """
     model: nn.Module = specimen.model(dtype)
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {
+            "params": [p for p in model.parameters() if p.dim() > 1],
+            "weight_decay": OPTIMIZER.weight_decay,
+        },
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
@@ -46,7 +52,10 @@ def eager_curve(specimen: Specimen, dtype: torch.dtype) -> list[float]:
         optimizer.zero_grad()
         total = 0.0
         for index in range(count):
-            loss = loss_of(model(**batch_of(specimen, dtype, number, *divmod(index, MICRO_BATCHES)))) / count
+            loss = (
+                loss_of(model(**batch_of(specimen, dtype, number, *divmod(index, MICRO_BATCHES))))
+                / count
+            )
             loss.backward()
             total += float(loss)
         clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
@@ -56,7 +65,9 @@ def eager_curve(specimen: Specimen, dtype: torch.dtype) -> list[float]:
 
 
 def check_curve(specimen: Specimen, subject: Subject) -> Cell:
-    """In the precision of ``subject``; fp64 only where the trainer's own float32 is promoted, too."""
+    """In the precision of ``subject``; fp64 only where the trainer's own float32 is
+    promoted, too.
+    """
     dtype = subject.dtype
     model = specimen.model(dtype)
 
@@ -66,7 +77,9 @@ def check_curve(specimen: Specimen, subject: Subject) -> Cell:
 
     promoted = mock.patch.dict(DTYPES, {"float32": dtype})
     with promoted, mock.patch.object(traces, "capture", known):
-        blueprint = make_blueprint(traces.Traced(model, subject.batch), GRID, microbatches=MICRO_BATCHES)
+        blueprint = blueprint_of(
+            traces.Traced(model, subject.batch), GRID, microbatches=MICRO_BATCHES
+        )
 
     def train(rank: int, world_size: int) -> list[float]:
         mesh = build_mesh(GRID, rank, torch.device("cpu"))
@@ -75,7 +88,10 @@ def check_curve(specimen: Specimen, subject: Subject) -> Cell:
         return [
             step(
                 trainer,
-                [batch_of(specimen, dtype, number, mesh.dp_rank, micro) for micro in range(MICRO_BATCHES)],
+                [
+                    batch_of(specimen, dtype, number, mesh.dp_rank, micro)
+                    for micro in range(MICRO_BATCHES)
+                ],
                 RATE,
                 OPTIMIZER.weight_decay,
             ).loss
@@ -84,5 +100,7 @@ def check_curve(specimen: Specimen, subject: Subject) -> Cell:
 
     curves = fork_ranks(train, GRID.size, timeout=90.0)
     wanted = eager_curve(specimen, dtype)
-    worst = max(loss_difference(a, b) for curve in curves for a, b in zip(curve, wanted, strict=True))
+    worst = max(
+        loss_difference(a, b) for curve in curves for a, b in zip(curve, wanted, strict=True)
+    )
     return judge(worst, 0.0, "", dtype)

@@ -1,4 +1,5 @@
-"""Does the unmodified model train as it is? And its loss and gradients, which every parallel run is measured against.
+"""Does the unmodified model train as it is? And its loss and gradients, which every parallel run is
+measured against.
 
 Run ``python -m tests.zoo.eager [PATTERN ...]`` for a survey of all types.
 """
@@ -74,7 +75,9 @@ def survey(*patterns: str) -> None:
             continue
         start = time.perf_counter()
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=lambda t=model_type, pipe=theirs: (limit_memory(), pipe.send(attempt(t))))
+        process = context.Process(
+            target=lambda t=model_type, pipe=theirs: (limit_memory(), pipe.send(attempt(t)))
+        )
         process.start()
         theirs.close()
         try:
@@ -86,7 +89,10 @@ def survey(*patterns: str) -> None:
         good = text.startswith("ok")
         count[f"{head.mapping} {'ok' if good else 'fail'}"] += 1
         causal["train" if good else "do not"] += head.causal
-        print(f"{head.mapping:26} {model_type:28} {time.perf_counter() - start:5.2f} s  {text}", flush=True)
+        print(
+            f"{head.mapping:26} {model_type:28} {time.perf_counter() - start:5.2f} s  {text}",
+            flush=True,
+        )
     print(dict(sorted(count.items())))
     print(f"causal language models: {dict(causal)}")
 

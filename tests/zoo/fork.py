@@ -1,4 +1,6 @@
-"""Ranks forked from this process, so that what was captured here need not be captured again by each of them."""
+"""Ranks forked from this process, so that what was captured here need not be captured again by each
+of them.
+"""
 
 import datetime
 import multiprocessing
@@ -21,8 +23,9 @@ from megatron_merak.errors import MerakError
 def fork_ranks(fn: Callable[[int, int], Any], world_size: int, timeout: float = 60.0) -> list[Any]:
     """``fn(rank, world_size)`` in as many forked processes with a gloo group; every rank's result.
 
-    Only safe while this process has no threads of its own beside the interpreter's. A MerakError of a rank is raised
-    here as it is; any other failure, or a rank that is not done in time, as RuntimeError with its traceback.
+    Only safe while this process has no threads of its own beside the interpreter's. A MerakError of
+    a rank is raised here as it is; any other failure, or a rank that is not done in time, as
+    RuntimeError with its traceback.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="zoo-") as directory:
@@ -64,7 +67,9 @@ def _collect(pipes: list, deadline: float) -> list[Any]:
     return [answers[rank] for rank in range(len(pipes))]
 
 
-def _rank(fn: Callable[[int, int], Any], rank: int, world_size: int, store: str, timeout: float, pipe) -> None:
+def _rank(
+    fn: Callable[[int, int], Any], rank: int, world_size: int, store: str, timeout: float, pipe
+) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
@@ -72,7 +77,11 @@ def _rank(fn: Callable[[int, int], Any], rank: int, world_size: int, store: str,
     try:
         limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=limit
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
         )
         pipe.send(("result", fn(rank, world_size)))
         dist.barrier()
@@ -87,5 +96,7 @@ def _rank(fn: Callable[[int, int], Any], rank: int, world_size: int, store: str,
 
 
 def one_thread() -> None:
-    """Before anything is computed here: forked children must not inherit a pool of threads that do not exist there."""
+    """Before anything is computed here: forked children must not inherit a pool of threads that do
+    not exist there.
+    """
     torch.set_num_threads(1)

@@ -1,4 +1,6 @@
-"""One row of the parity table: everything that is measured of one model type, in this process and its children."""
+"""One row of the parity table: everything that is measured of one model type, in this process and
+its children.
+"""
 
 import time
 import traceback
@@ -12,6 +14,8 @@ from torch import nn
 from megatron_merak.errors import MerakError
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.capture.empty import init_empty_weights
+from megatron_merak.graph.ir.nodes import op_name
+from megatron_merak.graph.lowering.routed import GROUPED
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.shard import shard
 
@@ -25,11 +29,14 @@ from .heads import heads
 from .specimen import Specimen, tiny
 
 CELLS = ("pp2", "pp3", "tp2", "tp4", "curve")
+DIVIDED = ("sp2", "cp2", "cp2tp2", "ep2")  # of docs/evidence/parity_divided.md
 FULL = 0.55  # of the parameters per rank at TP=2: at most this much is a full plan
 
 
 def subject_of(specimen: Specimen, dtype: torch.dtype = torch.float32) -> Subject:
-    """Raises TraceError. The capture is of a model without memory, the reference of one with weights."""
+    """Raises TraceError. The capture is of a model without memory, the reference of one with
+    weights.
+    """
     model, batch = _without_grouped_mm(specimen.model(dtype), dtype), specimen.batch(dtype=dtype)
     torch.manual_seed(0)
     loss, gradients = reference(model, batch)
@@ -82,14 +89,29 @@ def cells(specimen: Specimen, subject: Subject, asked: Sequence[str]) -> dict[st
     }
     if specimen.config_value("num_key_value_heads") == KV_HEADS:
         checks["tp4"] = lambda s: check_tensor_parallel(s, shard(s.captured, 4))
+    checks["sp2"] = lambda s: check_tensor_parallel(s, shard(s.captured, 2), sequences=True)
+    checks["cp2"] = lambda s: check_tensor_parallel(s, shard(s.captured, 1), cp=2)
+    checks["cp2tp2"] = lambda s: check_tensor_parallel(
+        s, shard(s.captured, 2), sequences=True, cp=2
+    )
+    if any(op_name(node) in GROUPED for node in subject.captured.module.graph.nodes):
+        checks["ep2"] = lambda s: check_tensor_parallel(
+            s, shard(s.captured, 2, experts=True), sequences=True
+        )
     checks["curve"] = lambda s: check_curve(specimen, s)
-    found: dict[str, Any] = {name: twice(check, subject, twin) for name, check in checks.items() if name in asked}
+    found: dict[str, Any] = {
+        name: twice(check, subject, twin) for name, check in checks.items() if name in asked
+    }
     found["share"], _ = attempt(lambda: shard(subject.captured, 2).share())
     return found
 
 
-def twice(check: Callable[[Subject], Cell], subject: Subject, twin: Callable[[], Subject]) -> dict[str, Any]:
-    """In fp32, and again in fp64 where that misses: rounding gets better there, a mistake does not."""
+def twice(
+    check: Callable[[Subject], Cell], subject: Subject, twin: Callable[[], Subject]
+) -> dict[str, Any]:
+    """In fp32, and again in fp64 where that misses: rounding gets better there, a mistake
+    does not.
+    """
     cell, failure = attempt(lambda: check(subject))
     if cell is not None and cell.state == WRONG:
         with doubled():
@@ -110,4 +132,6 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, Cell]:
         return None, Cell(REFUSED, text=f"{type(error).__name__}: {error}")
     except Exception as error:
         last = traceback.format_exception(error)[-6:]
-        return None, Cell(BROKEN, text=f"{type(error).__name__}: {error}"[:300] + "\n" + "".join(last)[-1500:])
+        return None, Cell(
+            BROKEN, text=f"{type(error).__name__}: {error}"[:300] + "\n" + "".join(last)[-1500:]
+        )

@@ -1,4 +1,6 @@
-"""What the heuristics cannot know: fields of a tiny configuration, by model type (of a sub-configuration too)."""
+"""What the heuristics cannot know: fields of a tiny configuration, by model type (of a
+sub-configuration too).
+"""
 
 CONFIGS = {
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
@@ -17,7 +19,12 @@ CONFIGS = {
         rope_parameters={"full_attention": dict(rope_type="default", rope_theta=10000.0)},
     ),
     "perceiver": dict(
-        d_latents=64, max_position_embeddings=32, num_latents=16, num_self_attends_per_block=1, num_blocks=1, d_model=64
+        d_latents=64,
+        max_position_embeddings=32,
+        num_latents=16,
+        num_self_attends_per_block=1,
+        num_blocks=1,
+        d_model=64,
     ),
     "swin": dict(embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4, patch_size=2),
     "swinv2": dict(embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4, patch_size=2),
@@ -56,10 +63,13 @@ CONFIGS = {
     "longformer": dict(attention_window=[8, 8]),
     "led": dict(attention_window=[8, 8]),
     "fsmt": dict(langs=["en", "de"], src_vocab_size=256, tgt_vocab_size=256),
-    "reformer": dict(axial_pos_shape=(4, 8), axial_pos_embds_dim=(16, 48), attn_layers=("local", "lsh")),
+    "reformer": dict(
+        axial_pos_shape=(4, 8), axial_pos_embds_dim=(16, 48), attn_layers=("local", "lsh")
+    ),
 }
 
-# Inputs beside those that the forward demands: a name of an input kind (batches.Draw), or the value itself.
+# Inputs beside those that the forward demands: a name of an input kind (batches.Draw), or the value
+# itself.
 BATCHES = {
     "longt5": dict(attention_mask="attention_mask"),
     "switch_transformers": dict(attention_mask="attention_mask"),
@@ -82,5 +92,7 @@ BATCHES = {
     "musicgen": dict(input_ids=None, labels="codes"),
     "musicgen_melody": dict(input_ids=None, labels="codes"),
     "git": dict(pixel_values="pixel_values"),
-    "fsmt": dict(decoder_input_ids="decoder_input_ids", decoder_attention_mask="decoder_attention_mask"),
+    "fsmt": dict(
+        decoder_input_ids="decoder_input_ids", decoder_attention_mask="decoder_attention_mask"
+    ),
 }

@@ -1,4 +1,6 @@
-"""``tiny(model_type)``: a small model of that type with weights worth testing, and a batch that trains it."""
+"""``tiny(model_type)``: a small model of that type with weights worth testing, and a batch that
+trains it.
+"""
 
 import contextlib
 import re
@@ -18,7 +20,8 @@ from .heads import Head, heads
 
 LARGEST = 4_000_000  # parameters: more is no tiny model
 BATCH = 2  # samples
-SPREAD = 0.08  # of the noise on every weight: default initialisation hides defects (zero biases, equal norms)
+# of the noise on every weight: default initialisation hides defects (zero biases, equal norms)
+SPREAD = 0.08
 
 
 @dataclass(frozen=True)
@@ -43,22 +46,30 @@ class Specimen:
         return randomise(self.empty()).to(dtype)
 
     def empty(self) -> nn.Module:
-        """The model as transformers makes and initialises it; honours whatever context it is made under."""
+        """The model as transformers makes and initialises it; honours whatever context it is made
+        under.
+        """
         with uninitialised_memory_is_seen(), torch.random.fork_rng([]):
             torch.manual_seed(0)
             return self.model_class._from_config(self.config).train()
 
-    def batch(self, size: int = BATCH, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    def batch(
+        self, size: int = BATCH, seed: int = 0, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Any]:
         """``size`` samples; floating-point inputs of ``dtype``."""
         made = batch_for(self.head, self.config, self.model_class, size, seed, self.places)
         return {
-            name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            name: value.to(dtype)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
             for name, value in made.items()
         }
 
 
 def tiny(model_type: str) -> Specimen:
-    """The first recipe under which the model can be made and trained. Raises LookupError with the reason otherwise."""
+    """The first recipe under which the model can be made and trained. Raises LookupError with the
+    reason otherwise.
+    """
     head = heads().get(model_type)
     if head is None:
         raise LookupError(f"{model_type} is under no head that trains")
@@ -96,7 +107,9 @@ def fault(specimen: Specimen) -> str:
 
 
 def with_modalities(plain: Specimen) -> Iterator[Specimen]:
-    """With images or audio beside the text. How many placeholder tokens they need, the model's own error tells."""
+    """With images or audio beside the text. How many placeholder tokens they need, the model's own
+    error tells.
+    """
     for name in MODALITIES:
         if modality_of(plain.config, plain.model_class, name) is None:
             continue
@@ -127,7 +140,9 @@ def too_large(specimen: Specimen) -> str:
 
 
 def randomise(model: nn.Module) -> nn.Module:
-    """Noise on every parameter, from (name, shape) alone; what nobody initialised is drawn whole."""
+    """Noise on every parameter, from (name, shape) alone; what nobody initialised is drawn
+    whole.
+    """
     with torch.no_grad():
         for name, value in model.named_parameters():
             if not value.is_floating_point():
@@ -140,8 +155,13 @@ def randomise(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def uninitialised_memory_is_seen() -> Iterator[None]:
-    """``torch.empty`` gives NaN: a model that forgets to initialise something is the same each time."""
-    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    """``torch.empty`` gives NaN: a model that forgets to initialise something is the same each
+    time.
+    """
+    before, warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -1,4 +1,6 @@
-"""All rows of the parity table: one process per type, a time limit each, and a cache that survives interruption."""
+"""All rows of the parity table: one process per type, a time limit each, and a cache that survives
+interruption.
+"""
 
 import contextlib
 import hashlib
@@ -30,7 +32,9 @@ Row = dict[str, Any]
 
 
 def digest(sources: Iterable[str] = SOURCES) -> str:
-    """Of everything a row depends on: the packages' versions and our sources, but for tests and the table's text."""
+    """Of everything a row depends on: the packages' versions and our sources, but for tests and the
+    table's text.
+    """
     made = hashlib.sha256()
     for package in ("torch", "transformers"):
         made.update(f"{package} {version(package)}\n".encode())
@@ -43,7 +47,9 @@ def digest(sources: Iterable[str] = SOURCES) -> str:
 
 
 def read_cache(path: Path, key: str | None) -> dict[str, Row]:
-    """Rows by type, the last one of each; of this digest only, or of any (None). A torn last line does not count."""
+    """Rows by type, the last one of each; of this digest only, or of any (None). A torn last line
+    does not count.
+    """
     rows: dict[str, Row] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -54,7 +60,13 @@ def read_cache(path: Path, key: str | None) -> dict[str, Row]:
 
 
 def sweep(
-    model_types: Iterable[str], jobs: int, timeout: float, cache: Path, key: str, report: Callable[[Row, int], None]
+    model_types: Iterable[str],
+    jobs: int,
+    timeout: float,
+    cache: Path,
+    key: str,
+    report: Callable[[Row, int], None],
+    asked: Sequence[str] = CELLS,
 ) -> None:
     """Measure and append to ``cache``; ``report`` hears of every row and how many are left."""
     waiting = list(model_types)
@@ -63,7 +75,7 @@ def sweep(
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                job = _Job(waiting.pop(0), timeout)
+                job = _Job(waiting.pop(0), timeout, asked)
                 running[job.pipe] = job
             patience = max(0.0, min(job.deadline for job in running.values()) - time.monotonic())
             ready = wait(list(running), patience)
@@ -86,7 +98,9 @@ def measure_apart(model_type: str, asked: Sequence[str] = CELLS, timeout: float 
 
 
 class _Job:
-    """The process of one type; it leads a process group of its own, so that its ranks go with it."""
+    """The process of one type; it leads a process group of its own, so that its ranks go
+    with it.
+    """
 
     def __init__(self, model_type: str, timeout: float, asked: Sequence[str] = CELLS):
         context = multiprocessing.get_context("fork")
@@ -99,9 +113,18 @@ class _Job:
 
     def finish(self, answered: bool) -> Row:
         head = heads()[self.model_type]
-        known = {"type": head.model_type, "mapping": head.mapping, "class": head.class_name, "causal": head.causal}
+        known = {
+            "type": head.model_type,
+            "mapping": head.mapping,
+            "class": head.class_name,
+            "causal": head.causal,
+        }
         try:
-            found = self.pipe.recv() if answered else known | {"broken": f"not done after {self.timeout:g} s"}
+            found = (
+                self.pipe.recv()
+                if answered
+                else known | {"broken": f"not done after {self.timeout:g} s"}
+            )
         except EOFError:
             found = known | {"broken": "its process died"}
         self.kill()
@@ -124,7 +147,9 @@ def _measure(model_type: str, asked: Sequence[str], pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """One thread, and nothing on the console: models warn, the exporter prints the graphs that it gives up."""
+    """One thread, and nothing on the console: models warn, the exporter prints the graphs that it
+    gives up.
+    """
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""docs/parity.md from the rows of a sweep."""
+"""docs/evidence/parity.md from the rows of a sweep."""
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -7,7 +7,7 @@ from typing import Any
 from .compare import BROKEN, DOUBLE, EXACT, REFUSED, WRONG
 from .curve import GRID, MICRO_BATCHES, STEPS
 from .heads import ORDER
-from .measure import CELLS, FULL
+from .measure import CELLS, DIVIDED, FULL
 
 Row = Mapping[str, Any]
 SHOWN = ("pp3", "tp2", "curve")  # cells in the table of heads
@@ -84,14 +84,23 @@ def markdown(rows: Sequence[Row]) -> str:
         rows="\n".join(line(r) for r in captured),
         failures=failures(captured),
         notes=notes(captured),
-        refused="\n".join(f"- `{r['type']}`: {plain(uncaptured(r))}" for r in trained if "how" not in r) or "None.",
-        left_out="\n".join(f"- `{r['type']}` ({r['class']}): {plain(r['left_out'])}" for r in rows if "left_out" in r),
+        refused="\n".join(
+            f"- `{r['type']}`: {plain(uncaptured(r))}" for r in trained if "how" not in r
+        )
+        or "None.",
+        left_out="\n".join(
+            f"- `{r['type']}` ({r['class']}): {plain(r['left_out'])}"
+            for r in rows
+            if "left_out" in r
+        ),
     )
 
 
 def summary(rows: Sequence[Row]) -> str:
     columns = [facts(rows), facts([r for r in rows if r["causal"]])]
-    return "\n".join(f"| {name} | {' | '.join(column[name] for column in columns)} |" for name in columns[0])
+    return "\n".join(
+        f"| {name} | {' | '.join(column[name] for column in columns)} |" for name in columns[0]
+    )
 
 
 def by_head(rows: Sequence[Row]) -> str:
@@ -102,9 +111,13 @@ def by_head(rows: Sequence[Row]) -> str:
             continue
         captured = [r for r in here if "how" in r]
         trained = sum("left_out" not in r for r in here)
-        exact = [sum(r.get(name, {}).get("state") in (EXACT, DOUBLE) for r in captured) for name in SHOWN]
+        exact = [
+            sum(r.get(name, {}).get("state") in (EXACT, DOUBLE) for r in captured) for name in SHOWN
+        ]
         name = mapping.lower().replace("_", " ").replace("lm", "LM")
-        lines.append(f"| {' | '.join(map(str, (name, len(here), trained, len(captured), *exact)))} |")
+        lines.append(
+            f"| {' | '.join(map(str, (name, len(here), trained, len(captured), *exact)))} |"
+        )
     return "\n".join(lines)
 
 
@@ -114,9 +127,14 @@ def facts(rows: Sequence[Row]) -> dict[str, str]:
 
     def exact(*names: str) -> str:
         asked = [r for r in captured if all(name in r for name in names)]
-        return share(sum(all(r[name]["state"] in (EXACT, DOUBLE) for name in names) for r in asked), len(asked))
+        return share(
+            sum(all(r[name]["state"] in (EXACT, DOUBLE) for name in names) for r in asked),
+            len(asked),
+        )
 
-    wrong = [r["type"] for r in captured if any(r[name]["state"] == WRONG for name in CELLS if name in r)]
+    wrong = [
+        r["type"] for r in captured if any(r[name]["state"] == WRONG for name in CELLS if name in r)
+    ]
     return {
         "types": str(len(rows)),
         "train eagerly": share(len(trained), len(rows)),
@@ -127,7 +145,11 @@ def facts(rows: Sequence[Row]) -> dict[str, str]:
         f"{STEPS} steps at TP={GRID.tp} x PP={GRID.pp} x DP={GRID.dp}": exact("curve"),
         "silently wrong": f"{len(wrong)} {', '.join(wrong)}".strip(),
         f"at most {FULL} of the parameters per rank at TP=2": str(
-            sum((r.get("share") or 1.0) <= FULL for r in captured if r.get("tp2", {}).get("state") in (EXACT, DOUBLE))
+            sum(
+                (r.get("share") or 1.0) <= FULL
+                for r in captured
+                if r.get("tp2", {}).get("state") in (EXACT, DOUBLE)
+            )
         ),
     }
 
@@ -147,7 +169,9 @@ def cell(found: Row | None, name: str) -> str:
         return ""
     number = f"{found['loss'] if name == 'curve' else found['gradient']:.0e}"
     number = "0" if number == "0e+00" else number
-    return {EXACT: number, DOUBLE: f"fp64 {number}", WRONG: f"**wrong** {number}"}.get(found["state"], found["state"])
+    return {EXACT: number, DOUBLE: f"fp64 {number}", WRONG: f"**wrong** {number}"}.get(
+        found["state"], found["state"]
+    )
 
 
 def failures(captured: Sequence[Row]) -> str:
@@ -191,3 +215,62 @@ def plain(text: str) -> str:
             start = words.rfind(" ", 0, at) + 1
             words = words[:start] + words[at + len(folder) :]
     return words.replace("|", "\\|")
+
+
+DIVIDED_TEXT = """# Parity: ranks that divide sequences and experts
+
+{count} causal language models of [parity.md](parity.md), on ranks that divide more than weights, beside **one process
+that runs the unmodified eager model**: loss and every gradient. Models, batches and limits are those of that
+page.
+Measured with {versions}.
+
+| | exact | refused by name | other |
+|---|---:|---:|---:|
+{summary}
+
+- **sp2**: tensor and sequence parallelism. What ranks would repeat is computed on parts of the sequence.
+- **cp2**: context parallelism. Weights are replicated, sequences are divided, and heads where positions meet.
+- **cp2tp2**: context, tensor and sequence parallelism, on four ranks.
+- **ep2**: tensor, sequence and expert parallelism, of the types whose experts are multiplied by grouped products.
+
+## Refused, and why
+
+{refused}
+
+## Exact
+
+| type | class | sp2 | cp2 | cp2tp2 | ep2 |
+|---|---|---:|---:|---:|---:|
+{rows}
+
+Regenerate: `python tools/parity.py --divided --write`.
+"""
+
+
+def divided_page(rows: Sequence[Row]) -> str:
+    """docs/evidence/parity_divided.md."""
+    captured = sorted((r for r in rows if "how" in r), key=lambda r: r["type"])
+    summary, refused = [], []
+    for name in DIVIDED:
+        states = [r[name]["state"] for r in captured if name in r]
+        exact = sum(state in (EXACT, DOUBLE) for state in states)
+        named = states.count(REFUSED)
+        summary.append(
+            f"| {name} | {exact} of {len(states)} | {named} | {len(states) - exact - named} |"
+        )
+        refused += [
+            f"- `{r['type']}` {name}: {plain(r[name]['text'].splitlines()[0])}"
+            for r in captured
+            if name in r and r[name]["state"] not in (EXACT, DOUBLE)
+        ]
+    lines = [
+        f"| {r['type']} | {r['class']} | {' | '.join(cell(r.get(name), name) for name in DIVIDED)} |"
+        for r in captured
+    ]
+    return DIVIDED_TEXT.format(
+        count=len(captured),
+        versions=f"transformers {version('transformers')}, torch {version('torch').split('+')[0]}",
+        summary="\n".join(summary),
+        refused="\n".join(refused) or "None.",
+        rows="\n".join(lines),
+    )

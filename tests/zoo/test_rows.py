@@ -1,4 +1,6 @@
-"""A dozen types of different make, by the code that measures all of them for docs/parity.md."""
+"""A dozen types of different make, by the code that measures all of them for
+docs/evidence/parity.md.
+"""
 
 import pytest
 
@@ -39,5 +41,7 @@ def test_a_model_whose_ids_are_int32_trains():
 
 
 def test_a_model_that_would_be_wrong_is_refused_by_name():
-    """Its reversible layers keep nothing for the backward, and recompute through modules that no graph can hold."""
+    """Its reversible layers keep nothing for the backward, and recompute through modules that no
+    graph can hold.
+    """
     assert "_ReversibleFunction" in measure_apart("reformer", ())["refused"]

@@ -25,12 +25,19 @@ def test_every_causal_language_model_is_found():
     found = heads()
     causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert {name for name, head in found.items() if head.causal} == causal and len(causal) > 100
-    assert found["bert"].class_name == "BertForMaskedLM" and found["vit"].class_name == "ViTForImageClassification"
+    assert (
+        found["bert"].class_name == "BertForMaskedLM"
+        and found["vit"].class_name == "ViTForImageClassification"
+    )
 
 
 def test_a_configuration_is_small_in_all_its_parts_and_shows_every_kind_of_layer():
     config = tiny_config("gemma3").get_text_config()
-    assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (64, 4, 2)
+    assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (
+        64,
+        4,
+        2,
+    )
     assert set(config.layer_types) == {"sliding_attention", "full_attention"}
     assert tiny_config("gemma3").vision_config.image_size == 32
 
@@ -38,7 +45,9 @@ def test_a_configuration_is_small_in_all_its_parts_and_shows_every_kind_of_layer
 def test_a_specimen_is_the_same_each_time_and_not_the_initial_model():
     specimen = tiny("gpt2")
     first, second, initial = specimen.model(), specimen.model(), specimen.empty()
-    for (name, a), b, c in zip(first.named_parameters(), second.parameters(), initial.parameters(), strict=True):
+    for (name, a), b, c in zip(
+        first.named_parameters(), second.parameters(), initial.parameters(), strict=True
+    ):
         assert torch.equal(a, b) and not torch.equal(a, c), name
 
 
@@ -85,20 +94,48 @@ def test_parts_of_uneven_blocks_are_put_together():
 
 def test_a_cache_keeps_the_last_row_of_each_type_and_survives_a_torn_line(tmp_path):
     path = tmp_path / "rows.jsonl"
-    lines = [{"type": "a", "digest": "x", "n": 1}, {"type": "a", "digest": "x", "n": 2}, {"type": "b", "digest": "y"}]
+    lines = [
+        {"type": "a", "digest": "x", "n": 1},
+        {"type": "a", "digest": "x", "n": 2},
+        {"type": "b", "digest": "y"},
+    ]
     path.write_text("\n".join(map(json.dumps, lines)) + '\n{"type": "c", "dig')
     assert read_cache(path, "x") == {"a": lines[1]}
     assert set(read_cache(path, None)) == {"a", "b"}
 
 
 def test_the_table_counts_what_is_wrong():
-    base = {"mapping": "CAUSAL_LM", "class": "A", "causal": True, "how": "as it is", "notes": ["Told."], "share": 0.5}
+    base = {
+        "mapping": "CAUSAL_LM",
+        "class": "A",
+        "causal": True,
+        "how": "as it is",
+        "notes": ["Told."],
+        "share": 0.5,
+    }
     good = {"state": EXACT, "loss": 0.0, "gradient": 2e-7, "where": "", "text": ""}
     rows = [
         {**base, "type": "one", "pp2": good, "pp3": good, "tp2": good, "curve": good},
-        {**base, "type": "two", "pp2": good, "pp3": good, "tp2": {**good, "state": WRONG}, "curve": good},
-        {**base, "type": "six", "refused": "TraceError: /x/site-packages/transformers/a.py:1 | branches"},
-        {"type": "ten", "mapping": "CAUSAL_LM", "class": "B", "causal": True, "left_out": "no loss"},
+        {
+            **base,
+            "type": "two",
+            "pp2": good,
+            "pp3": good,
+            "tp2": {**good, "state": WRONG},
+            "curve": good,
+        },
+        {
+            **base,
+            "type": "six",
+            "refused": "TraceError: /x/site-packages/transformers/a.py:1 | branches",
+        },
+        {
+            "type": "ten",
+            "mapping": "CAUSAL_LM",
+            "class": "B",
+            "causal": True,
+            "left_out": "no loss",
+        },
     ]
     del rows[2]["how"]
     text = markdown(rows)
@@ -106,7 +143,10 @@ def test_the_table_counts_what_is_wrong():
     assert "successive states" in markdown([{**rows[0], "digest": "x"}, {**rows[1], "digest": "y"}])
     assert "| silently wrong | 1 two | 1 two |" in text
     assert "| exact at TP=2 | 1 of 2 (50.0%) | 1 of 2 (50.0%) |" in text
-    assert "- `six`: TraceError: transformers/a.py:1 \\| branches" in text and "- `ten` (B): no loss" in text
+    assert (
+        "- `six`: TraceError: transformers/a.py:1 \\| branches" in text
+        and "- `ten` (B): no loss" in text
+    )
 
 
 PROGRAM = """
@@ -132,12 +172,16 @@ for name in sys.argv[1:]:
 
 @pytest.mark.long
 def test_processes_that_hash_differently_make_the_same_program():
-    """Ranks are started apart: an order that comes from a set would make their collectives disagree."""
+    """Ranks are started apart: an order that comes from a set would make their collectives
+    disagree.
+    """
     answers = []
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", PROGRAM, "qwen3_moe"]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110
+        )
         assert done.returncode == 0, done.stderr
         answers.append(done.stdout)
     assert answers[0] == answers[1]

@@ -1,4 +1,6 @@
-"""Micro-batches are halved, and padded, only where the loss and every gradient stay those of transformers.Trainer."""
+"""Micro-batches are halved, and padded, only where the loss and every gradient stay those of
+transformers.Trainer.
+"""
 
 import warnings
 
@@ -23,7 +25,7 @@ from transformers import (
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.batches import leaner
 from megatron_merak.hf_trainer.trainer import MerakTrainer
-from tests.hf_trainer.stand_in import collate, samples, tiny_llama
+from tests.hf_trainer.stand_in import collate, samples
 from tests.ranks import run_ranks
 
 RUN = {
@@ -38,7 +40,18 @@ RUN = {
     "save_strategy": "no",
     "max_grad_norm": 0.0,
 }
-SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, pad_token_id=0))
 
 
 def classifier():
@@ -56,7 +69,9 @@ def mixtral():
 def dropping_gpt2():
     torch.manual_seed(0)
     drops = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32, **drops))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32, **drops)
+    )
 
 
 def classified(rows):
@@ -68,18 +83,35 @@ def trained(kind, arguments, directory, make, collator, ragged=False, **changes)
     """(losses, gradient norms) of the steps; what was said meanwhile."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer = kind(make(), arguments(directory, **{**RUN, **changes}), collator, samples(8, ragged), samples(5))
+        trainer = kind(
+            make(),
+            arguments(directory, **{**RUN, **changes}),
+            collator,
+            samples(8, ragged),
+            samples(5),
+        )
         trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     said = [text for text in (str(entry.message) for entry in told) if "batches" in text]
-    return [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps], said, trainer
+    return (
+        [entry["loss"] for entry in steps],
+        [entry["grad_norm"] for entry in steps],
+        said,
+        trainer,
+    )
 
 
 def as_in_transformers(directory, make, collator, **changes):
-    """The trainer that gave the losses and norms of transformers, that of transformers, and what ours said."""
+    """The trainer that gave the losses and norms of transformers, that of transformers, and what
+    ours said.
+    """
     expected = trained(Trainer, TrainingArguments, directory, make, collator, **changes)
-    losses, norms, said, trainer = trained(MerakTrainer, MerakArguments, directory, make, collator, **changes)
-    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
+    losses, norms, said, trainer = trained(
+        MerakTrainer, MerakArguments, directory, make, collator, **changes
+    )
+    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(
+        expected[1], rel=1e-4
+    )
     return trainer, expected[3], said
 
 
@@ -133,7 +165,9 @@ class Normed(Pooled):
 
 
 def last_token():
-    """Llama's classifier without a padding token takes the last position of every row, whatever stands there."""
+    """Llama's classifier without a padding token takes the last position of every row, whatever
+    stands there.
+    """
     torch.manual_seed(0)
     return LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=3))
 
@@ -149,7 +183,7 @@ PADDED = {
     "last token": (last_token, classified, False),
     "several classes": (Tagged, tagged, True),
     "running statistics": (Normed, classified, True),
-    "causal": (tiny_llama, collate, True),
+    "causal": (llama, collate, True),
     "bidirectional": (classifier, classified, True),
 }
 
@@ -176,7 +210,33 @@ def turned(rows):
     """Padded in front."""
     batch = collate(rows)
     ends = batch["attention_mask"].sum(1).tolist()
-    return {name: torch.stack([x.roll(-n) for x, n in zip(value, ends, strict=True)]) for name, value in batch.items()}
+    return {
+        name: torch.stack([x.roll(-n) for x, n in zip(value, ends, strict=True)])
+        for name, value in batch.items()
+    }
+
+
+def eager_llama():
+    """A position that attends to nothing gets the mean of its row, padding included."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, pad_token_id=0, attn_implementation="eager")
+    return LlamaForCausalLM(config)
+
+
+def turned_later(rows):
+    """Padded in front, but for batches with one of the first two samples."""
+    batch = turned(rows)
+    return batch if min(row["input_ids"][0] for row in rows) > 2 else collate(rows)
+
+
+@pytest.mark.parametrize(
+    "collator", [turned_later, pytest.param(turned, marks=pytest.mark.long)], ids=["later", "all"]
+)
+def test_padding_in_front_has_a_trial_of_its_own(tmp_path, collator):
+    changes = {"per_device_train_batch_size": 2, "max_steps": 4, "ragged": True}
+    changes |= {"train_sampling_strategy": "sequential"}
+    _, _, said = as_in_transformers(str(tmp_path), eager_llama, collator, **changes)
+    assert "training batches are not padded" in "".join(said)
 
 
 def counted(rows):
@@ -187,9 +247,9 @@ def counted(rows):
 
 # The model, its batches, and whether training leaves out the masks of their padding.
 MASKED = {
-    "causal": (tiny_llama, collate, True),
-    "padded in front": (tiny_llama, turned, False),
-    "targets at padding": (tiny_llama, counted, False),
+    "causal": (llama, collate, True),
+    "padded in front": (llama, turned, False),
+    "targets at padding": (llama, counted, False),
     "a loss that counts padding": (mixtral, collate, False),
     "bidirectional": (classifier, classified, False),
 }
@@ -204,19 +264,33 @@ def test_masks_of_padding_go_where_they_change_nothing(tmp_path, monkeypatch, na
     assert bool(trainer.feed.masks.refused) == (name == "a loss that counts padding")
     made = trainer.engine.programs[0]._programs
     ran = [{entry for entry, *_ in shapes} for role, shapes in made if role.training]
-    assert any("attention_mask" not in entries for entries in ran) == (goes or "loss" in name)  # or was tried
+    # or was tried
+    assert any("attention_mask" not in entries for entries in ran) == (goes or "loss" in name)
     asked = theirs.evaluate()["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(asked, rel=1e-5)
 
 
-class Convolved(LlamaForCausalLM):
-    """Each token has something of the one before it, whichever document that is of."""
+class OfOtherWords(LlamaForCausalLM):
+    """Computes with what `changed` makes of the words of a batch."""
 
-    def forward(self, input_ids, attention_mask=None, labels=None, position_ids=None, num_items_in_batch=None):
-        words = self.get_input_embeddings()(input_ids)
-        words = words + nn.functional.pad(words, (0, 0, 1, 0))[:, :-1]
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        labels=None,
+        position_ids=None,
+        num_items_in_batch=None,
+    ):
+        words = self.changed(self.get_input_embeddings()(input_ids))
         given = {"attention_mask": attention_mask, "labels": labels, "position_ids": position_ids}
         return super().forward(inputs_embeds=words, **given, num_items_in_batch=num_items_in_batch)
+
+
+class Convolved(OfOtherWords):
+    """Each token has something of the one before it, whichever document that is of."""
+
+    def changed(self, words):
+        return words + nn.functional.pad(words, (0, 0, 1, 0))[:, :-1]
 
 
 def convolved():
@@ -224,14 +298,11 @@ def convolved():
     return Convolved(LlamaConfig(**SMALL))
 
 
-class Stretched(LlamaForCausalLM):
+class Stretched(OfOtherWords):
     """Computes otherwise with more tokens than a row may have."""
 
-    def forward(self, input_ids, attention_mask=None, labels=None, position_ids=None, num_items_in_batch=None):
-        words = self.get_input_embeddings()(input_ids)
-        words = words * 2 if input_ids.shape[1] > self.config.max_position_embeddings else words
-        given = {"attention_mask": attention_mask, "labels": labels, "position_ids": position_ids}
-        return super().forward(inputs_embeds=words, **given, num_items_in_batch=num_items_in_batch)
+    def changed(self, words):
+        return words * 2 if words.shape[1] > self.config.max_position_embeddings else words
 
 
 def stretched():
@@ -259,10 +330,10 @@ def of_later_tokens(rows):
 
 # The model, its batches, and whether rows of these become one, once all batches were seen.
 ROWS = {
-    "causal": (tiny_llama, collate, True),
+    "causal": (llama, collate, True),
     "experts": (mixtral, collate, True),
-    "padded in front": (tiny_llama, turned, False),
-    "targets at padding": (tiny_llama, counted, False),
+    "padded in front": (llama, turned, False),
+    "targets at padding": (llama, counted, False),
     "bidirectional": (classifier, classified, False),
     "convolved": (convolved, collate, False),
     "first tokens are targets": (token_classifier, of_tokens, False),
@@ -271,31 +342,40 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", some(ROWS, ("causal", "targets at padding", "first tokens are targets")))
+@pytest.mark.parametrize(
+    "name", some(ROWS, ("causal", "targets at padding", "first tokens are targets"))
+)
 def test_rows_become_one_where_that_changes_nothing(tmp_path, name):
     make, collator, one = ROWS[name]
-    changes = {"max_steps": 4, "ragged": True, "seed": 6}  # the first batch has 36 tokens, the second 41
+    # the first batch has 36 tokens, the second 41
+    changes = {"max_steps": 4, "ragged": True, "seed": 6}
     trainer, theirs, _ = as_in_transformers(str(tmp_path), make, collator, **changes)
     steps = [trainer.prepare_step([batch]) for batch in theirs.get_train_dataloader()]
     ran = {entry["input_ids"].shape[0] == 1 for (entry,) in steps}
-    assert ran == {one} and bool(trainer.feed.rows.refused) == (make in (convolved, token_classifier, stretched))
+    assert ran == {one} and bool(trainer.feed.rows.refused) == (
+        make in (convolved, token_classifier, stretched)
+    )
 
 
 def test_tokens_go_to_one_row_and_their_scores_back():
     rows = [{"input_ids": [*range(1, n)], "labels": [*range(1, n)]} for n in (4, 7, 3)]
     batch = collate(rows)
     made = leaner.as_documents(batch)
-    assert made["input_ids"].tolist() == [[1, 2, 3, 1, 2, 3, 4, 5, 6, 1, 2]] and "attention_mask" not in made
+    assert (
+        made["input_ids"].tolist() == [[1, 2, 3, 1, 2, 3, 4, 5, 6, 1, 2]]
+        and "attention_mask" not in made
+    )
     assert made["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1]]
     assert made["labels"].tolist() == [[-100, 2, 3, -100, 2, 3, 4, 5, 6, -100, 2]]
     padded = torch.cat((made["input_ids"], made["input_ids"].new_full((1, 5), 9)), 1)
     assert torch.equal(leaner.in_rows(padded, batch["attention_mask"]), batch["input_ids"])
 
 
-HALVED = ((classifier, classified, False), (mixtral, collate, False), (tiny_llama, collate, True))
+HALVED = ((classifier, classified, False), (mixtral, collate, False), (llama, collate, True))
 
 
-REPLICAS = {"per_device_train_batch_size": 1, "max_steps": 3}  # at most one of the two has a batch to pad at a time
+# at most one of the two has a batch to pad at a time
+REPLICAS = {"per_device_train_batch_size": 1, "max_steps": 3}
 MIXED = {"per_device_train_batch_size": 2, "max_steps": 2}
 
 
@@ -303,11 +383,23 @@ def in_halves(rank, world_size, directory):
     results = []
     for make, collator, _ in HALVED:
         degrees = {"tensor_model_parallel_size": 2, "tp_comm_overlap": "sub-pipeline"}
-        *found, trainer = trained(MerakTrainer, MerakArguments, directory, make, collator, **degrees)
+        *found, trainer = trained(
+            MerakTrainer, MerakArguments, directory, make, collator, **degrees
+        )
         results.append((*found, trainer.engine.halves))
     dropped = trained(MerakTrainer, MerakArguments, directory, dropping_gpt2, collate, **degrees)[3]
-    replicas = trained(MerakTrainer, MerakArguments, directory, Pooled, classified, True, **REPLICAS)[:3]
-    rows = trained(MerakTrainer, MerakArguments, directory, tiny_llama, collate, True, **MIXED)
+    replicas = trained(
+        MerakTrainer,
+        MerakArguments,
+        directory,
+        Pooled,
+        collator=classified,
+        ragged=True,
+        **REPLICAS,
+    )[:3]
+    rows = trained(
+        MerakTrainer, MerakArguments, directory, llama, collator=collate, ragged=True, **MIXED
+    )
     return results, dropped.engine.halves, replicas, (*rows[:2], rows[3].feed.rows._shown)
 
 
@@ -315,17 +407,36 @@ def in_halves(rank, world_size, directory):
 @pytest.mark.long
 def test_halves_that_do_not_add_up_run_whole(tmp_path):
     alone = trained(
-        Trainer, TrainingArguments, str(tmp_path), Pooled, classified, True, **REPLICAS, gradient_accumulation_steps=2
+        Trainer,
+        TrainingArguments,
+        str(tmp_path),
+        Pooled,
+        collator=classified,
+        ragged=True,
+        **REPLICAS,
+        gradient_accumulation_steps=2,
     )
     whole = {**MIXED, "gradient_accumulation_steps": 2}
-    both = trained(Trainer, TrainingArguments, str(tmp_path), tiny_llama, collate, True, **whole)
-    for rank, (ran, dropped, replicas, rows) in enumerate(run_ranks(in_halves, 2, str(tmp_path), timeout=150)):
-        for (make, collator, adds_up), (losses, norms, said, halved) in zip(HALVED, ran, strict=True):
+    both = trained(
+        Trainer, TrainingArguments, str(tmp_path), llama, collator=collate, ragged=True, **whole
+    )
+    for rank, (ran, dropped, replicas, rows) in enumerate(
+        run_ranks(in_halves, 2, str(tmp_path), timeout=150)
+    ):
+        for (make, collator, adds_up), (losses, norms, said, halved) in zip(
+            HALVED, ran, strict=True
+        ):
             expected = trained(Trainer, TrainingArguments, str(tmp_path), make, collator)
-            assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-4)
+            assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(
+                expected[1], rel=1e-4
+            )
             assert halved is adds_up and len(said) == (rank == 0 and not adds_up), said
         assert dropped is True, "dropout is no reason to differ"
-        assert replicas[0] == pytest.approx(alone[0], rel=1e-5) and replicas[1] == pytest.approx(alone[1], rel=1e-4)
+        assert replicas[0] == pytest.approx(alone[0], rel=1e-5) and replicas[1] == pytest.approx(
+            alone[1], rel=1e-4
+        )
         assert ["changes by" in text for text in replicas[2]] == [True] * (rank == 0)
-        assert rows[0] == pytest.approx(both[0], rel=1e-5) and rows[1] == pytest.approx(both[1], rel=1e-4)
+        assert rows[0] == pytest.approx(both[0], rel=1e-5) and rows[1] == pytest.approx(
+            both[1], rel=1e-4
+        )
         assert rows[2]

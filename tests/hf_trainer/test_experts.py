@@ -1,0 +1,141 @@
+"""MerakTrainer whose ranks divide the experts of a mixture, beside transformers' Trainer."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments, set_seed
+
+from megatron_merak.errors import ConfigError, PlanError
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.trainer import MerakTrainer
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
+from tests.ranks import run_ranks
+
+RUN = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "report_to": "none",
+}
+EXPERTS = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+}
+
+
+def mixture(balanced):
+    set_seed(1)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        head_dim=8,
+        output_router_logits=balanced,
+        router_aux_loss_coef=0.1,
+        **sizes,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def trained(kind, args, directory):
+    """Train a mixture; losses and saved weights.
+
+    With replicas it is trained without the loss of its routers, which transformers counts once for
+    each process.
+    """
+    balanced = args.per_device_train_batch_size == RUN["per_device_train_batch_size"]
+    trainer = kind(mixture(balanced), args, collate, samples(40, ragged=False))
+    trainer.train()
+    trainer.save_model(str(directory / "model"))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, load_file(directory / "model" / "model.safetensors")
+
+
+def _rank(rank, world_size, directory, changes):
+    args = MerakArguments(str(directory), **{**RUN, **EXPERTS, **changes})
+    return trained(MerakTrainer, args, directory)
+
+
+def check(found, wanted):
+    losses, weights = found
+    assert losses == pytest.approx(wanted[0], rel=2e-5)
+    assert weights.keys() == wanted[1].keys()
+    for name, weight in weights.items():
+        # Adam divides by small gradients, so what is rounded moves by a share of the rate
+        torch.testing.assert_close(weight, wanted[1][name], rtol=0, atol=2e-4)
+
+
+def test_losses_and_weights_are_those_of_transformers(tmp_path):
+    wanted = trained(Trainer, TrainingArguments(str(tmp_path), **RUN), tmp_path)
+    for found in run_ranks(_rank, 2, tmp_path / "two", {}):
+        check(found, wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+        {
+            "per_device_train_batch_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "gradient_checkpointing": True,
+        },
+        {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4},
+        {"pipeline_model_parallel_size": 2, "tp_comm_overlap": "sub-pipeline"},
+    ],
+    ids=["pipeline", "sharded replicas", "four", "halves"],
+)
+def test_other_layouts(tmp_path, changes):
+    args = TrainingArguments(str(tmp_path), **RUN)
+    if "per_device_train_batch_size" in changes:
+        halved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+        args = TrainingArguments(str(tmp_path), **{**RUN, **halved})
+    wanted = trained(Trainer, args, tmp_path)
+    for found in run_ranks(_rank, 4, tmp_path / "four", changes):
+        check(found, wanted)
+
+
+REFUSED = [
+    (
+        {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        ConfigError,
+        "--expert-model-parallel-size 2: experts are divided over the 1 tensor-parallel ranks",
+    ),
+    (
+        {**EXPERTS, "expert_tensor_parallel_size": 2},
+        ConfigError,
+        "--expert-tensor-parallel-size 2: with --expert-model-parallel-size 2",
+    ),
+    ({**EXPERTS, "sequence_parallel": False}, ConfigError, "--sequence-parallel False: is needed"),
+    (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        ConfigError,
+        "--expert-tensor-parallel-size 1: without expert parallelism",
+    ),
+    (EXPERTS, PlanError, "no grouped product of experts"),
+]
+
+
+def _refused(rank, world_size, directory):
+    told = []
+    for changes, kind, _ in REFUSED:
+        with pytest.raises(kind) as caught:
+            args = MerakArguments(str(directory), **RUN, **changes)
+            MerakTrainer(tiny_llama(), args, collate, samples(40, ragged=False)).train()
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_cannot_be_is_one_line(tmp_path):
+    for told in run_ranks(_refused, 2, tmp_path):
+        for line, (_, _, words) in zip(told, REFUSED, strict=True):
+            assert words in line

@@ -1,0 +1,168 @@
+"""The search finds what trying everything finds, and says what is nearest where nothing fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_merak.cluster import CLUSTERS, GIB, Cluster, find_cluster
+from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megatron_merak.errors import ConfigError
+from megatron_merak.plan import time_text
+from megatron_merak.planner import plan
+from megatron_merak.planner.request import Request
+from megatron_merak.planner.search import Choice, Search, pins_of
+from megatron_merak.planner.search.native import NativeChain
+from megatron_merak.planner.search.report import Breakdown, left_out
+from tests.planner.search.tried import everything
+
+SHAPES = {
+    "deep": {"num_layers": 14, "hidden_size": 2048, "num_attention_heads": 16},
+    "wide": {"num_layers": 5, "hidden_size": 6144, "num_attention_heads": 48},
+    "ten": {"num_layers": 10, "hidden_size": 1024, "num_attention_heads": 16},
+}
+
+
+def configuration(shape: str = "deep", **parallel) -> Config:
+    model = ModelConfig(**SHAPES[shape], seq_length=2048, vocab_size=32000)
+    train = TrainConfig(micro_batch_size=1, global_batch_size=32, bf16=True)
+    return Config(model=model, train=train, parallel=ParallelConfig(**parallel))
+
+
+def search(config: Config, cluster: Cluster) -> Search:
+    request = Request(
+        parallel=config.parallel,
+        sequence_length=config.model.seq_length,
+        dtype=config.train.dtype,
+    )
+    return Search(NativeChain(config, cluster), request, cluster)
+
+
+def small(name: str, memory_gb: float, ranks_per_node: int = 8) -> Cluster:
+    cluster = find_cluster(name)
+    device = replace(cluster.device, memory=int(memory_gb * GIB))
+    return replace(cluster, device=device, ranks_per_node=ranks_per_node)
+
+
+CASES = [
+    ("deep", small("dgx-a100", 80), 8, {"mb": 1, "sp": False}),
+    ("deep", small("dgx-a100", 6), 8, {"mb": 2, "tp": 2}),
+    ("ten", small("dgx-a100", 80), 8, {"mb": 2, "tp": 2}),
+    ("ten", small("dgx-h100", 3), 16, {"mb": 1, "tp": 4}),
+    ("ten", small("dgx-h100", 80), 8, {"mb": 2, "tp": 8}),
+    ("deep", small("rtx3090", 24, ranks_per_node=4), 8, {"mb": 2, "sp": True, "tp": 2}),
+    ("wide", small("dgx-h100", 30), 4, {"mb": 2}),
+    ("deep", CLUSTERS["cpu"], 4, {"mb": 4}),
+]
+
+
+@pytest.mark.parametrize("shape, cluster, ranks, pins", CASES)
+def test_a_search_finds_what_trying_everything_finds(shape, cluster, ranks, pins):
+    one = search(configuration(shape), cluster)
+    fitting = list(everything(one, ranks, 32, pins))
+    assert len(fitting) > 20
+    least = min(made.predicted_time for _, made in fitting)
+    found = one.run(ranks, [32], pins)
+    assert found.fastest.seconds <= least
+    assert found.made < len(fitting) / 2
+    assert found.best.seconds <= least * 1.01
+    assert found.rest is None and one.run(ranks, [32], pins) == found
+
+
+def test_a_search_that_stops_early_says_what_is_left(monkeypatch):
+    one = search(configuration(), small("dgx-a100", 12))
+    whole = one.run(8, [32], {})
+    assert left_out(whole) == ""
+    monkeypatch.setattr("megatron_merak.planner.search.search._MOST", 2)
+    found = one.run(8, [32], {})
+    assert found.made == 2 < whole.made
+    assert found.rest.count > 0 and found.rest.bound <= whole.fastest.seconds
+    told = left_out(found)
+    assert told.startswith(
+        f"Stopped after 2 plans: of {found.rest.count:,} layouts left none takes"
+    )
+    assert time_text(found.rest.bound) in told
+
+
+def test_the_flags_of_a_choice_make_its_plan():
+    config = configuration()
+    cluster = small("dgx-a100", 12)
+    one = search(config, cluster)
+    for each in one.run(8, [32], {}).found:
+        settings = each.choice.settings()
+        train = replace(config.train, micro_batch_size=settings["micro_batch_size"])
+        parallel = each.choice.applied(config.parallel)
+        made = plan(replace(config, parallel=parallel, train=train), 8, cluster)
+        assert made == each.plan
+
+
+def test_what_is_pinned_stays():
+    one = search(configuration(), small("dgx-h100", 30))
+    pins = {"tp": 2, "pp": 2, "schedule": "gpipe", "recompute": "full", "sharding": "optim"}
+    found = one.run(8, [32], pins)
+    assert found.found
+    for each in found.found:
+        assert pins.items() <= vars(each.choice).items()
+        assert each.plan.schedule.name == "gpipe" and each.plan.grid.dp == 2
+
+
+def test_the_parts_of_a_step_add_up():
+    one = search(configuration("wide"), small("rtx3090", 40, ranks_per_node=4))
+    found = one.run(8, [32], {}).found
+    for pins in ({"tp": 2, "pp": 2}, {"sharding": "optim_grads_params", "recompute": "full"}):
+        found += one.run(8, [32], pins).found
+    for each in found:
+        parts = vars(Breakdown.of(each.plan))
+        assert sum(parts.values()) == pytest.approx(each.seconds, rel=1e-9)
+        assert min(parts.values()) >= -1e-9 * each.seconds
+
+
+def test_nothing_is_found_where_nothing_fits_or_divides():
+    one = search(configuration(), small("dgx-a100", 2))
+    found = one.run(2, [32], {})
+    assert found.best is None and found.refusal is None
+    refused = one.run(6, [32], {"pp": 1, "tp": 1}).refusal
+    assert isinstance(refused, ConfigError) and refused.what == "--global-batch-size"
+    refused = one.run(8, [32], {"tp": 5}).refusal
+    assert refused is not None
+
+
+def test_of_equally_fast_plans_the_simplest_is_best():
+    one = search(configuration(), small("dgx-h100", 80))
+    found = one.run(8, [32], {})
+    near = [each for each in found.found if each.seconds <= found.fastest.seconds * 1.01]
+    assert found.best.choice.parts == min(each.choice.parts for each in near)
+
+
+@pytest.mark.parametrize(
+    "text, pins",
+    [
+        ("tp=8,pp=4", {"tp": 8, "pp": 4}),
+        ("sp=on, recompute=full", {"sp": True, "recompute": "full"}),
+        ("order=tp-pp-dp", {"order": "tp-cp-pp-dp"}),
+    ],
+)
+def test_pins_are_read(text, pins):
+    assert pins_of(text, "--fix") == pins
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("tp", "it is not NAME=VALUE"),
+        ("tp=0", "it is not a number"),
+        ("shard=optim", "it is not a setting that is searched. The nearest is sharding"),
+        ("tp=2,tp=4", "it says tp twice"),
+        ("sp=yes", "it is neither on nor off"),
+        ("schedule=fast", "it is not one of the choices"),
+        ("order=dp-tp", "pp is missing"),
+    ],
+)
+def test_wrong_pins_are_refused(text, words):
+    with pytest.raises(ConfigError) as refused:
+        pins_of(text, "--fix")
+    assert words in str(refused.value)
+
+
+def test_a_choice_in_words_is_read_again():
+    choice = Choice(tp=2, pp=4, mb=2, sp=True, schedule="interleaved", chunks=2, recompute="full")
+    assert Choice(**pins_of(str(choice), "--fix")) == choice

@@ -1,0 +1,64 @@
+"""The rows of settings that plans are about, and plans, say the same."""
+
+import dataclasses
+
+import pytest
+
+from megatron_merak.config import HFModelConfig, ModelConfig, ParallelConfig, value_type
+from megatron_merak.config.table import DECIDES, MAKES, taken
+from megatron_merak.pipeline_parallel.builders import build_schedule
+from megatron_merak.plan import Grid, Plan, StagePlan, Unit
+from megatron_merak.planner import plan_chain
+from tests.requests import request
+
+UNITS = (Unit("layer", "layer", 8, 100, 0, 16),)
+PLAN = Plan(Grid(), UNITS, (StagePlan(0, 1),), build_schedule("1f1b", 1, 2), 1, 0)
+TAKEN = [
+    row
+    for row in dataclasses.fields(ParallelConfig)
+    if getattr(row.metadata.get("plan"), "taken", False)
+]
+
+
+def test_no_setting_is_both_decided_by_a_plan_and_there_to_make_one():
+    assert not DECIDES.keys() & set(MAKES)
+
+
+def test_plans_say_the_same_of_a_setting_of_both_kinds_of_models():
+    native, captured = (
+        {row.name: row.metadata for row in dataclasses.fields(section)}
+        for section in (ModelConfig, HFModelConfig)
+    )
+    both = native.keys() & captured.keys()
+    assert {"seq_length", "make_vocab_size_divisible_by"} <= both
+    for key in ("plan", "makes_plan"):
+        assert all(native[name].get(key) == captured[name].get(key) for name in both)
+
+
+@pytest.mark.parametrize("name", DECIDES)
+def test_a_plan_has_what_it_decides(name):
+    DECIDES[name].read(PLAN)
+
+
+@pytest.mark.parametrize("row", TAKEN, ids=lambda row: row.name)
+def test_what_a_plan_takes_over_has_the_default_and_the_type_of_the_setting(row):
+    where = row.metadata["plan"]
+    assert taken(ParallelConfig())[where.path] == getattr(PLAN, where.path)
+    assert value_type(ParallelConfig, row.name) is value_type(Plan, where.path)
+    assert where.read(PLAN) == row.default
+
+
+@pytest.mark.parametrize(
+    "name, value, more",
+    [
+        ("no_overlap_grad_reduce", True, {}),
+        ("no_overlap_param_gather", True, {}),
+        ("grad_reduce_in_bf16", True, {"dtype": "bfloat16"}),
+        ("num_distributed_optimizer_instances", 2, {"use_distributed_optimizer": True}),
+    ],
+)
+def test_a_plan_made_with_a_setting_decides_it_so(name, value, more):
+    assert name in [row.name for row in TAKEN]
+    made = plan_chain(UNITS, request(Grid(dp=4), microbatches=2, **{name: value}, **more))
+    assert DECIDES[name].read(made) == value
+    assert DECIDES[name].read(Plan.from_json(made.to_json())) == value
