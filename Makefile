@@ -26,52 +26,48 @@ PY = $(shell $(ENVIRONMENT) --find)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help environment install wheel train test test-long first-hour test-oldest lint docs parity parity-full test-native compile-check test-slow bench bench-two-lines bench-schedules bench-overlap bench-search bench-paper bench-recompute bench-host bench-ops bench-performance bench-servers bench-reliability faults doctor gpu gpu-kit gpu-rehearsal bench-shm fuzz-graph clean
+.PHONY: help help-all environment install wheel train smoke test test-long first-hour test-oldest lint docs parity parity-full test-native compile-check test-slow bench faults doctor gpu gpu-kit gpu-rehearsal fuzz-graph clean
 
 help:
 	@echo "make train        pretrain a small GPT on real text, 8 CPU processes or the GPUs there are; ARGS='--train-iters 400'"
-	@echo "make test         style check, then every test but long and exhaustive ones; ARGS='tests/data -k blend' WORKERS=1"
+	@echo "make smoke        one test of each part (a minute)"
+	@echo "make test         style, then every test but long and exhaustive ones; ARGS='tests/data -k blend' WORKERS=1"
 	@echo "make lint         style, and types of the whole package (a minute; seconds from then on)"
 	@echo "make test-long    whole jobs and further layouts, which make test leaves out (20 minutes)"
-	@echo "make first-hour   README in a fresh clone and environment, then from a wheel (8 minutes; installs torch twice); ARGS=clone"
-	@echo "make test-oldest  the same tests with the oldest libraries that pyproject.toml allows, in .venv-oldest"
-	@echo "make parity       every model type of transformers against its eager self, into docs/parity.md (15 minutes; resumes)"
-	@echo "make parity-full  every layout of the native models against one process (long)"
-	@echo "make test-native  planted defects, sanitizers and registers of the CUDA kernels, without a GPU (5 minutes)"
-	@echo "make compile-check  sources of csrc/ against the headers of another PyTorch, downloaded; TORCH=2.11.0 (2 minutes)"
-	@echo "make fuzz-graph   random modules on simulated ranks against their eager selves; ARGS='--modules 5000'"
-	@echo "make faults       a kill before every disk call of all that writes, then forty jobs with a fault each (40 minutes)"
-	@echo "make test-slow    the other long sweeps: every model type's weights, the largest shapes"
-	@echo "make bench        one training step beside other ways to run it; ARGS='...'"
-	@echo "make bench-two-lines  one training script through HF Trainer and MerakTrainer, as shipped (40 minutes)"
-	@echo "make bench-schedules  every pipeline schedule, modelled and measured, into docs/schedules.md (70 minutes)"
-	@echo "make bench-overlap    tensor-parallel communication left exposed, into docs/overlap.md (10 minutes)"
-	@echo "make bench-search     searched schedules beside bounds and builders, into docs/search.md (2 minutes)"
-	@echo "make bench-recompute  what recomputing no more than necessary gains, modelled, into docs/recompute.md (2 minutes)"
-	@echo "make bench-host       compiled index builders, simulator and search beside their twins (2 minutes)"
-	@echo "make bench-shm       collectives through shared memory beside gloo, alone and in a training step (3 minutes)"
-	@echo "make bench-paper      Merak's paper on modelled clusters, into docs/paper.md (5 minutes)"
-	@echo "make bench-ops        compiled operations beside PyTorch's and torch.compile's"
-	@echo "make bench-performance  a training step with and without compiled kernels, into docs/performance.md (30 minutes)"
-	@echo "make bench-servers    parameter servers beside all-reduce, modelled, into docs/parameter_server.md (2 minutes)"
-	@echo "make bench-reliability  the same faults here and in other programs, into docs/reliability.md (20 minutes)"
-	@echo "make doctor           what is compiled and active here, and why the rest is not"
+	@echo "make first-hour   README in a fresh clone and environment, then from a wheel (8 minutes); ARGS=clone"
+	@echo "make bench        lists the benchmarks; NAME=step ARGS=--quick starts one, as python -m benchmarks step --quick does"
+	@echo "make doctor       what is compiled and active here, and why the rest is not"
+	@echo "make docs         the documentation site, into build/site; broken links and pages outside the nav fail (20 seconds)"
+	@echo "make wheel        a source distribution and a wheel of it, in dist/ (2 minutes)"
+	@echo "make clean        remove build products and caches; .venv and runs/ stay"
+	@echo "make help-all     the other targets: exhaustive tests, GPUs, tables of parity"
+
+help-all: help
+	@echo
+	@echo "make install          only the set-up that all of these share; idempotent"
+	@echo "make test-oldest      the tests with the oldest libraries that pyproject.toml allows, in .venv-oldest"
+	@echo "make test-native      planted defects, sanitizers and registers of the CUDA kernels, without a GPU (5 minutes)"
+	@echo "make test-slow        the other long sweeps: every model type's weights, the largest shapes"
+	@echo "make compile-check    sources of csrc/ against the headers of another PyTorch, downloaded; TORCH=2.11.0 (2 minutes)"
+	@echo "make fuzz-graph       random modules on simulated ranks against their eager selves; ARGS='--modules 5000'"
+	@echo "make faults           a kill before every disk call of all that writes, then forty jobs with a fault each (40 minutes)"
+	@echo "make parity           every model type of transformers against its eager self, into docs/evidence/parity.md (15 minutes; resumes)"
+	@echo "make parity-full      every layout of the native models against one process (long)"
 	@echo "make gpu              on a machine with a GPU: its tests, none of them skipped"
 	@echo "make gpu-kit          what a session on a rented GPU carries there, into build/gpu-kit; needs Python 3.12 (3 minutes; 6 GB once)"
 	@echo "make gpu-rehearsal    that session on this machine, with planted failures, into docs/gpu.md (20 minutes)"
-	@echo "make wheel        a source distribution in dist/, and a wheel of it: compiled for any x86-64-v3 CPU, faster on AVX-512 (2 minutes)"
-	@echo "make docs         the documentation site, into build/site; broken links and pages outside the nav fail (20 seconds)"
-	@echo "make install      only the set-up that all of these share; idempotent"
-	@echo "make clean        remove build products and caches; .venv and runs/ stay"
 
 environment:
 	@$(ENVIRONMENT)
 
 install: environment
 
-train bench-search bench-servers: NEEDS = dependencies pictures
-install test test-long test-oldest parity-full test-native test-slow faults fuzz-graph: NEEDS = dependencies test
-bench bench-two-lines bench-reliability: NEEDS = dependencies accelerate
+train: NEEDS = dependencies pictures
+install smoke test test-long test-oldest parity-full test-native test-slow faults fuzz-graph: NEEDS = dependencies test
+bench: NEEDS = dependencies accelerate
+ifneq ($(filter search servers,$(NAME)),)
+bench: NEEDS += pictures
+endif
 lint: NEEDS = dependencies lint test
 docs: NEEDS = docs
 compile-check: NEEDS = torch
@@ -84,6 +80,26 @@ train: environment
 
 SELECTION = -m "not long and not slow and not gpu and not compiles" $(SIDE_BY_SIDE)
 STYLE = $(PY) -m ruff check --output-format concise . && $(PY) -m ruff format --check -q .
+
+# The rules of the code; a native job alone and as tensor x pipeline ranks; a captured model as such ranks, beside its
+# eager self; a trainer beside HuggingFace's, with what it saves; checkpoints of other ranks; each operation.
+SMOKE = tests/test_architecture.py \
+	tests/training/test_pretrain.py::test_one_process_and_four_tell_the_same_story \
+	'tests/stages/test_captured.py::test_a_layout_computes_what_the_model_computes[llama-grid1-full]' \
+	'tests/hf_trainer/test_user_model.py::test_one_process_shares_its_weights[fp32]' \
+	tests/checkpoint/test_reshard.py::test_tensor_parallel_sizes_read_each_other \
+	tests/ops/test_activation.py::test_swiglu_has_the_gradient_of_its_formula \
+	tests/ops/test_attention.py::test_it_is_the_formula \
+	tests/ops/test_cross_entropy.py::test_cross_entropy_is_its_definition \
+	tests/ops/test_flat.py::test_adamw_is_the_papers \
+	tests/ops/test_linear.py::test_linear_through_a_sink \
+	tests/ops/test_norm.py::test_kernels_round_once \
+	tests/ops/test_residual.py::test_kernel_and_twin_drop_the_same_elements \
+	tests/ops/test_rotary.py::test_angles_are_huggingfaces \
+	tests/ops/test_softmax.py::test_it_is_the_formula
+
+smoke: environment
+	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(SMOKE) $(ARGS)
 
 # In an environment that was given and has no ruff, tests run all the same.
 test: environment
@@ -136,43 +152,7 @@ fuzz-graph: environment
 	@$(PY) -m tests.fuzz $(ARGS)
 
 bench: environment
-	@$(PY) benchmarks/step.py $(ARGS)
-
-bench-two-lines: environment
-	@$(PY) benchmarks/two_lines.py $(ARGS)
-
-bench-schedules: environment
-	@$(PY) benchmarks/schedules.py $(ARGS)
-
-bench-overlap: environment
-	@$(PY) benchmarks/overlap.py $(ARGS)
-
-bench-search: environment
-	@$(PY) benchmarks/search.py $(ARGS)
-
-bench-recompute: environment
-	@$(PY) benchmarks/recompute.py --write $(ARGS)
-
-bench-host: environment
-	@$(PY) benchmarks/host.py $(ARGS)
-
-bench-shm: environment
-	@$(PY) benchmarks/shared_memory.py $(ARGS)
-
-bench-paper: environment
-	@$(PY) benchmarks/paper.py --write $(ARGS)
-
-bench-ops: environment
-	@$(PY) benchmarks/ops.py $(ARGS)
-
-bench-performance: environment
-	@$(PY) benchmarks/performance.py $(ARGS)
-
-bench-servers: environment
-	@$(PY) benchmarks/parameter_server.py --into docs/parameter_server.md $(ARGS)
-
-bench-reliability: environment
-	@$(PY) benchmarks/reliability.py --into docs/reliability.md $(ARGS)
+	@$(PY) -m benchmarks $(NAME) $(ARGS)
 
 doctor: environment
 	@$(PY) tools/doctor.py $(ARGS)
@@ -199,5 +179,5 @@ wheel: environment
 	@ls dist/*
 
 clean:
-	rm -rf build dist *.egg-info megatron_merak/*.so megatron_merak/_left_out.json .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info megatron_merak/*.so megatron_merak/_left_out.json .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -type d -prune -exec rm -rf {} +

@@ -2,15 +2,18 @@
 
     pip install -e .        make wheel        python setup.py build_ext --inplace
 
-Three libraries in megatron_merak/, each optional at run time: ``_C`` (host-side cores), ``_ops_cpu`` (CPU kernels),
-``_ops_cuda`` (CUDA kernels, where torch has CUDA and nvcc is there). pip comes by way of csrc/build_backend.py, which
-brings torch. Environment:
+Three libraries in megatron_merak/, each optional at run time: ``_C`` (host-side cores),
+``_ops_cpu`` (CPU kernels), ``_ops_cuda`` (CUDA kernels, where torch has CUDA and nvcc is there).
+pip comes by way of csrc/build_backend.py, which brings torch. Environment:
 
     MERAK_CUDA=auto|0|1       build _ops_cuda when it can be built, never, or fail where it cannot
-    TORCH_CUDA_ARCH_LIST      architectures of _ops_cuda (the GPUs there are, else "8.0;9.0;10.0+PTX")
-    MERAK_PORTABLE=1          for any CPU of x86-64-v3, with kernels for x86-64-v4 beside, and for any GPU of the
-                              architectures named above, instead of this very machine (wheels)
-    MERAK_STRICT=1            a part that does not compile ends the build; else it is left out, with a warning
+    TORCH_CUDA_ARCH_LIST      architectures of _ops_cuda (the GPUs there are, else
+                              "8.0;9.0;10.0+PTX")
+    MERAK_PORTABLE=1          for any CPU of x86-64-v3, with kernels for x86-64-v4 beside, and for
+                              any GPU of the architectures named above, instead of this very
+                              machine (wheels)
+    MERAK_STRICT=1            a part that does not compile ends the build; else it is left out, with
+                              a warning
     MERAK_EXT=0               build none of them
 """
 
@@ -27,11 +30,14 @@ from setuptools import setup
 
 
 def toolkit() -> str:
-    """The folder of the CUDA toolkit whose nvcc is on PATH, where torch does not look for itself: it takes the folder
-    above a script that starts nvcc for the toolkit's. Empty where there is none."""
+    """The folder of the CUDA toolkit whose nvcc is on PATH, where torch does not look for itself:
+    it takes the folder above a script that starts nvcc for the toolkit's. Empty where there is
+    none."""
     if not shutil.which("nvcc"):
         return ""
-    told = subprocess.run(["nvcc", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    told = subprocess.run(
+        ["nvcc", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True
+    ).stderr
     top = re.search(r"^#\$ TOP=(.+)$", told, re.MULTILINE)
     return os.path.realpath(top.group(1)) if top else ""
 
@@ -53,10 +59,20 @@ except ImportError as error:
     setup()
     sys.exit()
 
-STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11: one binary for every torch from there on
+# 2.11: one binary for every torch from there on
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 STANDARD = "-std=c++17"  # torch's own default is another one in 2.13 than in 2.11
-OPTIMISE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fvisibility=hidden", "-g0"]
-INTERFACE = re.search(r"^INTERFACE = (\d+)", Path("megatron_merak/_native.py").read_text(), re.MULTILINE).group(1)
+OPTIMISE = [
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp-simd",
+    "-fvisibility=hidden",
+    "-g0",
+]
+INTERFACE = re.search(
+    r"^INTERFACE = (\d+)", Path("megatron_merak/_native.py").read_text(), re.MULTILINE
+).group(1)
 MACROS = [("MERAK_INTERFACE", f'"{INTERFACE}"')]
 # Absolute: ninja compiles in the build folder.
 INCLUDE = [str(Path(__file__).resolve().parent / folder) for folder in ("csrc/include", "csrc")]
@@ -66,24 +82,34 @@ DEPENDS += ["setup.py", "megatron_merak/_native.py"]
 
 PORTABLE = os.environ.get("MERAK_PORTABLE") == "1"
 X86 = platform.machine() in ("x86_64", "AMD64")
-# Further kernels for the CPU, by the end of their library's name: _native.py takes the first that the CPU can run.
-VARIANTS = {"_avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]} if PORTABLE and X86 else {}
-LEFT_OUT = "_left_out.json"  # beside the libraries: what did not compile, and why; _native.py says it
+# Further kernels for the CPU, by the end of their library's name: _native.py takes the first that
+# the CPU can run.
+VARIANTS = (
+    {"_avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]} if PORTABLE and X86 else {}
+)
+# beside the libraries: what did not compile, and why; _native.py says it
+LEFT_OUT = "_left_out.json"
 
 
 def machine() -> list[str]:
-    """The instruction set to compile for. gcc prefers half-wide vectors on AVX-512 machines unless told."""
+    """The instruction set to compile for. gcc prefers half-wide vectors on AVX-512 machines unless
+    told.
+    """
     if not X86:
         return []
     return ["-march=x86-64-v3"] if PORTABLE else ["-march=native", "-mprefer-vector-width=512"]
 
 
 def sources(folder: str, *suffixes: str) -> list[str]:
-    return sorted(path.as_posix() for path in Path("csrc", folder).glob("*") if path.suffix in suffixes)
+    return sorted(
+        path.as_posix() for path in Path("csrc", folder).glob("*") if path.suffix in suffixes
+    )
 
 
 def together(name: str, files: list[str]) -> str:
-    """One translation unit of several files: pybind11 takes five seconds of each, however little it is used there."""
+    """One translation unit of several files: pybind11 takes five seconds of each, however little it
+    is used there.
+    """
     unit = Path("build", f"{name}.cpp")
     text = "".join(f'#include "../{file}"\n' for file in files)
     if not unit.exists() or unit.read_text() != text:
@@ -114,9 +140,15 @@ def cuda_problem() -> str:
 
 
 def host() -> Extension:
-    first = [f"csrc/py/{name}.cpp" for name in ("bind", "indices", "moments", "schedule", "simulate")]
-    others = [file for file in sources("py", ".cpp") if file not in first] + ["csrc/comm/shared_memory.cpp"]
-    plain = [file for file in sources("comm", ".cpp") if file not in others] + ["csrc/interface.cpp"]
+    first = [
+        f"csrc/py/{name}.cpp" for name in ("bind", "indices", "moments", "schedule", "simulate")
+    ]
+    others = [file for file in sources("py", ".cpp") if file not in first] + [
+        "csrc/comm/shared_memory.cpp"
+    ]
+    plain = [file for file in sources("comm", ".cpp") if file not in others] + [
+        "csrc/interface.cpp"
+    ]
     return Extension(
         "megatron_merak._C",
         [together("host_first", first), together("host_others", others), *plain],
@@ -165,7 +197,9 @@ def extensions() -> list[Extension]:
         return []
     problem = cuda_problem()
     if problem and os.environ.get("MERAK_CUDA") == "1":
-        sys.exit(f"MERAK_CUDA=1: {problem}. Install a torch with CUDA and its toolkit, or set MERAK_CUDA=0.")
+        sys.exit(
+            f"MERAK_CUDA=1: {problem}. Install a torch with CUDA and its toolkit, or set MERAK_CUDA=0."
+        )
     if problem:
         print(f"megatron_merak: no _ops_cuda, {problem}", file=sys.stderr)
     kernels = [cpu(variant, flags) for variant, flags in ({"": machine()} | VARIANTS).items()]
@@ -173,7 +207,9 @@ def extensions() -> list[Extension]:
 
 
 class OptionalBuild(BuildExtension):
-    """Leaves out, with a warning, what does not compile; ends with a summary, and a file of what was left out."""
+    """Leaves out, with a warning, what does not compile; ends with a summary, and a file of what
+    was left out.
+    """
 
     def initialize_options(self) -> None:
         super().initialize_options()
@@ -183,14 +219,18 @@ class OptionalBuild(BuildExtension):
     def build_extensions(self) -> None:
         try:
             super().build_extensions()
-        except Exception as error:  # before the first part: there is no compiler, or none that answers
+        except (
+            Exception
+        ) as error:  # before the first part: there is no compiler, or none that answers
             self.leave_out(error, *self.extensions)
         for name, result in self.results.items():
             print(f"megatron_merak: {name} {result}", file=sys.stderr)
         self.write_reasons(Path(self.build_lib, "megatron_merak"))
 
     def copy_extensions_to_source(self) -> None:
-        """An editable install, or a build in place: nothing that an earlier one left there stays."""
+        """An editable install, or a build in place: nothing that an earlier one left there
+        stays.
+        """
         super().copy_extensions_to_source()
         self.write_reasons(Path("megatron_merak"))
         for path in Path("megatron_merak").glob("_ops_cpu_*.so"):

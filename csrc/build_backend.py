@@ -1,8 +1,9 @@
 """The build backend of pyproject.toml: setuptools', with torch within its reach.
 
-The CPU kernels compile against torch's headers, and pip builds in an environment of its own, which has none. There the
-torch of the environment that pip installs into serves, where a suitable one is; else torch is among the requirements of
-the build, as it is among those of the package. MERAK_EXT=0 builds without.
+The CPU kernels compile against torch's headers, and pip builds in an environment of its own, which
+has none. There the torch of the environment that pip installs into serves, where a suitable one is;
+else torch is among the requirements of the build, as it is among those of the package. MERAK_EXT=0
+builds without.
 """
 
 import os
@@ -15,7 +16,8 @@ from pathlib import Path
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  (the hooks that stay as they are)
 
-# What the environment around an isolated build has: run without the variables by which pip hides it.
+# What the environment around an isolated build has: run without the variables by which pip hides
+# it.
 _LOOK = "import sys, importlib.metadata as m; print(m.version('torch'), *sys.path, sep='\\n')"
 _HIDING = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONHOME")
 
@@ -35,13 +37,17 @@ def suitable(found: str) -> bool:
 def around() -> list[str]:
     """The import path of the environment around this one, empty where it has no suitable torch."""
     settings = {name: value for name, value in os.environ.items() if name not in _HIDING}
-    done = subprocess.run([sys.executable, "-P", "-c", _LOOK], capture_output=True, text=True, env=settings)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _LOOK], capture_output=True, text=True, env=settings
+    )
     found, *path = done.stdout.splitlines() or [""]
     return path if done.returncode == 0 and suitable(found) else []
 
 
 def within_reach() -> bool:
-    """Whether setup.py can import torch; makes that of the environment around this one importable."""
+    """Whether setup.py can import torch; makes that of the environment around this one
+    importable.
+    """
     try:
         return suitable(version("torch"))
     except PackageNotFoundError:

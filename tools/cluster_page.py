@@ -1,4 +1,5 @@
-"""Write the tables of docs/cluster.md: the cost table's links, what groups see of them, where ranks lie.
+"""Write the tables of docs/cluster.md: the cost table's links, what groups see of them, where ranks
+lie.
 
 python tools/cluster_page.py --write
 """
@@ -50,7 +51,15 @@ def _row(name: str, cluster: Cluster) -> tuple[str, ...]:
     memory = f"{cluster.device.memory / GIB:.0f} GiB" if cluster.device.memory else "shared"
     cards = f"{cluster.nics} of a node" if cluster.nics else "1 of a rank"
     ranks = str(cluster.ranks_per_node)
-    return f"`{name}`", cluster.device.name, memory, ranks, _link(cluster.inside), _link(cluster.between), cards
+    return (
+        f"`{name}`",
+        cluster.device.name,
+        memory,
+        ranks,
+        _link(cluster.inside),
+        _link(cluster.between),
+        cards,
+    )
 
 
 def groups() -> str:
@@ -58,8 +67,17 @@ def groups() -> str:
     for name, ranks in PLACED.items():
         link = CLUSTERS["dgx-a100"].link(ranks)
         seconds = all_reduce(len(ranks), MESSAGE, link)
-        rows.append((name, f"{link.bandwidth / 1e9:g} GB/s", f"{link.latency * 1e6:.1f} us", f"{seconds * 1e3:.1f} ms"))
-    return _table(("ranks of a group", "bandwidth", "latency of a step", "all-reduce of 1 GiB"), *rows)
+        rows.append(
+            (
+                name,
+                f"{link.bandwidth / 1e9:g} GB/s",
+                f"{link.latency * 1e6:.1f} us",
+                f"{seconds * 1e3:.1f} ms",
+            )
+        )
+    return _table(
+        ("ranks of a group", "bandwidth", "latency of a step", "all-reduce of 1 GiB"), *rows
+    )
 
 
 def nodes(grid: Grid, shown: int, ranks_per_node: int = 8) -> str:
@@ -86,10 +104,16 @@ def links() -> str:
         grid = replace(BLOOM, order=order)
         steps = [(stage, stage + 1) for stage in range(grid.pp - 1)]
         for axis, places in (("tp", [None]), ("dp", [None]), ("pp", steps)):
-            speeds = sorted({link_along(cluster, grid, axis, each).bandwidth / 1e9 for each in places})
+            speeds = sorted(
+                {link_along(cluster, grid, axis, each).bandwidth / 1e9 for each in places}
+            )
             ranks = grid.groups(axis)[0]
-            few = f"{', '.join(map(str, ranks[:4]))}{f', ..., {ranks[-1]}' if len(ranks) > 4 else ''}"
-            rows.append((f"`{order}`", axis, few, f"{' or '.join(f'{speed:g}' for speed in speeds)} GB/s"))
+            few = (
+                f"{', '.join(map(str, ranks[:4]))}{f', ..., {ranks[-1]}' if len(ranks) > 4 else ''}"
+            )
+            rows.append(
+                (f"`{order}`", axis, few, f"{' or '.join(f'{speed:g}' for speed in speeds)} GB/s")
+            )
     return _table(*rows)
 
 
@@ -113,8 +137,12 @@ def document() -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/cluster.md instead of printing it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/cluster.md instead of printing it"
+    )
     if parser.parse_args().write:
         DOCUMENT.write_text(document(), encoding="utf-8")
         print(f"wrote {DOCUMENT}")

@@ -1,4 +1,6 @@
-"""Convert weights from and to HuggingFace directories: the command merak-convert, in a clone. See --help."""
+"""Convert weights from and to HuggingFace directories: the command merak-convert, in a clone. See
+--help.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Show which parts are active, and why others are not: the command merak-doctor, in a clone. See --help."""
+"""Show which parts are active, and why others are not: the command merak-doctor, in a clone. See
+--help.
+"""
 
 import sys
 from pathlib import Path

@@ -22,20 +22,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)
-EVERYTHING = ("dependencies", "test", "lint", "tracking", "pictures")  # what an environment that is made here has
+# what an environment that is made here has
+EVERYTHING = ("dependencies", "test", "lint", "tracking", "pictures")
 PINNED = ("dependencies", "accelerate", "peft", "matplotlib")  # what --oldest chooses
-BUILT = ROOT / "build" / "compiled-parts"  # what building them said, newer than all sources that it was made from
+# what building them said, newer than all sources that it was made from
+BUILT = ROOT / "build" / "compiled-parts"
 LIBRARIES = "libraries:\n"  # in it, before what they were built for and their sizes
 AGAINST = "import sys, importlib.metadata as m; print('Python', *sys.version_info[:2], 'torch', m.version('torch'))"
 
 
 def requirements(needs, pinned=False):
-    """The requirement strings of pyproject.toml that ``needs`` name. pinned: and those of the oldest libraries."""
+    """The requirement strings of pyproject.toml that ``needs`` name. pinned: and those of the
+    oldest libraries.
+    """
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     sets = {"dependencies": project["dependencies"], **project["optional-dependencies"]}
-    single = {re.match(r"[\w-]+", line).group(): [line] for lines in sets.values() for line in lines}
+    single = {
+        re.match(r"[\w-]+", line).group(): [line] for lines in sets.values() for line in lines
+    }
     lines = [line for need in needs for line in (single | sets)[need]]
     bounds = [line for need in PINNED for line in (single | sets)[need]] if pinned else []
     return [re.sub(r">=([\d.]+).*", r"==\1.*", line) for line in bounds] + lines
@@ -67,18 +73,31 @@ def interpreter(venv):
 
 
 def find(venv, needs, pinned=False):
-    """The interpreter to use, or None when something has to be installed first. pinned: only that of ``venv``."""
+    """The interpreter to use, or None when something has to be installed first. pinned: only that
+    of ``venv``.
+    """
     python = interpreter(venv)
-    command = [str(python), str(Path(__file__).resolve()), "--missing", "--needs", *needs, *["--oldest"] * pinned]
+    command = [
+        str(python),
+        str(Path(__file__).resolve()),
+        "--missing",
+        "--needs",
+        *needs,
+        *["--oldest"] * pinned,
+    ]
     if python.exists() and not subprocess.run(command, capture_output=True).returncode:
         return python
     return None if pinned or missing(needs) else Path(sys.executable)
 
 
 def install(venv, pinned=False):
-    """Create the environment if there is none, then install what any target needs and the project itself, editable."""
+    """Create the environment if there is none, then install what any target needs and the project
+    itself, editable.
+    """
     if sys.version_info < MINIMUM:
-        sys.exit(f"PYTHON {sys.executable}: needs {missing(())[0]}. Name a newer one: make PYTHON=python3.12 ...")
+        sys.exit(
+            f"PYTHON {sys.executable}: needs {missing(())[0]}. Name a newer one: make PYTHON=python3.12 ..."
+        )
     python = interpreter(venv)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     print(f"installing into {venv} (once; downloads PyTorch unless pip has it)", flush=True)
@@ -94,7 +113,9 @@ def install(venv, pinned=False):
 
 
 def install_commands(python, check=False):
-    """Install the project itself, editable, without its compiled parts: `build` makes these where they stay."""
+    """Install the project itself, editable, without its compiled parts: `build` makes these where
+    they stay.
+    """
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     editable = [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
     subprocess.run(editable, env=os.environ | {"MERAK_EXT": "0"}, check=check)
@@ -104,7 +125,9 @@ def new_commands(venv):
     """The commands of pyproject.toml that ``venv`` lacks, where it has others of them."""
     import tomllib
 
-    names = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    names = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "scripts"
+    ]
     lacking = [name for name in names if not (interpreter(venv).parent / name).exists()]
     return lacking if len(lacking) < len(names) else []
 
@@ -119,7 +142,9 @@ def build(python):
     """Compile what changed since the last try, and say what came of it."""
     changed = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     changed += [ROOT / "setup.py", ROOT / "megatron_merak" / "_native.py"]
-    built = BUILT.exists() and all(path.stat().st_mtime <= BUILT.stat().st_mtime for path in changed)
+    built = BUILT.exists() and all(
+        path.stat().st_mtime <= BUILT.stat().st_mtime for path in changed
+    )
     against = subprocess.run([str(python), "-c", AGAINST], capture_output=True, text=True).stdout
     if built and BUILT.read_text(encoding="utf-8").rpartition(LIBRARIES)[2] == against + sizes():
         return
@@ -129,7 +154,9 @@ def build(python):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if line.startswith("megatron_merak: ")]
     if done.returncode:
-        said.append(f"LEFT OUT: {' '.join(command[1:])} failed with status {done.returncode}:\n{done.stderr[-2000:]}")
+        said.append(
+            f"LEFT OUT: {' '.join(command[1:])} failed with status {done.returncode}:\n{done.stderr[-2000:]}"
+        )
     BUILT.parent.mkdir(exist_ok=True)
     BUILT.write_text("\n".join([*said, LIBRARIES]) + against + sizes(), encoding="utf-8")
     os.utime(BUILT, (started, started))
@@ -137,12 +164,28 @@ def build(python):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment to use or to make")
-    parser.add_argument("--needs", nargs="+", default=EVERYTHING, metavar="NAME", help="see above; default: everything")
-    parser.add_argument("--oldest", action="store_true", help="the oldest libraries that are supported, in --venv")
-    parser.add_argument("--find", action="store_true", help="print the interpreter; fail when there is none")
-    parser.add_argument("--missing", action="store_true", help="print what this interpreter lacks, if anything")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--venv", type=Path, default=ROOT / ".venv", help="the environment to use or to make"
+    )
+    parser.add_argument(
+        "--needs",
+        nargs="+",
+        default=EVERYTHING,
+        metavar="NAME",
+        help="see above; default: everything",
+    )
+    parser.add_argument(
+        "--oldest", action="store_true", help="the oldest libraries that are supported, in --venv"
+    )
+    parser.add_argument(
+        "--find", action="store_true", help="print the interpreter; fail when there is none"
+    )
+    parser.add_argument(
+        "--missing", action="store_true", help="print what this interpreter lacks, if anything"
+    )
     options = parser.parse_args()
     if options.missing:
         lacking = missing(options.needs, options.oldest)

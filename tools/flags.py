@@ -1,4 +1,6 @@
-"""Write docs/flags.md, the list of all command-line flags, from the configuration. --check compares without writing."""
+"""Write docs/flags.md, the list of all command-line flags, from the configuration. --check compares
+without writing.
+"""
 
 import argparse
 import inspect
@@ -28,7 +30,9 @@ def _megatron(flag: Flag) -> str:
 
 def _text(flag: Flag) -> str:
     choices = flag.metadata.get("choices", ())
-    return flag.text + (f" Choices: {', '.join(f'`{choice}`' for choice in choices)}." if choices else "")
+    return flag.text + (
+        f" Choices: {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
+    )
 
 
 def _only(config: type[RunConfig]) -> list[Flag]:
@@ -39,7 +43,9 @@ def _only(config: type[RunConfig]) -> list[Flag]:
 
 def _rows(found: list[Flag]) -> list[str]:
     head = [_row("flag", "default", "Megatron-LM, where it differs", "meaning"), _row(*["---"] * 4)]
-    return head + [_row(f"`{flag.name}`", _default(flag), _megatron(flag), _text(flag)) for flag in found]
+    return head + [
+        _row(f"`{flag.name}`", _default(flag), _megatron(flag), _text(flag)) for flag in found
+    ]
 
 
 def _own_parts() -> list[str]:
@@ -59,15 +65,26 @@ def _common_parts() -> list[str]:
     for section, cls in sections(config):
         shared = [flag for flag in flags(config) if flag.section == section and flag not in own]
         if shared:
-            texts = {inspect.getdoc(cls), *(inspect.getdoc(dict(sections(other))[section]) for other in others)}
+            texts = {
+                inspect.getdoc(cls),
+                *(inspect.getdoc(dict(sections(other))[section]) for other in others),
+            }
             text = [inspect.getdoc(cls) or "", ""] if len(texts) == 1 else []
             lines += ["", f"## {section}", "", *text, *_rows(shared)]
     return lines
 
 
 def _megatron_parts() -> list[str]:
-    """The answers to Megatron-LM's flags that are no settings; the others have the same name and meaning here."""
-    lines = ["", "## Megatron-LM flags with another name", "", _row("flag", "here"), _row("---", "---")]
+    """The answers to Megatron-LM's flags that are no settings; the others have the same name and
+    meaning here.
+    """
+    lines = [
+        "",
+        "## Megatron-LM flags with another name",
+        "",
+        _row("flag", "here"),
+        _row("---", "---"),
+    ]
     lines += [_row(f"`{name}`", f"`{flag}`") for name, flag in sorted(RENAMED.items())]
     lines += ["", "## Megatron-LM flags that are accepted and change nothing", ""]
     lines += [_row("flag", "why"), _row("---", "---")]
@@ -85,9 +102,14 @@ def _megatron_parts() -> list[str]:
         _row("---", "---"),
     ]
     names: dict[str, list[str]] = {}
-    for name, told in (*NOT_YET.items(), *((f"{start}*", told) for start, told in FAMILIES.items())):
+    for name, told in (
+        *NOT_YET.items(),
+        *((f"{start}*", told) for start, told in FAMILIES.items()),
+    ):
         names.setdefault(told, []).append(f"`{name}`")
-    return lines + [_row(", ".join(sorted(alike)), f"{told}.") for told, alike in sorted(names.items())]
+    return lines + [
+        _row(", ".join(sorted(alike)), f"{told}.") for told, alike in sorted(names.items())
+    ]
 
 
 def render() -> str:
@@ -112,7 +134,12 @@ def render() -> str:
         _row(*["---"] * 4),
     ]
     lines += [
-        _row(f"`{flag.name}`", f"`{shown(flag.default)}`", f"`{shown(flag.metadata['megatron'])}`", flag.text)
+        _row(
+            f"`{flag.name}`",
+            f"`{shown(flag.default)}`",
+            f"`{shown(flag.metadata['megatron'])}`",
+            flag.text,
+        )
         for flag in every
         if flag.differs
     ]
@@ -122,7 +149,9 @@ def render() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if the file is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with status 1 if the file is out of date"
+    )
     if not parser.parse_args().check:
         DOCUMENT.write_text(render(), encoding="utf-8")
         print(f"wrote {DOCUMENT}")

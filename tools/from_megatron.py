@@ -1,4 +1,6 @@
-"""Convert a launch script of Megatron-LM: the command merak-from-megatron, in a clone. See --help."""
+"""Convert a launch script of Megatron-LM: the command merak-from-megatron, in a clone. See
+--help.
+"""
 
 import sys
 from pathlib import Path

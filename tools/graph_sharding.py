@@ -21,7 +21,9 @@ LLAMA_405B = {
     "vocab_size": 128256,
     "max_position_embeddings": 4096,
 }
-CAUSAL, MASKED, SEQUENCES = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"
+CAUSAL = "AutoModelForCausalLM"
+MASKED = "AutoModelForMaskedLM"
+SEQUENCES = "AutoModelForSeq2SeqLM"
 # row: configuration (its default sizes but for what follows), auto class, sequence length
 SHAPES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "llama 7B": ("llama", CAUSAL, 2048, {}),
@@ -56,7 +58,10 @@ def captured_shape(kind: str, auto: str, length: int, sizes: Mapping[str, Any]) 
         model = make(config, dtype=torch.bfloat16)
     ids = torch.zeros(1, max(length, 1), dtype=torch.long)
     if kind == "vit":
-        batch = {"pixel_values": torch.zeros(1, 3, 224, 224, dtype=torch.bfloat16), "labels": ids[:, 0]}
+        batch = {
+            "pixel_values": torch.zeros(1, 3, 224, 224, dtype=torch.bfloat16),
+            "labels": ids[:, 0],
+        }
     elif kind == "clip":
         pixels = torch.zeros(2, 3, 224, 224, dtype=torch.bfloat16)
         batch = {"input_ids": ids.repeat(2, 1), "pixel_values": pixels, "return_loss": True}
@@ -75,7 +80,9 @@ def row(name: str, algorithm: str, captured: "Captured") -> str:
 
     chain = cut(captured, algorithm)
     loads = unit_loads(chain)
-    counts = [sum(chain.kinds[value] == "main" for value in crossing) for crossing in chain.crossing]
+    counts = [
+        sum(chain.kinds[value] == "main" for value in crossing) for crossing in chain.crossing
+    ]
     costs = [3 * load.flops + 1 for load in loads]
     cells = [name, algorithm, str(len(counts)), f"{max(counts, default=0)}"]
     cells.append(f"{max((load.output_bytes for load in loads[:-1]), default=0) / 1e6:.3g}")
@@ -85,20 +92,34 @@ def row(name: str, algorithm: str, captured: "Captured") -> str:
             cells.append("-")
             continue
         bounds = partition(costs, stages)
-        cells.append(f"{max(sum(costs[a:b]) for a, b in pairwise(bounds)) * stages / sum(costs):.2f}")
+        cells.append(
+            f"{max(sum(costs[a:b]) for a, b in pairwise(bounds)) * stages / sum(costs):.2f}"
+        )
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"rows that start with it; of {', '.join(SHAPES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"rows that start with it; of {', '.join(SHAPES)}"
+    )
     wanted = parser.parse_args().names
     import transformers
 
     from megatron_merak.graph.partition.cut import ALGORITHMS
 
     transformers.logging.set_verbosity_error()
-    columns = ["model", "algorithm", "cuts", "values", "MB", "largest unit", *(f"K={stages}" for stages in STAGES)]
+    columns = [
+        "model",
+        "algorithm",
+        "cuts",
+        "values",
+        "MB",
+        "largest unit",
+        *(f"K={stages}" for stages in STAGES),
+    ]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, shape in SHAPES.items():
         if not wanted or any(name.startswith(prefix) for prefix in wanted):

@@ -41,23 +41,52 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--fault", required=True, choices=FAULTS, metavar="FAULT", help="one of those above")
-    parser.add_argument("--rank", type=int, help="the rank that has it (default: drawn by --seed, else 0)")
-    parser.add_argument("--step", type=int, help="update of weights in which it comes (default: drawn by --seed)")
-    parser.add_argument("--seconds", type=float, default=0.0, help="seconds to wait behind that (default: 0)")
-    parser.add_argument("--disk-call", type=int, default=0, help="calls that touch the disk to wait for behind that")
-    parser.add_argument("--seed", type=int, help="draws rank and step where they are not given, and an element")
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks that --seed draws from (default: 2)")
-    parser.add_argument("--steps", type=int, default=10, help="number of steps that --seed draws from (default: 10)")
-    parser.add_argument("--times", type=int, default=1, help="in how many starts of the rank it comes (default: 1)")
-    parser.add_argument("--target", default="", help="directory that is filled or removed")
-    parser.add_argument("--disk-size", help="mount memory of this size at --target meanwhile; for root")
     parser.add_argument(
-        "--lasts", type=float, default=0.0, help="seconds until DISK_FULL, SIGSTOP end; of SLOW: a step"
+        "--fault", required=True, choices=FAULTS, metavar="FAULT", help="one of those above"
     )
-    parser.add_argument("--bit", type=int, default=30, help="bit of 32 that BIT_FLIP turns (default: 30)")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds until it counts as hung (default: 120)")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a sentence")
+    parser.add_argument(
+        "--rank", type=int, help="the rank that has it (default: drawn by --seed, else 0)"
+    )
+    parser.add_argument(
+        "--step", type=int, help="update of weights in which it comes (default: drawn by --seed)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="seconds to wait behind that (default: 0)"
+    )
+    parser.add_argument(
+        "--disk-call", type=int, default=0, help="calls that touch the disk to wait for behind that"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="draws rank and step where they are not given, and an element"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="number of ranks that --seed draws from (default: 2)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, help="number of steps that --seed draws from (default: 10)"
+    )
+    parser.add_argument(
+        "--times", type=int, default=1, help="in how many starts of the rank it comes (default: 1)"
+    )
+    parser.add_argument("--target", default="", help="directory that is filled or removed")
+    parser.add_argument(
+        "--disk-size", help="mount memory of this size at --target meanwhile; for root"
+    )
+    parser.add_argument(
+        "--lasts",
+        type=float,
+        default=0.0,
+        help="seconds until DISK_FULL, SIGSTOP end; of SLOW: a step",
+    )
+    parser.add_argument(
+        "--bit", type=int, default=30, help="bit of 32 that BIT_FLIP turns (default: 30)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="seconds until it counts as hung (default: 120)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one line of JSON instead of a sentence"
+    )
     parser.add_argument("--quiet", action="store_true", help="do not show what the command prints")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="behind --")
     return parser
@@ -106,7 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unmount(Path(options.target))
     if not options.quiet:
         sys.stderr.write(outcome.output)
-    print(outcome.json() if options.json else f"{order.fault} in step {order.step} of rank {order.rank}: {outcome}")
+    print(
+        outcome.json()
+        if options.json
+        else f"{order.fault} in step {order.step} of rank {order.rank}: {outcome}"
+    )
     return 2 if not outcome.ended else int(not outcome.came)
 
 

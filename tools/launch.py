@@ -1,4 +1,6 @@
-"""Start the ranks of a script or a job, which may have parameter servers: the command merak-launch. See --help."""
+"""Start the ranks of a script or a job, which may have parameter servers: the command merak-launch.
+See --help.
+"""
 
 import sys
 from pathlib import Path

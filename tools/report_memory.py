@@ -1,4 +1,6 @@
-"""Show what fills the memory of a plan's ranks: the command merak-memory, in a clone. See --help."""
+"""Show what fills the memory of a plan's ranks: the command merak-memory, in a clone. See
+--help.
+"""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""Write docs/trainer.md: what of ``transformers.Trainer`` and ``TrainingArguments`` is the same here, differs or is
-refused. The rows are the installed transformers' names, what is said of them is in the code's own tables.
+"""Write docs/trainer.md: what of ``transformers.Trainer`` and ``TrainingArguments`` is the same
+here, differs or is refused. The rows are the installed transformers' names, what is said of them is
+in the code's own tables.
 
 python tools/trainer_table.py --write
 """
@@ -23,28 +24,46 @@ Row = tuple[str, str, str]
 def attributes(kind: type) -> set[str]:
     """The names that methods of ``kind`` set on ``self``."""
     tree = ast.parse(inspect.getsource(inspect.getmodule(kind)))
-    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
-    stored = (node for node in ast.walk(body) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
-    return {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    body = next(
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+    )
+    stored = (
+        node
+        for node in ast.walk(body)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    )
+    return {
+        node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
 
 
 def trainer_rows() -> list[Row]:
-    """(name, how it stands, what is said of it) of every public name of ``Trainer`` and its instances."""
+    """(name, how it stands, what is said of it) of every public name of ``Trainer`` and its
+    instances.
+    """
     from transformers import Trainer
 
     from megatron_merak.hf_trainer import overrides
 
     parameters = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
-    names = sorted(name for name in {*dir(Trainer), *attributes(Trainer), *parameters} if not name.startswith("_"))
+    names = sorted(
+        name
+        for name in {*dir(Trainer), *attributes(Trainer), *parameters}
+        if not name.startswith("_")
+    )
     names += ["_get_train_sampler", "_get_eval_sampler"]
-    return [_row(name, overrides.REFUSED, overrides.DIFFERENT, name in _refused()) for name in names]
+    return [
+        _row(name, overrides.REFUSED, overrides.DIFFERENT, name in _refused()) for name in names
+    ]
 
 
 def _refused() -> set[str]:
     from megatron_merak.hf_trainer import overrides
     from megatron_merak.hf_trainer.trainer import MerakTrainer
 
-    return {name for name, value in vars(MerakTrainer).items() if isinstance(value, overrides.Refused)}
+    return {
+        name for name, value in vars(MerakTrainer).items() if isinstance(value, overrides.Refused)
+    }
 
 
 def argument_rows() -> list[Row]:
@@ -82,8 +101,12 @@ def document() -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/trainer.md instead of printing it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/trainer.md instead of printing it"
+    )
     if parser.parse_args().write:
         DOCUMENT.write_text(document(), encoding="utf-8")
         print(f"wrote {DOCUMENT}")

@@ -1,1 +1,3 @@
-"""What tools/inject_faults.py does: orders for one process of a command, and what became of the command."""
+"""What tools/inject_faults.py does: orders for one process of a command, and what became of the
+command.
+"""

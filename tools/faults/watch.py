@@ -69,11 +69,13 @@ def run(
     environment: Mapping[str, str] | None = None,
     disk_size: str | None = None,
 ) -> Outcome:
-    """Run a command, with a fault in it; end what is left of it, stopped processes too, before this returns.
+    """Run a command, with a fault in it; end what is left of it, stopped processes too, before this
+    returns.
 
     command:     and its arguments.
     order:       the fault, with any directory; None: there is none.
-    limit:       seconds from the fault, or from the start until it comes, after which it counts as hung.
+    limit:       seconds from the fault, or from the start until it comes, after which it counts as
+                 hung.
     environment: of the command; None: this process's.
     disk_size:   mount a file system of so much memory at the order's target, and leave it there.
     """
@@ -103,7 +105,12 @@ def _watched(
     with log.open("wb") as output:
         start = time.time()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=variables,
+            start_new_session=True,
         )
         came = None
         try:
@@ -141,7 +148,9 @@ def _came(mark: Path) -> tuple[float, int] | None:
 
 
 def names(text: str, rank: int) -> bool:
-    """Whether an output blames a rank: torchrun as the root cause, or a line of anybody's that is not its own."""
+    """Whether an output blames a rank: torchrun as the root cause, or a line of anybody's that is
+    not its own.
+    """
     cause = _ROOT_CAUSE.search(text)
     if cause is not None and int(cause[1]) == rank:
         return True
@@ -178,7 +187,9 @@ def _end(process: subprocess.Popen, mark: str) -> None:
 def mount(directory: Path, size: str) -> None:
     """Mount a file system in memory, such as one of 8m."""
     directory.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], check=True
+    )
 
 
 def unmount(directory: Path) -> None:

@@ -1,8 +1,10 @@
-"""One fault in this process, if it is the chosen rank: what it is (`FAULTS`), and when it comes (`arm`).
+"""One fault in this process, if it is the chosen rank: what it is (`FAULTS`), and when it comes
+(`arm`).
 
-The program that runs here is not changed and need not know: updates of weights are counted by a hook of torch's
-optimizers, or by the first call of a step of megatron_merak's; calls that touch the disk by Python's audit events.
-Standard library only, and nothing is imported before it is needed: this is in every process of the command.
+The program that runs here is not changed and need not know: updates of weights are counted by a
+hook of torch's optimizers, or by the first call of a step of megatron_merak's; calls that touch the
+disk by Python's audit events. Standard library only, and nothing is imported before it is needed:
+this is in every process of the command.
 """
 
 import ctypes
@@ -40,10 +42,12 @@ class Order:
     directory: of files that say that it came.
     step:      the update of weights, from 1, in which it comes; 0: it does not wait for one.
     seconds:   to wait behind that.
-    disk_call: how many calls that touch the disk follow that before it comes; 0: it does not wait for any.
+    disk_call: how many calls that touch the disk follow that before it comes; 0: it does not wait
+               for any.
     times:     in how many processes of that rank, one after the other, it comes.
     target:    the directory that is filled or removed.
-    lasts:     seconds that a fault lasts which can end: DISK_FULL, SIGSTOP; 0: for ever. Of SLOW: what each step takes.
+    lasts:     seconds that a fault lasts which can end: DISK_FULL, SIGSTOP; 0: for ever. Of SLOW:
+               what each step takes.
     bit:       of a 32-bit number, from 0, that BIT_FLIP turns.
     seed:      of the choice of an element.
     """
@@ -279,7 +283,9 @@ class _Fault:
             return
         if event == "open":
             flags = arguments[2] or 0
-            writes = isinstance(arguments[0], str | bytes | os.PathLike) and flags & (os.O_WRONLY | os.O_RDWR)
+            writes = isinstance(arguments[0], str | bytes | os.PathLike) and flags & (
+                os.O_WRONLY | os.O_RDWR
+            )
             if not writes or os.fsdecode(arguments[0]).startswith(("/dev/", "/proc/")):
                 return
         elif event not in _DISK_EVENTS:
@@ -321,8 +327,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, then: dict[str, Callable[[Any], None]]):
         self.then = then
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec that the other finders have for a module of ``then``, with a loader that calls."""
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec that the other finders have for a module of ``then``, with a loader that
+        calls.
+        """
         if name not in self.then:
             return None
         act = self.then.pop(name)
@@ -375,7 +385,8 @@ def arm() -> None:
     elif order.rank or not order.step:
         return  # a process without a rank trains alone, or is the launcher: that one takes no step
     if order.fault == "SIGINT" and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # it is in what a shell starts with "&"
+        # it is in what a shell starts with "&"
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     fault = _Fault(order)
     if order.disk_call:
         sys.addaudithook(fault.audit)

@@ -1,4 +1,6 @@
-"""Imported by every Python process of a command that tools/inject_faults.py runs, before its program."""
+"""Imported by every Python process of a command that tools/inject_faults.py runs, before its
+program.
+"""
 
 import importlib.machinery
 import importlib.util
