@@ -3,6 +3,7 @@
 
 namespace merak {
 
+void bind_calls(pybind11::module_& module);
 void bind_indices(pybind11::module_& module);
 void bind_moments(pybind11::module_& module);
 void bind_partition(pybind11::module_& module);
@@ -14,6 +15,7 @@ void bind_simulate(pybind11::module_& module);
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Host-side cores of megatron_merak.";
+  merak::bind_calls(module);
   merak::bind_indices(module);
   merak::bind_moments(module);
   merak::bind_partition(module);

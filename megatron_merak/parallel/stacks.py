@@ -1,19 +1,19 @@
-"""The stack of another thread, read without touching its frames.
+"""The stack of another thread, read without keeping its variables alive.
 
-``sys._current_frames`` makes objects of a thread's frames. Whoever holds one keeps all its
-variables alive, also after the function has returned; torch notices when tensors die, and a capture
-of a model in another thread then records other constants. ``faulthandler`` reads the interpreter's
-own memory instead, in one go while it holds the GIL.
+An object of a thread's frame keeps all its variables alive, also after the function has returned;
+torch notices when tensors die, and a capture of a model in another thread then records other
+constants. The compiled part reads a stack in one go, while it has the GIL. ``faulthandler`` does so
+too, but goes through the list of threads without its lock: Python 3.11 then crashes where a thread
+of torch is just making itself known to it.
+
+Without the compiled part frames are held for some microseconds.
 """
 
-import faulthandler
 import linecache
-import os
-import re
+import sys
 from typing import NamedTuple
 
-_LINE = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
-_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+from .. import _native
 
 
 class StackCall(NamedTuple):
@@ -31,22 +31,23 @@ class StackCall(NamedTuple):
 Calls = tuple[StackCall, ...]  # the innermost one first
 
 
-def calls_of(thread: int, file: int) -> Calls:
-    """Return the calls of a thread of this process; none where it has over a hundred newer ones.
-
-    thread: its identifier.
-    file:   descriptor of a file of the caller's, which is overwritten.
+def calls_of(thread: int) -> Calls:
+    """Return the calls of a thread of this process, by its identifier; none if it does not
+    exist.
     """
-    os.ftruncate(file, 0)
-    os.lseek(file, 0, os.SEEK_SET)
-    faulthandler.dump_traceback(file, all_threads=True)
-    text = os.pread(file, 1 << 20, 0).decode("ascii", errors="replace")
-    for each in text.split("\n\n"):
-        heading, _, body = each.partition("\n")
-        if re.search(rf"hread 0x0*{thread:x} ", heading):
-            found = (_LINE.fullmatch(line) for line in body.splitlines())
-            return tuple(_call(match) for match in found if match)
-    return ()
+    read = getattr(_native.host(), "calls", _calls_of_frames)
+    return tuple(StackCall(*call) for call in read(thread))
+
+
+def _calls_of_frames(thread: int) -> list[tuple[str, int, str]]:
+    """What ``_C.calls`` returns."""
+    found = []
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        code = frame.f_code
+        found.append((code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return found
 
 
 def shown(calls: Calls, most: int) -> str:
@@ -61,12 +62,3 @@ def shown(calls: Calls, most: int) -> str:
             lines.append(f"    {text}")
     return "\n".join(lines)
 
-
-def _call(match: re.Match[str]) -> StackCall:
-    file, line, function = match.groups()
-    return StackCall(_unescaped(file), int(line) if line.isdigit() else 0, _unescaped(function))
-
-
-def _unescaped(text: str) -> str:
-    """Return a text as it was before faulthandler escaped what is not ASCII."""
-    return _ESCAPED.sub(lambda match: chr(int(next(filter(None, match.groups())), 16)), text)

@@ -143,7 +143,6 @@ class Watchdog(threading.Thread):
         self._ask = Answers(_ANSWER)
         self._place = place_of(self._pid)
         self._own = _Memory(self.pulse)
-        self._scratch = _file("scratch")
         self._published = 0
         self._ended = ""  # how this rank has ended; empty while it runs
         self._stopped = threading.Event()
@@ -292,7 +291,7 @@ class Watchdog(threading.Thread):
 
     def _calls(self) -> Calls:
         """Return where the thread that trains is."""
-        return calls_of(self.pulse.thread or 0, self._scratch)
+        return calls_of(self.pulse.thread or 0)
 
     def _forget(self) -> None:
         self._still_since = time.monotonic()
