@@ -61,4 +61,3 @@ def shown(calls: Calls, most: int) -> str:
         if text := call.text():
             lines.append(f"    {text}")
     return "\n".join(lines)
-
