@@ -256,14 +256,14 @@ def test_missing_required_flags_are_listed_together():
 
 def test_parse_tells_every_unknown_flag_on_stderr_and_exits_with_status_2(capsys):
     with pytest.raises(SystemExit) as caught:
-        parse([*BASE, "--fp8-format", "--seq-len", "9", "--async-save"])
+        parse([*BASE, "--fp8-format", "--seq-len", "9", "--dist-ckpt-workers"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
         "flag --fp8-format: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out: "
         "products are computed in the dtype of --bf16 or --fp16, which takes more memory and time.",
         "flag --seq-len: is not known. Use --seq-length.",
-        "flag --async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out: training "
-        "waits until a checkpoint is written.",
+        "flag --dist-ckpt-workers: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out: "
+        "with --async-save a thread of each rank writes what the rank has.",
     ]
 
 

@@ -146,9 +146,9 @@ AT = "--config f.yaml, line"
         ("zzz: 3\n", f"{AT} 1: zzz: is not known. See --help for all flags."),
         ("tp: 3\n", f"{AT} 1: tp: is not known. Use --tensor-model-parallel-size."),
         (
-            "async-save: true\n",
-            f"{AT} 1: async-save: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out: training "
-            "waits until a checkpoint is written.",
+            "dist-ckpt-workers: 2\n",
+            f"{AT} 1: dist-ckpt-workers: is a Megatron-LM flag that megatron_merak does not have yet. Leave it "
+            "out: with --async-save a thread of each rank writes what the rank has.",
         ),
         ("encoder-num-layers: 3\n", f"{AT} 1: encoder-num-layers: has another name here. Use --num-layers."),
         ("use-mcore-models: true\n", f"{AT} 1: use-mcore-models: changes nothing: there is one GPT model. "

@@ -55,14 +55,26 @@ def save(
     removed. Numbers that are not finite raise `NumericsError` before anything is written;
     parameters without moments are not checked.
     """
+    check_finite(shards, group, device)
+    return write(root, iteration, shards, meta, group, device)
+
+
+def write(
+    root: Path | str,
+    iteration: int,
+    shards: Mapping[str, StateKind | Sequence[Shard]],
+    meta: dict,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+) -> Path:
+    """Do what `save` does, without looking for numbers that are not finite."""
     assert iteration >= 0, iteration
     root = Path(root)
     rank = 0 if group is None else dist.get_rank(group)
     iterations = directories.Iterations(root)
     fresh = iterations.names(iteration).fresh
-    check_finite(shards, group, device)
     kinds = {name: StateKind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
-    own_shards = [part for kind in kinds.values() for part in kind.shards if _is_written(part)]
+    own_shards = [part for kind in kinds.values() for part in kind.shards if part.is_written]
     needed = sum(gather_json(sum(part.tensor.nbytes for part in own_shards), group, device))
     with together(group, device), disk_errors(root, SAVE_REMEDY):
         if rank == 0:
@@ -128,13 +140,6 @@ def check_finite(
                     raise NumericsError("tensor", f"{name}/{part.name}", reason, remedy)
 
 
-def _is_written(part: Shard) -> bool:
-    """Whether a part is written: not if it is padding only; a tensor without elements still has an
-    entry.
-    """
-    return part.owner and (part.tensor.numel() > 0 or 0 in part.shape)
-
-
 def _write(
     fresh: Path, file: str, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str]
 ) -> tuple[dict, dict]:
@@ -143,7 +148,7 @@ def _write(
     """
     assert _KIND.fullmatch(kind), kind
     fresh.mkdir(parents=True, exist_ok=True)
-    parts = [part for part in parts if _is_written(part)]
+    parts = [part for part in parts if part.is_written]
     if not parts:
         return {}, {}
     tensors = {part.name: part.tensor for part in parts}

@@ -50,6 +50,13 @@ class Shard:
             f"{self.name}: holds {tuple(self.tensor.shape)}, describes {want}"
         )
 
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank writes it: not if it is padding only; a tensor without elements still
+        has an entry.
+        """
+        return self.owner and (self.tensor.numel() > 0 or 0 in self.shape)
+
 
 @dataclass(frozen=True)
 class Turn:

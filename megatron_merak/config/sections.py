@@ -315,6 +315,10 @@ class CheckpointConfig(Section):
     """Keep checkpoints of iterations divisible by this, and the newest of the others (unset: keep
     all).
     """
+    async_save: bool = setting(False, needs=_SAVE)
+    """Write checkpoints while training goes on: it waits while they are copied to memory of the
+    host, as much as they have.
+    """
     on_full_disk: str = setting("wait", choices=ON_FULL_DISK, ours=True)
     """If there is no space for a checkpoint, wait for it, at most 12 hours, and save then; or stop
     with an error.

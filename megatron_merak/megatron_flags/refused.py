@@ -238,8 +238,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--adlr-autoresume-interval",
     ),
     (
-        "Leave it out: training waits until a checkpoint is written",
-        "--async-save --use-persistent-ckpt-worker --dist-ckpt-workers",
+        "Leave it out: with --async-save a thread of each rank writes what the rank has",
+        "--use-persistent-ckpt-worker --dist-ckpt-workers",
     ),
     (
         _FORMAT,

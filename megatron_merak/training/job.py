@@ -4,6 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from ..stages.devices import peak_device, stand_in
 from .pictures import draw_curve, step_view
 from .report import Progress, Report, Throughput
 from .same_files import check_same_files
+from .saves_behind import SavesBehind
 from .settings_file import store_settings
 from .skips import SkippedSteps
 from .trainer import Trainer
@@ -180,6 +182,9 @@ class Job:
         self.saving = Saving(
             self.config.checkpoint.on_full_disk, self.mesh.control, self.say, self._received
         )
+        self.saves_behind: SavesBehind | None = None
+        if self.config.checkpoint.async_save:
+            self.saves_behind = SavesBehind(trainer, self._received)
 
     def run(self) -> None:
         """Train from the checkpoint of --load, if any; --save is locked meanwhile. Raises
@@ -351,46 +356,54 @@ class Job:
 
     def _train(self, interruption: Interruption) -> None:
         train = self.config.train
-        checkpoint = self.config.checkpoint
         trainer = self.trainer
         loader = self.training_data(self.mesh.dp_rank, self.plan.grid.dp, trainer.batch_sizes.size)
         check_sizes(train, trainer.batch_sizes, self.plan.grid.dp, trainer.consumed_samples)
         phases = [] if train.train_samples is None else trainer.phases_left()
         if table := growth_table(self.plan, phases):
             self.say(f"{table}\n")
-        saved = trainer.iteration
+        saves = self.saves_behind
         try:
-            while trainer.iteration < trainer.iterations:
-                batches = next(loader, None)
-                if batches is None:
-                    flag = "--train-iters" if train.train_samples is None else "--train-samples"
-                    length = (
-                        train.train_iters if train.train_samples is None else train.train_samples
-                    )
-                    reason = f"the training data ends at {loader.consumed_samples} samples"
-                    raise DataError(flag, length, reason, "Lower it, or give more data")
-                interruption.before_step()
-                try:
-                    self.train_step(batches, trainer.consumed_samples)
-                except (UnexpectedResultError, DoubtfulResultError):  # nothing was updated
-                    if checkpoint.save is not None and saved != trainer.iteration:
-                        self.save()
-                    raise
-                stops = interruption.after_step() > 0
-                if checkpoint.save_interval and trainer.iteration % checkpoint.save_interval == 0:
-                    saved = self.save()
-                if stops:
-                    break
-                if (
-                    train.eval_interval
-                    and trainer.iteration % train.eval_interval == 0
-                    and trainer.iteration < trainer.iterations
-                ):
-                    self.evaluate("valid")
-                if train.exit_interval and trainer.iteration % train.exit_interval == 0:
-                    break
+            with nullcontext() if saves is None else saves.behind:
+                self._steps(loader, interruption)
         finally:
+            self._tell()
             loader.close()
+
+    def _steps(self, loader: BatchLoader, interruption: Interruption) -> None:
+        """Train, save and evaluate until the run ends."""
+        train = self.config.train
+        checkpoint = self.config.checkpoint
+        trainer = self.trainer
+        saved = trainer.iteration
+        while trainer.iteration < trainer.iterations:
+            batches = next(loader, None)
+            if batches is None:
+                flag = "--train-iters" if train.train_samples is None else "--train-samples"
+                length = train.train_iters if train.train_samples is None else train.train_samples
+                reason = f"the training data ends at {loader.consumed_samples} samples"
+                raise DataError(flag, length, reason, "Lower it, or give more data")
+            interruption.before_step()
+            try:
+                self.train_step(batches, trainer.consumed_samples)
+            except (UnexpectedResultError, DoubtfulResultError):  # nothing was updated
+                if checkpoint.save is not None and saved != trainer.iteration:
+                    self.save()
+                raise
+            self._tell()
+            stops = interruption.after_step() > 0
+            if checkpoint.save_interval and trainer.iteration % checkpoint.save_interval == 0:
+                saved = self.save()
+            if stops:
+                break
+            if (
+                train.eval_interval
+                and trainer.iteration % train.eval_interval == 0
+                and trainer.iteration < trainer.iterations
+            ):
+                self.evaluate("valid")
+            if train.exit_interval and trainer.iteration % train.exit_interval == 0:
+                break
         if checkpoint.save is not None and saved != trainer.iteration:
             self.save()
 
@@ -454,6 +467,10 @@ class Job:
         """
         options = self.config.checkpoint
         assert options.save is not None, "without --save there is no checkpoint"
+        if self.saves_behind is not None:
+            self._confirm_directory(options.save)
+            self.saves_behind.save(options.save)
+            return self.trainer.iteration
         self.saving.run(options.save, partial(self._write, options.save))
         if options.save_retain_interval:
             store.prune(
@@ -466,6 +483,12 @@ class Job:
 
     def _write(self, directory: str) -> None:
         began = time.perf_counter()
+        self._confirm_directory(directory)
+        path = self.trainer.save(directory)
+        self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
+
+    def _confirm_directory(self, directory: str) -> None:
+        """Make the directory of --save anew where it was removed."""
         assert self.lock is not None, "the directory is locked for the run"
         if self.lock.confirm():
             self.say(
@@ -473,8 +496,14 @@ class Job:
                 "anew"
             )
             self.store_settings()
-        path = self.trainer.save(directory)
-        self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
+
+    def _tell(self) -> None:
+        """Print what the thread that saves has said."""
+        if self.saves_behind is None:
+            return
+        lines = self.saves_behind.behind.lines
+        while not lines.empty():
+            self.say(lines.get())
 
     def evaluate(self, kind: str) -> None:
         """Report the loss on a part of the data, "valid" or "test", if it exists."""

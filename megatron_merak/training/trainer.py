@@ -156,7 +156,22 @@ class Trainer:
 
         Raises on every rank CheckpointError, and NumericsError for numbers that are not finite.
         """
-        meta = {
+        return store.save(
+            root,
+            self.iteration,
+            self.saved_kinds(),
+            self.meta(),
+            group=self.mesh.control,
+            device="cpu",
+        )
+
+    def saved_kinds(self) -> dict[str, store.StateKind]:
+        """Return what a checkpoint of this run has."""
+        return self.kinds(not self.config.checkpoint.no_save_optim)
+
+    def meta(self) -> dict[str, Any]:
+        """Return what a checkpoint of this iteration says of the run."""
+        return {
             "consumed_samples": self.consumed_samples,
             "skipped_iterations": self.skipped_iterations,
             "skipped_samples": self.skipped_samples,
@@ -169,8 +184,6 @@ class Trainer:
             "data": self.data,
             "model": self.model.settings(),
         }
-        kinds = self.kinds(not self.config.checkpoint.no_save_optim)
-        return store.save(root, self.iteration, kinds, meta, group=self.mesh.control, device="cpu")
 
     def load(
         self,

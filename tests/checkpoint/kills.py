@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 
 # calls that change what a directory shows
 NAMES = {"replace", "rename", "mkdir", "unlink", "rmdir"}
@@ -24,6 +25,7 @@ def kill_before_call(number: int, calls: set[str]) -> None:
             if left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    threading.setprofile(count)
     sys.setprofile(count)
 
 

@@ -6,15 +6,19 @@ import os
 import signal
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_merak.checkpoint.behind import Behind, Staging
 from megatron_merak.checkpoint.directory import Iterations, iteration_of
 from megatron_merak.checkpoint.lock import DirectoryLock
-from megatron_merak.checkpoint.store import Shard, load, prune, save
+from megatron_merak.checkpoint.save import save, write
+from megatron_merak.checkpoint.shard import Shard, StateKind
+from megatron_merak.checkpoint.store import load, prune
 from megatron_merak.errors import CheckpointError
 from tests.checkpoint.kills import DISK, NAMES, fork, kill_before_call
 from tests.ranks import RankFailure, run_ranks
@@ -56,8 +60,20 @@ def _look(root: Path) -> tuple[int, int]:
     return [_load(root, iteration_of(path)) for path in Iterations(root).newest_first()][0]
 
 
+def _save_behind(root: Path, iteration: int, shards: dict, meta: dict) -> None:
+    """What --async-save does."""
+    kinds = {name: StateKind.of(parts) for name, parts in shards.items()}
+    staged = Staging(torch.device("cpu")).copies(kinds, None, "cpu")
+    with Behind() as behind:
+        behind.start(partial(write, root, iteration, staged, meta, None, "cpu"))
+
+
+def _save(root: Path, iteration: int, shards: dict, meta: dict) -> None:
+    save(root, iteration, shards, meta, None, "cpu")
+
+
 def _kill_everywhere(
-    rank: int, world: int, root: Path, calls: set[str], tidy: int
+    rank: int, world: int, root: Path, calls: set[str], tidy: int, behind: bool = False
 ) -> tuple[int, int]:
     """Kill before the first of these calls, the second... until none is left. Returns (kills,
     different outcomes).
@@ -65,7 +81,8 @@ def _kill_everywhere(
     Every ``tidy``-th round starts without the leftovers of the one before: only then has each call
     its fixed number.
     """
-    save(root, 1, _shards(0), {"value": 0}, None, "cpu")
+    save_one = _save_behind if behind else _save
+    save_one(root, 1, _shards(0), {"value": 0})
     before = (1, 0)
     seen = set()
     number = 0
@@ -76,9 +93,9 @@ def _kill_everywhere(
         def work(report, number=number, iteration=iteration, value=value):
             kill_before_call(number, calls)
             with DirectoryLock(root):
-                save(root, iteration, _shards(value), {"value": value}, None, "cpu")
+                save_one(root, iteration, _shards(value), {"value": value})
                 report()
-                save(root, iteration, _shards(value + 1), {"value": value + 1}, None, "cpu")
+                save_one(root, iteration, _shards(value + 1), {"value": value + 1})
                 report()
                 prune(root, 1 << 20)
 
@@ -97,17 +114,19 @@ def _kill_everywhere(
     return number - 1, len(seen)
 
 
-def test_a_kill_before_any_change_of_names_leaves_all_checkpoints_loadable(root):
-    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, NAMES | LOCK | {"open", "flush"}, 1)
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_kill_before_any_change_of_names_leaves_all_checkpoints_loadable(root, behind):
+    calls = NAMES | LOCK | {"open", "flush"}
+    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, calls, 1, behind)
     assert kills >= 65 and outcomes == 3, (kills, outcomes)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("tidy", [1, 4])
-def test_a_kill_before_any_disk_call_leaves_all_checkpoints_loadable(root, tidy):
-    [(kills, outcomes)] = run_ranks(
-        _kill_everywhere, 1, root, DISK | LOCK | {"stat", "lstat", "listdir"}, tidy, timeout=1000.0
-    )
+def test_a_kill_before_any_disk_call_leaves_all_checkpoints_loadable(root, tidy, behind):
+    calls = DISK | LOCK | {"stat", "lstat", "listdir"}
+    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, calls, tidy, behind, timeout=1000.0)
     assert kills >= 170 and outcomes == 3, (kills, outcomes)
 
 

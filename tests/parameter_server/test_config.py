@@ -142,6 +142,7 @@ def test_samples_are_divided_over_the_replicas_of_all_workers(strategy, summed):
             2,
             "--log-num-zeros-in-grad True: no rank has the gradient",
         ),
+        (f"{SYNC} --save c --async-save", 2, "--async-save True: a worker saves what it fetches"),
         (f"{SYNC} --timeline a.html", 2, "--timeline a.html: workers have no common clock"),
         (
             f"{SYNC} --distributed-backend emu --emulate laptop",

@@ -404,7 +404,7 @@ def test_a_second_name_of_a_setting_has_to_say_the_same():
             "--my-own-flag 3",
             "it is no flag of Megatron-LM or of merak-pretrain. ",
         ),
-        ("--async-save", "--async-save", "training waits until a checkpoint is written"),
+        ("--dist-ckpt-workers 2", "--dist-ckpt-workers 2", "with --async-save a thread"),
         ("--trust-remote-code", "--trust-remote-code", "there is no such setting"),
     ],
 )

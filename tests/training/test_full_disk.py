@@ -35,15 +35,20 @@ def small(tmp_path):
         yield place
 
 
+@pytest.fixture(params=["", "--async-save"])
+def flags(request):
+    return f"{FLAGS} {request.param}"
+
+
 def _disturbed(rank: int, world: int, flags: str, event: str, place: Path) -> str:
     """A job to which something happens before it saves iteration 4."""
-    write = Job._write
+    save = Job.save
     full_disk.FIRST_PAUSE = 0.3
-    began = []
 
-    def spoiled(self, directory):
-        if self.trainer.iteration == 4 and not began:
-            began.append(True)
+    def spoiled(self):
+        if self.trainer.iteration == 4:
+            if self.saves_behind is not None:
+                self.saves_behind.behind.finish()
             if rank == 0:
                 if event == "removed":
                     shutil.rmtree(place)
@@ -54,9 +59,9 @@ def _disturbed(rank: int, world: int, flags: str, event: str, place: Path) -> st
             if event == "signal" and rank == 1:
                 threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
             dist.barrier()
-        write(self, directory)
+        return save(self)
 
-    Job._write = spoiled
+    Job.save = spoiled
     return job(rank, world, flags)
 
 
@@ -69,11 +74,11 @@ def _equal(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def test_a_job_waits_for_space(small, tmp_path):
+def test_a_job_waits_for_space(small, tmp_path, flags):
     run_ranks(job, 2, f"{FLAGS} --save {tmp_path}/whole")
     place = small / "run"
     told = run_ranks(
-        _disturbed, 2, f"{FLAGS} --save {place} --metrics {small}/metrics", "room", place
+        _disturbed, 2, f"{flags} --save {place} --metrics {small}/metrics", "room", place
     )[1]
     assert (
         "Nothing is lost yet: the run waits for space" in told and "(--on-full-disk wait)" in told
@@ -82,35 +87,35 @@ def test_a_job_waits_for_space(small, tmp_path):
     assert _equal(_weights(place, 4), _weights(tmp_path / "whole", 4))
 
 
-def test_a_job_that_does_not_wait_ends_with_what_was_missing(small):
+def test_a_job_that_does_not_wait_ends_with_what_was_missing(small, flags):
     place = small / "run"
     with pytest.raises(RankFailure) as caught:
-        run_ranks(_disturbed, 2, f"{FLAGS} --save {place} --on-full-disk stop", "full", place)
+        run_ranks(_disturbed, 2, f"{flags} --save {place} --on-full-disk stop", "full", place)
     assert isinstance(caught.value.__cause__, FullDiskError)
     assert "bytes are needed and" in str(caught.value.__cause__)
     assert _weights(place, 2) and not list(place.glob("*.new"))
 
 
-def test_a_signal_ends_the_wait(small):
+def test_a_signal_ends_the_wait(small, flags):
     place = small / "run"
     with pytest.raises(RankFailure) as caught:
-        run_ranks(_disturbed, 2, f"{FLAGS} --save {place}", "signal", place)
+        run_ranks(_disturbed, 2, f"{flags} --save {place}", "signal", place)
     error = caught.value.__cause__
     assert isinstance(error, Interrupted) and error.status == 143
     assert "interrupted by SIGTERM while it waited for space, so nothing was saved" in error.text
     assert _weights(place, 2)
 
 
-def test_a_removed_directory_is_made_anew(tmp_path):
+def test_a_removed_directory_is_made_anew(tmp_path, flags):
     place = tmp_path / "run"
     run_ranks(job, 2, f"{FLAGS} --save {tmp_path}/whole")
-    told = run_ranks(_disturbed, 2, f"{FLAGS} --save {place}", "removed", place)[1]
+    told = run_ranks(_disturbed, 2, f"{flags} --save {place}", "removed", place)[1]
     assert f"{place} was removed under the run, with all checkpoints in it: it is made anew" in told
     assert _equal(_weights(place, 4), _weights(tmp_path / "whole", 4))
     assert (place / "config.yaml").is_file()
     assert (
         "loaded the checkpoint of iteration 4"
-        in run_ranks(job, 2, f"{FLAGS} --load {place} --save {place}")[1]
+        in run_ranks(job, 2, f"{flags} --load {place} --save {place}")[1]
     )
 
 
