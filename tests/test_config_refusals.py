@@ -319,6 +319,15 @@ REFUSED = [
         "--save-interval 5: has no effect without --save. Give --save DIRECTORY, or leave it out.",
     ),
     (
+        {
+            "checkpoint": {"save": "c", "async_save": True},
+            "parallel": {"distributed_backend": "mpi"},
+        },
+        1,
+        "--async-save True: its thread needs a group of its own, and --distributed-backend mpi has one of all ranks. "
+        "Leave it out, or use gloo.",
+    ),
+    (
         {"checkpoint": {"ckpt_step": 0}},
         1,
         "--ckpt-step 0: has no effect without --load. Give --load DIRECTORY, or leave it out.",

@@ -454,8 +454,11 @@ def check_tokenizer_model(data: DataConfig) -> None:
         )
 
 
-def check_checkpoint(checkpoint: CheckpointConfig) -> None:
+def check_checkpoint(checkpoint: CheckpointConfig, parallel: ParallelConfig) -> None:
     check_needs(checkpoint)
+    if checkpoint.async_save and parallel.distributed_backend == "mpi":
+        reason = "its thread needs a group of its own, and --distributed-backend mpi has one of all ranks"
+        raise ConfigError("--async-save", True, reason, "Leave it out, or use gloo")
     if checkpoint.use_checkpoint_opt_param_scheduler and checkpoint.override_opt_param_scheduler:
         reason = "contradicts --override-opt-param-scheduler"
         raise ConfigError("--use-checkpoint-opt-param-scheduler", True, reason, "Give one of them")

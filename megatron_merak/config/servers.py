@@ -69,7 +69,10 @@ def check_servers(
             optimizer.optimizer != "adam" and optimizer.optimizer,
             "parameter servers update by AdamW",
         ),
-        "async_save": (checkpoint.async_save, "a worker saves what it fetches from servers for that"),
+        "async_save": (
+            checkpoint.async_save,
+            "a worker saves what it fetches from servers for that",
+        ),
         "timeline": (logging.timeline, "workers have no common clock"),
     }
     for name, (value, reason) in refused.items():
