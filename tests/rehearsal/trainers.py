@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_merak.config import OptimizerConfig, ParallelConfig
-from megatron_merak.parallel.mesh import AXES, Mesh, new_groups
+from megatron_merak.parallel.mesh import AXES, USES, Mesh, new_groups
 from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.stages.captured import CapturedModel
@@ -31,7 +31,10 @@ def mesh_of(grid: Grid, rank: int) -> Iterator[Mesh]:
         return
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)
     try:
-        tp, dp, pp, model = (new_groups(rank, grid.groups(axis), None, axis) for axis in AXES)
+        tp, dp, pp, model = (
+            new_groups(rank, grid.groups(axes), None, use)
+            for axes, use in zip(AXES, USES, strict=True)
+        )
         yield Mesh(grid, rank, DEVICE, tp=tp, dp=dp, pp=pp, model=model)
     finally:
         dist.destroy_process_group()
