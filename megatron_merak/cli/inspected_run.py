@@ -93,8 +93,9 @@ def _model_of(shape: Mapping[str, Any], configuration: Any) -> str:
     """Return the model of a training command: its flags say the shape or where it is from."""
     if isinstance(configuration, dict):
         classes = configuration.get("architectures")
-        named = isinstance(classes, list) and classes
-        return _text(classes[0] if named else configuration.get("model_type"))
+        if isinstance(classes, list) and classes:
+            return _text(classes[0])
+        return _text(configuration.get("model_type"))
     layers = _count(shape.get("num_layers"))
     hidden = _count(shape.get("hidden_size"))
     if layers is None or hidden is None:
