@@ -5,12 +5,6 @@
     merak-inspect A --diff B            from A to B: tensors, settings of the runs, and what changed most;
                                         the two may be of different layouts
 
-  --tensors            all tensors by name, with shape, data type and number of parts
-  --tensors PATTERN    those that a pattern such as '*.weight' or 'model/*embed*' matches; it also picks the
-                       tensors of --health and --diff
-  --health             numbers that are not finite, range and rms of each kind of state, and of the tensors with
-                       the largest magnitudes
-
 Shows what the manifest says; only --health and --diff read tensors, one at a time, and bytes are not compared with
 digests: merak-verify does that. The exit status is 1 if there is no such checkpoint or it cannot be read. Needs no
 GPU and no model, and changes nothing.
@@ -44,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=described(__doc__, "merak-inspect"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="see above")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIRECTORY", help="a checkpoint, or a directory of several"
+    )
     parser.add_argument(
         "--ckpt-step",
         type=int,
@@ -52,18 +48,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the checkpoint of a directory that has several, B too [the newest]",
     )
     parser.add_argument(
-        "--tensors", nargs="?", const=ALL, metavar="PATTERN", help="list tensors [no]"
+        "--tensors",
+        nargs="?",
+        const=ALL,
+        metavar="PATTERN",
+        help="list tensors: name, shape, data type, number of parts; all, or those that match a "
+        "pattern such as '*.weight' or 'model/*embed*', which --health and --diff keep to [no]",
     )
     reading = parser.add_mutually_exclusive_group()
-    reading.add_argument("--health", action="store_true", help="read the values of the tensors")
-    reading.add_argument("--diff", type=Path, metavar="B", help="compare with this checkpoint")
+    reading.add_argument(
+        "--health",
+        action="store_true",
+        help="read the tensors: numbers that are not finite, range and root mean square of each "
+        "kind of state and of its most extreme tensors [no]",
+    )
+    reading.add_argument(
+        "--diff", type=Path, metavar="B", help="compare with this checkpoint [none]"
+    )
     parser.add_argument(
         "--most",
         type=int,
         metavar="N",
         help=f"tensors of each kind that --health [{HEALTH_ROWS}] and --diff [{DIFF_ROWS}] show",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object [no]")
     options = parser.parse_args(arguments)
     if options.most is not None and options.most < 0:
         raise ConfigError("--most", options.most, "it is negative", "Give 0 or more")
