@@ -65,7 +65,10 @@ def _others(found: "FoundCheckpoint") -> tuple[list[dict[str, Any]], list[str]]:
     """Return the other checkpoints beside this one, and what is wrong with some."""
     from ..checkpoint.found import listed, number_of, size_of
 
-    beside = listed(found.path.parent)
+    try:
+        beside = listed(found.path.parent)
+    except CheckpointError as fault:
+        return [], [str(fault)]
     faults = [str(fault) for fault in beside.faults]
     others = []
     for path in beside.paths:

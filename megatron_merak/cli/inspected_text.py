@@ -73,7 +73,7 @@ def _others(facts: Facts) -> str:
     lines = [f"other checkpoints in {Path(facts['path']).parent}"] if facts["others"] else []
     rows: Rows = [(Path(each["path"]).name, bytes_text(each["bytes"])) for each in facts["others"]]
     lines += [f"  {line}" for line in aligned(rows).splitlines()] if rows else []
-    lines += [f"not complete: {fault}" for fault in facts["faults"]]
+    lines += [f"passed over: {fault}" for fault in facts["faults"]]
     return "\n".join(lines)
 
 

@@ -379,5 +379,5 @@ def test_an_incomplete_one_beside_it_is_told_and_nothing_changes(tmp_path, run):
     before = {each: each.lstat().st_mtime_ns for each in tmp_path.rglob("*")}
     text = run(tmp_path / "run", "--health", "--tensors")
     run(tmp_path / "run", "--diff", path)
-    assert f"not complete: checkpoint {tmp_path}/run/iter_0000009: it has no manifest" in text
+    assert f"passed over: checkpoint {tmp_path}/run/iter_0000009: it has no manifest" in text
     assert {each: each.lstat().st_mtime_ns for each in tmp_path.rglob("*")} == before
