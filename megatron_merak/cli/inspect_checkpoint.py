@@ -102,7 +102,7 @@ def _inspect(options: argparse.Namespace) -> None:
 def _compare(options: argparse.Namespace) -> None:
     from ..checkpoint.difference import difference
     from ..checkpoint.found import find, is_checkpoint
-    from .inspected_run import changed, settings
+    from .inspected_run import changed, of_one, settings
 
     one = find(options.directory, options.ckpt_step)
     step = None if is_checkpoint(options.diff) else options.ckpt_step
@@ -110,13 +110,16 @@ def _compare(options: argparse.Namespace) -> None:
     picked = _picked(options.tensors, [one, other])
     most = DIFF_ROWS if options.most is None else options.most
     kinds = difference(one, other, picked)
+    ours = settings(one)
+    theirs = settings(other)
     facts = {
         "first": facts_of(one),
         "second": facts_of(other),
         "settings": [
-            {"name": name, "first": ours, "second": theirs}
-            for name, ours, theirs in changed(settings(one), settings(other))
+            {"name": name, "first": before, "second": after}
+            for name, before, after in changed(ours, theirs)
         ],
+        "settings_of_one": of_one(ours, theirs),
         "kinds": {kind: difference_of(each, most) for kind, each in kinds.items()},
     }
     if options.json:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 TRAINER = "MerakTrainer"
 _ARGUMENTS = "training_args.json"
 _CONFIG = "config.json"
+Settings = Mapping[str, Mapping[str, Any]]
 _UNNAMED = ("transformers_version", "_name_or_path")  # of a config.json: no settings
 
 
@@ -56,31 +57,45 @@ def inspected_run(meta: Mapping[str, Any]) -> InspectedRun:
     return InspectedRun(TRAINER, model, samples, epoch, plan=_plan(meta))
 
 
-def settings(found: "FoundCheckpoint") -> dict[str, Any]:
-    """Return the settings of a checkpoint's run by name: flags of the training commands, arguments
-    of MerakTrainer, entries of a config.json.
+def settings(found: "FoundCheckpoint") -> dict[str, dict[str, Any]]:
+    """Return the settings of a checkpoint's run: by section flags of the training commands, entries
+    of config.json, arguments of MerakTrainer.
     """
     from ..config import flag_name
 
     meta = found.manifest.meta
-    values: dict[str, Any] = {}
-    for section in _section(meta, "config").values():
-        if isinstance(section, dict):
-            values |= {flag_name(name): value for name, value in section.items()}
+    sections: dict[str, dict[str, Any]] = {}
+    for section, values in _section(meta, "config").items():
+        if isinstance(values, dict):
+            sections[section] = {flag_name(name): value for name, value in values.items()}
     configuration = meta.get("model")
     if not isinstance(configuration, dict):
         configuration = _json(found, _CONFIG)
-    for name, value in configuration.items():
-        if name not in _UNNAMED:
-            values[f"{_CONFIG} {name}"] = value
-    return values | _json(found, _ARGUMENTS)
+    sections[_CONFIG] = {
+        f"{_CONFIG} {name}": value for name, value in configuration.items() if name not in _UNNAMED
+    }
+    sections[_ARGUMENTS] = _json(found, _ARGUMENTS)
+    return {section: values for section, values in sections.items() if values}
 
 
-def changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name and both values of settings that differ; None for one that is not there."""
-    for name in [*one, *(name for name in other if name not in one)]:
-        if one.get(name) != other.get(name):
-            yield name, one.get(name), other.get(name)
+def changed(one: Settings, other: Settings) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name and both values of settings that differ, in sections that both runs have; None
+    for one that is not there.
+    """
+    for section in one:
+        if section not in other:
+            continue
+        ours = one[section]
+        theirs = other[section]
+        for name in [*ours, *(name for name in theirs if name not in ours)]:
+            if ours.get(name) != theirs.get(name):
+                yield name, ours.get(name), theirs.get(name)
+
+
+def of_one(one: Settings, other: Settings) -> list[str]:
+    """Return the sections of settings that only one of two runs has."""
+    ours = [section for section in one if section not in other]
+    return ours + [section for section in other if section not in one]
 
 
 def _program(config: Mapping[str, Any]) -> str:

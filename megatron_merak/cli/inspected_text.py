@@ -31,9 +31,11 @@ def difference_text(facts: Facts) -> str:
     first = facts["first"]
     second = facts["second"]
     rows = [("", "A", "B"), ("path", first["path"], second["path"])]
-    for name, said in _said(first).items():
-        rows.append((name, said, _said(second).get(name, "-")))
-    parts = [_lines(rows), _settings(facts["settings"])]
+    ours = _said(first)
+    theirs = _said(second)
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        rows.append((name, ours.get(name, "-"), theirs.get(name, "-")))
+    parts = [_lines(rows), _settings(facts["settings"], facts["settings_of_one"])]
     parts += [text for kind, each in facts["kinds"].items() for text in _kind(kind, each)]
     return "\n\n".join(parts)
 
@@ -97,12 +99,15 @@ def _values(values: Facts) -> tuple[str, ...]:
     return (f"{values['nan']:,}", f"{values['inf']:,}", *numbers)
 
 
-def _settings(settings: Sequence[Facts]) -> str:
-    if not settings:
-        return "The settings of the two runs are the same."
-    rows = [("setting", "A", "B")]
-    rows += [(each["name"], _value(each["first"]), _value(each["second"])) for each in settings]
-    return _lines(rows)
+def _settings(settings: Sequence[Facts], of_one: Sequence[str]) -> str:
+    parts = []
+    if settings:
+        rows = [("setting", "A", "B")]
+        rows += [(each["name"], _value(each["first"]), _value(each["second"])) for each in settings]
+        parts.append(_lines(rows))
+    if of_one:
+        parts.append(f"Only one of the two runs has settings of {', '.join(of_one)}.")
+    return "\n\n".join(parts) or "The settings of the two runs are the same."
 
 
 def _kind(kind: str, each: Facts) -> Iterator[str]:

@@ -164,12 +164,14 @@ def test_what_cannot_be_compared_is_named(tmp_path, run):
     other = {"model": {"a": ones.bfloat16(), "b": torch.ones(3, 2), "d": ones, "odd": odd * 2}}
     meta = {"config": {"optimizer": {"lr": 0.1}, "train": {"seed": 1}}}
     _save(tmp_path / "a", 1, one, meta)
-    meta["config"]["optimizer"]["lr"] = 0.2
+    meta["config"] = {"optimizer": {"lr": 0.2}, "train": {}}
     other["master"] = {"a": ones}
     _save(tmp_path / "b", 1, other, meta)
     assert run(tmp_path / "a", "--diff", tmp_path / "b").split("\n\n", 1)[1] == (
         """setting  A    B
 --lr     0.1  0.2
+
+Only one of the two runs has settings of train.
 
 model: 0 of 2 tensors equal bit for bit, relative change 0
 
