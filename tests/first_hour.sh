@@ -55,6 +55,7 @@ commands() { # what both installations can do
     says 'loaded the checkpoint of iteration 10' merak-pretrain --nproc-per-node 2 $model --train-iters 15 --mock-data \
         --vocab-size 1000 --save runs/gpt --load runs/gpt
     says 'iter_0000015: undamaged' merak-verify runs/gpt
+    says '2 ranks = tp 1 x cp 1 x dp 2 x pp 1' merak-inspect runs/gpt
 
     step "weights to HuggingFace and on"
     says LlamaForCausalLM merak-convert runs/gpt runs/hf

@@ -9,10 +9,38 @@ from megatron_merak.checkpoint.directory import Iterations, iteration_of, read_m
 from megatron_merak.checkpoint.files import DTYPE_NAMES, verify_tensors
 from megatron_merak.checkpoint.hf import Source
 from megatron_merak.checkpoint.load import copy_parts
+from megatron_merak.checkpoint.manifest import Manifest
 from megatron_merak.checkpoint.shard import Intervals, Shard, local_shape
 from megatron_merak.errors import CheckpointError
 
 MODEL = "model"
+
+
+def read_stored(
+    directory: Path,
+    manifest: Manifest,
+    kind: str,
+    name: str,
+    dim: int | None = None,
+    intervals: Intervals = (),
+) -> torch.Tensor:
+    """Return a tensor of a checkpoint, joined from its parts, or the part of it at ``intervals``
+    along ``dim``.
+
+    directory: the complete checkpoint (``iter_N``).
+    manifest:  that of the directory.
+    kind:      "model", "exp_avg" ...
+    name:      as it was saved.
+
+    Raises DamagedError for files that are not those of the manifest; bytes are not compared with
+    digests.
+    """
+    entry = manifest.tensors[kind][name]
+    shape = local_shape(entry.shape, dim, intervals)
+    values = torch.empty(shape, dtype=DTYPE_NAMES[entry.dtype])
+    shard = Shard(name, entry.shape, dim, intervals, tensor=values)
+    copy_parts(directory, manifest, {kind: [shard]})
+    return values
 
 
 class StoredSource(Source):
@@ -40,11 +68,10 @@ class StoredSource(Source):
         }
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
-        like = self._tensors[name]
-        values = torch.empty(local_shape(like.shape, dim, intervals), dtype=like.dtype)
-        shard = Shard(self._names[name], tuple(like.shape), dim, intervals, tensor=values)
-        copy_parts(self.directory, self.manifest, {MODEL: [shard]})
-        return values
+        stored = self._names[name]
+        return read_stored(
+            self.directory, self.manifest, MODEL, stored, dim=dim, intervals=intervals
+        )
 
     def place(self, name: str) -> tuple:
         parts = self.manifest.tensors[MODEL][self._names[name]].parts

@@ -53,6 +53,10 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "verify": Command(
             "megatron_merak.cli.verify:main", "compare checkpoints with their manifests"
         ),
+        "inspect": Command(
+            "megatron_merak.cli.inspect_checkpoint:main",
+            "show what is in a checkpoint, or what differs between two",
+        ),
         "convert": Command(
             "megatron_merak.cli.convert:main", "convert weights from and to HuggingFace directories"
         ),

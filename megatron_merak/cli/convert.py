@@ -6,8 +6,9 @@
 
 A checkpoint is converted whatever layout saved it, with every byte compared with its digest. GPTs of merak-pretrain
 become GPT-2, Llama, Qwen2, Qwen3, StableLM or Starcoder2, whichever computes the same; a shape that none of them has is
-an error. An earlier conversion in TO is replaced once the new one is complete, so that a killed one can be started
-again. Needs neither a GPU nor the memory of the model, and no network. Optimizer state is not converted.
+an error. TO must be empty or absent, or hold a conversion that was killed, which is started again with the same
+command. With --overwrite an earlier conversion in TO is replaced once the new one is complete, and other files stay.
+Needs neither a GPU nor the memory of the model, and no network. Optimizer state is not converted.
 merak-pretrain-hf --model reads HuggingFace directories as they are.
 """
 
@@ -37,6 +38,7 @@ _DROPOUTS = (  # settings of --hidden-dropout, which is one here
 )
 _ATTENTION = "attention_dropout"
 _SHARDS = "5GB"
+_NAMED = 3  # of what a target holds
 _BESIDE = (
     "summary_",
     "task_specific_params",
@@ -69,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--max-shard-size", default=_SHARDS, metavar="SIZE", help=f"largest weight file [{_SHARDS}]"
     )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier conversion in TO [no]"
+    )
     options = parser.parse_args(arguments)
     try:
         if not _SIZE.fullmatch(options.max_shard_size):
@@ -80,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         from_hf = (options.source / "config.json").is_file()
         _check_target(options.source, options.target, from_hf)
+        if not options.overwrite:
+            _check_empty(options.target)
         if from_hf:
             _to_checkpoint(options)
         else:
@@ -103,6 +110,20 @@ def _check_target(source: Path, target: Path, to_checkpoint: bool) -> None:
         raise ConfigError("TO", target, reason, "Name an empty directory")
 
 
+def _check_empty(target: Path) -> None:
+    """Raise ConfigError for a target that holds anything but a conversion that was killed."""
+    from ..checkpoint.begun import held, is_begun
+
+    if target.exists() and not target.is_dir():
+        raise ConfigError("TO", target, "it is not a directory", "Name another one")
+    names = held(target)
+    if names and not is_begun(target):
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        reason = f"it is not empty: it holds {', '.join(names[:_NAMED])}{more}"
+        remedy = "Name another directory, or replace what it holds with --overwrite"
+        raise ConfigError("TO", target, reason, remedy)
+
+
 def _is_of_conversions(target: Path) -> bool:
     """Whether the only checkpoint in a directory is that of an earlier conversion, which may have
     been killed.
@@ -118,6 +139,7 @@ def _is_of_conversions(target: Path) -> bool:
 
 
 def _to_hf(options: argparse.Namespace) -> None:
+    from ..checkpoint.begun import marked
     from ..checkpoint.convert import to_hf
     from ..checkpoint.hf_build import build_empty
     from ..checkpoint.stored import StoredSource, chosen
@@ -130,7 +152,8 @@ def _to_hf(options: argparse.Namespace) -> None:
         (Path(place) / "config.json").write_text(json.dumps(config | _special(tokenizer)))
         stored_dtype = next(iter(source.dtypes()))
         model = build_empty(Path(place), None, False, {"dtype": stored_dtype})
-    to_hf(source, model, options.target, tokenizer, shard_size=options.max_shard_size)
+    with marked(options.target):
+        to_hf(source, model, options.target, tokenizer, shard_size=options.max_shard_size)
     print(
         f"{directory} -> {options.target}: {type(model).__name__}, {_count(source)} weights, "
         f"{str(stored_dtype)[6:]}"
@@ -210,6 +233,7 @@ def _to_checkpoint(options: argparse.Namespace) -> None:
             )
     from transformers import AutoModelForCausalLM
 
+    from ..checkpoint.begun import marked
     from ..checkpoint.convert import to_checkpoint
     from ..checkpoint.hf import from_pretrained
     from ..models.hf_config import RENAMED
@@ -236,7 +260,8 @@ def _to_checkpoint(options: argparse.Namespace) -> None:
         "data": None,
         "model": None,
     }
-    path = to_checkpoint(model.merak_source, names, options.target, meta)
+    with marked(options.target):
+        path = to_checkpoint(model.merak_source, names, options.target, meta)
     print(f"{options.source} -> {path}: {_count(model.merak_source, names)} weights")
     print(f"merak-pretrain --load {options.target} --finetune {_flags(native)} ...")
 

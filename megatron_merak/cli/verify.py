@@ -2,7 +2,8 @@
 
     merak-verify DIRECTORY ...     a --save directory, an output_dir of MerakTrainer, or a single checkpoint
 
-Prints one line per checkpoint, newest first. The exit status is 1 if a checkpoint is damaged or if there is none.
+Prints one line per checkpoint, newest first. The exit status is 1 if a checkpoint is damaged, if there is none, or if
+DIRECTORY is not there.
 Interrupted saves are ignored. Needs no GPU and no model, and changes nothing.
 """
 
@@ -19,10 +20,11 @@ def checkpoints(path: Path, faults: list[CheckpointError]) -> Iterator[Path]:
     """``path`` itself if it has the name of a checkpoint, else those in it; ``faults``: of those
     not complete.
     """
-    from ..checkpoint.directory import Iterations, iteration_of
-    from ..checkpoint.unit_directories import Units, step_of
+    from ..checkpoint.directory import Iterations
+    from ..checkpoint.found import is_checkpoint
+    from ..checkpoint.unit_directories import Units
 
-    if step_of(path) is not None or iteration_of(path) >= 0:
+    if is_checkpoint(path):
         yield path
         return
     yield from Units(path).newest_first(faults)
@@ -47,9 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
+    directories = parser.parse_args(arguments).directories
+    from ..checkpoint.found import check_directory
+
     count = 0
+    absent: list[CheckpointError] = []
     faults: list[CheckpointError] = []
-    for directory in parser.parse_args(arguments).directories:
+    for directory in directories:
+        try:
+            check_directory(directory)
+        except CheckpointError as error:
+            absent.append(error)
+            continue
         try:
             for path in checkpoints(directory, faults):
                 count += 1
@@ -62,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             faults.append(error)
     for fault in faults:
         print(f"damaged: {fault}")
-    if not count and not faults:
+    for mistake in absent:
+        print(mistake)
+    if not count and not faults and not absent:
         print("There is no checkpoint.")
-    return int(bool(faults) or not count)
+    return int(bool(faults) or bool(absent) or not count)

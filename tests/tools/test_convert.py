@@ -5,6 +5,7 @@ way round.
 import dataclasses
 import json
 import logging
+import os
 import re
 import shutil
 
@@ -23,9 +24,11 @@ from transformers import (
 
 from megatron_merak.arguments import build_parser, read
 from megatron_merak.checkpoint import store
+from megatron_merak.checkpoint.begun import MARK, held, is_begun, marked
 from megatron_merak.checkpoint.directory import read_manifest
 from megatron_merak.checkpoint.stored import StoredSource, chosen
 from megatron_merak.cli import convert
+from megatron_merak.errors import CheckpointError
 from megatron_merak.models.gpt import GPT
 from megatron_merak.models.hf_config import RENAMED, hf_config
 from megatron_merak.models.layers import Placement
@@ -173,7 +176,7 @@ def _convert(*arguments: object) -> int:
 
 def _kill_conversions(rank, world, root, calls, stride):
     """Kill conversions in both directions before every ``stride``-th of these calls; then start
-    each again.
+    each again, which is refused only where a conversion is complete.
     """
     if rank == 0:
         logging.disable()
@@ -187,18 +190,16 @@ def _kill_conversions(rank, world, root, calls, stride):
         while not done:
 
             def work(report, number=kills[-1] * stride, source=source, target=target):
+                flags = ["--max-shard-size", "20KB"] if target.name == "opened" else []
+                flags += ["--overwrite"] if target.exists() else []
                 kill_before_call(number, calls)
-                assert (
-                    _convert(
-                        source,
-                        target,
-                        *(["--max-shard-size", "20KB"] if target.name == "opened" else []),
-                    )
-                    == 0
-                )
+                assert _convert(source, target, *flags) == 0
 
             done, _ = fork(work)
-            assert _convert(source, target) == 0, f"after {kills[-1] * stride} calls"
+            interrupted = is_begun(target) or not held(target)
+            status = _convert(source, target)
+            assert status == 0 if interrupted else status == 1, f"after {kills[-1] * stride} calls"
+            assert not (done and interrupted) and not is_begun(target)
             assert not [*target.glob("*.new"), *target.glob("*.old"), *target.glob(".being*")]
             if target.name == "native":
                 weights = _native_weights(target)
@@ -230,12 +231,68 @@ def test_a_killed_conversion_can_be_started_again(calls, stride, tmp_path):
     assert min(kills) >= 1 and sum(kills) >= (3 if stride > 1 else 200), kills
 
 
+def _content(directory):
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def test_what_is_in_the_target_is_replaced_if_asked_for(tmp_path, tool, capsys):
+    huggingface("llama").save_pretrained(tmp_path / "hf")
+    native = tmp_path / "native"
+    opened = tmp_path / "opened"
+    remedy = "Name another directory, or replace what it holds with --overwrite.\n"
+    for source, target, names in (
+        (tmp_path / "hf", native, "iter_0000000, latest_checkpointed_iteration.txt"),
+        (native, opened, "config.json, generation_config.json, model.safetensors and 1 more"),
+    ):
+        assert tool.main([str(source), str(target)]) == 0
+        assert MARK not in os.listdir(target)
+        if target == opened:
+            (target / "notes.txt").write_text("mine")
+        before = _content(target)
+        capsys.readouterr()
+        assert tool.main([str(source), str(target)]) == 1
+        assert capsys.readouterr().err == (
+            f"TO {target}: it is not empty: it holds {names}. {remedy}"
+        )
+        assert _content(target) == before
+        for path in target.rglob("*.safetensors"):
+            path.write_bytes(b"torn")
+        assert tool.main([str(source), str(target), "--overwrite"]) == 0
+        assert _content(target).keys() == before.keys()
+    assert (opened / "notes.txt").read_text() == "mine"
+    AutoModelForCausalLM.from_pretrained(opened)
+
+    (tmp_path / "file").touch()
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "file")]) == 1
+    assert capsys.readouterr().err.endswith("file: it is not a directory. Name another one.\n")
+
+
+def test_a_failed_conversion_leaves_no_mark_where_an_earlier_one_is(tmp_path):
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "config.json").write_text("{}")
+    for target, left in ((earlier, ["config.json"]), (tmp_path / "new" / "deep", None)):
+        with pytest.raises(CheckpointError), marked(target):
+            assert is_begun(target)
+            raise CheckpointError("tensor", "x", "is odd", "Give another")
+        assert left == (os.listdir(target) if target.exists() else None)
+    assert not (tmp_path / "new").exists()
+    torn = tmp_path / "torn"
+    with pytest.raises(KeyboardInterrupt), marked(torn):
+        (torn / "half").touch()
+        raise KeyboardInterrupt
+    assert is_begun(torn)
+    with marked(torn):
+        pass
+    assert os.listdir(torn) == ["half"]
+
+
 def test_a_checkpoint_of_a_run_is_not_replaced(tmp_path, tool, capsys):
     huggingface("llama").save_pretrained(tmp_path / "hf")
     assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
-    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
     (tmp_path / "native" / "iter_0000003").mkdir()
-    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 1
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native"), "--overwrite"]) == 1
     assert (
         "native: it holds checkpoints, of which a run would load the newest"
         in capsys.readouterr().err
@@ -243,7 +300,7 @@ def test_a_checkpoint_of_a_run_is_not_replaced(tmp_path, tool, capsys):
     store.save(
         tmp_path / "run", 0, {"model": []}, {"config": {"train": {"train_iters": 5}}}, None, "cpu"
     )
-    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "run")]) == 1
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "run"), "--overwrite"]) == 1
     assert "run: it holds checkpoints" in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ TOOL = "verify"
 
 def _save(root) -> None:
     """Both kinds in one directory."""
+    root.mkdir(exist_ok=True)
     for step in (5, 10):
         tensors = [store.Shard("w", (3, 4), None, (), torch.full((3, 4), 1.0))]
         store.save(root, step, {"model": tensors}, {}, None, "cpu")
@@ -45,5 +46,27 @@ def test_damage_is_named_and_fails(tmp_path, tool, capsys):
         "checkpoint-10/config.json",
     ):
         assert name in told
+
+
+def test_what_has_no_checkpoint_is_told(tmp_path, tool, capsys):
+    _save(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    assert tool.main([str(tmp_path / "empty")]) == 1
+    assert capsys.readouterr().out == "There is no checkpoint.\n"
+    remedy = (
+        "Give a --save directory, an output_dir of MerakTrainer, or a checkpoint in one of these "
+        "(iter_N or checkpoint-N)."
+    )
+    absent = f"DIRECTORY {tmp_path / 'nothing'}: there is no such directory. {remedy}\n"
     assert tool.main([str(tmp_path / "nothing")]) == 1
-    assert "no checkpoint" in capsys.readouterr().out
+    assert capsys.readouterr().out == absent
+    assert tool.main([str(tmp_path / "file")]) == 1
+    assert capsys.readouterr().out == (
+        f"DIRECTORY {tmp_path / 'file'}: it is not a directory. {remedy}\n"
+    )
+    assert tool.main([str(tmp_path / "nothing"), str(tmp_path / "run")]) == 1
+    told = capsys.readouterr().out
+    assert told.count(": undamaged") == 4 and told.endswith(absent)
+    assert tool.main([str(tmp_path / "run" / "checkpoint-7")]) == 1
+    assert "checkpoint-7: there is no such directory" in capsys.readouterr().out
