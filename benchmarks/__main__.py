@@ -66,7 +66,9 @@ BENCHMARKS = {
     "servers_measured": Benchmark(
         "servers.measured", "parameter servers beside all-reduce, measured (15 min)"
     ),
-    "saves": Benchmark("checkpoints.saves", "checkpoints beside torch's and transformers' (5 min)"),
+    "saves": Benchmark(
+        "checkpoints.saves", "checkpoints beside torch's and transformers' (15 min)"
+    ),
     "reliability": Benchmark(
         "faults.reliability", "the same faults here and in other programs (20 min)"
     ),

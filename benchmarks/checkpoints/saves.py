@@ -1,8 +1,8 @@
 """Saving and loading a training state, beside torch.distributed.checkpoint and transformers' way, on two ranks.
 
-    python -m benchmarks saves --json result.json      # five minutes and 8 GB of disk
+    python -m benchmarks saves --json result.json      # 15 minutes and 10 GB of disk
     python -m benchmarks saves --quick                 # a small state, once: does it all still run?
-    python -m benchmarks saves --from result.json --into docs/evidence/checkpoints.md     # no run
+    python -m benchmarks saves --from result.json      # no run: the tables of an earlier one
 
 Every rank has half of the weights and moments of a GPT, as sharded state has them. All save it in turns, in the same
 processes, into a directory of --directory, and read it back; what they read is compared with what they wrote. Training
