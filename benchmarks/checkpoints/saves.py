@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -43,9 +44,12 @@ from megatron_merak.parallel.memory import keep_freed_memory
 
 RANKS = 2
 KINDS = ("model", "exp_avg", "exp_avg_sq")
-WIDTH, LAYERS, VOCABULARY = 768, 12, 50304
+WIDTH = 768
 QUICK_WIDTH = 64
-BEGIN, END = "<!-- written by: python -m benchmarks saves -->", "<!-- end of saves -->"
+LAYERS = 12
+VOCABULARY = 50304
+BEGIN = "<!-- written by: python -m benchmarks saves -->"
+END = "<!-- end of saves -->"
 
 PLAIN = "a plain file of each rank, synced"
 HERE = "here"
@@ -79,7 +83,7 @@ def shapes(width: int) -> dict[str, tuple[int, int]]:
 
 
 class Bench:
-    """What one rank saves and loads: ``waits(way)`` and ``loads(way)`` in the directory ``root``."""
+    """What one rank saves and loads, in the directory ``root``."""
 
     def __init__(self, root: Path, width: int):
         self.root = root
@@ -88,17 +92,22 @@ class Bench:
         self.own = dist.new_group(backend="gloo")
         self.shapes = shapes(width)
         generator = torch.Generator().manual_seed(self.rank)
-        self.state: State = {
-            kind: {
-                name: torch.rand(rows // RANKS, columns, generator=generator)
-                for name, (rows, columns) in self.shapes.items()
-            }
-            for kind in KINDS
-        }
-        self.bytes = RANKS * sum(each.nbytes for of in self.state.values() for each in of.values())
+        self.state = self.filled(partial(torch.rand, generator=generator))
+        self.bytes = 0
+        for tensors in self.state.values():
+            self.bytes += RANKS * sum(tensor.nbytes for tensor in tensors.values())
         self.staging = Staging(torch.device("cpu"))
         self.behind = Behind()
         self.future: Any = None
+
+    def filled(self, fill: Callable[[int, int], torch.Tensor]) -> State:
+        """This rank's half of everything."""
+        state: State = {}
+        for kind in KINDS:
+            state[kind] = {}
+            for name, (rows, columns) in self.shapes.items():
+                state[kind][name] = fill(rows // RANKS, columns)
+        return state
 
     def kinds(self, state: State) -> dict[str, StateKind]:
         found = {}
@@ -129,12 +138,12 @@ class Bench:
                 file.flush()
                 os.fsync(file.fileno())
         elif way == HERE:
-            store.save(place, 1, self.kinds(self.state), {}, dist.group.WORLD, "cpu")
+            store.save(place, 1, self.kinds(self.state), {}, group=dist.group.WORLD, device="cpu")
         elif way == BEHIND:
             kinds = self.kinds(self.state)
             check_finite(kinds, dist.group.WORLD, "cpu")
             staged = self.staging.copies(kinds, dist.group.WORLD, "cpu")
-            self.behind.start(partial(write, place, 1, staged, {}, self.own, "cpu"))
+            self.behind.start(partial(write, place, 1, staged, {}, group=self.own, device="cpu"))
         elif way == DCP:
             dcp.save(self.sharded(self.state), checkpoint_id=place)
         elif way == DCP_ASYNC:
@@ -169,10 +178,7 @@ class Bench:
 
     def load(self, way: str, place: Path) -> State | None:
         """Return what was read; None where the way is not to be read back."""
-        found = {
-            kind: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-            for kind, tensors in self.state.items()
-        }
+        found = self.filled(torch.zeros)
         if way in (HERE, BEHIND):
             store.load(place, self.kinds(found), dist.group.WORLD, "cpu")
         elif way in (DCP, DCP_ASYNC):
@@ -282,9 +288,10 @@ def table(found: dict[str, Any]) -> str:
         "|---|--:|--:|--:|",
     ]
     for way, turns in found["stores"]["ways"].items():
-        cells = [_cell([turn[key] for turn in turns], size) for key in ("waits", "whole")]
+        waits = _cell([turn["waits"] for turn in turns], size)
+        whole = _cell([turn["whole"] for turn in turns], size)
         loads = [turn["load"] for turn in turns if "load" in turn]
-        lines.append(f"| {way} | {' | '.join(cells)} | {_cell(loads, size) if loads else ''} |")
+        lines.append(f"| {way} | {waits} | {whole} | {_cell(loads, size) if loads else ''} |")
     told = found["runs"]
     none, *others = told["seconds"].items()
     lines += [
