@@ -70,13 +70,17 @@ class DirectoryLock:
         was suspended, and `CheckpointError` if no lock can be written. Collective. Call it before
         each save.
         """
+        return self.confirm_over(self.group)
+
+    def confirm_over(self, group: dist.ProcessGroup | None) -> bool:
+        """Do what `confirm` does, over another group of the same ranks."""
         is_new = False
-        with together(self.group, "cpu"), disk_errors(self.directory, _REMEDY):
+        with together(group, "cpu"), disk_errors(self.directory, _REMEDY):
             if self._claim is not None:
                 is_new = not self.directory.is_dir()
                 make_directory(self.directory)
                 self._claim.confirm()
-        return broadcast_json(is_new, self.group, "cpu")
+        return broadcast_json(is_new, group, "cpu")
 
     def release(self) -> None:
         """Unlock the directory. Not collective; may be repeated."""

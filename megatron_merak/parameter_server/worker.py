@@ -235,7 +235,7 @@ class WorkerJob:
         with together(self.mesh.control, "cpu"):
             self.job.report = self.make_report()
         if self.config.checkpoint.save is not None:
-            self.job.store_settings()
+            self.job.store_settings(self.job.mesh.control)
         if self.worker.role.worker > 0:
             self.job.say(f"worker {self.worker.role.worker} leads: those before it are gone")
 

@@ -184,7 +184,7 @@ class Job:
         )
         self.saves_behind: SavesBehind | None = None
         if self.config.checkpoint.async_save:
-            self.saves_behind = SavesBehind(trainer, self._received)
+            self.saves_behind = SavesBehind(trainer, self._confirm_directory, self._received)
 
     def run(self) -> None:
         """Train from the checkpoint of --load, if any; --save is locked meanwhile. Raises
@@ -194,14 +194,16 @@ class Job:
             self._run()
             return
         with DirectoryLock(self.config.checkpoint.save, self.mesh.control) as self.lock:
-            self.store_settings()
+            self.store_settings(self.mesh.control)
             self._run()
 
-    def store_settings(self) -> None:
+    def store_settings(self, group: dist.ProcessGroup | None) -> None:
         """Write the settings into the directory of --save on the rank that prints. Raises
         CheckpointError on every rank.
+
+        group: all ranks of the job.
         """
-        with together(self.mesh.control, "cpu"):
+        with together(group, "cpu"):
             if self.report is not None and self.config.checkpoint.save is not None:
                 store_settings(self.settings, self.config.checkpoint.save)
 
@@ -468,7 +470,6 @@ class Job:
         options = self.config.checkpoint
         assert options.save is not None, "without --save there is no checkpoint"
         if self.saves_behind is not None:
-            self._confirm_directory(options.save)
             self.saves_behind.save(options.save)
             return self.trainer.iteration
         self.saving.run(options.save, partial(self._write, options.save))
@@ -483,19 +484,25 @@ class Job:
 
     def _write(self, directory: str) -> None:
         began = time.perf_counter()
-        self._confirm_directory(directory)
+        self._confirm_directory(self.mesh.control, self.say)
         path = self.trainer.save(directory)
         self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
-    def _confirm_directory(self, directory: str) -> None:
-        """Make the directory of --save anew where it was removed."""
+    def _confirm_directory(
+        self, group: dist.ProcessGroup | None, say: Callable[[str], object]
+    ) -> None:
+        """Make the directory of --save anew where it was removed.
+
+        group: all ranks of the job.
+        say:   called with a line for the user, on every rank.
+        """
         assert self.lock is not None, "the directory is locked for the run"
-        if self.lock.confirm():
-            self.say(
-                f"{directory} was removed under the run, with all checkpoints in it: it is made "
+        if self.lock.confirm_over(group):
+            say(
+                f"{self.config.checkpoint.save} was removed under the run, with all checkpoints in it: it is made "
                 "anew"
             )
-            self.store_settings()
+            self.store_settings(group)
 
     def _tell(self) -> None:
         """Print what the thread that saves has said."""

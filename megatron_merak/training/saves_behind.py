@@ -19,14 +19,22 @@ from .trainer import Trainer
 class SavesBehind:
     """Saves a trainer's state: `save` copies it, a thread writes the copies. Collective.
 
+    confirm:  called before each attempt with the group of the thread and what says a line: makes the
+              directory anew where it was removed.
     received: see `Saving`.
 
     ``behind`` is the context in which they are written; ``behind.lines`` is what the thread says.
     """
 
-    def __init__(self, trainer: Trainer, received: Callable[[], int]):
+    def __init__(
+        self,
+        trainer: Trainer,
+        confirm: Callable[[dist.ProcessGroup | None, Callable[[str], object]], None],
+        received: Callable[[], int],
+    ):
         mesh = trainer.mesh
         self._trainer = trainer
+        self._confirm = confirm
         self._staging = Staging(mesh.device)
         self._group = None
         if mesh.control is not None:
@@ -64,10 +72,13 @@ class SavesBehind:
         waited: float,
     ) -> Path:
         """Write it; called in the thread."""
+
+        def attempt() -> Path:
+            self._confirm(self._group, self.behind.lines.put)
+            return write(root, iteration, staged, meta, group=self._group, device="cpu")
+
         began = time.perf_counter()
-        path = self._saving.run(
-            root, lambda: write(root, iteration, staged, meta, self._group, "cpu")
-        )
+        path = self._saving.run(root, attempt)
         seconds = time.perf_counter() - began
         self.behind.lines.put(
             f"saved {path} in {seconds:.1f} s beside training, which waited {waited:.2f} s"

@@ -1,6 +1,7 @@
 """--async-save: the checkpoints of a run that waits for them, written while it trains on."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron_merak.checkpoint import save
 from megatron_merak.checkpoint.directory import directory_of, read_manifest, verify
 from megatron_merak.config import HFConfig
 from megatron_merak.parallel.interruption import Interrupted
@@ -68,12 +70,12 @@ def _slow(rank: int, world: int, flags: str) -> tuple[str, list[str]]:
     write, step = saves_behind.write, Trainer.step
     events = []
 
-    def slow(root, iteration, *rest):
+    def slow(root, iteration, *rest, **settings):
         if iteration == 2:
             end = time.monotonic() + 60
             while "step 3" not in events and time.monotonic() < end:
                 time.sleep(0.01)
-        path = write(root, iteration, *rest)
+        path = write(root, iteration, *rest, **settings)
         events.append(f"saved {iteration}")
         return path
 
@@ -119,6 +121,29 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path):
     iteration = max(int(path.name[5:]) for path in tmp_path.glob("run/iter_*"))
     assert iteration in (2, 3)
     verify(directory_of(tmp_path / "run", iteration))
+
+
+def _robbed(rank: int, world: int, flags: str, place: Path) -> str:
+    """A job whose directory is removed while its second checkpoint is written."""
+    sync = save.sync_directory
+    left = [1]
+
+    def robbed(directory):
+        if rank == 0 and directory.name == "iter_0000002.new" and left:
+            left.pop()
+            shutil.rmtree(place)
+        sync(directory)
+
+    save.sync_directory = robbed
+    return job(rank, world, flags)
+
+
+def test_a_directory_that_is_removed_meanwhile_is_made_anew(tmp_path):
+    place = tmp_path / "run"
+    told = run_ranks(_robbed, 2, f"{FLAGS} --save {place} --async-save", place)[1]
+    assert f"{place} was removed under the run, with all checkpoints in it: it is made anew" in told
+    assert (place / "config.yaml").is_file()
+    assert sorted(path.name[-1] for path in place.glob("iter_*")) == ["2", "3", "4"]
 
 
 def _failing(rank: int, world: int, flags: str) -> str:
