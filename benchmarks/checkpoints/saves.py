@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Placed
 
 from benchmarks.runs import add_into, circumstances, heading, show
-from benchmarks.step.launcher import free_port, rank_environment
+from benchmarks.step.launcher import run_together
 from megatron_merak.checkpoint import store
 from megatron_merak.checkpoint.behind import Behind, Staging
 from megatron_merak.checkpoint.save import check_finite, write
@@ -230,22 +230,11 @@ def run_rank(result: Path, root: Path, options: argparse.Namespace) -> None:
 
 def stores(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The measurements of all ways to save."""
-    port = free_port()
     result = root / "result.json"
     command = [sys.executable, "-m", "benchmarks", "saves", "--rank-result", str(result)]
     command += ["--directory", str(root), "--repeats", str(options.repeats)]
     command += ["--quick"] if options.quick else []
-    ranks = [
-        subprocess.Popen(command, env=rank_environment(rank, RANKS, port, False))
-        for rank in range(RANKS)
-    ]
-    try:
-        failed = [rank.wait(1800) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if any(failed):
+    if not run_together(command, RANKS, 1800):
         raise SystemExit(1)
     return json.loads(result.read_text())
 

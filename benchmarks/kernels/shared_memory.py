@@ -10,7 +10,6 @@ processes, taking turns. It is an error if they do not give the same losses to t
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.step.cases import LAYOUTS, QUICK, TENSOR, ModelShape
-from benchmarks.step.launcher import free_port, rank_environment
+from benchmarks.step.launcher import run_together
 from benchmarks.step.ours import configuration, fill
 from benchmarks.step.weights import global_batch
 from megatron_merak.parallel.launch import launch
@@ -163,7 +162,6 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.rank_result is not None:
         run_rank(options.rank_result, options.quick)
-    port = free_port()
     with tempfile.TemporaryDirectory(prefix="merak_bench_") as scratch:
         result = Path(scratch, "result.json")
         command = [
@@ -175,17 +173,7 @@ def main(argv: list[str] | None = None) -> int:
             str(result),
         ]
         command += ["--quick"] if options.quick else []
-        ranks = [
-            subprocess.Popen(command, env=rank_environment(rank, TP, port, False))
-            for rank in range(TP)
-        ]
-        try:
-            failed = [rank.wait(900) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        if any(failed):
+        if not run_together(command, TP, 900):
             return 1
         found = json.loads(result.read_text())
     print(table(found))

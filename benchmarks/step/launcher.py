@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,24 @@ def rank_environment(rank: int, world_size: int, port: int, keep_memory: bool) -
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ours = {**threads, **memory, **torchrun, "PYTHONPATH": path}
     return {**os.environ, **{key: str(value) for key, value in ours.items()}}
+
+
+def run_together(command: Sequence[str], ranks: int, seconds: float) -> bool:
+    """Run a command in so many ranks of one job; whether all ended with status 0. None is left
+    behind.
+    """
+    port = free_port()
+    processes = [
+        subprocess.Popen(command, env=rank_environment(rank, ranks, port, False))
+        for rank in range(ranks)
+    ]
+    try:
+        statuses = [process.wait(seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return not any(statuses)
 
 
 def run_case(case: Case, shape: ModelShape, settings: Settings) -> list[dict[str, Any]]:
