@@ -8,13 +8,14 @@ Every rank has half of the weights and moments of a GPT, as sharded state has th
 processes, into a directory of --directory, and read it back; what they read is compared with what they wrote. Training
 waits for a save until it returns, or until what is saved was copied where the rest is done behind it.
 
-Then merak-pretrain trains with checkpoints on the way, with and without --async-save, and without any: what a
-checkpoint costs the run.
+Then merak-pretrain trains with checkpoints on the way, with and without --async-save: how long training waits for one,
+and how much slower it is while one is written.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Placed
 
+from benchmarks import ROOT
 from benchmarks.runs import add_into, circumstances, heading, show
 from benchmarks.step.launcher import run_together
 from megatron_merak.checkpoint import store
@@ -62,11 +64,9 @@ WAYS = (PLAIN, HERE, BEHIND, DCP, DCP_ASYNC, ONE)
 RUN = """--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2
     --global-batch-size 16 --vocab-size 8192 --mock-data --lr 1e-3 --train-iters {steps} --eval-iters 0
     --log-interval 1000"""
-RUNS = {
-    "no checkpoints": "",
-    "checkpoints": "--save {place}",
-    "`--async-save`": "--save {place} --async-save",
-}
+RUNS = {"waiting": "", "`--async-save`": "--async-save"}
+AFTER = 3  # steps behind a checkpoint that may be slower
+SAVED = re.compile(r"saved .* in ([0-9.]+) s(?: beside training, which waited ([0-9.]+) s)?$")
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -240,26 +240,44 @@ def stores(root: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def runs(root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of whole runs of merak-pretrain, by what they save."""
-    steps, every = (4, 2) if options.quick else (40, 10)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    seconds: dict[str, list[float]] = {name: [] for name in RUNS}
+    """What each checkpoint but the last of runs of merak-pretrain cost: seconds that training
+    waited, and by which the steps behind it were slower.
+    """
+    steps = 4 if options.quick else 40
+    every = 2 if options.quick else 10
+    found: dict[str, Any] = {name: {"waits": [], "slower": [], "steps": []} for name in RUNS}
     for _ in range(1 if options.quick else options.repeats):
         for name, flags in RUNS.items():
-            place = root / "run"
-            shutil.rmtree(place, ignore_errors=True)
-            given = [*RUN.format(steps=steps).split(), *flags.format(place=place).split()]
-            given += ["--save-interval", str(every)] if flags else []
-            os.sync()
-            start = time.perf_counter()
-            subprocess.run(
-                [sys.executable, "pretrain_gpt.py", *given],
-                check=True,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-            )
-            seconds[name].append(time.perf_counter() - start)
-    return {"steps": steps, "saves": steps // every, "seconds": seconds}
+            waits, seconds = run(root / name.strip("`-"), steps, every, flags)
+            usual = median(seconds)
+            found[name]["steps"].append(usual)
+            found[name]["waits"] += waits[:-1]
+            for number in range(every, steps, every):
+                behind = seconds[number : number + AFTER]
+                found[name]["slower"].append(sum(behind) - usual * len(behind))
+    return {"every": every, "of": found}
+
+
+def run(place: Path, steps: int, every: int, flags: str) -> tuple[list[float], list[float]]:
+    """Train; return the seconds that each checkpoint was waited for, and those of every step."""
+    shutil.rmtree(place, ignore_errors=True)
+    metrics = place.with_suffix(".jsonl")
+    metrics.unlink(missing_ok=True)
+    given = [*RUN.format(steps=steps).split(), *flags.split(), "--save", str(place)]
+    given += ["--save-interval", str(every), "--metrics", str(metrics)]
+    os.sync()
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *given],
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    saved = [match for line in done.stdout.splitlines() if (match := SAVED.fullmatch(line))]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    seconds = [row["seconds"] for row in rows if row["kind"] == "train"]
+    return [float(match[2] or match[1]) for match in saved], seconds
 
 
 def _cell(values: list[float], bytes_: int) -> str:
@@ -282,23 +300,23 @@ def table(found: dict[str, Any]) -> str:
         loads = [turn["load"] for turn in turns if "load" in turn]
         lines.append(f"| {way} | {waits} | {whole} | {_cell(loads, size) if loads else ''} |")
     told = found["runs"]
-    none, *others = told["seconds"].items()
     lines += [
         "",
-        f"merak-pretrain, {told['steps']} steps, one rank, {told['saves']} checkpoints:",
+        f"merak-pretrain on one rank, a checkpoint in {told['every']} steps, seconds:",
         "",
-        "| run with | seconds | a checkpoint costs |",
-        "|---|--:|--:|",
-        f"| {none[0]} | {_seconds(none[1])} | |",
+        "| save | a step | training waits | steps behind it are slower by | of the steps |",
+        "|---|--:|--:|--:|--:|",
     ]
-    for name, seconds in others:
-        costs = (median(seconds) - median(none[1])) / told["saves"]
-        lines.append(f"| {name} | {_seconds(seconds)} | {costs:.2f} s |")
+    for name, each in told["of"].items():
+        step = median(each["steps"])
+        cost = median(each["waits"]) + median(each["slower"])
+        cells = [_seconds(each[key]) for key in ("steps", "waits", "slower")]
+        lines.append(f"| {name} | {' | '.join(cells)} | {cost / told['every'] / step:.1%} |")
     return "\n".join(lines)
 
 
 def _seconds(values: list[float]) -> str:
-    return f"{median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def page(path: Path) -> str:
