@@ -90,13 +90,17 @@ def conclude(directory: Path, entropy: float) -> int:
     draw_curve(rows, directory / "loss.png", {"unigram entropy": entropy})
     write_report(directory, directory / "report.html")
     loss = [row["loss"] for row in rows if row["kind"] == "valid"][-1]
+    where = f"{abs(entropy - loss):.3f} {'below' if loss < entropy else 'above'}"
     print(
-        f"\nvalidation loss {loss:.3f} nats per token: {entropy - loss:.3f} below the unigram entropy of {entropy:.3f}"
+        f"\nvalidation loss {loss:.3f} nats per token: {where} the unigram entropy of {entropy:.3f}"
     )
     for name in ("report.html", "loss.png", "timeline.png", "metrics.jsonl", "checkpoints"):
         if (directory / name).exists():
             print(f"  {directory / name}")
-    return 0 if loss < entropy - 1 else 1
+    if loss < entropy - 1:
+        return 0
+    print("It has learned less than a nat of context: raise --train-iters.", file=sys.stderr)
+    return 1
 
 
 def main() -> int:
