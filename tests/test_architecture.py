@@ -43,6 +43,7 @@ LEVELS = {
     "stages": 7,
     "training": 8,
     "hf_trainer": 9,
+    "formats": 8,
     "parameter_server": 9,
     "cli": 10,
     "trl": 10,

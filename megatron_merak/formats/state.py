@@ -1,0 +1,36 @@
+"""A training state as any program's checkpoint has it: what every format here is read into and written from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoint.hf import Source
+
+WEIGHTS = "model"
+# of AdamW, fp32; "master" holds the fp32 weights where those of the model are bf16 or fp16
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class PortableState:
+    """Weights and optimizer state of one model, in HuggingFace's names and orientation.
+
+    kinds:            `WEIGHTS`, and with optimizer state `MOMENTS` and perhaps `MASTER`: the tensors,
+                      read on demand; a tied tensor may be there under one of its names only.
+    config:           the model's config.json.
+    iteration:        steps that the run had taken; 0 for weights without a run.
+    optimizer_steps:  updates behind ``exp_avg`` (of Adam's bias correction); 0 without optimizer state.
+    consumed_samples: samples that the run had read; 0 where the format does not say.
+    """
+
+    kinds: Mapping[str, Source]
+    config: Mapping[str, Any]
+    iteration: int = 0
+    optimizer_steps: int = 0
+    consumed_samples: int = 0
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is optimizer state."""
+        return MOMENTS[0] in self.kinds
