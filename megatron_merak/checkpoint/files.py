@@ -7,7 +7,6 @@ Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header le
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import shutil
 import stat
 import struct
 from collections.abc import Container, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_merak.checkpoint.digests import digest_of, matches
 from megatron_merak.durable import replaced, written
 from megatron_merak.errors import CheckpointError, DamagedError, FullDiskError, MerakError
 
@@ -136,22 +135,21 @@ def write_tensors(
 
     Its name is on the disk once its directory is synced, with those of all other files.
 
-    Returns ({"bytes": size, "header": sha256 of length and header}, {name: sha256 of the tensor's
+    Returns ({"bytes": size, "header": digest of length and header}, {name: digest of the tensor's
     bytes}).
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     start = header({name: tensors[name] for name in names}, metadata)
     digests = {}
-    with written(_aside(path)) as file, ThreadPoolExecutor(1) as hasher:
+    with written(_aside(path)) as file:
         file.write(start)
         for name in names:
             data = as_bytes(tensors[name])
-            digest = hasher.submit(hashlib.sha256, data)
+            digests[name] = digest_of(data)
             file.write(data)
-            digests[name] = digest.result().hexdigest()
     os.replace(_aside(path), path)
     size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
-    return {"bytes": size, "header": hashlib.sha256(start).hexdigest()}, digests
+    return {"bytes": size, "header": digest_of(start)}, digests
 
 
 @contextmanager
@@ -205,13 +203,13 @@ def verify_tensors(
             if length > LONGEST_HEADER:
                 raise damaged(path, f"its header would have {length} bytes")
             start += raw.read(length)
-        if hashlib.sha256(start).hexdigest() != written["header"]:
+        if not matches(start, written["header"]):
             raise damaged(path, "its header was changed after it was written")
         if sorted(file.keys()) != sorted(digests):
             raise damaged(path, "it holds other tensors than the manifest lists")
         for name, digest in digests.items():
             tensor = file.get_tensor(name)
-            if hashlib.sha256(as_bytes(tensor)).hexdigest() != digest:
+            if not matches(as_bytes(tensor), digest):
                 raise damaged(path, f"tensor {name} was changed after it was written")
             if name in finite and not is_finite(tensor):
                 raise damaged(path, f"tensor {name} holds numbers that are not finite")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_merak.checkpoint.digests import checked
 from megatron_merak.checkpoint.files import DTYPE_NAMES
 from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
 from megatron_merak.checkpoint.shard import Intervals, local_shape, uncovered
@@ -17,7 +18,8 @@ from megatron_merak.errors import CheckpointError, DamagedError
 
 NAME = MANIFEST
 FORMAT = "megatron_merak checkpoint"
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)  # version 1 has SHA-256 in place of named digests
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*-rank-\d{5,}(-\d{4,})?\.safetensors")
 
 _LARGEST = 2**62
@@ -31,7 +33,7 @@ class StoredPart:
 
     file: str
     intervals: Intervals
-    sha256: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class StoredTensor:
 class Manifest:
     """The content of one checkpoint, except the tensors' values.
 
-    files:   name -> {"bytes": size, "header": sha256}.
+    files:   name -> {"bytes": size, "header": digest}.
     tensors: kind -> name -> `StoredTensor`.
     meta:    any JSON object.
     """
@@ -62,12 +64,12 @@ class Manifest:
     meta: Mapping
 
     def files_of(self, kinds: Sequence[str]) -> dict[str, dict[str, str]]:
-        """Return file name -> {tensor name: sha256} for every file with tensors of these kinds."""
+        """Return file name -> {tensor name: digest} for every file with tensors of these kinds."""
         digests: dict[str, dict[str, str]] = {}
         for kind in kinds:
             for name, entry in self.tensors[kind].items():
                 for part in entry.parts:
-                    digests.setdefault(part.file, {})[name] = part.sha256
+                    digests.setdefault(part.file, {})[name] = part.digest
         return digests
 
     def render(self) -> bytes:
@@ -98,7 +100,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
     """
     remedy = "Load another iteration with --ckpt-step, or restore this one from a copy"
     try:
-        return _parse(unseal(text, FORMAT, VERSION))
+        return _parse(unseal(text, FORMAT, READABLE))
     except KeyError as error:
         raise DamagedError("manifest", path, f"it has no {error}", remedy) from error
     except OtherVersionError as error:
@@ -126,7 +128,7 @@ def stored_shape(entry: StoredTensor, part: StoredPart) -> tuple[int, ...]:
 
 def _entry_json(entry: StoredTensor) -> dict:
     parts = [
-        {"file": part.file, "intervals": part.intervals, "sha256": part.sha256}
+        {"file": part.file, "intervals": part.intervals, "digest": part.digest}
         for part in entry.parts
     ]
     return {"shape": entry.shape, "dtype": entry.dtype, "dim": entry.dim, "parts": parts}
@@ -151,7 +153,7 @@ def _parse(document: dict) -> Manifest:
 
 
 def _file(name: str, value: dict) -> dict:
-    return {"bytes": _integer(value["bytes"]), "header": _text(value["header"])}
+    return {"bytes": _integer(value["bytes"]), "header": checked(value["header"])}
 
 
 def _file_name(value: object) -> str:
@@ -174,10 +176,14 @@ def _entry(label: str, value: dict, files: Mapping[str, dict]) -> StoredTensor:
         intervals = tuple((_integer(start), _integer(stop)) for start, stop in part["intervals"])
         if any(start > stop for start, stop in intervals):
             raise ValueError(f"tensor {label} has an interval that ends before it starts")
-        parts.append(StoredPart(part["file"], intervals, _text(part["sha256"])))
+        parts.append(StoredPart(part["file"], intervals, _digest(part)))
     entry = StoredTensor(shape, value["dtype"], dim, tuple(parts))
     check_entry(label, entry)
     return entry
+
+
+def _digest(value: dict) -> str:
+    return checked(value["digest"] if "digest" in value else value["sha256"])
 
 
 def _integer(value: object) -> int:

@@ -161,7 +161,7 @@ def _write(
             "dim": part.dim,
             "file": file,
             "intervals": () if part.dim is None else part.intervals,
-            "sha256": digests[part.name],
+            "digest": digests[part.name],
         }
         for part in parts
     }
@@ -193,7 +193,7 @@ def _join(reports: list[dict]) -> dict[str, dict[str, StoredTensor]]:
         for kind, values in report["tensors"].items():
             entries = tensors.setdefault(kind, {})
             for name, value in values.items():
-                part = StoredPart(value["file"], tuple(value["intervals"]), value["sha256"])
+                part = StoredPart(value["file"], tuple(value["intervals"]), value["digest"])
                 described = (tuple(value["shape"]), value["dtype"], value["dim"])
                 known = entries.get(name)
                 if known is not None and (known.shape, known.dtype, known.dim) != described:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 DIGEST = "sha256"
 
@@ -14,10 +14,10 @@ def seal(document: Mapping) -> bytes:
     return _dump({**document, DIGEST: _digest(document)}) + b"\n"
 
 
-def unseal(text: bytes, kind: str, version: int) -> dict:
+def unseal(text: bytes, kind: str, versions: Collection[int]) -> dict:
     """Return the document that `seal` turned into ``text``, whose "format" is ``kind``.
 
-    Raises `OtherVersionError` for another "version", and `ValueError` or `KeyError` for anything
+    Raises `OtherVersionError` for a "version" that is none of ``versions``, and `ValueError` or `KeyError` for anything
     else that is invalid.
     """
     document = json.loads(text)
@@ -28,9 +28,10 @@ def unseal(text: bytes, kind: str, version: int) -> dict:
     digest = document.pop(DIGEST)
     if _digest(document) != digest or seal(document) != text:
         raise ValueError("it was changed after it was written")
-    if document["version"] != version:
+    if document["version"] not in versions:
+        known = " and ".join(map(str, versions))
         raise OtherVersionError(
-            f"its format version is {document['version']!r} and this program reads {version}"
+            f"its format version is {document['version']!r} and this program reads {known}"
         )
     return document
 

@@ -1,6 +1,6 @@
 """A directory of any files that is one unit: complete once it has the manifest over all of them, written last.
 
-    checkpoint-500/manifest.json     the size of every other file and its SHA-256; sealed by its own digest
+    checkpoint-500/manifest.json     the size of every other file and its digest; sealed by its own digest
     checkpoint-500/config.json ...   the files that existed when the manifest was written
 
 The tensor files of a training state inside have a digest per tensor in their own manifest, which is a file of the unit:
@@ -8,7 +8,6 @@ they are not hashed again. Files that were added later belong to others: they ar
 functions here are local to one rank.
 """
 
-import hashlib
 import os
 import secrets
 import stat
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megatron_merak.checkpoint import directory as directories
+from megatron_merak.checkpoint.digests import checked, digest_of_file, file_matches
 from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, verify_tensors
 from megatron_merak.checkpoint.manifest import FILE_NAME, NAME
 from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
@@ -24,7 +24,8 @@ from megatron_merak.durable import sync_folders
 from megatron_merak.errors import CheckpointError, DamagedError
 
 FORMAT = "megatron_merak directory"
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)  # version 1 has SHA-256 in place of named digests
 # of a file: the manifest beside it that has a digest of each of its tensors
 SEALED_BY = "digests in"
 
@@ -36,8 +37,7 @@ _REMEDY = "Use another checkpoint, or restore this one from a copy"
 class UnitManifest:
     """A complete unit.
 
-    files: path relative to the directory -> {"bytes": size, "sha256": hexadecimal or "digests in":
-           manifest}.
+    files: path relative to the directory -> {"bytes": size, "digest": text or "digests in": manifest}.
     """
 
     step: int
@@ -49,7 +49,7 @@ def complete(directory: Path, step: int, known: Mapping[str, str]) -> None:
     """Write the manifest over all files of ``directory``, which makes it a unit; all of it is on
     the disk then.
 
-    known: SHA-256 by path, of files that were hashed when written.
+    known: digests by path, of files that were hashed when written.
 
     Raises `CheckpointError` for anything but regular files.
     """
@@ -65,7 +65,7 @@ def complete(directory: Path, step: int, known: Mapping[str, str]) -> None:
         else:
             files[name] = {
                 "bytes": path.stat().st_size,
-                "sha256": _hash_and_sync(path, known.get(name)),
+                "digest": _hash_and_sync(path, known.get(name)),
             }
     sync_folders(directory)
     document = {
@@ -87,7 +87,7 @@ def parse(path: Path) -> UnitManifest:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_MANIFEST:
             raise ValueError(f"it is not a regular file of at most {_LARGEST_MANIFEST} bytes")
-        document = unseal(path.read_bytes(), FORMAT, VERSION)
+        document = unseal(path.read_bytes(), FORMAT, READABLE)
         files = {_path(name): _file(written) for name, written in document["files"].items()}
         if any(each.get(SEALED_BY, NAME) not in {*files, NAME} for each in files.values()):
             raise ValueError("a file has its digests in a manifest that is not listed")
@@ -153,7 +153,7 @@ def verify(directory: Path, unit: UnitManifest, part: int = 0, parts: int = 1) -
         with disk_errors(path, _REMEDY):
             if SEALED_BY in written:
                 _verify_tensors(directory / written[SEALED_BY], path.name)
-            elif _sha256(path) != written["sha256"]:
+            elif not file_matches(path, written["digest"]):
                 raise DamagedError(
                     "checkpoint file", path, "it was changed after it was written", _REMEDY
                 )
@@ -185,14 +185,9 @@ def _walk(directory: Path) -> list[Path]:
 
 def _hash_and_sync(path: Path, known: str | None) -> str:
     with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest() if known is None else known
+        digest = digest_of_file(file) if known is None else known
         os.fsync(file.fileno())
     return digest
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _verify_tensors(beside: Path, name: str) -> None:
@@ -220,10 +215,11 @@ def _path(name: object) -> str:
 
 def _file(value: dict) -> dict:
     entry = {"bytes": _size(value["bytes"])}
-    key = SEALED_BY if SEALED_BY in value else "sha256"
-    if not isinstance(value[key], str):
-        raise ValueError(f"{value[key]!r} stands where a digest or a path belongs")
-    return entry | {key: value[key]}
+    if SEALED_BY in value:
+        if not isinstance(value[SEALED_BY], str):
+            raise ValueError(f"{value[SEALED_BY]!r} stands where a path belongs")
+        return entry | {SEALED_BY: value[SEALED_BY]}
+    return entry | {"digest": checked(value["digest"] if "digest" in value else value["sha256"])}
 
 
 def _size(value: object) -> int:

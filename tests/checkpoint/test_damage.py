@@ -1,5 +1,6 @@
 """No change of any byte of a checkpoint goes unnoticed, and the error says where."""
 
+import hashlib
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_merak.checkpoint.manifest import parse_manifest
 from megatron_merak.checkpoint.store import Shard, latest, load, save
@@ -162,7 +164,11 @@ HOSTILE = {
     "list": (lambda d: d.update(tensors=[]), "no attribute"),
     "meta": (lambda d: d.update(meta=[]), "not an object"),
     "absent": (lambda d: d.pop("files"), "has no 'files'"),
-    "version": (lambda d: d.update(version=2), "version is 2 and this program reads 1"),
+    "digest": (
+        lambda d: d["tensors"]["model"]["a.weight"]["parts"][0].update(digest="crc32:0"),
+        "'crc32:0' stands where a digest belongs",
+    ),
+    "version": (lambda d: d.update(version=3), "version is 3 and this program reads 1 and 2"),
     "format": (lambda d: d.update(format="x"), "its format is 'x'"),
 }
 
@@ -185,12 +191,37 @@ def test_a_manifest_that_lies_about_a_tensor_is_refused_before_it_is_copied(tmp_
     assert "another shape or dtype than the manifest says" in _refusal(tmp_path, 10)
 
 
+def test_a_checkpoint_of_version_1_is_read_and_its_damage_found(tmp_path):
+    """It has SHA-256 where later ones name their digest."""
+    path = _save(tmp_path) / "manifest.json"
+    before = path.read_bytes()
+    document = json.loads(before)
+    for file, written in document["files"].items():
+        start = (path.parent / file).read_bytes()
+        length = 8 + int.from_bytes(start[:8], "little")
+        written["header"] = hashlib.sha256(start[:length]).hexdigest()
+        tensors = load_file(path.parent / file)
+        for entries in document["tensors"].values():
+            for name, entry in entries.items():
+                for part in entry["parts"]:
+                    if part["file"] == file:
+                        del part["digest"]
+                        data = tensors[name].contiguous().view(-1).view(torch.uint8).numpy()
+                        part["sha256"] = hashlib.sha256(data).hexdigest()
+    path.write_bytes(sealed(document | {"version": 1}))
+    assert path.read_bytes() != before
+    assert load(tmp_path, _shards(0), None, "cpu")["iteration"] == 10
+    file = max(path.parent.glob("*.safetensors"), key=lambda each: each.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert "was changed after it was written" in _refusal(tmp_path, 10)
+
+
 def sealed(document: dict) -> bytes:
     """What an attacker can do as well as the program: the digest is against accidents, not against
     people.
     """
-    import hashlib
-
     document.pop("sha256", None)
     text = json.dumps(document, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()

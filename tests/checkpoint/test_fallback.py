@@ -120,8 +120,10 @@ def test_a_newer_format_is_refused_not_passed_over(tmp_path):
     from tests.checkpoint.test_damage import sealed
 
     path = _save(tmp_path, 5, 10) / "manifest.json"
-    path.write_bytes(sealed(json.loads(path.read_bytes()) | {"version": 2}))
-    with pytest.raises(CheckpointError, match="version is 2 and this program reads 1") as caught:
+    path.write_bytes(sealed(json.loads(path.read_bytes()) | {"version": 3}))
+    with pytest.raises(
+        CheckpointError, match="version is 3 and this program reads 1 and 2"
+    ) as caught:
         load(tmp_path, _shards(-1), None, "cpu")
     assert not isinstance(caught.value, DamagedError)
 

@@ -298,7 +298,7 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
 
 def test_the_manifest_is_plain_json(tmp_path):
     manifest = json.loads((_save(tmp_path, 3, seed=1) / "manifest.json").read_bytes())
-    assert manifest["version"] == 1 and manifest["meta"] == {"seed": 1, "iteration": 3}
+    assert manifest["version"] == 2 and manifest["meta"] == {"seed": 1, "iteration": 3}
     entry = manifest["tensors"]["model"]["h.0.attn.c_attn.weight"]
     assert (entry["shape"], entry["dtype"], entry["dim"]) == ([8, 24], "float32", 1)
     assert os.listdir(tmp_path / "iter_0000003").count(entry["parts"][0]["file"]) == 1

@@ -66,7 +66,7 @@ def test_tensors_that_have_digests_are_not_hashed_again(tmp_path):
     files = json.loads((_save(tmp_path, 5) / "manifest.json").read_text())["files"]
     tensors = files["state/iter_0000007/model-rank-00000.safetensors"]
     assert tensors.keys() == {"bytes", unit.SEALED_BY}
-    assert files[tensors[unit.SEALED_BY]].keys() == {"bytes", "sha256"}
+    assert files[tensors[unit.SEALED_BY]].keys() == {"bytes", "digest"}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,8 @@ def test_tensors_that_have_digests_are_not_hashed_again(tmp_path):
         lambda d: d["files"].update({"": d["files"].pop("config.json")}),
         lambda d: d["files"].update({"a\0": d["files"].pop("config.json")}),
         lambda d: d["files"]["config.json"].update(bytes=-1),
-        lambda d: d["files"]["config.json"].update(sha256=3),
+        lambda d: d["files"]["config.json"].update(digest=3),
+        lambda d: d["files"]["config.json"].update(digest="crc32:0"),
         lambda d: d["files"].update({"config.json": 5}),
         lambda d: d["files"].update(
             {"config.json": {"bytes": 3, unit.SEALED_BY: "../manifest.json"}}
@@ -87,7 +88,7 @@ def test_tensors_that_have_digests_are_not_hashed_again(tmp_path):
         lambda d: d.update(step=6),
         lambda d: d.update(files=[]),
         lambda d: d.pop("files"),
-        lambda d: d.update(version=2),
+        lambda d: d.update(version=3),
     ],
 )
 def test_a_hostile_manifest_with_a_right_digest_is_refused(tmp_path, change):
@@ -195,10 +196,10 @@ def test_what_cannot_be_judged_is_not_removed(tmp_path, name):
     """It may be the only copy: that of a newer version, or on a disk that fails for a moment."""
     _save(tmp_path, 5).rename(getattr(Units(tmp_path).names(5), name))
     path = getattr(Units(tmp_path).names(5), name) / "manifest.json"
-    document = json.loads(path.read_text()) | {"version": 2}
+    document = json.loads(path.read_text()) | {"version": 3}
     del document["sha256"]
     path.write_bytes(seal(document))
-    with pytest.raises(CheckpointError, match="format version is 2"):
+    with pytest.raises(CheckpointError, match="format version is 3"):
         Units(tmp_path).settle()
     assert (getattr(Units(tmp_path).names(5), name) / "config.json").is_file()
 

@@ -151,10 +151,10 @@ def test_when_all_are_damaged_each_is_named(tmp_path):
 def test_a_checkpoint_of_another_version_is_an_error_and_not_passed_over(tmp_path):
     trainer(tmp_path, [Stop(6)]).train()
     path = tmp_path / "checkpoint-6" / "manifest.json"
-    document = json.loads(path.read_text()) | {"version": 2}
+    document = json.loads(path.read_text()) | {"version": 3}
     del document["sha256"]
     path.write_bytes(seal(document))
-    with pytest.raises(CheckpointError, match="format version is 2 and this program reads 1"):
+    with pytest.raises(CheckpointError, match="format version is 3 and this program reads 1"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
