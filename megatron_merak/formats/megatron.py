@@ -1,0 +1,374 @@
+"""Megatron-LM's distributed checkpoints (--ckpt-format torch_dist), in and out, for any layout.
+
+    DIR/latest_checkpointed_iteration.txt      the number of an iteration, or "release"
+    DIR/iter_0000100/, DIR/release/            one checkpoint
+        .metadata, __R_N.distcp                a store of torch.distributed.checkpoint with whole tensors
+        common.pt                              what is no tensor
+        metadata.json                          the format; last
+
+Layers that are alike share one tensor, whose first dimension is the layer, and experts the next.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.files import complete_or_absent, disk_errors
+from ..checkpoint.hf import Source
+from ..checkpoint.shard import Intervals
+from ..durable import make_directory
+from ..errors import CheckpointError, DamagedError
+from .dcp_files import SAVE_REMEDY, DcpFiles, DcpTensor, StoredChunk, write_dcp
+from .megatron_args import check_arguments, common_state, optimizer_steps
+from .megatron_names import LAYERS, MegatronTable, MegatronTensor, Rows
+from .model import CONFIG, config_beside, empty_model, shapes_of
+from .pickles import REMEDY, read_torch, unpickling
+from .state import MASTER, MOMENTS, WEIGHTS, PortableState
+
+TRACKER = "latest_checkpointed_iteration.txt"
+COMMON = "common.pt"
+FORMAT = "metadata.json"
+
+_OPTIMIZER = "optimizer.state."
+_KINDS = {**{name: name for name in MOMENTS}, MASTER: "fp32_param"}
+# layers whose modules store something beside weights, empty where they have no fp8
+_EXTRA = "_extra_state"
+
+
+class MegatronSource(Source):
+    """Tensors of a store under HuggingFace's names.
+
+    files:  the store.
+    table:  what its tensors consist of.
+    dtypes: of the tensors, by HuggingFace's names.
+    kind:   what stands before Megatron's names: "" or "optimizer.state.exp_avg." ...
+
+    Raises CheckpointError for tensors that are missing or have another shape.
+    """
+
+    def __init__(self, files: DcpFiles, table: MegatronTable, kind: str = ""):
+        self._files = files
+        self._table = table
+        self._places = {tensor: _place(files, tensor, table, kind) for tensor in table.tensors}
+        self._last: tuple[tuple[str, int | None], torch.Tensor] | None = None
+        self._tensors = {}
+        for name, parts in table.by_name.items():
+            stored = self._places[parts[0][0]][0]
+            shape = table.shapes[name]
+            dtype = files.tensors[stored].dtype
+            self._tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+
+    def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
+        """See `Source.read`; reads all of the tensor's layer."""
+        result = torch.empty(self.shape(name), dtype=self.dtype(name))
+        for tensor, at, rows in self._table.by_name[name]:
+            values = self._piece(tensor)[at : at + rows.stop - rows.start]
+            put_rows(result, rows, values)
+        if dim is None:
+            return result
+        return torch.cat([result.narrow(dim, a, b - a) for a, b in intervals], dim)
+
+    def place(self, name: str) -> tuple:
+        stored, layer = self._places[self._table.by_name[name][0][0]][:2]
+        return (*self._files.place(stored), layer or 0, name)
+
+    def close(self) -> None:
+        self._last = None
+        self._files.close()
+
+    def _piece(self, tensor: MegatronTensor) -> torch.Tensor:
+        stored, layer, expert = self._places[tensor]
+        if self._last is None or self._last[0] != (stored, layer):
+            values = (
+                self._files.read(stored)
+                if layer is None
+                else self._files.read(stored, 0, ((layer, layer + 1),))[0]
+            )
+            self._last = ((stored, layer), values)
+        values = self._last[1]
+        return values if expert is None else values[expert]
+
+
+def put_rows(result: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
+    """Copy rows of one of Megatron's tensors to where they are in HuggingFace's."""
+    target = result if rows.expert is None else result[rows.expert]
+    if rows.transposed:
+        target[:, rows.start : rows.stop] = values.T
+    else:
+        target[rows.start : rows.stop] = values
+
+
+def rows_of(source: Source, tensor: MegatronTensor) -> torch.Tensor:
+    """Return one of Megatron's tensors, padded, from HuggingFace's."""
+    parts = []
+    for rows in tensor.rows:
+        if rows.expert is not None:
+            values = source.read(rows.name, 0, ((rows.expert, rows.expert + 1),))[0]
+            parts.append(values[rows.start : rows.stop])
+        elif rows.transposed:
+            parts.append(source.read(rows.name, 1, ((rows.start, rows.stop),)).T)
+        else:
+            parts.append(source.read(rows.name, 0, ((rows.start, rows.stop),)))
+    missing = tensor.shape[0] - sum(len(part) for part in parts)
+    if missing:
+        parts.append(parts[0].new_zeros(missing, *tensor.shape[1:]))
+    return torch.cat(parts)
+
+
+def is_megatron(directory: Path) -> bool:
+    """Whether a directory has checkpoints of Megatron-LM, or is one."""
+    if (directory / TRACKER).is_file():
+        return not (directory / "manifest.json").exists() and _chosen(directory, None) is not None
+    return (directory / FORMAT).is_file()
+
+
+def chosen_megatron(directory: Path, iteration: int | None) -> Path:
+    """Return the directory of one checkpoint: ``directory`` itself, that of ``iteration``, or the
+    one that the tracker names.
+
+    Raises CheckpointError if there is none.
+    """
+    if (directory / FORMAT).is_file():
+        return directory
+    found = _chosen(directory, iteration)
+    if found is None:
+        reason = "it has no complete checkpoint of Megatron-LM in torch_dist format"
+        if iteration is not None:
+            reason += f" of iteration {iteration}"
+        raise CheckpointError(
+            "checkpoint directory", directory, reason, "Name the directory that has " + TRACKER
+        )
+    return found
+
+
+def _chosen(directory: Path, iteration: int | None) -> Path | None:
+    name = f"iter_{iteration:07d}" if iteration is not None else _tracked(directory)
+    found = directory / name
+    return found if name and (found / FORMAT).is_file() else None
+
+
+def _tracked(directory: Path) -> str:
+    try:
+        text = (directory / TRACKER).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+    if text == "release":
+        return text
+    return f"iter_{int(text):07d}" if text.isdecimal() else ""
+
+
+def read_megatron(
+    directory: Path, config: Path | None, allow_pickle: bool, iteration: int | None = None
+) -> PortableState:
+    """Return the state in a distributed checkpoint of Megatron-LM.
+
+    directory:    that of --save, or of one checkpoint in it.
+    config:       the model's config.json, or a directory with it; None where it lies beside.
+    allow_pickle: whether its files, which are pickles, may be read.
+    iteration:    which checkpoint; None: the one that the tracker names.
+
+    Raises CheckpointError or ConfigError for what is missing, damaged, of another model, or sharded
+    so that it cannot be read for any layout.
+    """
+    path = chosen_megatron(directory, iteration)
+    _check_format(path)
+    described = config_beside(path, config)
+    model: Any = empty_model(described)
+    table = MegatronTable(model.config, shapes_of(model))
+    files = DcpFiles(path, allow_pickle)
+    common = _common(path, files)
+    check_arguments(common.get("args"), model.config, table, path)
+    kinds: dict[str, Source] = {WEIGHTS: MegatronSource(files, table)}
+    if any(_OPTIMIZER + MOMENTS[0] in name for name in files.tensors):
+        for kind, theirs in _KINDS.items():
+            before = _prefixes(files, f"{_OPTIMIZER}{theirs}.")
+            if before:
+                kinds[kind] = MegatronSource(files, table, before)
+        if kinds[WEIGHTS].dtypes()[0] == torch.float32:
+            kinds.pop(MASTER, None)  # the weights themselves
+    elif any("optimizer" in name for name in files.tensors):
+        reason = "its optimizer state is laid out for one number of ranks"
+        remedy = (
+            "Save it with --dist-ckpt-optim-fully-reshardable, or convert the weights alone "
+            "with --no-load-optim"
+        )
+        raise CheckpointError("checkpoint", path, reason, remedy)
+    return PortableState(
+        kinds=kinds,
+        config=described,
+        iteration=int(common.get("iteration", 0) or 0),
+        optimizer_steps=optimizer_steps(common) if len(kinds) > 1 else 0,
+        consumed_samples=int(getattr(common.get("args"), "consumed_train_samples", 0) or 0),
+    )
+
+
+def write_megatron(state: PortableState, directory: Path, divisor: int = 128) -> Path:
+    """Write a distributed checkpoint of Megatron-LM, which any layout of it loads; return its
+    directory.
+
+    state:     the weights and, if it has any, the optimizer state.
+    directory: for the tracker and the directory of the checkpoint.
+    divisor:   rows of the vocabulary are padded to a multiple of it
+               (--make-vocab-size-divisible-by x tensor-parallel ranks).
+
+    Raises CheckpointError, and ConfigError for a model without counterpart.
+    """
+    model: Any = empty_model(state.config)
+    table = MegatronTable(model.config, shapes_of(model), divisor)
+    name = f"iter_{state.iteration:07d}" if state.iteration else "release"
+    path = directory / name
+    tensors: dict[str, DcpTensor] = {}
+    pieces: dict[tuple[str, tuple[int, ...]], tuple[Source, MegatronTensor]] = {}
+    for kind, source in state.kinds.items():
+        before = "" if kind == WEIGHTS else f"{_OPTIMIZER}{_KINDS[kind]}."
+        _plan(table, source, before, tensors, pieces)
+
+    def values(name: str, chunk: StoredChunk) -> torch.Tensor:
+        source, tensor = pieces[name, chunk.offsets]
+        return rows_of(source, tensor).view(chunk.shape)
+
+    write_dcp(path, tensors, values, _extra_states(table))
+    with disk_errors(path, SAVE_REMEDY):
+        make_directory(path)
+        with complete_or_absent(path / COMMON) as file:
+            torch.save(common_state(model.config, table, state), file)
+        with complete_or_absent(path / CONFIG) as file:
+            file.write(json.dumps(dict(state.config), indent=2).encode() + b"\n")
+        with complete_or_absent(path / FORMAT) as file:
+            file.write(json.dumps(_FORMAT).encode())
+        with complete_or_absent(directory / TRACKER) as file:
+            file.write((str(state.iteration) if state.iteration else "release").encode())
+    return path
+
+
+_FORMAT: Mapping[str, Any] = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def _plan(
+    table: MegatronTable,
+    source: Source,
+    before: str,
+    tensors: dict[str, DcpTensor],
+    pieces: dict[tuple[str, tuple[int, ...]], tuple[Source, MegatronTensor]],
+) -> None:
+    """Add the tensors of one kind of state, with a chunk for each layer and expert."""
+    counts = (table.num_layers, table.experts)
+    parts: dict[str, list[MegatronTensor]] = {}
+    for tensor in table.tensors:
+        parts.setdefault(tensor.key, []).append(tensor)
+        # small, and read under this name by layers that are not fused
+        for other in tensor.others if table.experts else ():
+            parts.setdefault(other, []).append(tensor)
+    for key, members in parts.items():
+        first = members[0]
+        leading = tuple(
+            count
+            for count, at in zip(counts, (first.layer, first.expert), strict=True)
+            if at is not None
+        )
+        rest = first.shape
+        chunks = []
+        for tensor in members:
+            at = tuple(each for each in (tensor.layer, tensor.expert) if each is not None)
+            offsets = at + (0,) * len(rest)
+            chunks.append(StoredChunk(offsets, (1,) * len(at) + rest))
+            pieces[before + key, offsets] = (source, tensor)
+        dtype = source.dtype(first.rows[0].name)
+        tensors[before + key] = DcpTensor(leading + rest, dtype, tuple(chunks))
+
+
+def _extra_states(table: MegatronTable) -> dict[str, Any]:
+    """Return the objects that modules of Megatron-LM ask for beside their weights."""
+    found: dict[str, Any] = {}
+    for tensor in table.tensors:
+        module, _, end = tensor.key.rpartition(".")
+        if tensor.layer is None or end != "weight" or "linear_" not in module:
+            continue
+        numbers = [(tensor.layer, table.num_layers)]
+        if tensor.expert is not None:
+            numbers.append((tensor.expert, table.experts))
+        at = ".".join(str(number) for number, _ in numbers)
+        of = ".".join(str(count) for _, count in numbers)
+        found[f"{module}.{_EXTRA}/shard_{at}_{of}"] = [None]
+    return found
+
+
+def _place(
+    files: DcpFiles, tensor: MegatronTensor, table: MegatronTable, kind: str
+) -> tuple[str, int | None, int | None]:
+    """Return where a tensor is: a name in the store, and the layer and expert in it.
+
+    Raises CheckpointError.
+    """
+    leading = () if tensor.expert is None else (table.experts,)
+    for key in (tensor.key, *tensor.others):
+        if kind + key in files.tensors:
+            layered = () if tensor.layer is None else (table.num_layers,)
+            _check_shape(files, kind + key, layered + leading, tensor)
+            return kind + key, tensor.layer, tensor.expert
+        alone = key.replace(LAYERS, f"{LAYERS}{tensor.layer}.")
+        if tensor.layer is not None and kind + alone in files.tensors:
+            _check_shape(files, kind + alone, leading, tensor)
+            return kind + alone, None, tensor.expert
+    reason = f"{kind}{tensor.key} is not in it"
+    raise CheckpointError("checkpoint", files.directory, reason, "Give that model's --config")
+
+
+def _check_shape(
+    files: DcpFiles, name: str, leading: tuple[int, ...], tensor: MegatronTensor
+) -> None:
+    shape = files.tensors[name].shape
+    want = leading + tensor.shape
+    # the vocabulary has rows of padding
+    padded = tensor.key in ("embedding.word_embeddings.weight", "output_layer.weight")
+    fits = shape == want or (padded and shape[1:] == want[1:] and shape[0] >= want[0])
+    if not fits:
+        reason = f"{name} has shape {shape}, and the model of the config {want}"
+        raise CheckpointError("checkpoint", files.directory, reason, "Give that model's --config")
+
+
+def _prefixes(files: DcpFiles, kind: str) -> str:
+    """Return what stands before Megatron's names of one kind of state; "" if there is none of it."""
+    found = {name[: name.index(kind) + len(kind)] for name in files.tensors if kind in name}
+    if len(found) > 1:
+        reason = f"it has several optimizers: {', '.join(sorted(found))}"
+        raise CheckpointError(
+            "checkpoint", files.directory, reason, "Convert the weights alone with --no-load-optim"
+        )
+    return found.pop() if found else ""
+
+
+def _check_format(path: Path) -> None:
+    try:
+        described = json.loads((path / FORMAT).read_text(encoding="utf-8"))
+        backend = described["sharded_backend"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DamagedError(
+            "checkpoint file", path / FORMAT, f"it says no format ({error})", REMEDY
+        ) from error
+    if backend != _FORMAT["sharded_backend"]:
+        reason = f"its format is {backend}"
+        raise CheckpointError("checkpoint", path, reason, "Save it with --ckpt-format torch_dist")
+
+
+def _common(path: Path, files: DcpFiles) -> Mapping[str, Any]:
+    """Return what is no tensor: a file of its own, or an object of the store in later versions."""
+    if (path / COMMON).is_file():
+        with unpickling(path / COMMON):
+            found = read_torch(path / COMMON)
+    else:
+        names = sorted(name for name in files.objects if name.split("/")[0] == "common_state")
+        found = files.object(names[0]) if names else {}
+    if not isinstance(found, Mapping):
+        name = os.fspath(path / COMMON)
+        raise DamagedError("checkpoint file", name, "it holds no dictionary", REMEDY)
+    return found

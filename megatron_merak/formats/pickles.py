@@ -1,0 +1,186 @@
+"""Files of torch that are pickles, read without running what they name.
+
+A pickle names functions and classes, and reading it calls them. Here a few are let through, which only make tensors and
+plain records; classes of programs whose settings are stored beside weights become `Inert`; everything else is refused
+by its name.
+"""
+
+import argparse
+import collections
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PosixPath, PurePosixPath
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, BinaryIO, Self
+
+import torch
+import torch.distributed.checkpoint.filesystem as dcp_filesystem
+import torch.distributed.checkpoint.metadata as dcp_metadata
+import torch.distributed.checkpoint.planner as dcp_planner
+
+from ..errors import CheckpointError, DamagedError, MerakError
+
+REMEDY = "Copy the checkpoint again, or save it once more"
+
+_NAMED = "--allow-pickle reads tensors and plain settings only. Save the checkpoint without it"
+# of these, settings have classes and enumerations, and states of random generators have arrays
+_INERT = ("megatron.", "transformer_engine", "numpy", "apex.", "torchtitan.", "datetime")
+_TORCH = (
+    "Size FloatStorage DoubleStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage "
+    "CharStorage ByteStorage BoolStorage"
+).split()
+_BUILTINS = (set, frozenset, complex, bytearray, range, slice)
+
+
+class Inert:
+    """Stands for an object of a class that is not called."""
+
+    def __init__(self, *arguments: object, **named: object):
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def _of_torch() -> Iterator[tuple[tuple[str, str], Any]]:
+    for name in _TORCH:
+        yield ("torch", name), getattr(torch, name)
+    for name, value in vars(torch).items():
+        if isinstance(value, torch.dtype):
+            yield ("torch", name), value
+    for name in ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_tensor"):
+        yield ("torch._utils", name), getattr(torch._utils, name)
+    for name in ("UntypedStorage", "TypedStorage"):
+        yield ("torch.storage", name), getattr(torch.storage, name)
+    yield ("torch", "device"), torch.device
+    yield ("torch.serialization", "_get_layout"), torch.serialization._get_layout
+    for names, module in (
+        (
+            "Metadata TensorProperties MetadataIndex _MEM_FORMAT_ENCODING ChunkStorageMetadata "
+            "BytesStorageMetadata TensorStorageMetadata StorageMeta",
+            dcp_metadata,
+        ),
+        ("SavePlan WriteItem WriteItemType TensorWriteData", dcp_planner),
+        ("_StorageInfo", dcp_filesystem),
+    ):
+        for name in names.split():
+            yield (module.__name__, name), getattr(module, name)
+
+
+_ALLOWED: Mapping[tuple[str, str], Any] = MappingProxyType(
+    {
+        **dict(_of_torch()),
+        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("collections", "defaultdict"): collections.defaultdict,
+        ("_io", "BytesIO"): io.BytesIO,
+        ("argparse", "Namespace"): argparse.Namespace,
+        ("pathlib", "PosixPath"): PosixPath,
+        ("pathlib", "PurePosixPath"): PurePosixPath,
+        **{("builtins", each.__name__): each for each in _BUILTINS},
+    }
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = _ALLOWED.get((module, name))
+        if found is not None:
+            return found
+        if module.startswith(_INERT):
+            return Inert
+        raise _RefusedError(f"it names {module}.{name}, which is not called")
+
+
+class _RefusedError(pickle.UnpicklingError):
+    """A name in a pickle that is not let through."""
+
+
+# what torch.load takes for a module
+_MODULE = SimpleNamespace(
+    __name__="pickle",
+    Unpickler=_Unpickler,
+    load=lambda file, **_: _Unpickler(file).load(),
+)
+
+
+def read_pickle(file: BinaryIO) -> Any:
+    """Return what a plain pickle has. Raises `pickle.UnpicklingError`, and others for damage."""
+    return _Unpickler(file).load()
+
+
+def read_torch(file: BinaryIO | Path, mmap: bool = False) -> Any:
+    """Return what ``torch.save`` wrote, on the CPU. Raises as `read_pickle` does."""
+    return torch.load(
+        file,
+        map_location="cpu",
+        pickle_module=_MODULE,
+        weights_only=False,
+        mmap=mmap,
+    )
+
+
+@contextmanager
+def unpickling(path: Path, inside: str = "") -> Iterator[None]:
+    """Turn what goes wrong while the body reads pickles of a file into a `CheckpointError` of one
+    line.
+
+    inside: names the part of the file.
+    """
+    where = f"{path}{inside and f', {inside}'}"
+    try:
+        yield
+    except MerakError:
+        raise
+    except _RefusedError as error:
+        raise CheckpointError("pickle", where, str(error), _NAMED) from error
+    except FileNotFoundError as error:
+        raise DamagedError("checkpoint file", where, "it is missing", REMEDY) from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError("checkpoint file", where, reason, REMEDY) from error
+    # a damaged pickle raises anything at all
+    except Exception as error:
+        reason = f"it cannot be read ({type(error).__name__}: {str(error).splitlines()[:1]})"
+        raise DamagedError("checkpoint file", where, reason, REMEDY) from error
+
+
+class FileSlice(io.RawIOBase):
+    """Part of an open file, as a file.
+
+    file:   open for reading, and seekable.
+    start:  where the part begins, in bytes.
+    length: of the part, in bytes.
+    """
+
+    def __init__(self, file: BinaryIO, start: int, length: int):
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._length - self._at))
+        self._file.seek(self._start + self._at)
+        data = self._file.read(count)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def __enter__(self) -> Self:
+        return self
