@@ -14,6 +14,7 @@ from megatron_merak.checkpoint.shard import Intervals, Shard, local_shape
 from megatron_merak.errors import CheckpointError
 
 MODEL = "model"
+BUFFER = "buffer"  # what training does not change
 
 
 def read_stored(
@@ -48,33 +49,39 @@ class StoredSource(Source):
 
     directory: the complete checkpoint.
     rename:    from a saved tensor name to the name used here.
+    kind:      which of its state: the weights with the buffers, or one of the optimizer's.
 
-    Raises DamagedError if the manifest or a byte of the weights is damaged.
+    Raises DamagedError if the manifest or a byte of the state is damaged.
     """
 
-    def __init__(self, directory: Path, rename: Callable[[str], str] = str):
+    def __init__(self, directory: Path, rename: Callable[[str], str] = str, kind: str = MODEL):
         self.directory = directory
         self.manifest = read_manifest(directory)[1]
-        files = self.manifest.files_of([MODEL])
+        kinds = [kind]
+        if kind == MODEL and BUFFER in self.manifest.tensors:
+            kinds.append(BUFFER)
+        files = self.manifest.files_of(kinds)
         for file in sorted(files):
             verify_tensors(
                 directory / file, self.manifest.files[file], files[file], self.manifest.save_id
             )
-        entries = self.manifest.tensors[MODEL]
-        self._names = {rename(name): name for name in entries}
-        self._tensors = {
-            rename(name): torch.empty(entry.shape, dtype=DTYPE_NAMES[entry.dtype], device="meta")
-            for name, entry in entries.items()
-        }
+        self._names = {}
+        self._tensors = {}
+        for each in kinds:
+            for name, entry in self.manifest.tensors[each].items():
+                dtype = DTYPE_NAMES[entry.dtype]
+                self._names[rename(name)] = (each, name)
+                self._tensors[rename(name)] = torch.empty(entry.shape, dtype=dtype, device="meta")
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
-        stored = self._names[name]
+        kind, stored = self._names[name]
         return read_stored(
-            self.directory, self.manifest, MODEL, stored, dim=dim, intervals=intervals
+            self.directory, self.manifest, kind, stored, dim=dim, intervals=intervals
         )
 
     def place(self, name: str) -> tuple:
-        parts = self.manifest.tensors[MODEL][self._names[name]].parts
+        kind, stored = self._names[name]
+        parts = self.manifest.tensors[kind][stored].parts
         return (parts[0].file, name)
 
 

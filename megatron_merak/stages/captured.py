@@ -26,6 +26,15 @@ from ..runtime.halves import halve
 from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
 from .blueprint import Blueprint, ModelTask, Programs
+from .constants import (
+    KIND,
+    META,
+    Constants,
+    check_same_constants,
+    constant_shards,
+    constants_of,
+    described,
+)
 from .documents import without
 from .guard import unguarded
 from .kernels import check_kernels
@@ -443,6 +452,13 @@ class CapturedModel(TrainedModel):
         """
         return [*self.parameter_shards.others(), *self.running.shards()]
 
+    def constants(self) -> Constants:
+        # the base model of adapters is not saved
+        if has_adapters(self.model):
+            return {}
+        with unguarded(self.model):
+            return constants_of(self.model, self.running.names)
+
     def after_load(self) -> None:
         self.parameter_shards.round_frozen()
         if self.user_model is not None:
@@ -469,7 +485,11 @@ class CapturedModel(TrainedModel):
         }
         meta |= {"loss_scale": self.optimizer.scaler.state(), "optimizer": self.optimizer.name}
         meta["missed_steps"] = dict(self.optimizer.missed)
-        return store.save(root, self.iteration, self._state(), meta, self.mesh.control, "cpu")
+        constants = self.constants()
+        meta[META] = described(constants)
+        shards = constant_shards(constants, owner=self.mesh.rank == 0)
+        kinds = self._state() | ({KIND: store.StateKind.of(shards)} if shards else {})
+        return store.save(root, self.iteration, kinds, meta, self.mesh.control, "cpu")
 
     def load(
         self,
@@ -502,6 +522,7 @@ class CapturedModel(TrainedModel):
                     "training state", root, reason, "Resume from another checkpoint"
                 )
             check_same_optimizer(meta, self.optimizer)
+            check_same_constants(meta, self.constants())
             check(meta["extra"])
 
         meta = store.load(

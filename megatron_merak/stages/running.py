@@ -22,7 +22,9 @@ class RunningStatistics:
     """The running statistics of a captured model, in the model of the rank whose stage computes the
     norm.
 
-    As with DistributedDataParallel, checkpoints and evaluations use those of the first replica.
+    ``names`` are those of all ranks' buffers. As with DistributedDataParallel, checkpoints and
+    evaluations use those of the first replica.
+
     Raises TraceError for a norm whose momentum depends on the number of updates, which would be a
     constant of the captured graph.
     """
@@ -34,6 +36,8 @@ class RunningStatistics:
         own_units = {unit for stage in stages for unit in blueprint.plan.stages[stage].units}
         self._buffers: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
+        # of all stages
+        self.names: set[str] = set()
         buffers = dict(model.named_buffers(remove_duplicate=False))
         for unit, nodes in enumerate(blueprint.chain.units):
             for name in _updated(nodes, blueprint.traced.captured):
@@ -44,11 +48,12 @@ class RunningStatistics:
                         "with momentum=None it depends on the number of batches, unknown to a graph"
                     )
                     raise TraceError("module", path, reason, "Give it a momentum, for example 0.1")
+                count = f"{path}.{_COUNT}" if path else _COUNT
+                self.names |= {name, count}
                 if unit not in own_units:
                     continue
                 buffers[name].data = buffers[name].data.to(mesh.device)
                 self._buffers[name] = buffers[name]
-                count = f"{path}.{_COUNT}" if path else _COUNT
                 if key == "running_mean" and count in buffers:
                     self._buffers[count] = buffers[count]
                     self._counts[count] = self._counts.get(count, 0) + 1

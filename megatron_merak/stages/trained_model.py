@@ -17,6 +17,7 @@ from ..runtime.executor import Executor
 from ..runtime.executors import Executors
 from ..runtime.parameters import RankParameters
 from ..runtime.stage import Stage
+from .constants import Constants
 from .not_finite import first_not_finite
 from .optimizer_state import OptimizerOf
 from .replicas import Replicas
@@ -169,6 +170,10 @@ class TrainedModel:
     def others(self) -> Sequence[Shard]:
         """Shards of what checkpoints have beside the trained parameters."""
         return ()
+
+    def constants(self) -> Constants:
+        """Buffers that checkpoints have, and that training does not change."""
+        return {}
 
     def flops(self) -> float:
         """Return the FLOPs of a step, forward and backward, over all ranks; repeated work counts

@@ -15,6 +15,7 @@ from ..checkpoint import store
 from ..config import RunConfig
 from ..optimizer.base import Rates
 from ..parallel.position import tell
+from ..stages.constants import KIND, META, check_same_constants, constant_shards, described
 from ..stages.optimizer_state import optimizer_kinds, weights_kind
 from ..stages.parameter_groups import rates_of_run
 from ..stages.rerun import Rerun
@@ -167,7 +168,9 @@ class Trainer:
 
     def saved_kinds(self) -> dict[str, store.StateKind]:
         """Return what a checkpoint of this run has."""
-        return self.kinds(not self.config.checkpoint.no_save_optim)
+        constants = constant_shards(self.model.constants(), owner=self.mesh.rank == 0)
+        kinds = self.kinds(not self.config.checkpoint.no_save_optim)
+        return kinds | ({KIND: store.StateKind.of(constants)} if constants else {})
 
     def meta(self) -> dict[str, Any]:
         """Return what a checkpoint of this iteration says of the run."""
@@ -183,6 +186,7 @@ class Trainer:
             "plan": self.plan.to_dict(),
             "data": self.data,
             "model": self.model.settings(),
+            META: described(self.model.constants()),
         }
 
     def load(
@@ -210,6 +214,7 @@ class Trainer:
             saved = SavedRun.read(meta, root)
             if optimizer:
                 check_same_optimizer(meta, self.optimizer, " or --no-load-optim")
+            check_same_constants(meta, self.model.constants())
             lines[:] = check(
                 self.config,
                 saved,

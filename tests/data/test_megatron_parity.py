@@ -12,7 +12,6 @@ from megatron_merak.data.indexed_dataset import IndexedDatasetWriter
 
 from .test_build import config
 
-pytest.importorskip("megatron.core")
 INDICES = (
     "document_index",
     "sample_index",
