@@ -15,8 +15,8 @@ import pickle
 import re
 import stat
 from bisect import bisect_right, insort
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -345,6 +345,7 @@ def write_dcp(
     values: Callable[[str, StoredChunk], torch.Tensor],
     objects: Mapping[str, Any],
     file_bytes: int = FILE_BYTES,
+    aliases: Mapping[str, str] | None = None,
     paths: Mapping[str, Sequence[str | int]] | None = None,
 ) -> None:
     """Write a store that ``torch.distributed.checkpoint.load`` opens, with any number of ranks.
@@ -355,6 +356,7 @@ def write_dcp(
     values:     returns a chunk, contiguous or not; one is in memory at a time.
     objects:    by name: numbers, text and containers of them.
     file_bytes: after which the next file begins.
+    aliases:    further names of tensors and objects, which are stored once.
     paths:      the keys of nested dictionaries that each name is made of, for tools that restore
                 these from the store alone.
 
@@ -379,7 +381,7 @@ def write_dcp(
                 for chunk in tensor.chunks:
                     files.add(name, chunk.offsets, _checked(name, tensor, chunk, values))
             files.close()
-            _write_metadata(directory, tensors, objects, files.records, paths)
+            _write_metadata(directory, tensors, files.records, aliases or {}, paths)
         except BaseException:
             files.remove()
             raise
@@ -498,31 +500,36 @@ def _checked(
 def _write_metadata(
     directory: Path,
     tensors: Mapping[str, DcpTensor],
-    objects: Iterable[str],
     records: Mapping[tuple[str, tuple[int, ...] | None], _Stored],
+    aliases: Mapping[str, str],
     paths: Mapping[str, Sequence[str | int]] | None,
 ) -> None:
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    entries: dict[str, Any] = {name: of_torch.BytesStorageMetadata() for name in objects}
-    hints: dict[tuple[str, tuple[int, ...] | None], int] = {}
+    names: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        names.setdefault(name, []).append(alias)
+    entries: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        hints |= {(name, chunk.offsets): at for at, chunk in enumerate(tensor.chunks)}
-        entries[name] = of_torch.TensorStorageMetadata(
-            of_torch.TensorProperties(dtype=tensor.dtype),
-            torch.Size(tensor.shape),
-            [
-                of_torch.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape))
-                for chunk in tensor.chunks
-            ],
-        )
-    storage = {
-        of_torch.MetadataIndex(*key, hints.get(key)): _StorageInfo(
-            record.file, record.offset, record.length
-        )
-        for key, record in records.items()
-    }
+        for each in (name, *names.get(name, ())):
+            entries[each] = of_torch.TensorStorageMetadata(
+                of_torch.TensorProperties(dtype=tensor.dtype),
+                torch.Size(tensor.shape),
+                [
+                    of_torch.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.shape))
+                    for c in tensor.chunks
+                ],
+            )
+    storage = {}
+    numbers: Counter[str] = Counter()
+    for (name, offsets), record in records.items():
+        info = _StorageInfo(record.file, record.offset, record.length)
+        number = None if offsets is None else numbers[name]
+        numbers[name] += 1
+        for each in (name, *names.get(name, ())):
+            entries.setdefault(each, of_torch.BytesStorageMetadata())
+            storage[of_torch.MetadataIndex(each, offsets, number)] = info
     planned = None if paths is None else {name: tuple(path) for name, path in paths.items()}
     metadata = of_torch.Metadata(entries, planned, storage)
     path = directory / METADATA
