@@ -424,10 +424,10 @@ class _Reading:
             values = {k: self.files.value(fields[k]) for k in _HYPER if k in fields}
             group = merged.setdefault(repr(values), {"params": [], **values})
             for name in names:
-                inner = next((n for n in _tails(bare(name)) if n in known), None)
-                if inner is None:
+                tail = next((each for each in _tails(bare(name)) if each in known), None)
+                if tail is None:
                     continue
-                first = next(t[inner] for t in self.tables.values() if inner in t)
+                first = next(t[tail] for t in self.tables.values() if tail in t)
                 first = self.aliases.get(first, first)
                 if first not in group["params"]:
                     group["params"].append(first)

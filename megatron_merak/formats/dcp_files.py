@@ -357,8 +357,8 @@ def write_dcp(
     objects:    by name: numbers, text and containers of them.
     file_bytes: after which the next file begins.
     aliases:    further names of tensors and objects, which are stored once.
-    paths:      the keys of nested dictionaries that each name is made of, for tools that restore
-                these from the store alone.
+    paths:      by name, the keys of nested dictionaries that it is made of, for tools that restore
+                these from the store alone; joined by dots they are the name.
 
     If it fails, the files that it wrote are removed. Raises `CheckpointError`, also for chunks that
     do not tile a tensor or are not as ``tensors`` says.
