@@ -18,6 +18,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -48,6 +49,7 @@ from .dcp_names import (
     rotated_heads,
     some,
     state_names,
+    tails,
     titan_names,
 )
 from .state import MASTER, MOMENTS, WEIGHTS, PortableState
@@ -148,23 +150,28 @@ def write_dcp_state(
         text = json.dumps(dict(state.config), indent=2, sort_keys=True) + "\n"
         (Path(place) / CONFIG).write_text(text, encoding="utf-8")
         model = build_empty(Path(place), None, False, {}, stored_as=torch.float32)
-    writing = _Writing(state, model, flavour, chunk_bytes)
+    contents = _Writing(state, model, flavour, chunk_bytes).contents()
+    was_missing = not directory.exists()
     with disk_errors(directory, _REMEDY):
         try:
             fresh = in_place.begin(directory)
-            for folder, contents in writing.contents().items():
+            for folder, each in contents.items():
                 write_dcp(
                     fresh / folder,
-                    contents.tensors,
-                    contents.values,
-                    contents.objects,
-                    aliases=contents.aliases,
-                    paths=contents.paths,
+                    each.tensors,
+                    each.values,
+                    each.objects,
+                    aliases=each.aliases,
+                    paths=each.paths,
                 )
             (fresh / CONFIG).write_text(text, encoding="utf-8")
             in_place.publish(directory, _replaced(directory))
-        finally:
+        except BaseException:
             in_place.abandon(directory)
+            with suppress(OSError):
+                if was_missing:
+                    directory.rmdir()
+            raise
 
 
 class _Stores:
@@ -267,7 +274,8 @@ class _Reading:
         }
 
     def state(self, config: Mapping[str, Any], say: Callable[[str], object]) -> PortableState:
-        heads = optimizer_heads(chain(self.files.tensors, self.files.objects))
+        known = {name for table in self.tables.values() for name in table}
+        heads = optimizer_heads(chain(self.files.tensors, self.files.objects), known)
         if len(heads) > 1:
             reason = f"it has the state of {len(heads)} optimizers: {some(heads)}"
             raise self.files.bad(reason, "Save that of one")
@@ -424,7 +432,7 @@ class _Reading:
             values = {k: self.files.value(fields[k]) for k in _HYPER if k in fields}
             group = merged.setdefault(repr(values), {"params": [], **values})
             for name in names:
-                tail = next((each for each in _tails(bare(name)) if each in known), None)
+                tail = next((each for each in tails(bare(name)) if each in known), None)
                 if tail is None:
                     continue
                 first = next(t[tail] for t in self.tables.values() if tail in t)
@@ -528,13 +536,6 @@ class _Reading:
             reason = f"{len(names)} {what} have no place in {kind}: {some(names)}"
             remedy = "Give the config.json of this model with --config DIR"
             raise self.files.bad(reason, remedy)
-
-
-def _tails(name: str) -> Iterable[str]:
-    """Yield a name, and what remains of it without its first parts."""
-    while name:
-        yield name
-        name = name.partition(".")[2]
 
 
 @dataclass

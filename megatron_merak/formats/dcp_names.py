@@ -10,7 +10,7 @@ them is found by comparing with the names of the model, so any other key or wrap
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,25 +82,38 @@ def headings(
     """
     votes: Counter[Heading] = Counter()
     for key in map(bare, keys):
-        at = 0
-        while True:
+        for tail in tails(key):
             for program, table in tables.items():
-                if key[at:] in table:
-                    votes[Heading(program, key[:at])] += 1
-            at = key.find(".", at) + 1
-            if not at:
-                break
+                if tail in table:
+                    votes[Heading(program, key.removesuffix(tail))] += 1
     return votes.most_common()
 
 
-def optimizer_heads(keys: Iterable[str]) -> list[str]:
-    """Return what stands before ``state.NAME.exp_avg`` and the like in a store: "optim."."""
+def optimizer_heads(keys: Iterable[str], known: Container[str]) -> list[str]:
+    """Return what stands before ``state.NAME.exp_avg`` and the like in a store: "optim.".
+
+    known: names in a store of the model's tensors, by which ``state.`` is told from a part of one.
+    """
     found: dict[str, None] = {}
     for key in keys:
         match = _STATE.fullmatch(key)
-        if match and match["kind"] in _OF_OPTIMIZERS:
-            found[match["head"]] = None
+        if match is None or match["kind"] not in _OF_OPTIMIZERS:
+            continue
+        head = match["head"]
+        whole = bare(key.removesuffix(f".{match['kind']}"))
+        tail = next((each for each in tails(whole) if each in known), None)
+        if tail is not None:
+            before = f".{whole.removesuffix(tail)}".rpartition(".state.")[0]
+            head = f"{before}."[1:]
+        found[head] = None
     return list(found)
+
+
+def tails(name: str) -> Iterator[str]:
+    """Yield a name, and what remains of it without its first parts."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
 
 
 def state_names(keys: Iterable[str], head: str) -> dict[str, dict[str, str]]:
