@@ -294,6 +294,13 @@ def broken_zip(directory: Path) -> None:
     (directory / FILE).write_bytes(data)
 
 
+def flipped(directory: Path) -> None:
+    data = bytearray((directory / FILE).read_bytes())
+    at = data.index(torch.arange(6.0).numpy().tobytes())
+    data[at + 5] ^= 4
+    (directory / FILE).write_bytes(data)
+
+
 def no_zip(directory: Path) -> None:
     data = bytearray((directory / FILE).read_bytes())
     at = pickle.loads((directory / ".metadata").read_bytes()).storage_data[
@@ -322,6 +329,7 @@ RECORDS = {
     "no tensor": (lambda d: record(d, "w", {"w": 1, "x": "y" * 99}), DamagedError, "holds a dict"),
     "code": (lambda d: record(d, "w", Code(d / "ran")), CheckpointError, "posix.mkdir"),
     "no zip": (no_zip, DamagedError, "not what torch.save writes"),
+    "a bit": (flipped, DamagedError, "Bad CRC-32 for file"),
     "zeros": (broken_zip, DamagedError, "cannot be read"),
 }
 
@@ -337,6 +345,16 @@ def test_a_record_that_cannot_be_read(case, tmp_path):
         files.read("w")
     assert type(raised.value) is kind and "\n" not in str(raised.value)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_record_without_sums_is_read(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        make(tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    files = DcpFiles(tmp_path, allow_pickle=True)
+    assert torch.equal(files.read("w"), torch.arange(6.0).view(3, 2))
 
 
 def test_an_object_that_would_run_code(tmp_path):
