@@ -32,7 +32,7 @@ _NEW = "new"
 _OLD = "old"
 _SHOWN = "shown"
 _LINKS = "links"
-_LATE = (".safetensors", ".index.json")  # without links, what decides is renamed last
+_LATE = (".safetensors", ".index.json", ".metadata")  # without links, what decides is renamed last
 _NO_LINKS = (
     errno.EPERM,
     errno.EACCES,

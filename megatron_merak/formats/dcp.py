@@ -1,337 +1,744 @@
-"""Training states in stores of torch.distributed.checkpoint: of FSDP2 loops, accelerate and torchtitan.
+"""Training states in stores of torch.distributed.checkpoint: FSDP2, accelerate, torchtitan.
 
-    DIR/.metadata                        weights and optimizer state under names such as model.N, optim.state.N.exp_avg
-    DIR/pytorch_model_fsdp_0/, optimizer_0/        the two stores of accelerate
+    read_dcp(directory, config, allow_pickle)     -> PortableState, read tensor by tensor later
+    write_dcp_state(state, directory, flavour)    DIR/.metadata, __0_N.distcp, config.json
 
-What stands before a weight's name is found by looking, since each program has something else there. Weights are named
-as in transformers, or as in torchtitan.
+    plain          {"model": get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}, whose
+                   parameter groups are there both nested and flattened
+    accelerate     DIR/pytorch_model_fsdp_0 and DIR/optimizer_0, as Accelerator.save_state does
+    torchtitan     step-N of torchtitan, for the models that it shares with transformers
+
+Whatever dtype moments are stored in, they are read as fp32. Functions are local to one process, which
+needs memory for one tensor, or one chunk, at a time.
 """
 
 import json
+import math
+import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..checkpoint import hf_names
-from ..checkpoint.files import complete_or_absent, disk_errors
+from ..checkpoint import hf_names, in_place
+from ..checkpoint.files import disk_errors
 from ..checkpoint.hf import Source
+from ..checkpoint.hf_build import CONFIG, build_empty
+from ..checkpoint.hf_files import read_json
+from ..checkpoint.hf_patchwork import Patchwork, Range, part, read, sources, stored
 from ..checkpoint.shard import Intervals
-from ..durable import make_directory
-from ..errors import CheckpointError
-from .dcp_files import METADATA, SAVE_REMEDY, DcpFiles, DcpTensor, StoredChunk, write_dcp
-from .model import CONFIG, config_beside, empty_model, shapes_of
+from ..errors import CheckpointError, ConfigError
+from .dcp_files import METADATA, SUFFIX, DcpFiles, DcpTensor, StoredChunk, write_dcp
+from .dcp_names import (
+    BUFFERS,
+    HUGGINGFACE,
+    TORCHTITAN,
+    Heading,
+    bare,
+    halves_first,
+    headings,
+    optimizer_heads,
+    pairs_first,
+    rotated_heads,
+    some,
+    state_names,
+    tails,
+    titan_names,
+)
 from .state import MASTER, MOMENTS, WEIGHTS, PortableState
 
-_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
+PLAIN = "plain"
+ACCELERATE = "accelerate"
+FLAVOURS = (PLAIN, ACCELERATE, TORCHTITAN)
+
+MODEL_DIRECTORY = "pytorch_model_fsdp_0"
+OPTIMIZER_DIRECTORY = "optimizer_0"
+
 _STEP = "step"
-# wrappers that leave a part in names
-_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-_NAMED = 3  # names in one message
-# what is no weight: states of optimizers, schedules and loaders, and tables of angles
-_BESIDE = re.compile(
-    r"(^|\.)(optim\w*|state|param_groups|lr_scheduler\w*|train_state|dataloader\w*|freqs_cis|"
-    r"inv_freq|original_inv_freq)(\.|$)"
-)
-
-
-@dataclass(frozen=True)
-class _Titan:
-    """torchtitan's names of a family; those of transformers without the layer's number before them.
-
-    permuted: the products whose rows are pairs, which its rotary embedding turns, in the order of
-              pairs: transformers has the first halves of all pairs before the second.
-    """
-
-    names: Mapping[str, str]
-    permuted: Mapping[str, str]
-
-
-_TITAN_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "model.embed_tokens": "tok_embeddings",
-        "model.norm": "norm",
-        "lm_head": "output",
-        "self_attn.q_proj": "attention.wq",
-        "self_attn.k_proj": "attention.wk",
-        "self_attn.v_proj": "attention.wv",
-        "self_attn.o_proj": "attention.wo",
-        "self_attn.q_norm": "attention.q_norm",
-        "self_attn.k_norm": "attention.k_norm",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.up_proj": "feed_forward.w3",
-        "mlp.down_proj": "feed_forward.w2",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-)
-_TITANS: Mapping[str, _Titan] = MappingProxyType(
-    {
-        "llama": _Titan(
-            _TITAN_NAMES,
-            {
-                "self_attn.q_proj": "num_attention_heads",
-                "self_attn.k_proj": "num_key_value_heads",
-            },
-        ),
-        "qwen3": _Titan(_TITAN_NAMES, {}),
-    }
-)
+_STEPS = ("train_state.step", "iteration")  # of a run; an optimizer's are another thing
+_SAMPLES = "consumed_samples"
+# of a store whose weights have nothing before their names: what else is in it
+_SECTIONS = ("optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state", "rng")
+_HYPER = ("lr", "betas", "eps", "weight_decay", "initial_lr")
+_CHUNK = 1 << 30  # bytes of a chunk that is written, if rows of it are not more
+_COMPARED = 1 << 24  # elements of two tied tensors compared at once
+_REMEDY = "Check the output directory, its permissions and its free space"
+_OURS = re.compile(r"__\d+_\d+" + re.escape(SUFFIX))
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class DcpSource(Source):
-    """Tensors of a store under HuggingFace's names.
+    """Tensors of a store under the names of a model.
 
-    files:  the store.
-    places: of each tensor, its name in the store, and for how many heads its rows are pairs; 0 for
-            rows in order.
+    files:      where their parts are read.
+    tensors:    by name, what they consist of; as `hf_patchwork` describes it.
+    as_float32: read floating-point numbers of any dtype as fp32.
     """
 
-    def __init__(self, files: DcpFiles, places: Mapping[str, tuple[str, int]]):
+    def __init__(
+        self, files: "_Stores", tensors: Mapping[str, Patchwork], as_float32: bool = False
+    ):
         self._files = files
-        self._places = dict(places)
-        self._tensors = {
-            name: torch.empty(
-                files.tensors[stored].shape, dtype=files.tensors[stored].dtype, device="meta"
-            )
-            for name, (stored, _) in places.items()
-        }
+        self._tensors: Mapping[str, Patchwork] = tensors
+        self._as_float32 = as_float32
+
+    def dtype(self, name: str) -> torch.dtype:
+        kept = self._tensors[name].dtype
+        return torch.float32 if self._as_float32 and kept.is_floating_point else kept
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
-        stored, heads = self._places[name]
-        if not heads:
-            return self._files.read(stored, dim, intervals)
-        values = halves_first(self._files.read(stored), heads)
-        if dim is None:
-            return values
-        return torch.cat([values.narrow(dim, a, b - a) for a, b in intervals], dim)
+        values = read(part(self._tensors[name], dim, intervals), self._files.rectangle)
+        return values.to(self.dtype(name))
 
     def place(self, name: str) -> tuple:
-        return (*self._files.place(self._places[name][0]), name)
+        places = (self._files.place(each) for each in sources(self._tensors[name]))
+        return min(places, default=("", 0, name))
 
     def close(self) -> None:
         self._files.close()
 
 
-def halves_first(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows with the first halves of a head's pairs before the second ones, given rows in the
-    order of pairs: transformers' order from torchtitan's.
-    """
-    rows = values.view(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-    return rows.transpose(1, 2).reshape(values.shape)
-
-
-def is_dcp(directory: Path) -> bool:
-    """Whether a directory is a store, or has those of accelerate."""
-    return any((directory / part / METADATA).is_file() for part in ("", _ACCELERATE[0]))
-
-
 def read_dcp(
-    directory: Path, config: Path | None, allow_pickle: bool, optimizer: bool = True
+    directory: Path,
+    config: Path | None = None,
+    allow_pickle: bool = False,
+    say: Callable[[str], object] | None = None,
 ) -> PortableState:
-    """Return the state in a store.
+    """Return the state in a store, or in the two directories that accelerate writes.
 
-    directory:    that of the store, or of accelerate's two.
-    config:       the model's config.json, or a directory with it; None where it lies beside.
-    allow_pickle: whether its files, which are pickles, may be read.
-    optimizer:    whether to look for optimizer state.
+    directory:    with `.metadata`, or with ``pytorch_model_fsdp_0`` and perhaps ``optimizer_0``.
+    config:       the model's config.json, or the directory that has it; by default that of
+                  ``directory``.
+    allow_pickle: whether pickles may be read, restricted to what stores need.
+    say:          called with a line on what was recognised.
 
-    Raises CheckpointError for weights that are missing, of another shape, or beside others that the
-    model does not have, and for optimizer state of some of them only.
+    Tensors are checked by name, shape and dtype, and are read later. Raises CheckpointError, also
+    for a store without a config, and for tensors that the model does not have, has in another
+    shape, or would lack.
     """
-    described = config_beside(directory, config)
-    model: Any = empty_model(described)
-    first = directory if (directory / METADATA).is_file() else directory / _ACCELERATE[0]
-    files = DcpFiles(first, allow_pickle)
-    wanted = {name: tuple(tensor.shape) for name, tensor in hf_names.expected(model).items()}
-    trained = shapes_of(model)
-    aliases = hf_names.aliases(model)
-    needed = [name for name in wanted if name not in aliases]
-    places = _places_of(files, needed, model.config, "")
-    if places is None:
-        raise _unknown(first, needed)
-    _check_shapes(files, places, wanted)
-    _refuse_extra(files, {stored for stored, _ in places.values()}, list(aliases))
-    kinds: dict[str, Source] = {WEIGHTS: DcpSource(files, places)}
-    steps = 0
-    if optimizer:
-        beside = first if first == directory else directory / _ACCELERATE[1]
-        state = files if beside == first else None
-        if state is None and (beside / METADATA).is_file():
-            state = DcpFiles(beside, allow_pickle)
-        if state is not None and _has_state(state):
-            for kind in MOMENTS:
-                found = _places_of(state, list(trained), model.config, f".{kind}")
-                if found is None:
-                    raise _partial(beside, list(trained), kind)
-                _check_shapes(state, found, trained)
-                kinds[kind] = DcpSource(state, found)
-            steps = _steps(state)
-    return PortableState(kinds, described, iteration=steps, optimizer_steps=steps)
+    files = _Stores(directory, allow_pickle)
+    text = _config_file(directory, config)
+    floating = (tensor.dtype for tensor in files.tensors.values())
+    stored_as = next((dtype for dtype in floating if dtype.is_floating_point), None)
+    model = build_empty(text, None, False, {}, stored_as=stored_as)
+    return _Reading(files, model).state(read_json(text), say or (lambda line: None))
 
 
-def write_dcp_state(state: PortableState, directory: Path) -> None:
-    """Write a store that ``torch.distributed.checkpoint.load`` reads into
-
-        {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
-
-    It has no groups of parameters, whose rates are those of the run that loads it, so a planner
-    with ``allow_partial_load=True`` is needed for the optimizer. The model's config.json lies
-    beside. Weights that were trained in a lower precision are those of the fp32 copy where the state
-    has one, as FSDP keeps them.
-
-    Raises CheckpointError.
-    """
-    weights = state.kinds.get(MASTER, state.kinds[WEIGHTS])
-    tensors: dict[str, DcpTensor] = {}
-    reads: dict[str, Callable[[], torch.Tensor]] = {}
-    paths: dict[str, tuple[str, ...]] = {}
-
-    def add(source: Source, name: str, *path: str) -> None:
-        flat = ".".join(path)
-        tensors[flat] = DcpTensor.whole(source.shape(name), source.dtype(name))
-        reads[flat] = lambda: source.read(name)
-        paths[flat] = path
-
-    model = empty_model(state.config)
-    for name in state.kinds[WEIGHTS].names():
-        add(weights if name in weights.names() else state.kinds[WEIGHTS], name, "model", name)
-    # get_model_state_dict has tied weights under each of their names
-    for alias, name in hf_names.aliases(model).items():
-        if f"model.{alias}" not in tensors and f"model.{name}" in tensors:
-            source = weights if name in weights.names() else state.kinds[WEIGHTS]
-            add(source, name, "model", alias)
-    for kind in MOMENTS if state.has_optimizer else ():
-        for name in state.kinds[kind].names():
-            add(state.kinds[kind], name, "optim", "state", name, kind)
-    if state.has_optimizer:
-        step = torch.tensor(float(state.optimizer_steps))
-        for name in state.kinds[MOMENTS[0]].names():
-            flat = f"optim.state.{name}.{_STEP}"
-            tensors[flat] = DcpTensor.whole((), torch.float32)
-            reads[flat] = lambda: step
-            paths[flat] = ("optim", "state", name, _STEP)
-
-    def values(name: str, chunk: StoredChunk) -> torch.Tensor:
-        return reads[name]()
-
-    with disk_errors(directory, SAVE_REMEDY):
-        make_directory(directory)
-        with complete_or_absent(directory / CONFIG) as file:
-            file.write(json.dumps(dict(state.config), indent=2).encode() + b"\n")
-    write_dcp(directory, tensors, values, {}, paths=paths)
-
-
-def _places_of(
-    files: DcpFiles, names: Sequence[str], config: Any, end: str
-) -> dict[str, tuple[str, int]] | None:
-    """Return where each tensor is: its name in the store, and the heads by which it is permuted.
-
-    end: what follows the name of a weight, such as ".exp_avg".
-    """
-    plain = {_WRAPPERS.sub("", stored): stored for stored in files.tensors}
-    titan = _TITANS.get(config.model_type)
-    spellings: list[Callable[[str], tuple[str, int]]] = [lambda name: (name, 0)]
-    if titan is not None:
-        spellings.append(lambda name: _titan_name(name, titan, config))
-    for spelling in spellings:
-        first, _ = spelling(names[0])
-        befores = [
-            stored[: -len(first + end)]
-            for stored in plain
-            if stored.endswith(first + end) and stored[: -len(first + end)][-1:] in ("", ".")
-        ]
-        for before in sorted(befores, key=len):
-            found = {name: spelling(name) for name in names}
-            if all(before + theirs + end in plain for theirs, _ in found.values()):
-                return {
-                    name: (plain[before + theirs + end], heads)
-                    for name, (theirs, heads) in found.items()
-                }
-    return None
-
-
-def _titan_name(name: str, titan: _Titan, config: Any) -> tuple[str, int]:
-    """Return torchtitan's name of a weight, and the heads by which its rows are permuted; the name
-    itself for what it does not have.
-    """
-    match = re.fullmatch(r"(model\.layers\.(\d+)\.)?(.*)\.(weight|bias)", name)
-    if match is None or match[3] not in titan.names:
-        return name, 0
-    layer = "" if match[2] is None else f"layers.{match[2]}."
-    heads = titan.permuted.get(match[3])
-    count = 0 if heads is None else int(getattr(config, heads))
-    return f"{layer}{titan.names[match[3]]}.{match[4]}", count
-
-
-def _check_shapes(
-    files: DcpFiles, places: Mapping[str, tuple[str, int]], wanted: Mapping[str, tuple[int, ...]]
+def write_dcp_state(
+    state: PortableState, directory: Path, flavour: str = PLAIN, chunk_bytes: int = _CHUNK
 ) -> None:
-    for name, (stored, _) in places.items():
-        shape = files.tensors[stored].shape
-        if shape != wanted[name]:
-            reason = f"{stored} has shape {shape}, and the model of the config {wanted[name]}"
-            remedy = "Give that model's --config"
-            raise CheckpointError("checkpoint", files.directory, reason, remedy)
+    """Write a state as a store of one of the `FLAVOURS`, with the model's config.json beside it.
+
+    directory:   another store in it is replaced once the new one is complete; other files stay.
+    chunk_bytes: the most of a tensor that is in memory at once, if its rows are divisible.
+
+    fp32 master weights are written in place of the weights that were rounded from them, as FSDP2
+    trains them. Where the state does not say the parameter groups, they are one with the defaults
+    of torch's AdamW. Raises CheckpointError, and ConfigError for a model that torchtitan does not
+    have.
+    """
+    if flavour not in FLAVOURS:
+        raise ConfigError("flavour", flavour, "it is not known", f"Use {', '.join(FLAVOURS)}")
+    with tempfile.TemporaryDirectory() as place:
+        text = json.dumps(dict(state.config), indent=2, sort_keys=True) + "\n"
+        (Path(place) / CONFIG).write_text(text, encoding="utf-8")
+        model = build_empty(Path(place), None, False, {}, stored_as=torch.float32)
+    contents = _Writing(state, model, flavour, chunk_bytes).contents()
+    was_missing = not directory.exists()
+    with disk_errors(directory, _REMEDY):
+        try:
+            fresh = in_place.begin(directory)
+            for folder, each in contents.items():
+                write_dcp(
+                    fresh / folder,
+                    each.tensors,
+                    each.values,
+                    each.objects,
+                    aliases=each.aliases,
+                    paths=each.paths,
+                )
+            (fresh / CONFIG).write_text(text, encoding="utf-8")
+            in_place.publish(directory, _replaced(directory))
+        except BaseException:
+            in_place.abandon(directory)
+            with suppress(OSError):
+                if was_missing:
+                    directory.rmdir()
+            raise
 
 
-def _refuse_extra(files: DcpFiles, used: Collection[str], aliases: Sequence[str]) -> None:
-    """Raise CheckpointError for weights in a store that its model does not have."""
-    extra = [
-        name
-        for name in files.tensors
-        if name not in used and not _BESIDE.search(name) and not name.endswith(tuple(aliases))
-    ]
-    if extra:
-        more = f" and {len(extra) - _NAMED} more" if len(extra) > _NAMED else ""
-        reason = (
-            f"it has weights that the config's model does not have: {', '.join(extra[:_NAMED])}"
+class _Stores:
+    """The tensors and objects of a store, or of those of a model and of its optimizer."""
+
+    def __init__(self, directory: Path, allow_pickle: bool):
+        self.directory = directory
+        self._files: dict[str, DcpFiles] = {}
+        for path in _stores_in(directory):
+            files = DcpFiles(path, allow_pickle)
+            for name in chain(files.tensors, sorted(files.objects)):
+                if name in self._files and name in files.tensors:
+                    reason = f"{name} is in two of its stores"
+                    raise self.bad(reason, "Give the directory of one of them")
+                self._files.setdefault(name, files)
+        self.tensors = {
+            name: files.tensors[name]
+            for name, files in self._files.items()
+            if name in files.tensors
+        }
+        self.objects = [name for name, files in self._files.items() if name in files.objects]
+
+    def bad(self, reason: str, remedy: str) -> CheckpointError:
+        return CheckpointError("store", os.fspath(self.directory), reason, remedy)
+
+    def rectangle(self, name: str, take: tuple[Range, ...]) -> torch.Tensor:
+        """Return [start, stop) per dimension of a tensor."""
+        bounds = zip(take, self.tensors[name].shape, strict=True)
+        partial = [dim for dim, (each, extent) in enumerate(bounds) if each != (0, extent)]
+        if not partial:
+            return self._files[name].read(name)
+        dim = partial[0]
+        values = self._files[name].read(name, dim, (take[dim],))
+        rest = (slice(None) if at == dim else slice(*each) for at, each in enumerate(take))
+        return values[tuple(rest)]
+
+    def value(self, name: str) -> Any:
+        """Return an object, or the one number of a tensor."""
+        files = self._files[name]
+        value = files.object(name) if name in files.objects else files.read(name)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value.item()
+        return value
+
+    def place(self, name: str) -> tuple:
+        return self._files[name].place(name)
+
+    def stored(self, name: str) -> Patchwork:
+        """Return a tensor that is not in memory."""
+        return stored(name, self.tensors[name].shape, self.tensors[name].dtype)
+
+    def close(self) -> None:
+        for files in self._files.values():
+            files.close()
+
+
+def _stores_in(directory: Path) -> list[Path]:
+    """Return the directories of the stores that make up a state."""
+    names = (MODEL_DIRECTORY, OPTIMIZER_DIRECTORY)
+    inside = [directory / name for name in names if (directory / name / METADATA).exists()]
+    if (directory / METADATA).exists() or not inside:
+        steps = sorted(each.parent.name for each in directory.glob(f"step-*/{METADATA}"))
+        if steps and not (directory / METADATA).exists():
+            reason = f"it has no .metadata, but {some(steps)}"
+            raise CheckpointError("store", os.fspath(directory), reason, "Give one of these")
+        return [directory]
+    return inside
+
+
+def _config_file(directory: Path, config: Path | None) -> Path:
+    path = directory if config is None else config
+    path = path if path.is_file() else path / CONFIG
+    if not path.is_file():
+        where = "the store" if config is None else os.fspath(config)
+        remedy = "Give the directory of the model's config.json with --config DIR"
+        raise CheckpointError("store", os.fspath(directory), f"{where} has no {CONFIG}", remedy)
+    return path
+
+
+class _Reading:
+    """Finds the tensors of a model in stores.
+
+    model: on fake parameters.
+    """
+
+    def __init__(self, files: _Stores, model: Any):
+        self.files = files
+        self.model = model
+        self.expected = hf_names.expected(model)
+        self.aliases = hf_names.aliases(model)
+        self.parameters = [
+            name
+            for name, tensor in self.expected.items()
+            if isinstance(tensor, nn.Parameter) and name not in self.aliases
+        ]
+        titan = titan_names(model.config, self.expected)
+        self.tables: Mapping[str, Mapping[str, str]] = {
+            HUGGINGFACE: {name: name for name in self.expected},
+            TORCHTITAN: {each: name for name, names in titan.items() for each in names},
+        }
+
+    def state(self, config: Mapping[str, Any], say: Callable[[str], object]) -> PortableState:
+        known = {name for table in self.tables.values() for name in table}
+        heads = optimizer_heads(chain(self.files.tensors, self.files.objects), known)
+        if len(heads) > 1:
+            reason = f"it has the state of {len(heads)} optimizers: {some(heads)}"
+            raise self.files.bad(reason, "Save that of one")
+        regions = tuple(f"{head}{each}." for head in heads for each in ("state", "param_groups"))
+        keys = [name for name in self.files.tensors if not name.startswith(regions)]
+        heading = self._heading(keys, "tensors")
+        kinds = {WEIGHTS: DcpSource(self.files, self._weights(keys, heading))}
+        line = f"{heading.program}'s names of {type(self.model).__name__}"
+        line += f" after {heading.prefix!r}" if heading.prefix else ""
+        steps = 0
+        groups: list[dict[str, Any]] = []
+        if heads:
+            moments, steps = self._moments(heads[0])
+            kinds |= moments
+            groups = self._groups(heads[0])
+            line += f", state of AdamW after {steps} steps under {heads[0]}state"
+        else:
+            line += ", no optimizer state"
+        say(f"{self.files.directory}: {line}")
+        iteration = next((n for name in _STEPS if (n := self._count(name)) is not None), steps)
+        samples = self._count(_SAMPLES) or 0
+        return PortableState(
+            kinds,
+            config,
+            iteration=iteration,
+            optimizer_steps=steps,
+            consumed_samples=samples,
+            groups=groups,
         )
-        remedy = "Give that model's --config"
-        raise CheckpointError("checkpoint", files.directory, reason + more, remedy)
 
+    def _heading(self, keys: Iterable[str], what: str) -> Heading:
+        """Return what stands before the names that most keys end with."""
+        found = headings(keys, self.tables)
+        if not found:
+            reason = f"none of its {what} is named as one of {type(self.model).__name__}"
+            remedy = "Give the config.json of this model with --config DIR"
+            raise self.files.bad(reason, remedy)
+        if len(found) > 1 and found[0][1] == found[1][1] and found[0][1] > 1:
+            both = " and ".join(repr(each.prefix) for each, _ in found[:2])
+            reason = f"it has {what} of the model more than once: after {both}"
+            raise self.files.bad(reason, "Save one of them")
+        return found[0][0]
 
-def _has_state(files: DcpFiles) -> bool:
-    return any(name.endswith(f".{MOMENTS[0]}") for name in files.tensors)
+    def _weights(self, keys: Iterable[str], heading: Heading) -> dict[str, Patchwork]:
+        start = len(heading.prefix)
+        table = self.tables[heading.program]
+        named = {}
+        for key in keys:
+            name = bare(key)
+            other = not heading.prefix and key.split(".")[0] in _SECTIONS and name not in table
+            if name.startswith(heading.prefix) and not other:
+                named[key] = name[start:]
+        tensors, extra = self._renamed(named, heading.program)
+        silent = hf_names.ignored(self.model, "unexpected")
+        extra = [name for name in extra if not silent.search(name) and not BUFFERS.fullmatch(name)]
+        self._refuse_extra(extra, "tensors")
+        tensors = self._untied(tensors, compare=True)
+        silent = hf_names.ignored(self.model, "missing")
+        wanted = [name for name in self.expected if name not in self.aliases]
+        missing = [name for name in wanted if name not in tensors and not silent.search(name)]
+        self._refuse_missing(missing, len(wanted), "tensors")
+        self._check(tensors, "tensor", (*_FLOATS, torch.float64))
+        return {name: tensors[name] for name in wanted if name in tensors}
 
-
-def _steps(files: DcpFiles) -> int:
-    """Return the updates behind the moments, the same for all parameters."""
-    steps = {int(value) for value in _step_values(files)}
-    if len(steps) > 1:
-        reason = f"parameters have different steps: {', '.join(map(str, sorted(steps)))}"
-        raise CheckpointError(
-            "checkpoint", files.directory, reason, "Convert the weights alone with --no-load-optim"
+    def _moments(self, head: str) -> tuple[dict[str, DcpSource], int]:
+        tensors = state_names(self.files.tensors, head)
+        objects = state_names(self.files.objects, head)
+        others = sorted({*tensors, *objects} - {*MOMENTS, _STEP})
+        if others or not {*MOMENTS} <= tensors.keys():
+            kinds = ", ".join(others or sorted({*tensors, *objects}))
+            reason = f"the state of its optimizer is {kinds}"
+            raise self.files.bad(reason, f"Only AdamW's is read: {', '.join(MOMENTS)} and {_STEP}")
+        if all(name.isdecimal() for name in tensors[MOMENTS[0]]):
+            reason = f"its optimizer state has numbers in place of names ({head}state.0)"
+            raise self.files.bad(reason, "Save what get_optimizer_state_dict returns")
+        heading = self._heading(tensors[MOMENTS[0]], "moments")
+        sources = {}
+        for kind in MOMENTS:
+            found = self._of_parameters(tensors[kind], heading, kind)
+            self._check(found, kind, _FLOATS)
+            sources[kind] = DcpSource(self.files, found, as_float32=True)
+        return sources, self._steps(
+            {**objects.get(_STEP, {}), **tensors.get(_STEP, {})}, heading, head
         )
-    return steps.pop() if steps else 0
+
+    def _of_parameters(
+        self, keys: Mapping[str, str], heading: Heading, kind: str
+    ) -> dict[str, Patchwork]:
+        """Return the tensors of one kind, of every parameter."""
+        start = len(heading.prefix)
+        inside = {key: bare(name) for name, key in keys.items()}
+        foreign = [name for name in inside.values() if not name.startswith(heading.prefix)]
+        self._refuse_extra(foreign, kind)
+        renamed = {key: name[start:] for key, name in inside.items()}
+        tensors, extra = self._renamed(renamed, heading.program)
+        self._refuse_extra(extra, kind)
+        tensors = self._untied(tensors, compare=False)
+        missing = [name for name in self.parameters if name not in tensors]
+        self._refuse_missing(missing, len(self.parameters), kind)
+        return {name: tensors[name] for name in self.parameters}
+
+    def _steps(self, keys: Mapping[str, str], heading: Heading, head: str) -> int:
+        """Return the one number of updates that all parameters have had."""
+        table = self.tables[heading.program]
+        start = len(heading.prefix)
+        known: dict[str, str] = {}
+        for name, key in keys.items():
+            own = table.get(bare(name)[start:], name)
+            known.setdefault(self.aliases.get(own, own), key)
+        missing = [name for name in self.parameters if name not in known]
+        self._refuse_missing(missing, len(self.parameters), _STEP)
+        counts: dict[float, str] = {}
+        places: dict[tuple, float] = {}
+        for name in self.parameters:
+            key = known[name]
+            place = self.files.place(key)[:2] if key in self.files.tensors else (key,)
+            if place not in places:
+                value = self.files.value(key)
+                if not isinstance(value, int | float) or not (0 <= value < 1 << 62):
+                    reason = f"{key} is {value!r:.60}, not a number of steps"
+                    raise self.files.bad(reason, "Save the state again")
+                places[place] = value
+            counts.setdefault(places[place], name)
+        if len(counts) > 1:
+            said = some([f"{count:g} of {name}" for count, name in counts.items()], 3)
+            reason = f"its parameters have had different numbers of steps: {said}"
+            raise self.files.bad(
+                reason, f"Save {head}state of an optimizer that updates all of them"
+            )
+        steps = next(iter(counts), 0)
+        if steps != int(steps):
+            raise self.files.bad(f"its {_STEP} is {steps}", "Save the state again")
+        return int(steps)
+
+    def _groups(self, head: str) -> list[dict[str, Any]]:
+        """Return the parameter groups; none if they are not there for every parameter."""
+        start = f"{head}param_groups."
+        entries: dict[str, dict[str, str]] = {}
+        for name in chain(self.files.tensors, self.files.objects):
+            if name.startswith(start):
+                inner, _, field = name[len(start) :].rpartition(".")
+                entries.setdefault(inner, {})[field] = name
+        numbered = [fields for inner, fields in entries.items() if inner.isdecimal()]
+        groups = []
+        if numbered and all("params" in fields for fields in numbered):
+            for fields in numbered:
+                names = self.files.value(fields["params"])
+                groups.append(({str(name): None for name in names}, fields))
+        else:
+            groups = [({inner: None}, fields) for inner, fields in entries.items()]
+        merged: dict[str, dict[str, Any]] = {}
+        known = {name for table in self.tables.values() for name in table}
+        for names, fields in groups:
+            values = {k: self.files.value(fields[k]) for k in _HYPER if k in fields}
+            group = merged.setdefault(repr(values), {"params": [], **values})
+            for name in names:
+                tail = next((each for each in tails(bare(name)) if each in known), None)
+                if tail is None:
+                    continue
+                first = next(t[tail] for t in self.tables.values() if tail in t)
+                first = self.aliases.get(first, first)
+                if first not in group["params"]:
+                    group["params"].append(first)
+        covered = sorted(name for group in merged.values() for name in group["params"])
+        return list(merged.values()) if covered == sorted(self.parameters) else []
+
+    def _count(self, name: str) -> int | None:
+        if name not in self.files.tensors and name not in self.files.objects:
+            return None
+        value = self.files.value(name)
+        return value if type(value) is int and value >= 0 else None
+
+    def _renamed(
+        self, names: Mapping[str, str], program: str
+    ) -> tuple[dict[str, Patchwork], list[str]]:
+        """Return tensors under the model's names, and the names that it does not have.
+
+        names: by key of the store, without what stands before them.
+        """
+        table = self.tables[program]
+        keys: dict[str, str] = {}
+        extra = []
+        for key, name in names.items():
+            own = table.get(name)
+            if own is None:
+                extra.append(name)
+            elif own in keys and self.files.place(keys[own])[:2] != self.files.place(key)[:2]:
+                raise self.files.bad(f"{own} is there as {keys[own]} and {key}", "Save one of them")
+            else:
+                keys.setdefault(own, key)
+        if program == HUGGINGFACE and extra and len(keys) < len(self.expected):
+            files = {name: self.files.stored(key) for key, name in names.items()}
+            return hf_names.to_model(self.model, files)
+        tensors = {}
+        for mine, key in keys.items():
+            tensor = self.files.stored(key)
+            heads = rotated_heads(self.model.config, mine) if program == TORCHTITAN else 0
+            if heads and tensor.dim() == 2 and tensor.shape[0] % (2 * heads) == 0:
+                turned: Any = halves_first(tensor, heads)
+                tensor = turned
+            tensors[mine] = tensor
+        return tensors, extra
+
+    def _untied(self, tensors: Mapping[str, Patchwork], compare: bool) -> dict[str, Patchwork]:
+        """Return tensors under the first of their names.
+
+        compare: raise CheckpointError if the other names have other values.
+        """
+        untied = {name: tensor for name, tensor in tensors.items() if name not in self.aliases}
+        for alias, name in self.aliases.items():
+            if alias in tensors and name not in untied:
+                untied[name] = tensors[alias]
+            elif alias in tensors and compare:
+                self._check_tied(name, untied[name], alias, tensors[alias])
+        return untied
+
+    def _check_tied(self, name: str, one: Patchwork, alias: str, other: Patchwork) -> None:
+        places = [{self.files.place(key)[:2] for key in sources(each)} for each in (one, other)]
+        if places[0] == places[1]:
+            return
+        equal = one.shape == other.shape and one.dtype == other.dtype
+        rows = one.shape[0] if one.dim() else 0
+        step = max(1, _COMPARED * rows // max(1, one.numel()))
+        for start in range(0, rows, step) if equal else ():
+            bounds = ((start, min(start + step, rows)),)
+            equal = equal and torch.equal(
+                *(read(part(each, 0, bounds), self.files.rectangle) for each in (one, other))
+            )
+        if not equal:
+            reason = f"{name} and {alias} are tied in the model, but have different values here"
+            remedy = "Give a config.json with tie_word_embeddings false with --config DIR"
+            raise self.files.bad(reason, remedy)
+
+    def _check(
+        self, tensors: Mapping[str, Patchwork], what: str, dtypes: Sequence[torch.dtype]
+    ) -> None:
+        """Raise CheckpointError for a tensor of another shape, or a parameter's of other dtypes."""
+        for name, tensor in tensors.items():
+            wanted = tuple(self.expected[name].shape)
+            if tuple(tensor.shape) != wanted:
+                reason = f"{what} {name} has shape {tuple(tensor.shape)}, and the model {wanted}"
+                remedy = "Give the config.json of this model with --config DIR"
+                raise self.files.bad(reason, remedy)
+            if isinstance(self.expected[name], nn.Parameter) and tensor.dtype not in dtypes:
+                reason = f"{what} {name} has dtype {str(tensor.dtype).removeprefix('torch.')}"
+                raise self.files.bad(reason, "Save it in bfloat16, float16 or float32")
+
+    def _refuse_missing(self, names: Sequence[str], of: int, what: str) -> None:
+        if names:
+            kind = type(self.model).__name__
+            reason = f"{len(names)} of {of} {what} of {kind} are missing: {some(names)}"
+            remedy = "Give the config.json of this model with --config DIR, or a complete store"
+            raise self.files.bad(reason, remedy)
+
+    def _refuse_extra(self, names: Sequence[str], what: str) -> None:
+        if names:
+            kind = type(self.model).__name__
+            reason = f"{len(names)} {what} have no place in {kind}: {some(names)}"
+            remedy = "Give the config.json of this model with --config DIR"
+            raise self.files.bad(reason, remedy)
 
 
-def _step_values(files: DcpFiles) -> Iterator[Any]:
-    end = f".{_STEP}"
-    for name in files.tensors:
-        if name.endswith(end) and ".state." in f".{name}" and not files.tensors[name].shape:
-            yield files.read(name)
-    for name in files.objects:
-        if name.endswith(end) and ".state." in f".{name}":
-            yield files.object(name)
+@dataclass
+class _Contents:
+    """What goes into one store: see `write_dcp`."""
+
+    tensors: dict[str, DcpTensor]
+    values: Callable[[str, StoredChunk], torch.Tensor]
+    objects: dict[str, Any]
+    aliases: dict[str, str]
+    paths: dict[str, tuple[str | int, ...]]
 
 
-def _unknown(directory: Path, names: Sequence[str]) -> CheckpointError:
-    few = ", ".join(names[:_NAMED])
-    reason = f"not all tensors of the config's model, {few} ..., are in it"
-    return CheckpointError("checkpoint", directory, reason, "Give that model's --config")
+class _Writing:
+    """What a state is in a store of a flavour."""
+
+    def __init__(self, state: PortableState, model: Any, flavour: str, chunk_bytes: int):
+        self.state = state
+        self.model = model
+        self.flavour = flavour
+        self.chunk_bytes = chunk_bytes
+        self.expected = hf_names.expected(model)
+        self.aliases = hf_names.aliases(model)
+        self._known = {kind: {*source.names()} for kind, source in state.kinds.items()}
+        # by key in the store: the kind and the name of what is written
+        self._written: dict[str, tuple[str, str]] = {}
+        self._names: dict[str, tuple[str, ...]] = {name: (name,) for name in self.expected}
+        if flavour == TORCHTITAN:
+            self._names = self._of_titan()
+
+    def contents(self) -> dict[str, _Contents]:
+        """Return the contents of each store, by its directory."""
+        if self.flavour == ACCELERATE:
+            weights = self._empty()
+            self._add_weights(weights, "model.")
+            self._add_counts(weights)
+            if not self.state.has_optimizer:
+                return {MODEL_DIRECTORY: weights}
+            optimizer = self._empty()
+            self._add_optimizer(optimizer, "optimizer")
+            return {MODEL_DIRECTORY: weights, OPTIMIZER_DIRECTORY: optimizer}
+        contents = self._empty()
+        titan = self.flavour == TORCHTITAN
+        self._add_weights(contents, "" if titan else "model.")
+        if self.state.has_optimizer:
+            self._add_optimizer(contents, "optimizer" if titan else "optim")
+        self._add_counts(contents)
+        return {"": contents}
+
+    def _empty(self) -> _Contents:
+        return _Contents({}, self._values, {}, {}, {})
+
+    def _of_titan(self) -> dict[str, tuple[str, ...]]:
+        names = titan_names(self.model.config, self.expected)
+        lacking = [name for name in self.expected if name not in names]
+        if lacking or not names:
+            kind = self.model.config.model_type
+            reason = f"torchtitan has no {kind} with {some(lacking)}"
+            raise ConfigError("flavour", self.flavour, reason, f"Write it as {PLAIN}")
+        return names
+
+    def _source(self, kind: str, name: str) -> tuple[Source, str] | None:
+        """Return what has the values of a tensor, and under which name."""
+        first = self.aliases.get(name, name)
+        every = [first, *(alias for alias, each in self.aliases.items() if each == first)]
+        for each in [kind] if kind != WEIGHTS else [MASTER, WEIGHTS]:
+            found = next((own for own in every if own in self._known.get(each, ())), None)
+            if found is not None:
+                return self.state.kinds[each], found
+        return None
+
+    def _add_weights(self, contents: _Contents, prefix: str) -> None:
+        for name in self._in_order(WEIGHTS, [n for n in self.expected if n not in self.aliases]):
+            key = self._add(contents, WEIGHTS, name, [prefix + each for each in self._names[name]])
+            for alias in (alias for alias, first in self.aliases.items() if first == name):
+                for each in self._names[alias]:
+                    contents.aliases[prefix + each] = key
+        for each in chain(contents.tensors, contents.aliases):
+            contents.paths[each] = ("model", each.removeprefix(prefix)) if prefix else (each,)
+
+    def _add_optimizer(self, contents: _Contents, head: str) -> None:
+        parameters = [
+            name
+            for name, tensor in self.expected.items()
+            if isinstance(tensor, nn.Parameter) and name not in self.aliases
+        ]
+        for kind in MOMENTS:
+            for name in self._in_order(kind, parameters):
+                keys = [f"{head}.state.{each}.{kind}" for each in self._names[name]]
+                self._add(contents, kind, name, keys)
+        steps = [f"{head}.state.{each}.{_STEP}" for n in parameters for each in self._names[n]]
+        contents.tensors[steps[0]] = DcpTensor((), torch.float32, (StoredChunk((), ()),))
+        contents.aliases |= dict.fromkeys(steps[1:], steps[0])
+        for name in parameters:
+            for each in self._names[name]:
+                for kind in (*MOMENTS, _STEP):
+                    path = (head, "state", each, kind)
+                    contents.paths[f"{head}.state.{each}.{kind}"] = path
+        self._add_groups(contents, head, parameters)
+
+    def _add_groups(self, contents: _Contents, head: str, parameters: Sequence[str]) -> None:
+        """Add the parameter groups: nested, but for torchtitan, and a copy for each parameter, but
+        for accelerate.
+        """
+        defaults = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
+        groups = self.state.groups or [{"params": parameters}]
+        for number, group in enumerate(groups):
+            names = [each for name in group["params"] for each in self._names[name]]
+            fields = {**defaults, **group}
+            fields.setdefault("initial_lr", fields["lr"])
+            fields["params"] = [self._names[name][0] for name in group["params"]]
+            for field, value in fields.items():
+                keys = []
+                if self.flavour != TORCHTITAN:
+                    keys.append((f"{head}.param_groups.{number}.{field}", number, field))
+                    contents.paths[keys[0][0]] = (head, "param_groups", number, field)
+                if self.flavour != ACCELERATE and field != "params":
+                    for name in names:
+                        inner = f"param_groups.{name}.{field}"
+                        keys.append((f"{head}.{inner}", number, field))
+                        contents.paths[f"{head}.{inner}"] = (head, inner)
+                if keys:
+                    contents.objects[keys[0][0]] = value
+                    contents.aliases |= {key[0]: keys[0][0] for key in keys[1:]}
+
+    def _add_counts(self, contents: _Contents) -> None:
+        """Add how far the run was."""
+        counts = {"iteration": self.state.iteration, _SAMPLES: self.state.consumed_samples}
+        if self.flavour == TORCHTITAN:
+            counts = {"train_state.step": self.state.iteration, "train_state.ntokens_seen": 0}
+        for name, count in counts.items():
+            contents.objects[name] = count
+            contents.paths[name] = tuple(name.split("."))
+
+    def _add(self, contents: _Contents, kind: str, name: str, keys: Sequence[str]) -> str:
+        """Add one tensor under the first of its keys, which is returned; the others are aliases."""
+        found = self._source(kind, name)
+        tensor = self.expected[name]
+        if found is not None:
+            source, own = found
+            shape = source.shape(own)
+            dtype = source.dtype(own)
+        elif not isinstance(tensor, nn.Parameter) and kind == WEIGHTS:
+            shape = tuple(tensor.shape)
+            dtype = tensor.dtype
+        else:
+            reason = f"the state has no {kind} of it"
+            raise CheckpointError("tensor", name, reason, "Give the state of this whole model")
+        if shape != tuple(tensor.shape):
+            reason = f"its {kind} has shape {shape}, and the model {tuple(tensor.shape)}"
+            raise CheckpointError("tensor", name, reason, "Give the state of this model")
+        rows = shape[0] if shape else 1
+        if not self._heads(name) and rows:
+            nbytes = math.prod(shape) * dtype.itemsize
+            rows = max(1, min(rows, rows * self.chunk_bytes // max(1, nbytes)))
+        chunks = [StoredChunk((0,) * len(shape), shape)]
+        if shape and 0 not in shape:
+            chunks = [
+                StoredChunk(
+                    (start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:])
+                )
+                for start in range(0, shape[0], rows)
+            ]
+        contents.tensors[keys[0]] = DcpTensor(shape, dtype, tuple(chunks))
+        contents.aliases |= dict.fromkeys(keys[1:], keys[0])
+        self._written[keys[0]] = (kind, name)
+        return keys[0]
+
+    def _heads(self, name: str) -> int:
+        return rotated_heads(self.model.config, name) if self.flavour == TORCHTITAN else 0
+
+    def _values(self, key: str, chunk: StoredChunk) -> torch.Tensor:
+        if key not in self._written:
+            return torch.tensor(float(self.state.optimizer_steps))
+        kind, name = self._written[key]
+        found = self._source(kind, name)
+        if found is None:
+            return self.expected[name].detach()[
+                tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.shape, strict=True))
+            ]
+        source, own = found
+        if heads := self._heads(name):
+            return pairs_first(source.read(own), heads)
+        if chunk.shape == source.shape(own):
+            return source.read(own)
+        return source.read(own, 0, ((chunk.offsets[0], chunk.offsets[0] + chunk.shape[0]),))
+
+    def _in_order(self, kind: str, names: Iterable[str]) -> list[str]:
+        """Return names in the order in which their values are stored."""
+
+        def place(name: str) -> tuple:
+            found = self._source(kind, name)
+            return () if found is None else found[0].place(found[1])
+
+        return sorted(names, key=place)
 
 
-def _partial(directory: Path, names: Sequence[str], kind: str) -> CheckpointError:
-    reason = (
-        f"it has no {kind} for each of {len(names)} trained weights, or has them by number instead "
-        "of by name"
-    )
-    remedy = (
-        "Save it by get_optimizer_state_dict, or convert the weights alone with --no-load-optim"
-    )
-    return CheckpointError("checkpoint", directory, reason, remedy)
+def _replaced(directory: Path) -> list[str]:
+    """Return the files of an earlier store in a directory."""
+    found = []
+    for folder in ("", MODEL_DIRECTORY, OPTIMIZER_DIRECTORY):
+        if (directory / folder).is_dir():
+            names = os.listdir(directory / folder)
+            kept = (name for name in names if name == METADATA or _OURS.fullmatch(name))
+            found += [(Path(folder) / name).as_posix() for name in kept]
+    return found

@@ -1,48 +1,90 @@
-"""Stores of torch.distributed.checkpoint: read in parts, without its planners, and written in a stream.
+"""A store of torch.distributed.checkpoint: its tensors in chunks, read and written one at a time.
 
-    .metadata        a pickle: shape, dtype and chunks of each tensor, and the file and place of each chunk; last
-    __R_N.distcp     the N-th file of rank R: a record of torch.save for each chunk or object
+    DIR/.metadata          a pickle: names, shapes, chunks, and where each of them is stored
+        __RANK_N.distcp    records, each what torch.save wrote of one chunk or of one object
 
-Files of a store that another program wrote are pickles: they are read by `pickles`, and only where that is allowed.
+Nothing here is trusted. The pickle is read with stand-ins for the few classes that it needs, which
+run nothing, and records are unpickled as torch reads weights, once their bytes have the sums that
+were written with them. All that `.metadata` says of shapes and files is checked before the first
+record is read. Functions are local to one process.
 """
 
 import io
 import math
 import os
 import pickle
+import re
+import stat
+import zipfile
+from bisect import bisect_right, insort
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
+import numpy
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from ..checkpoint.files import DTYPE_CODES, complete_or_absent, disk_errors
-from ..checkpoint.shard import Intervals, local_shape, overlaps
-from ..durable import make_directory
-from ..errors import CheckpointError, DamagedError
-from .pickles import REMEDY, FileSlice, read_pickle, read_torch, unpickling
+from ..checkpoint.files import disk_errors
+from ..checkpoint.shard import Intervals, local_shape
+from ..durable import check_free, make_directory, rename, replaced, sync_directory, written
+from ..errors import CheckpointError, DamagedError, MerakError
 
 METADATA = ".metadata"
-SAVE_REMEDY = "Check the output directory, its permissions and its free space"
+SUFFIX = ".distcp"
+TEMPORARY = ".tmp"
+FILE_BYTES = 5 << 30  # of one file, unless a chunk is larger
 
-_FILE_BYTES = 5 << 30
-_ZIP = b"PK"  # what a record of torch.save begins with
+_RESTORE = "Copy the store again, or save it again with torch.distributed.checkpoint"
+_REMEDY = "Check the output directory, its permissions and its free space"
+_ZIP = b"PK\x03\x04"
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says of a class that it does not unpickle
+_RECORD = 1 << 14  # bytes of a record beside those of its tensor, and of a tensor in .metadata
+_AT_ONCE = 1 << 20  # bytes that are compared with their sum at once
+_WHENCE = (io.SEEK_SET, io.SEEK_CUR, io.SEEK_END)
+
+# What a .metadata may name. Of these, only an instance's attributes are kept.
+_TORCH = "torch.distributed.checkpoint."
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+_STAND_INS = frozenset(
+    [
+        *((_TORCH + "metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+        *((_TORCH + "metadata", name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+        (_TORCH + "metadata", "TensorStorageMetadata"),
+        (_TORCH + "metadata", "BytesStorageMetadata"),
+        (_TORCH + "metadata", "ChunkStorageMetadata"),
+        (_TORCH + "filesystem", "_StorageInfo"),
+        (_TORCH + "filesystem", "_StoragePrefix"),
+        # plans that megatron-core keeps, to use them again
+        *((_TORCH + "planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType")),
+        (_TORCH + "planner", "TensorWriteData"),
+        *((_MCORE, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
+        # of stores before torch 2.3
+        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "device"),
+        *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
+    ]
+)
+_REAL: Mapping[tuple[str, str], type] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+}
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor: where it begins, and its shape."""
+    """A rectangle of a tensor.
+
+    offsets: of its first element in the tensor, one per dimension.
+    shape:   its extents.
+    """
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -50,223 +92,255 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """Shape and dtype of a tensor, and the boxes that tile it."""
+    """A tensor of a store.
+
+    shape:  of the whole tensor.
+    dtype:  of all chunks.
+    chunks: that tile it; a tensor without elements may have none.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[StoredChunk, ...]
 
-    @classmethod
-    def whole(cls, shape: Sequence[int], dtype: torch.dtype) -> "DcpTensor":
-        """Return a tensor in one box."""
-        shape = tuple(shape)
-        return cls(shape, dtype, (StoredChunk((0,) * len(shape), shape),))
-
 
 @dataclass(frozen=True)
-class _Record:
+class _Stored:
+    """Where a chunk or an object is stored."""
+
     file: str
-    start: int
+    offset: int
     length: int
 
 
 class DcpFiles:
-    """One store, to be read.
+    """One store.
 
-    tensors: by name.
-    objects: the names of what is no tensor.
+    directory:    that has the `.metadata`.
+    allow_pickle: whether its pickles may be read, with what they may name restricted.
 
-    Raises CheckpointError for a directory that is none, one whose files are pickles without
-    ``allow_pickle``, and a pickle that names what is not let through; DamagedError for records that
-    are not in its files and chunks that do not tile their tensor.
+    Attributes: ``tensors`` by name, and ``objects``, the names of all else.
+
+    Raises `CheckpointError` for a directory that is no store or whose pickle may not be read, and
+    `DamagedError` for a `.metadata` that cannot be parsed, contradicts itself, has chunks that do
+    not tile a tensor, or leads to files that are missing or too short.
     """
 
     def __init__(self, directory: Path, allow_pickle: bool):
-        self.directory = directory
-        self._open: tuple[str, BinaryIO] | None = None
-        path = directory / METADATA
-        if not path.is_file():
-            raise CheckpointError(
-                "checkpoint directory",
-                directory,
-                f"it has no {METADATA}, which a store of torch.distributed.checkpoint has",
-                "Name the directory that its .distcp files are in",
-            )
+        self.directory = Path(directory)
+        path = self.directory / METADATA
+        self._check_there(path)
         if not allow_pickle:
-            raise CheckpointError(
-                "checkpoint directory",
-                directory,
-                "its files are pickles, and unpickling can run code",
-                "Allow it with --allow-pickle (only tensors and plain settings are then unpickled)",
+            reason = "its .metadata is a pickle, and unpickling can run code"
+            remedy = (
+                "Allow it with --allow-pickle (only the names that "
+                "torch.distributed.checkpoint uses are then unpickled)"
             )
-        with unpickling(path), open(path, "rb") as file:
-            metadata = read_pickle(file)
-            described = dict(metadata.state_dict_metadata)
-            places = dict(metadata.storage_data)
-        self.tensors: dict[str, DcpTensor] = {}
-        self.objects: set[str] = set()
-        self._records: dict[tuple[str, tuple[int, ...] | None], _Record] = {}
-        with unpickling(path):
-            for index, place in places.items():
-                offsets = None if index.offset is None else tuple(index.offset)
-                self._records[index.fqn, offsets] = self._record(index.fqn, place)
-            for name, entry in described.items():
-                if isinstance(entry, TensorStorageMetadata):
-                    self.tensors[name] = self._tensor(name, entry)
-                else:
-                    self.objects.add(name)
-                    if (name, None) not in self._records:
-                        raise self._damaged(name, "it is in no file")
+            raise CheckpointError("store", os.fspath(directory), reason, remedy)
+        metadata = _read_metadata(path)
+        self._path = path
+        self._records = self._storage(getattr(metadata, "storage_data", None))
+        entries = getattr(metadata, "state_dict_metadata", None)
+        if not isinstance(entries, dict):
+            raise self._bad("it lists no tensors")
+        tensors = {}
+        objects = []
+        for name, entry in entries.items():
+            kind = type(entry).__name__
+            if not isinstance(name, str) or not name.isprintable():
+                raise self._bad(f"it has an entry of the name {name!r:.60}")
+            if kind == "TensorStorageMetadata":
+                tensors[name] = self._tensor(name, entry)
+            elif kind == "BytesStorageMetadata":
+                self._record(name, None)
+                objects.append(name)
+            else:
+                raise self._bad(f"its entry {name} is a {kind}")
+        self._check_files()
+        self.tensors: Mapping[str, DcpTensor] = tensors
+        self.objects = frozenset(objects)
 
     def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
-        """Return a tensor, or its part at ``intervals`` along ``dim``; of its chunks, those are read
-        that it overlaps, one at a time.
+        """Return the index ranges ``intervals`` along ``dim`` of a tensor, concatenated; by default
+        the full tensor.
+
+        Only chunks that overlap them are read, one at a time. Raises `DamagedError` for a record
+        that is not what `.metadata` says.
         """
         tensor = self.tensors[name]
-        result = torch.empty(local_shape(tensor.shape, dim, intervals), dtype=tensor.dtype)
-        for chunk in tensor.chunks:
-            pairs = list(_shared(chunk, tensor.shape, dim, intervals))
-            if not pairs:
-                continue
-            values = self._chunk(name, chunk, tensor.dtype)
-            for take, put in pairs:
-                result[put] = values[take]
-        return result
+        chunks = [chunk for chunk in tensor.chunks if math.prod(chunk.shape)]
+        if dim is None and len(chunks) == 1:
+            return self._chunk(name, tensor.dtype, chunks[0])
+        values = torch.empty(local_shape(tensor.shape, dim, intervals), dtype=tensor.dtype)
+        for chunk in chunks:
+            pieces = list(_pieces(chunk, dim, intervals))
+            if pieces:
+                stored = self._chunk(name, tensor.dtype, chunk)
+                for put, take in pieces:
+                    values[put] = stored[take]
+        return values
 
-    def object(self, name: str) -> Any:
-        """Return what is no tensor; bytes where it is no record of torch.save."""
-        record = self._records[name, None]
-        with unpickling(self.directory / record.file, name):
-            with self._slice(record) as part:
-                data = part.read()
-            return read_torch(io.BytesIO(data)) if data.startswith(_ZIP) else data
+    def object(self, name: str, allowed: Sequence[Any] = ()) -> Any:
+        """Return an object: numbers, text, tensors and containers of them.
+
+        allowed: further classes, or (class, name in the pickle), as of
+                 ``torch.serialization.safe_globals``.
+
+        Raises `CheckpointError` for one that needs any other class.
+        """
+        record = self._record(name, None)
+        with torch.serialization.safe_globals([*_of_objects(), *allowed]):
+            return self._load(record, f"object {name}")
 
     def place(self, name: str) -> tuple:
-        """Return a key to sort names by, so that reading in that order opens each file once."""
-        tensor = self.tensors[name]
-        first = self._records[name, tensor.chunks[0].offsets] if tensor.chunks else None
-        return ("", 0, name) if first is None else (first.file, first.start, name)
+        """Return a key to sort names by, so that reading in that order goes through each file
+        once.
+        """
+        records = [self._record(name, c) for c in self.tensors[name].chunks if math.prod(c.shape)]
+        return min(
+            ((record.file, record.offset, name) for record in records), default=("", 0, name)
+        )
 
     def close(self) -> None:
-        """Close the open file; reading opens it again."""
-        if self._open is not None:
-            self._open[1].close()
-            self._open = None
+        """Do nothing: files are open while a record is read."""
 
-    def _record(self, name: str, place: Any) -> _Record:
-        record = _Record(place.relative_path, place.offset, place.length)
-        if getattr(place, "transform_descriptors", None):
-            raise CheckpointError(
-                "checkpoint directory",
-                self.directory,
-                f"{name} is stored by {place.transform_descriptors}, which is not read here",
-                "Save it once more without extensions",
-            )
-        if os.path.basename(record.file) != record.file or record.file in ("", ".", ".."):
-            raise self._damaged(name, f"its file {record.file!r} is outside of the directory")
-        path = self.directory / record.file
-        if not path.is_file():
-            raise DamagedError(
-                "checkpoint file", path, f"{name} is in it, but it is missing", REMEDY
-            )
-        size = path.stat().st_size
-        if min(record.start, record.length) < 0 or record.start + record.length > size:
-            reason = f"{name} would end at byte {record.start + record.length:,} of {size:,}"
-            raise DamagedError("checkpoint file", path, reason, REMEDY)
-        return record
+    def _check_there(self, path: Path) -> None:
+        if not self.directory.is_dir():
+            remedy = "Give the directory of a store, with its .metadata"
+            raise CheckpointError("store", os.fspath(path.parent), "it is not a directory", remedy)
+        if not os.path.lexists(path):
+            reason = "it has no .metadata, which is written last"
+            if os.path.lexists(self.directory / f"__0{METADATA}"):
+                reason = (
+                    "each rank wrote a .metadata of its own (no_dist, or use_collectives=False)"
+                )
+            remedy = "Give the directory of a store that is complete"
+            raise CheckpointError("store", os.fspath(path.parent), reason, remedy)
 
-    def _tensor(self, name: str, entry: TensorStorageMetadata) -> DcpTensor:
-        chunks = tuple(
-            StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks
-        )
-        tensor = DcpTensor(tuple(entry.size), entry.properties.dtype, chunks)
-        if tensor.dtype not in DTYPE_CODES:
-            raise CheckpointError(
-                "tensor", name, f"its dtype {tensor.dtype} is not read here", "Save another one"
+    def _bad(self, reason: str) -> DamagedError:
+        return DamagedError("file", os.fspath(self._path), reason, _RESTORE)
+
+    def _storage(self, stored: Any) -> dict[tuple[str, tuple[int, ...] | None], _Stored]:
+        """Return the record of each (name, offsets); the offsets of an object are None."""
+        if not isinstance(stored, dict):
+            raise self._bad("it does not say where anything is stored")
+        records = {}
+        for index, info in stored.items():
+            name = getattr(index, "fqn", None)
+            offsets = getattr(index, "offset", None)
+            file = getattr(info, "relative_path", None)
+            numbers: Any = (getattr(info, "offset", None), getattr(info, "length", None))
+            if not isinstance(name, str) or not (offsets is None or _natural(offsets)):
+                raise self._bad(f"it stores {name!r:.60} at {offsets!r:.60}")
+            if not _natural(numbers):
+                raise self._bad(f"the record of {name} is at {numbers!r:.60}")
+            if not isinstance(file, str) or not _is_plain(file):
+                reason = f"it leads to {file!r:.100} for {name}, which is no file of this directory"
+                raise self._bad(reason)
+            if getattr(info, "transform_descriptors", None):
+                reason = f"the record of {name} was transformed by an extension"
+                remedy = "Save it again without extensions"
+                raise CheckpointError("store", os.fspath(self.directory), reason, remedy)
+            records[name, offsets] = _Stored(file, *numbers)
+        return records
+
+    def _tensor(self, name: str, entry: Any) -> DcpTensor:
+        shape: Any = getattr(entry, "size", None)
+        dtype = getattr(getattr(entry, "properties", None), "dtype", None)
+        if not _natural(shape) or not isinstance(dtype, torch.dtype):
+            raise self._bad(f"tensor {name} has shape {shape!r:.60} and dtype {dtype!r:.60}")
+        chunks: dict[StoredChunk, None] = {}
+        listed = getattr(entry, "chunks", None)
+        for each in listed if isinstance(listed, list) else [None]:
+            chunk = StoredChunk(getattr(each, "offsets", ()), getattr(each, "sizes", ()))
+            if each is None or not _natural(chunk.offsets) or not _natural(chunk.shape):
+                raise self._bad(f"tensor {name} has a chunk at {chunk!r:.100}")
+            chunks[chunk] = None
+        tensor = DcpTensor(shape, dtype, tuple(chunks))
+        if reason := untiled(tensor):
+            raise self._bad(
+                f"the chunks of tensor {name} of shape {shape} do not tile it: {reason}"
             )
-        if problem := not_tiled(tensor):
-            raise self._damaged(name, problem)
-        for chunk in chunks:
-            if (name, chunk.offsets) not in self._records and 0 not in chunk.shape:
-                raise self._damaged(name, f"its part at {chunk.offsets} is in no file")
+        for chunk in tensor.chunks:
+            nbytes = math.prod(chunk.shape) * dtype.itemsize
+            if nbytes and self._record(name, chunk).length < nbytes:
+                length = self._record(name, chunk).length
+                reason = f"a chunk of tensor {name} has {nbytes} bytes, and its record {length}"
+                raise self._bad(reason)
         return tensor
 
-    def _chunk(self, name: str, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
-        record = self._records[name, chunk.offsets]
-        path = self.directory / record.file
-        with unpickling(path, name), self._slice(record) as part:
-            values = read_torch(part)
-            if not isinstance(values, torch.Tensor):
-                raise self._damaged(name, f"its record is a {type(values).__name__}")
-            if (tuple(values.shape), values.dtype) != (chunk.shape, dtype):
-                raise self._damaged(
-                    name,
-                    f"its part at {chunk.offsets} has shape {tuple(values.shape)} and "
-                    f"{values.dtype} where {chunk.shape} and {dtype} were said",
+    def _record(self, name: str, chunk: StoredChunk | None) -> _Stored:
+        offsets = None if chunk is None else chunk.offsets
+        record = self._records.get((name, offsets))
+        if record is None and offsets is not None and not any(offsets):
+            record = self._records.get((name, None))
+        if record is None:
+            at = "" if offsets is None else f" at {offsets}"
+            raise self._bad(f"it does not say where {name}{at} is stored")
+        return record
+
+    def _check_files(self) -> None:
+        """Raise `DamagedError` unless every record lies within a regular file of the directory."""
+        home = self.directory.resolve()
+        sizes = {}
+        for file in sorted({record.file for record in self._records.values()}):
+            path = self.directory / file
+            try:
+                status = os.stat(path)
+                real = path.resolve(strict=True)
+            except OSError as error:
+                reason = f"{error.strerror or error}, and .metadata needs it"
+                raise DamagedError("file", os.fspath(path), reason, _RESTORE) from error
+            if not stat.S_ISREG(status.st_mode) or not real.is_relative_to(home):
+                reason = "it is no regular file of the store"
+                raise DamagedError("file", os.fspath(path), reason, _RESTORE)
+            sizes[file] = status.st_size
+        for (name, _), record in self._records.items():
+            if record.offset + record.length > sizes[record.file]:
+                end = record.offset + record.length
+                reason = (
+                    f"it has {sizes[record.file]} bytes, and the record of {name} ends at {end}"
                 )
-            return values.detach()
+                path = self.directory / record.file
+                raise DamagedError("file", os.fspath(path), reason, _RESTORE)
 
-    def _slice(self, record: _Record) -> io.BufferedReader:
-        if self._open is None or self._open[0] != record.file:
-            self.close()
-            self._open = (record.file, open(self.directory / record.file, "rb"))
-        return io.BufferedReader(FileSlice(self._open[1], record.start, record.length))
-
-    def _damaged(self, name: str, reason: str) -> DamagedError:
-        return DamagedError("tensor", f"{name} of {self.directory}", reason, REMEDY)
-
-
-def not_tiled(tensor: DcpTensor) -> str:
-    """Return why the chunks of a tensor do not cover each of its elements once; "" if they do."""
-    for chunk in tensor.chunks:
-        inside = len(chunk.offsets) == len(chunk.shape) == len(tensor.shape) and all(
-            0 <= at and 0 <= size and at + size <= extent
-            for at, size, extent in zip(chunk.offsets, chunk.shape, tensor.shape, strict=True)
+    def _chunk(self, name: str, dtype: torch.dtype, chunk: StoredChunk) -> torch.Tensor:
+        record = self._record(name, chunk)
+        value = self._load(record, f"tensor {name}")
+        if type(value) is not torch.Tensor or value.layout != torch.strided:
+            found = f"a {type(value).__name__}"
+        elif value.dtype != dtype or tuple(value.shape) != chunk.shape:
+            found = f"{value.dtype} of shape {tuple(value.shape)}"
+        else:
+            return value
+        reason = (
+            f"the record of {name} at {chunk.offsets} holds {found} where .metadata says "
+            f"{dtype} of shape {chunk.shape}"
         )
-        if not inside:
-            return f"its part at {chunk.offsets} of {chunk.shape} is not inside of {tensor.shape}"
-    covered = sum(math.prod(chunk.shape) for chunk in tensor.chunks)
-    if covered != math.prod(tensor.shape):
-        return f"its parts have {covered:,} of {math.prod(tensor.shape):,} elements"
-    boxes = [chunk for chunk in tensor.chunks if math.prod(chunk.shape)]
-    if not _disjoint(boxes, 0):
-        return "two of its parts overlap"
-    return ""
+        raise DamagedError("file", os.fspath(self.directory / record.file), reason, _RESTORE)
 
-
-def _disjoint(boxes: Sequence[StoredChunk], dim: int) -> bool:
-    """Whether boxes that are not empty have no element in common, along ``dim`` and those after."""
-    if len(boxes) < 2:
-        return True
-    if dim == len(boxes[0].shape):
-        return False
-    starts: dict[int, list[StoredChunk]] = {}
-    for box in boxes:
-        starts.setdefault(box.offsets[dim], []).append(box)
-    open_boxes: list[StoredChunk] = []
-    for start in sorted(starts):
-        open_boxes = [box for box in open_boxes if box.offsets[dim] + box.shape[dim] > start]
-        open_boxes += starts[start]
-        if not _disjoint(open_boxes, dim + 1):
-            return False
-    return True
-
-
-def _shared(
-    chunk: StoredChunk, shape: tuple[int, ...], dim: int | None, intervals: Intervals
-) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield (slices of a chunk, slices of the result) of the elements that both have."""
-    whole = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.shape, strict=True))
-    every = tuple(slice(0, size) for size in chunk.shape)
-    if dim is None:
-        yield every, whole
-        return
-    span = ((chunk.offsets[dim], chunk.offsets[dim] + chunk.shape[dim]),)
-    for take, put in overlaps(shape, (dim, span), (dim, intervals)):
-        yield (
-            every[:dim] + (take[dim],) + every[dim + 1 :],
-            whole[:dim] + (put[dim],) + whole[dim + 1 :],
-        )
+    def _load(self, record: _Stored, what: str) -> Any:
+        path = self.directory / record.file
+        try:
+            with open(path, "rb") as file:
+                part: Any = _Slice(file, record.offset, record.length)
+                if part.read(len(_ZIP)) != _ZIP:
+                    reason = f"the record of {what} is not what torch.save writes"
+                    raise DamagedError("file", os.fspath(path), reason, _RESTORE)
+                _check_sums(part)
+                part.seek(0)
+                return torch.load(part, map_location="cpu", weights_only=True)
+        except (MerakError, MemoryError):
+            raise
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise DamagedError("file", os.fspath(path), reason, _RESTORE) from error
+        except pickle.UnpicklingError as error:
+            reason = f"the record of {what} needs more than values ({_why(error)})"
+            raise CheckpointError("file", os.fspath(path), reason, _RESTORE) from error
+        except Exception as error:
+            reason = f"the record of {what} cannot be read ({_why(error)})"
+            raise DamagedError("file", os.fspath(path), reason, _RESTORE) from error
 
 
 def write_dcp(
@@ -274,89 +348,366 @@ def write_dcp(
     tensors: Mapping[str, DcpTensor],
     values: Callable[[str, StoredChunk], torch.Tensor],
     objects: Mapping[str, Any],
-    paths: Mapping[str, tuple] | None = None,
-    file_bytes: int = _FILE_BYTES,
+    file_bytes: int = FILE_BYTES,
+    aliases: Mapping[str, str] | None = None,
+    paths: Mapping[str, Sequence[str | int]] | None = None,
 ) -> None:
-    """Write a store; it is one once `METADATA` is there, which comes last.
+    """Write a store that ``torch.distributed.checkpoint.load`` opens, with any number of ranks.
 
-    directory:  made if it does not exist.
-    tensors:    by name; they are written in this order.
-    values:     called with a tensor's name and a chunk of it: its elements.
-    objects:    what is no tensor, by name: anything that ``torch.save`` takes, or bytes as they are.
-    paths:      the keys of the nested dictionary that a flat name stands for, by name.
-    file_bytes: the most bytes of a file, but for the last record in it.
+    directory:  made if it is missing. What another store had there under the same names is
+                replaced, its `.metadata` first of all; it is complete once the new one is there.
+    tensors:    by name, in the order in which their chunks are asked for.
+    values:     returns a chunk, contiguous or not; one is in memory at a time.
+    objects:    by name: numbers, text and containers of them.
+    file_bytes: after which the next file begins.
+    aliases:    further names of tensors and objects, which are stored once.
+    paths:      by name, the keys of nested dictionaries that it is made of, for tools that restore
+                these from the store alone; joined by dots they are the name.
 
-    Raises CheckpointError.
+    If it fails, the files that it wrote are removed. Raises `CheckpointError`, also for chunks that
+    do not tile a tensor or are not as ``tensors`` says.
     """
-    with disk_errors(directory, SAVE_REMEDY):
+    for name, tensor in tensors.items():
+        if reason := untiled(tensor):
+            raise CheckpointError("tensor", name, reason, "Give chunks that tile it")
+    nbytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors.values())
+    nbytes += _RECORD * sum(len(each.chunks) for each in tensors.values())
+    with disk_errors(directory, _REMEDY, nbytes):
         make_directory(directory)
-        places: dict[MetadataIndex, _StorageInfo] = {}
-        with _Records(directory, file_bytes) as records:
+        check_free(directory, nbytes, "output directory", "Free some space, or save elsewhere")
+        (directory / METADATA).unlink(missing_ok=True)
+        sync_directory(directory)
+        files = _Files(directory, file_bytes)
+        try:
+            for name, each in objects.items():
+                files.add(name, None, each)
             for name, tensor in tensors.items():
-                assert not not_tiled(tensor), (name, not_tiled(tensor))
-                for number, chunk in enumerate(tensor.chunks):
-                    part = values(name, chunk).detach()
-                    assert tuple(part.shape) == chunk.shape, (name, part.shape, chunk.shape)
-                    # of a view, torch.save writes all that it is a view of
-                    part = part.contiguous()
-                    if part.untyped_storage().nbytes() != part.nbytes:
-                        part = part.clone()
-                    index = MetadataIndex(name, torch.Size(chunk.offsets), number)
-                    places[index] = records.add(part)
-            for name, content in objects.items():
-                places[MetadataIndex(name)] = records.add(content)
-        metadata = Metadata(
-            state_dict_metadata={name: _described(tensor) for name, tensor in tensors.items()}
-            | {name: BytesStorageMetadata() for name in objects},
-            planner_data=None if paths is None else dict(paths),
-            storage_data=places,
+                for chunk in tensor.chunks:
+                    files.add(name, chunk.offsets, _checked(name, tensor, chunk, values))
+            files.close()
+            _write_metadata(directory, tensors, files.records, aliases or {}, paths)
+        except BaseException:
+            files.remove()
+            raise
+
+
+class _Files:
+    """The files of a store that is being written."""
+
+    def __init__(self, directory: Path, limit: int):
+        self.records: dict[tuple[str, tuple[int, ...] | None], _Stored] = {}
+        self._directory = directory
+        self._limit = limit
+        self._names: list[str] = []
+        self._open: Any = None
+        self._file: IO[bytes] | None = None
+
+    def add(self, name: str, offsets: tuple[int, ...] | None, value: Any) -> None:
+        """Append what torch.save writes of a value."""
+        if self._file is not None and self._file.tell() >= self._limit:
+            self.close()
+        if self._file is None:
+            self._names.append(f"__0_{len(self._names)}{SUFFIX}")
+            self._open = written(self._aside(self._names[-1]))
+            self._file = self._open.__enter__()
+        start = self._file.tell()
+        tail: Any = _Tail(self._file)
+        torch.save(value, tail)
+        length = self._file.tell() - start
+        self.records[name, offsets] = _Stored(self._names[-1], start, length)
+
+    def close(self) -> None:
+        """Give the file that is open its name, once it is on the disk."""
+        if self._file is not None:
+            self._file = None
+            self._open.__exit__(None, None, None)
+            rename(self._aside(self._names[-1]), self._directory / self._names[-1])
+
+    def remove(self) -> None:
+        """Remove every file."""
+        if self._file is not None:
+            self._file.close()
+        for name in self._names:
+            for path in (self._aside(name), self._directory / name):
+                with suppress(OSError):
+                    path.unlink()
+
+    def _aside(self, name: str) -> Path:
+        return self._directory / (name + TEMPORARY)
+
+
+class _Tail(io.RawIOBase):
+    """A file for torch.save, which would else close it."""
+
+    def __init__(self, file: IO[bytes]):
+        super().__init__()
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._file.write(data)
+
+
+class _Slice(io.RawIOBase):
+    """A range of a file that cannot be left."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int):
+        super().__init__()
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = (0, self._at, self._length)[_WHENCE.index(whence)]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, min(len(view), self._length - self._at))]
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return count
+
+
+def _check_sums(part: Any) -> None:
+    """Raise an error for a record with a byte that is not what was written; torch compares none."""
+    with zipfile.ZipFile(part) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{info.filename} in it is compressed")
+            if not info.CRC:  # written with set_crc32_options(False)
+                continue
+            with archive.open(info) as entry:
+                while entry.read(_AT_ONCE):
+                    pass
+
+
+def _checked(
+    name: str,
+    tensor: DcpTensor,
+    chunk: StoredChunk,
+    values: Callable[[str, StoredChunk], torch.Tensor],
+) -> torch.Tensor:
+    """Return a chunk without the memory around it, which torch.save would write too."""
+    value = values(name, chunk).detach().cpu()
+    if value.dtype != tensor.dtype or tuple(value.shape) != chunk.shape:
+        reason = (
+            f"its chunk at {chunk.offsets} is {value.dtype} of shape {tuple(value.shape)}, not "
+            f"{tensor.dtype} of shape {chunk.shape}"
         )
-        with complete_or_absent(directory / METADATA) as file:
-            pickle.dump(metadata, file)
+        raise CheckpointError("tensor", name, reason, "Give the weights of this model")
+    value = value.contiguous()
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
-def _described(tensor: DcpTensor) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.shape))
-        for chunk in tensor.chunks
-    ]
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=tensor.dtype),
-        size=torch.Size(tensor.shape),
-        chunks=chunks,
+def _write_metadata(
+    directory: Path,
+    tensors: Mapping[str, DcpTensor],
+    records: Mapping[tuple[str, tuple[int, ...] | None], _Stored],
+    aliases: Mapping[str, str],
+    paths: Mapping[str, Sequence[str | int]] | None,
+) -> None:
+    from torch.distributed.checkpoint import metadata as of_torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    names: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        names.setdefault(name, []).append(alias)
+    entries: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        for each in (name, *names.get(name, ())):
+            entries[each] = of_torch.TensorStorageMetadata(
+                of_torch.TensorProperties(dtype=tensor.dtype),
+                torch.Size(tensor.shape),
+                [
+                    of_torch.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.shape))
+                    for c in tensor.chunks
+                ],
+            )
+    storage = {}
+    numbers: Counter[str] = Counter()
+    for (name, offsets), record in records.items():
+        info = _StorageInfo(record.file, record.offset, record.length)
+        number = None if offsets is None else numbers[name]
+        numbers[name] += 1
+        for each in (name, *names.get(name, ())):
+            entries.setdefault(each, of_torch.BytesStorageMetadata())
+            storage[of_torch.MetadataIndex(each, offsets, number)] = info
+    planned = None if paths is None else {name: tuple(path) for name, path in paths.items()}
+    metadata = of_torch.Metadata(entries, planned, storage)
+    path = directory / METADATA
+    with replaced(path, path.with_name(METADATA + TEMPORARY)) as file:
+        pickle.dump(metadata, file, protocol=4)
+
+
+def untiled(tensor: DcpTensor) -> str:
+    """Return why the chunks of a tensor do not cover it exactly once; "" if they do."""
+    dims = len(tensor.shape)
+    chunks = []
+    for chunk in tensor.chunks:
+        if len(chunk.offsets) != dims or len(chunk.shape) != dims:
+            return f"one has {len(chunk.shape)} dimensions at {chunk.offsets}"
+        ends = [start + extent for start, extent in zip(chunk.offsets, chunk.shape, strict=True)]
+        if any(end > extent for end, extent in zip(ends, tensor.shape, strict=True)):
+            return f"that at {chunk.offsets} of shape {chunk.shape} reaches out of it"
+        if math.prod(chunk.shape):
+            chunks.append(chunk)
+    filled = sum(math.prod(chunk.shape) for chunk in chunks)
+    if overlap := _overlap(tensor.shape, chunks):
+        return overlap
+    if filled != math.prod(tensor.shape):
+        return f"{filled} of {math.prod(tensor.shape)} elements are in one"
+    return ""
+
+
+def _overlap(shape: tuple[int, ...], chunks: list[StoredChunk]) -> str:
+    """Return which chunks have elements in common; "" if none do.
+
+    A sweep along the dimension that is cut most, so that the time is not the square of their number.
+    """
+    if not shape:
+        return "there are two of a single number" if len(chunks) > 1 else ""
+    dim = max(range(len(shape)), key=lambda each: len({chunk.offsets[each] for chunk in chunks}))
+    active: list[tuple[int, int]] = []
+    chunks = sorted(chunks, key=lambda chunk: chunk.offsets[dim])
+    for at, chunk in enumerate(chunks):
+        start = chunk.offsets[dim]
+        del active[: bisect_right(active, (start, len(chunks)))]
+        for _, other in active:
+            if _meet(chunk, chunks[other]):
+                return f"those at {chunks[other].offsets} and {chunk.offsets} overlap"
+        insort(active, (start + chunk.shape[dim], at))
+    return ""
+
+
+def _meet(one: StoredChunk, other: StoredChunk) -> bool:
+    return all(
+        start < other_start + other_extent and other_start < start + extent
+        for start, extent, other_start, other_extent in zip(
+            one.offsets, one.shape, other.offsets, other.shape, strict=True
+        )
     )
 
 
-class _Records:
-    """Files of records, each of them on the disk once the next one is begun."""
+def _pieces(
+    chunk: StoredChunk, dim: int | None, intervals: Intervals
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield (slices of what is read, slices of the chunk) of the elements that they share."""
+    put = [slice(at, at + n) for at, n in zip(chunk.offsets, chunk.shape, strict=True)]
+    take = [slice(0, n) for n in chunk.shape]
+    if dim is None:
+        yield tuple(put), tuple(take)
+        return
+    offset = 0
+    first = chunk.offsets[dim]
+    last = first + chunk.shape[dim]
+    for start, stop in intervals:
+        begin = max(start, first)
+        end = min(stop, last)
+        if begin < end:
+            put[dim] = slice(offset + begin - start, offset + end - start)
+            take[dim] = slice(begin - first, end - first)
+            yield tuple(put), tuple(take)
+        offset += stop - start
 
-    def __init__(self, directory: Path, file_bytes: int):
-        self._directory = directory
-        self._file_bytes = file_bytes
-        self._count = 0
-        self._file: BinaryIO | None = None
-        self._stack = ExitStack()
 
-    def __enter__(self) -> "_Records":
-        return self
+class _Inert:
+    """An object of a pickle: what it was made of and its attributes, and nothing that runs."""
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(cls)
 
-    def add(self, content: Any) -> _StorageInfo:
-        """Append a record, and return where it is."""
-        if self._file is None or self._file.tell() >= self._file_bytes:
-            self._stack.close()
-            self._name = f"__0_{self._count}.distcp"
-            self._count += 1
-            path = self._directory / self._name
-            self._file = self._stack.enter_context(complete_or_absent(path))
-        start = self._file.tell()
-        if isinstance(content, bytes):
-            self._file.write(content)
-        else:
-            # the records of torch.save are zip archives, whose places count from their own begin
-            record = io.BytesIO()
-            torch.save(content, record)
-            self._file.write(record.getbuffer())
-        return _StorageInfo(self._name, start, self._file.tell() - start)
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update({str(name): value for name, value in state.items()})
+        elif isinstance(state, tuple) and state:
+            self.dtype = state[0]  # of TensorProperties
+
+
+class _Restricted(pickle.Unpickler):
+    """Reads a `.metadata` without running anything that it names."""
+
+    def __init__(self, file: IO[bytes]):
+        super().__init__(file)
+        self._made: dict[tuple[str, str], type] = {}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        key = (module, name)
+        if key in _REAL:
+            return _REAL[key]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if key not in _STAND_INS:
+            raise _ForeignNameError(f"{module}.{name}")
+        return self._made.setdefault(key, type(name, (_Inert,), {}))
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        raise pickle.UnpicklingError("it refers to something outside of it")
+
+
+class _ForeignNameError(Exception):
+    """A name that no `.metadata` of a store needs."""
+
+
+def _read_metadata(path: Path) -> Any:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise DamagedError("file", os.fspath(path), "it is not a regular file", _RESTORE)
+        with open(path, "rb") as file:
+            return _Restricted(file).load()
+    except (MerakError, MemoryError):
+        raise
+    except _ForeignNameError as error:
+        reason = f"it names {error!s:.100}, which no store of torch.distributed.checkpoint needs"
+        remedy = "Do not open it unless you know why; save the store again"
+        raise CheckpointError("file", os.fspath(path), reason, remedy) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError("file", os.fspath(path), reason, _RESTORE) from error
+    except Exception as error:
+        reason = f"it cannot be parsed ({_why(error)})"
+        raise DamagedError("file", os.fspath(path), reason, _RESTORE) from error
+
+
+def _of_objects() -> list[Any]:
+    """Return what objects of a store may name beside what torch allows in weights: numbers of
+    NumPy, and bytes in memory.
+    """
+    scalar: Any = numpy.float64(0).__reduce__()[0]
+    names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+    kinds = {type(numpy.dtype(code)): None for code in "?bhilqBHILQefd"}
+    return [io.BytesIO, numpy.dtype, *kinds, *((scalar, name) for name in names)]
+
+
+def _natural(values: Any) -> bool:
+    return isinstance(values, tuple) and all(
+        type(value) is int and 0 <= value < 1 << 62 for value in values
+    )
+
+
+def _is_plain(file: str) -> bool:
+    return file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"} and file.isprintable()
+
+
+def _why(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    if found := _GLOBAL.search(text):
+        return found[1]
+    return text.splitlines()[0][:200]

@@ -1,6 +1,6 @@
 """A training state as any program's checkpoint has it: what every format here is read into and written from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ class PortableState:
     iteration:        steps that the run had taken; 0 for weights without a run.
     optimizer_steps:  updates behind ``exp_avg`` (of Adam's bias correction); 0 without optimizer state.
     consumed_samples: samples that the run had read; 0 where the format does not say.
+    groups:           of AdamW, as torch has them: the names in ``params``, ``lr``, ``betas``, ``eps``
+                      and ``weight_decay``; none where the format does not say.
     """
 
     kinds: Mapping[str, Source]
@@ -29,6 +31,7 @@ class PortableState:
     iteration: int = 0
     optimizer_steps: int = 0
     consumed_samples: int = 0
+    groups: Sequence[Mapping[str, Any]] = ()
 
     @property
     def has_optimizer(self) -> bool:
