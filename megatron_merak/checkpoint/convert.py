@@ -82,19 +82,22 @@ def to_hf(
     )
 
 
-def to_checkpoint(
-    source: Source, names: Mapping[str, str], root: Path, meta: dict[str, Any]
+def write_kinds(
+    kinds: Mapping[str, tuple[Source, Mapping[str, str]]],
+    root: Path,
+    iteration: int,
+    meta: dict[str, Any],
 ) -> Path:
-    """Write a checkpoint of iteration 0 with the weights of ``source`` and no optimizer state;
-    return its directory.
+    """Write a checkpoint of what some sources have; return its directory.
 
-    source: the weights of a model.
-    names:  the tensors to write, and the names that they get.
-    root:   the directory in which the checkpoint is made.
-    meta:   what the checkpoint says of its run.
+    kinds:     of state, "model" first: where its tensors are read from, and the names that they get.
+    root:      the directory in which the checkpoint is made.
+    iteration: of the checkpoint.
+    meta:      what it says of its run.
 
-    Raises CheckpointError, and NumericsError for weights that are not finite.
+    Raises CheckpointError, and NumericsError for numbers that are not finite.
     """
+    source, names = next(iter(kinds.values()))
     for name in names:
         if not source.dtype(name).is_floating_point:
             dtype = str(source.dtype(name)).removeprefix("torch.")
@@ -102,27 +105,44 @@ def to_checkpoint(
             raise CheckpointError(
                 "tensor", name, reason, "Convert the model before it was quantized"
             )
-    groups = list(_groups(source, list(names)))
-    most = max(sum(math.prod(source.shape(name)) for name in group) for group in groups)
+    groups = {kind: list(_groups(source, list(names))) for kind, (source, names) in kinds.items()}
+    most = max(
+        sum(math.prod(kinds[kind][0].shape(name)) for name in group)
+        for kind, each in groups.items()
+        for group in each
+    )
     memory: dict[torch.dtype, torch.Tensor] = {}
-    turns = []
-    for group in groups:
-        views = {}
-        at = 0
-        for name in group:
-            shape = source.shape(name)
-            kept = source.dtype(name)
-            flat = memory.setdefault(kept, torch.empty(most, dtype=kept))
-            views[name] = flat[at : at + math.prod(shape)].view(shape)
-            at += math.prod(shape)
-        shards = [
-            Shard(names[name], tuple(view.shape), None, (), tensor=view)
-            for name, view in views.items()
-        ]
-        turns.append(Turn(shards, fetch=_reader(source, views)))
-    path = store.save(root, 0, {"model": StateKind(turns)}, meta, group=None, device="cpu")
-    source.close()
+    states = {}
+    for kind, (source, names) in kinds.items():
+        turns = [_turn(source, names, group, memory, most) for group in groups[kind]]
+        states[kind] = StateKind(turns)
+    path = store.save(root, iteration, states, meta, group=None, device="cpu")
+    for source, _ in kinds.values():
+        source.close()
     return path
+
+
+def _turn(
+    source: Source,
+    names: Mapping[str, str],
+    group: Sequence[str],
+    memory: dict[torch.dtype, torch.Tensor],
+    most: int,
+) -> Turn:
+    """Return the tensors of a group, in memory that all turns use one after the other."""
+    views = {}
+    at = 0
+    for name in group:
+        shape = source.shape(name)
+        kept = source.dtype(name)
+        if kept not in memory:
+            memory[kept] = torch.empty(most, dtype=kept)
+        views[name] = memory[kept][at : at + math.prod(shape)].view(shape)
+        at += math.prod(shape)
+    shards = [
+        Shard(names[name], tuple(view.shape), None, (), tensor=view) for name, view in views.items()
+    ]
+    return Turn(shards, fetch=_reader(source, views))
 
 
 def _reader(source: Source, views: Mapping[str, torch.Tensor]) -> Callable[[], None]:

@@ -1,64 +1,106 @@
-"""Convert weights between checkpoints of this library and HuggingFace model directories.
+"""Convert checkpoints: between this library, HuggingFace, Megatron-LM and torch.distributed.checkpoint.
 
-    merak-convert CHECKPOINT HF_DIRECTORY     of merak-pretrain or merak-pretrain-hf: a --save directory (its newest
-                                              checkpoint) or an iter_N directory; opens with from_pretrained()
-    merak-convert HF_DIRECTORY CHECKPOINT     for merak-pretrain --load CHECKPOINT --finetune; prints the model's flags
+    merak-convert CHECKPOINT HF_DIRECTORY               of merak-pretrain or merak-pretrain-hf: a --save directory (its
+                                                        newest checkpoint) or an iter_N directory; opens with
+                                                        from_pretrained()
+    merak-convert HF_DIRECTORY CHECKPOINT               for --load CHECKPOINT --finetune; prints the command
+    merak-convert MEGATRON CHECKPOINT --config HF --allow-pickle    from Megatron-LM (--ckpt-format torch_dist)
+    merak-convert CHECKPOINT MEGATRON --to megatron                 to Megatron-LM, for any layout
+    merak-convert FSDP CHECKPOINT --config HF --allow-pickle        from FSDP2, accelerate or torchtitan
+    merak-convert CHECKPOINT STORE --to dcp                         to torch.distributed.checkpoint
 
-A checkpoint is converted whatever layout saved it, with every byte compared with its digest. GPTs of merak-pretrain
-become GPT-2, Llama, Qwen2, Qwen3, StableLM or Starcoder2, whichever computes the same; a shape that none of them has is
-an error. TO must be empty or absent, or hold a conversion that was killed, which is started again with the same
-command. With --overwrite an earlier conversion in TO is replaced once the new one is complete, and other files stay.
-Needs neither a GPU nor the memory of the model, and no network. Optimizer state is not converted.
-merak-pretrain-hf --model reads HuggingFace directories as they are.
+Every format goes to every other. Weights and AdamW's state are converted, whatever layout saved them; HuggingFace
+directories have weights only. What a directory is, is seen from its files. TO must be empty or absent, or hold a
+conversion that was killed, which is started again with the same command. With --overwrite an earlier conversion in TO
+is replaced once the new one is complete, and other files stay. Needs neither a GPU nor the memory of the model, and no
+network. Flags of Megatron-LM's converter are understood: --loader, --saver, --load-dir, --save-dir and
+--target-tensor-parallel-size.
 """
 
 import argparse
-import json
 import re
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError, MerakError
 from .door import command
 from .words import described, error_text
 
-# Keys of a config.json without influence on what a model computes in training without dropout.
-_FREE = frozenset(
-    """transformers_version _name_or_path architectures dtype torch_dtype use_cache initializer_range pretraining_tp
-    max_window_layers bos_token_id eos_token_id pad_token_id attn_pdrop resid_pdrop embd_pdrop attention_dropout
-    hidden_dropout residual_dropout embedding_dropout reorder_and_upcast_attn n_ctx""".split()
-)
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..formats.state import PortableState
+
+FORMATS = ("merak", "hf", "megatron", "dcp")
+
 _SIZE = re.compile(r"[1-9]\d*([KMGT]I?B)?", re.IGNORECASE)
-_DROPOUTS = (  # settings of --hidden-dropout, which is one here
-    ("resid_pdrop", "embd_pdrop"),
-    ("residual_dropout", "embedding_dropout"),
-)
-_ATTENTION = "attention_dropout"
 _SHARDS = "5GB"
 _NAMED = 3  # of what a target holds
-_BESIDE = (
-    "summary_",
-    "task_specific_params",
-    "tokenizer_class",
-    "id2label",
-    "label2id",
-    "chunk_size_feed_forward",
-)
+# of Megatron-LM's converter
+_THEIRS = {
+    "mcore": "megatron",
+    "core": "megatron",
+    "megatron": "megatron",
+    "llama_mistral": "hf",
+    "mixtral_hf": "hf",
+    "hf": "hf",
+    "merak": "merak",
+    "dcp": "dcp",
+}
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        _understand(options)
+        _check_target(options.source, options.target, options.to == "merak")
+        if not options.overwrite:
+            _check_empty(options.target)
+        _convert(options)
+    except MerakError as error:
+        sys.stderr.write(error_text(error) + "\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=described(__doc__, "merak-convert"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "source", type=Path, metavar="FROM", help="a checkpoint, or a HuggingFace directory"
+        "source",
+        type=Path,
+        nargs="?",
+        metavar="FROM",
+        help="a checkpoint, or a HuggingFace directory",
     )
-    parser.add_argument("target", type=Path, metavar="TO", help="the directory to write")
+    parser.add_argument("target", type=Path, nargs="?", metavar="TO", help="the directory to write")
+    parser.add_argument(
+        "--from", dest="format", choices=FORMATS, help="what FROM is [seen from its files]"
+    )
+    parser.add_argument(
+        "--to",
+        choices=FORMATS,
+        help="what TO will be [hf from a checkpoint of this library, merak from others]",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="HF",
+        help="config.json of the model, where FROM has none: a file, or a directory with it",
+    )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read files that are pickles, as those of torch and Megatron-LM are; only tensors and "
+        "plain settings are unpickled [no]",
+    )
+    parser.add_argument(
+        "--no-load-optim", action="store_true", help="leave out the optimizer's state [no]"
+    )
     parser.add_argument(
         "--ckpt-step", type=int, metavar="N", help="the checkpoint to convert [the newest]"
     )
@@ -66,35 +108,173 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="save this tokenizer beside the weights [none]",
+        help="save this tokenizer beside the weights of a HuggingFace directory [none]",
     )
     parser.add_argument(
-        "--max-shard-size", default=_SHARDS, metavar="SIZE", help=f"largest weight file [{_SHARDS}]"
+        "--max-shard-size",
+        default=_SHARDS,
+        metavar="SIZE",
+        help=f"largest weight file of a HuggingFace directory [{_SHARDS}]",
+    )
+    parser.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="rows of the vocabulary are padded to a multiple of it for Megatron-LM [128]",
+    )
+    parser.add_argument(
+        "--target-tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that the padded rows must be divisible by; any others load it too [1]",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an earlier conversion in TO [no]"
     )
-    options = parser.parse_args(arguments)
-    try:
-        if not _SIZE.fullmatch(options.max_shard_size):
-            raise ConfigError(
-                "--max-shard-size",
-                options.max_shard_size,
-                "is not a size",
-                "Give one such as 5GB or 500MB",
+    for name, kind in (
+        ("--load-dir", Path),
+        ("--save-dir", Path),
+        ("--loader", str),
+        ("--saver", str),
+    ):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    for name in ("--model-type", "--target-pipeline-parallel-size"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    return parser
+
+
+def _understand(options: argparse.Namespace) -> None:
+    """Complete the options: directories, and formats. Raises ConfigError."""
+    options.source = options.source or options.load_dir
+    options.target = options.target or options.save_dir
+    for name, value in (("FROM", options.source), ("TO", options.target)):
+        if value is None:
+            raise ConfigError(name, "(missing)", "is needed", "Name the two directories")
+    for flag, field, value in (
+        ("--loader", "format", options.loader),
+        ("--saver", "to", options.saver),
+    ):
+        if value is not None and value not in _THEIRS:
+            known = ", ".join(sorted({*_THEIRS}))
+            raise ConfigError(flag, value, "is not known", f"Use one of {known}")
+        if value is not None and getattr(options, field) is None:
+            setattr(options, field, _THEIRS[value])
+    if not _SIZE.fullmatch(options.max_shard_size):
+        raise ConfigError(
+            "--max-shard-size",
+            options.max_shard_size,
+            "is not a size",
+            "Give one such as 5GB or 500MB",
+        )
+    for flag in ("--make-vocab-size-divisible-by", "--target-tensor-parallel-size"):
+        value = getattr(options, flag[2:].replace("-", "_"))
+        if value < 1:
+            raise ConfigError(flag, value, "is not positive", "Give 1 or more")
+    if options.format is None:
+        options.format = _format_of(options.source)
+    if options.to is None:
+        options.to = "hf" if options.format == "merak" else "merak"
+    if options.format == options.to:
+        reason = f"{options.source} is of that format already"
+        raise ConfigError("--to", options.to, reason, f"Use one of {', '.join(FORMATS)}")
+    _check_flags(options)
+
+
+def _format_of(source: Path) -> str:
+    from ..formats.dcp import is_dcp
+    from ..formats.hf import is_hf
+    from ..formats.megatron import is_megatron
+
+    if not source.is_dir():
+        reason = "it is not a directory"
+        raise CheckpointError("FROM", source, reason, "Name a checkpoint")
+    if is_megatron(source):
+        return "megatron"
+    if is_dcp(source):
+        return "dcp"
+    return "hf" if is_hf(source) else "merak"
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a flag that the formats have no use for."""
+    only = (
+        ("--ckpt-step", None, options.format in ("merak", "megatron"), "FROM has one state only"),
+        ("--tokenizer", None, options.to == "hf", "only HuggingFace directories have one"),
+        ("--max-shard-size", _SHARDS, options.to == "hf", "only HuggingFace directories have them"),
+        ("--config", None, options.format in ("megatron", "dcp"), "FROM has its own"),
+    )
+    for flag, default, fits, reason in only:
+        value = getattr(options, flag[2:].replace("-", "_"))
+        if value != default and not fits:
+            reason = (
+                f"{reason}: {options.source} is converted from {options.format} to {options.to}"
             )
-        from_hf = (options.source / "config.json").is_file()
-        _check_target(options.source, options.target, from_hf)
-        if not options.overwrite:
-            _check_empty(options.target)
-        if from_hf:
-            _to_checkpoint(options)
-        else:
-            _to_hf(options)
-    except MerakError as error:
-        sys.stderr.write(error_text(error) + "\n")
-        return 1
-    return 0
+            raise ConfigError(flag, value, reason, "Leave it out")
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from ..checkpoint.begun import marked
+
+    state, source = _read(options)
+    # its name is wrong before anything is written
+    tokenizer = None if options.tokenizer is None else _tokenizer(options.tokenizer)
+    with marked(options.target):
+        written, note = _write(state, options, tokenizer)
+    steps = state.optimizer_steps
+    optimizer = f", AdamW's state of {steps:,} steps" if state.has_optimizer else ""
+    if state.has_optimizer and options.to == "hf":
+        optimizer = ""
+    print(f"{source} -> {written}: {_told(state)}{optimizer}")
+    if note:
+        print(note)
+
+
+def _read(options: argparse.Namespace) -> tuple["PortableState", Path]:
+    from ..formats.dcp import read_dcp
+    from ..formats.hf import read_hf
+    from ..formats.megatron import chosen_megatron, read_megatron
+    from ..formats.merak import read_merak
+
+    optimizer = options.to != "hf" and not options.no_load_optim
+    source = options.source
+    if options.format == "merak":
+        return read_merak(source, options.ckpt_step, optimizer, print)
+    if options.format == "hf":
+        return read_hf(source, options.allow_pickle), source
+    if options.format == "dcp":
+        state = read_dcp(source, options.config, options.allow_pickle, print, optimizer)
+        return state, source
+    path = chosen_megatron(source, options.ckpt_step)
+    return read_megatron(path, options.config, options.allow_pickle, optimizer), path
+
+
+def _write(state: "PortableState", options: argparse.Namespace, tokenizer: Any) -> tuple[Path, str]:
+    """Return what was written, and a line for the user."""
+    from ..formats.dcp import write_dcp_state
+    from ..formats.hf import write_hf
+    from ..formats.megatron import write_megatron
+    from ..formats.merak import write_merak
+
+    target = options.target
+    if options.to == "hf":
+        lacking = write_hf(state, target, tokenizer, options.max_shard_size)
+        few = f"{', '.join(lacking[:_NAMED])}{' ...' if len(lacking) > _NAMED else ''}"
+        note = f"Not in the checkpoint, so as in a new model: {few}" if lacking else ""
+        return target, note
+    if options.to == "dcp":
+        write_dcp_state(state, target)
+        return target, ""
+    if options.to == "megatron":
+        divisor = options.make_vocab_size_divisible_by * options.target_tensor_parallel_size
+        return write_megatron(state, target, divisor), ""
+    path, native = write_merak(state, target, print)
+    start = "" if state.has_optimizer else " --finetune"
+    if native is None:
+        model = options.config or options.source
+        return path, f"merak-pretrain-hf --model {model} --load {target}{start} ..."
+    return path, f"merak-pretrain --load {target}{start} {_flags(native)} ..."
 
 
 def _check_target(source: Path, target: Path, to_checkpoint: bool) -> None:
@@ -138,79 +318,6 @@ def _is_of_conversions(target: Path) -> bool:
     return all(isinstance(each, dict) and each.get("train") == {} for each in settings)
 
 
-def _to_hf(options: argparse.Namespace) -> None:
-    from ..checkpoint.begun import marked
-    from ..checkpoint.convert import to_hf
-    from ..checkpoint.hf_build import build_empty
-    from ..checkpoint.stored import StoredSource, chosen
-
-    directory = chosen(options.source, options.ckpt_step)
-    config, renamed = _config_of(directory)
-    tokenizer = None if options.tokenizer is None else _tokenizer(options.tokenizer)
-    source = StoredSource(directory, lambda name: _replace(name, renamed))
-    with tempfile.TemporaryDirectory() as place:
-        (Path(place) / "config.json").write_text(json.dumps(config | _special(tokenizer)))
-        stored_dtype = next(iter(source.dtypes()))
-        model = build_empty(Path(place), None, False, {"dtype": stored_dtype})
-    with marked(options.target):
-        to_hf(source, model, options.target, tokenizer, shard_size=options.max_shard_size)
-    print(
-        f"{directory} -> {options.target}: {type(model).__name__}, {_count(source)} weights, "
-        f"{str(stored_dtype)[6:]}"
-    )
-
-
-def _config_of(directory: Path) -> tuple[dict[str, Any], Sequence[tuple[str, str]]]:
-    """Return the config.json of a checkpoint's model, and the (old, new) parts of tensor names that
-    differ in it.
-    """
-    from ..checkpoint.directory import read_manifest
-    from ..models.hf_config import RENAMED, hf_config
-    from ..stages.saved_run import SavedRun
-
-    saved = SavedRun.read(read_manifest(directory)[1].meta, directory)
-    if "model" in saved.config["model"]:
-        if saved.model is None:
-            remedy = (
-                "Resume it with merak-pretrain-hf --load, --train-iters at its iteration, "
-                "and --save-hf"
-            )
-            raise CheckpointError(
-                "checkpoint", directory, "it does not hold the config.json of its model", remedy
-            )
-        return dict(saved.model), ()
-    native = _native(saved.config["model"])
-    try:
-        config = hf_config(native)
-    except ConfigError as error:
-        error.add_note(f"The checkpoint is {directory}.")
-        raise
-    if native.hidden_dropout and not any(
-        "dropout" in key or "pdrop" in key for key in config.keys() - {_ATTENTION}
-    ):
-        text = (
-            f"--hidden-dropout {native.hidden_dropout} has no counterpart in {config['model_type']}"
-        )
-        print(f"{text}: further training of it by transformers has none.")
-    return config, RENAMED.get(config["model_type"], ())
-
-
-def _native(settings: Mapping[str, Any]) -> Any:
-    """Return the ModelConfig of settings that another version may have saved."""
-    import dataclasses
-
-    from ..config import ModelConfig
-
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    return ModelConfig.from_dict({name: value for name, value in settings.items() if name in known})
-
-
-def _special(tokenizer: Any) -> dict[str, Any]:
-    """Return the special tokens of a tokenizer as entries of a config.json."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {} if tokenizer is None else {name: getattr(tokenizer, name) for name in names}
-
-
 def _tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
@@ -223,89 +330,7 @@ def _tokenizer(directory: Path) -> Any:
         ) from error
 
 
-def _to_checkpoint(options: argparse.Namespace) -> None:
-    beside = (("--ckpt-step", None), ("--tokenizer", None), ("--max-shard-size", _SHARDS))
-    for flag, default in beside:
-        value = getattr(options, flag[2:].replace("-", "_"))
-        if value != default:
-            raise ConfigError(
-                flag, value, f"{options.source} is a HuggingFace directory", "Leave it out"
-            )
-    from transformers import AutoModelForCausalLM
-
-    from ..checkpoint.begun import marked
-    from ..checkpoint.convert import to_checkpoint
-    from ..checkpoint.hf import from_pretrained
-    from ..models.hf_config import RENAMED
-    from ..models.names import tensor_table
-
-    model: Any = from_pretrained(options.source, auto_class=AutoModelForCausalLM)
-    if model.merak_source is None:
-        remedy = (
-            "Give a directory with model.safetensors; merak-pretrain draws weights without "
-            "a checkpoint"
-        )
-        raise CheckpointError("model directory", options.source, "it has no weights", remedy)
-    native = _settings(model, options.source)
-    renamed = [(theirs, ours) for ours, theirs in RENAMED.get(model.config.model_type, ())]
-    ours = {tensor.name for tensor in tensor_table(native, 1)}
-    names = {name: _replace(name, renamed) for name in model.merak_source.names()}
-    names = {name: own for name, own in names.items() if own in ours}
-    assert set(names.values()) == ours, ours - set(names.values())
-    sections = {"model": _plain(native), "train": {}, "optimizer": {}, "data": {}}
-    meta = {
-        "consumed_samples": 0,
-        "optimizer_steps": 0,
-        "config": sections,
-        "data": None,
-        "model": None,
-    }
-    with marked(options.target):
-        path = to_checkpoint(model.merak_source, names, options.target, meta)
-    print(f"{options.source} -> {path}: {_count(model.merak_source, names)} weights")
-    print(f"merak-pretrain --load {options.target} --finetune {_flags(native)} ...")
-
-
-def _settings(model: Any, directory: Path) -> Any:
-    """Return the ModelConfig of a HuggingFace model. Raises ConfigError for what the native model
-    does not have.
-    """
-    from ..models.hf_config import hf_config, settings_of
-
-    theirs = json.loads(model.config.to_json_string(use_diff=False))
-    native = _native(settings_of(theirs))
-    for one, other in _DROPOUTS:
-        if one in theirs and theirs[one] != theirs.get(other, theirs[one]):
-            print(
-                f"config.json {other} {theirs[other]}: --hidden-dropout is one value, that of {one}"
-            )
-    ours = json.loads(type(model.config)(**hf_config(native)).to_json_string(use_diff=False))
-    if theirs["model_type"] == "gpt2":
-        theirs["n_inner"] = theirs["n_inner"] or 4 * theirs["n_embd"]
-    for key in sorted(theirs.keys() & ours.keys() - _FREE):
-        if _same(theirs[key]) != _same(ours[key]) and not key.startswith(_BESIDE):
-            remedy = "Train it with merak-pretrain-hf, which runs the model's own code"
-            reason = f"{directory}: the native GPT has {ours[key]}"
-            raise ConfigError(f"config.json {key}", theirs[key], reason, remedy)
-    return native
-
-
-def _same(value: Any) -> Any:
-    """A value of a config.json without the former name of one of its entries."""
-    return (
-        {name: each for name, each in value.items() if name != "type"}
-        if isinstance(value, dict)
-        else value
-    )
-
-
-def _plain(native: Any) -> dict[str, Any]:
-    import dataclasses
-
-    return dataclasses.asdict(native)
-
-
-def _flags(native: Any) -> str:
+def _flags(native: "ModelConfig") -> str:
     """Return the flags of a model, as a command line; those at their defaults are left out."""
     from ..arguments import flags
 
@@ -318,13 +343,11 @@ def _flags(native: Any) -> str:
     return " ".join(words)
 
 
-def _replace(name: str, pairs: Sequence[tuple[str, str]]) -> str:
-    for old, new in pairs:
-        name = name.replace(old, new)
-    return name
-
-
-def _count(source: Any, names: Mapping[str, str] | None = None) -> str:
+def _told(state: "PortableState") -> str:
+    """Return the model, its number of weights and their dtype, in words."""
     import math
 
-    return f"{sum(math.prod(source.shape(name)) for name in names or source.names()):,}"
+    source = state.kinds["model"]
+    count = sum(math.prod(source.shape(name)) for name in source.names())
+    names = state.config.get("architectures") or [state.config.get("model_type", "a model")]
+    return f"{names[0]}, {count:,} weights, {str(source.dtypes()[0])[6:]}"

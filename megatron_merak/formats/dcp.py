@@ -110,6 +110,7 @@ def read_dcp(
     config: Path | None = None,
     allow_pickle: bool = False,
     say: Callable[[str], object] | None = None,
+    optimizer: bool = True,
 ) -> PortableState:
     """Return the state in a store, or in the two directories that accelerate writes.
 
@@ -118,6 +119,7 @@ def read_dcp(
                   ``directory``.
     allow_pickle: whether pickles may be read, restricted to what stores need.
     say:          called with a line on what was recognised.
+    optimizer:    whether to read the optimizer's state, if there is any.
 
     Tensors are checked by name, shape and dtype, and are read later. Raises CheckpointError, also
     for a store without a config, and for tensors that the model does not have, has in another
@@ -128,7 +130,8 @@ def read_dcp(
     floating = (tensor.dtype for tensor in files.tensors.values())
     stored_as = next((dtype for dtype in floating if dtype.is_floating_point), None)
     model = build_empty(text, None, False, {}, stored_as=stored_as)
-    return _Reading(files, model).state(read_json(text), say or (lambda line: None))
+    tell = say or (lambda line: None)
+    return _Reading(files, model).state(read_json(text), tell, optimizer)
 
 
 def write_dcp_state(
@@ -228,6 +231,11 @@ class _Stores:
             files.close()
 
 
+def is_dcp(directory: Path) -> bool:
+    """Whether a directory is a store, or has those of accelerate."""
+    return any((each / METADATA).is_file() for each in _stores_in(directory))
+
+
 def _stores_in(directory: Path) -> list[Path]:
     """Return the directories of the stores that make up a state."""
     names = (MODEL_DIRECTORY, OPTIMIZER_DIRECTORY)
@@ -273,7 +281,9 @@ class _Reading:
             TORCHTITAN: {each: name for name, names in titan.items() for each in names},
         }
 
-    def state(self, config: Mapping[str, Any], say: Callable[[str], object]) -> PortableState:
+    def state(
+        self, config: Mapping[str, Any], say: Callable[[str], object], optimizer: bool
+    ) -> PortableState:
         known = {name for table in self.tables.values() for name in table}
         heads = optimizer_heads(chain(self.files.tensors, self.files.objects), known)
         if len(heads) > 1:
@@ -287,13 +297,13 @@ class _Reading:
         line += f" after {heading.prefix!r}" if heading.prefix else ""
         steps = 0
         groups: list[dict[str, Any]] = []
-        if heads:
+        if heads and optimizer:
             moments, steps = self._moments(heads[0])
             kinds |= moments
             groups = self._groups(heads[0])
             line += f", state of AdamW after {steps} steps under {heads[0]}state"
         else:
-            line += ", no optimizer state"
+            line += "" if heads else ", no optimizer state"
         say(f"{self.files.directory}: {line}")
         iteration = next((n for name in _STEPS if (n := self._count(name)) is not None), steps)
         samples = self._count(_SAMPLES) or 0

@@ -22,13 +22,14 @@ from ..checkpoint.hf import Source
 from ..checkpoint.shard import Intervals
 from ..durable import make_directory
 from ..errors import CheckpointError, DamagedError
-from .dcp_files import SAVE_REMEDY, DcpFiles, DcpTensor, StoredChunk, write_dcp
+from .dcp_files import DcpFiles, DcpTensor, StoredChunk, write_dcp
 from .megatron_args import check_arguments, common_state, optimizer_steps
 from .megatron_names import LAYERS, MegatronTable, MegatronTensor, Rows
 from .model import CONFIG, config_beside, empty_model, shapes_of
 from .pickles import REMEDY, read_torch, unpickling
 from .state import MASTER, MOMENTS, WEIGHTS, PortableState
 
+_SAVE_REMEDY = "Check the output directory, its permissions and its free space"
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
 FORMAT = "metadata.json"
@@ -162,13 +163,18 @@ def _tracked(directory: Path) -> str:
 
 
 def read_megatron(
-    directory: Path, config: Path | None, allow_pickle: bool, iteration: int | None = None
+    directory: Path,
+    config: Path | None,
+    allow_pickle: bool,
+    optimizer: bool = True,
+    iteration: int | None = None,
 ) -> PortableState:
     """Return the state in a distributed checkpoint of Megatron-LM.
 
     directory:    that of --save, or of one checkpoint in it.
     config:       the model's config.json, or a directory with it; None where it lies beside.
     allow_pickle: whether its files, which are pickles, may be read.
+    optimizer:    whether to read the optimizer's state, if there is any.
     iteration:    which checkpoint; None: the one that the tracker names.
 
     Raises CheckpointError or ConfigError for what is missing, damaged, of another model, or sharded
@@ -183,7 +189,9 @@ def read_megatron(
     common = _common(path, files)
     check_arguments(common.get("args"), model.config, table, path)
     kinds: dict[str, Source] = {WEIGHTS: MegatronSource(files, table)}
-    if any(_OPTIMIZER + MOMENTS[0] in name for name in files.tensors):
+    if not optimizer:
+        pass
+    elif any(_OPTIMIZER + MOMENTS[0] in name for name in files.tensors):
         for kind, theirs in _KINDS.items():
             before = _prefixes(files, f"{_OPTIMIZER}{theirs}.")
             if before:
@@ -232,7 +240,7 @@ def write_megatron(state: PortableState, directory: Path, divisor: int = 128) ->
         return rows_of(source, tensor).view(chunk.shape)
 
     write_dcp(path, tensors, values, _extra_states(table))
-    with disk_errors(path, SAVE_REMEDY):
+    with disk_errors(path, _SAVE_REMEDY):
         make_directory(path)
         with complete_or_absent(path / COMMON) as file:
             torch.save(common_state(model.config, table, state), file)

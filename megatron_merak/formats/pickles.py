@@ -13,12 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PosixPath, PurePosixPath
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import torch
-import torch.distributed.checkpoint.filesystem as dcp_filesystem
-import torch.distributed.checkpoint.metadata as dcp_metadata
-import torch.distributed.checkpoint.planner as dcp_planner
 
 from ..errors import CheckpointError, DamagedError, MerakError
 
@@ -55,18 +52,6 @@ def _of_torch() -> Iterator[tuple[tuple[str, str], Any]]:
     for name in ("UntypedStorage", "TypedStorage"):
         yield ("torch.storage", name), getattr(torch.storage, name)
     yield ("torch", "device"), torch.device
-    yield ("torch.serialization", "_get_layout"), torch.serialization._get_layout
-    for names, module in (
-        (
-            "Metadata TensorProperties MetadataIndex _MEM_FORMAT_ENCODING ChunkStorageMetadata "
-            "BytesStorageMetadata TensorStorageMetadata StorageMeta",
-            dcp_metadata,
-        ),
-        ("SavePlan WriteItem WriteItemType TensorWriteData", dcp_planner),
-        ("_StorageInfo", dcp_filesystem),
-    ):
-        for name in names.split():
-            yield (module.__name__, name), getattr(module, name)
 
 
 _ALLOWED: Mapping[tuple[str, str], Any] = MappingProxyType(
@@ -105,13 +90,9 @@ _MODULE = SimpleNamespace(
 )
 
 
-def read_pickle(file: BinaryIO) -> Any:
-    """Return what a plain pickle has. Raises `pickle.UnpicklingError`, and others for damage."""
-    return _Unpickler(file).load()
-
-
 def read_torch(file: BinaryIO | Path, mmap: bool = False) -> Any:
-    """Return what ``torch.save`` wrote, on the CPU. Raises as `read_pickle` does."""
+    """Return what ``torch.save`` wrote, on the CPU. Raises `pickle.UnpicklingError`, and others
+    for damage."""
     return torch.load(
         file,
         map_location="cpu",
@@ -144,43 +125,3 @@ def unpickling(path: Path, inside: str = "") -> Iterator[None]:
     except Exception as error:
         reason = f"it cannot be read ({type(error).__name__}: {str(error).splitlines()[:1]})"
         raise DamagedError("checkpoint file", where, reason, REMEDY) from error
-
-
-class FileSlice(io.RawIOBase):
-    """Part of an open file, as a file.
-
-    file:   open for reading, and seekable.
-    start:  where the part begins, in bytes.
-    length: of the part, in bytes.
-    """
-
-    def __init__(self, file: BinaryIO, start: int, length: int):
-        self._file = file
-        self._start = start
-        self._length = length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, origin + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._length - self._at))
-        self._file.seek(self._start + self._at)
-        data = self._file.read(count)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def __enter__(self) -> Self:
-        return self

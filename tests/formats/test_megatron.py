@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.errors import CheckpointError, ConfigError
-from megatron_merak.formats.dcp_files import METADATA, DcpFiles, DcpTensor, write_dcp
+from megatron_merak.formats.dcp_files import METADATA, DcpFiles, DcpTensor, StoredChunk, write_dcp
 from megatron_merak.formats.megatron import COMMON, FORMAT, TRACKER, read_megatron, write_megatron
 
 from .models import FAMILIES, assert_equal, state_of, tiny
@@ -241,10 +241,14 @@ BAD = {
     "truncated file": (
         lambda path: os.truncate(path / "__0_0.distcp", 5000),
         True,
-        "would end at byte",
+        "ends at 5044|has 5000 bytes",
     ),
-    "missing file": (lambda path: (path / "__0_0.distcp").unlink(), True, "it is missing"),
-    "damaged metadata": (lambda path: os.truncate(path / METADATA, 300), True, "cannot be read"),
+    "missing file": (
+        lambda path: (path / "__0_0.distcp").unlink(),
+        True,
+        "No such file or directory",
+    ),
+    "damaged metadata": (lambda path: os.truncate(path / METADATA, 300), True, "cannot be parsed"),
     "code in metadata": (
         lambda path: (path / METADATA).write_bytes(_CODE),
         True,
@@ -316,8 +320,8 @@ def test_optimizer_state_of_one_number_of_ranks_is_refused(tmp_path):
     state = state_of(tiny("llama"))
     path = write_megatron(state, tmp_path)
     tensors = {
-        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg": DcpTensor.whole(
-            [4], torch.float32
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg": DcpTensor(
+            (4,), torch.float32, (StoredChunk((0,), (4,)),)
         )
     }
     weights = DcpFiles(path, True)
