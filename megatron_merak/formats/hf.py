@@ -28,6 +28,8 @@ def read_hf(directory: Path, allow_pickle: bool = False) -> PortableState:
     if model.merak_source is None:
         raise CheckpointError("model directory", directory, "it has no weights", _REMEDY)
     config = json.loads(model.config.to_json_string(use_diff=False))
+    # that of a directory may be the model's without its head
+    config["architectures"] = [type(model).__name__]
     return PortableState({WEIGHTS: model.merak_source}, config)
 
 
