@@ -652,8 +652,8 @@ class _Restricted(pickle.Unpickler):
         key = (module, name)
         if key in _REAL:
             return _REAL[key]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
         if key not in _STAND_INS:
             raise _ForeignNameError(f"{module}.{name}")
         return self._made.setdefault(key, type(name, (_Inert,), {}))

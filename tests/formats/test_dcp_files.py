@@ -27,6 +27,7 @@ from megatron_merak.formats.dcp_files import (
     untiled,
     write_dcp,
 )
+from tests.power_cut import Disk
 
 FILE = "__0_0.distcp"
 
@@ -119,13 +120,14 @@ def test_what_is_written_has_every_name_and_is_restored_nested(tmp_path):
     write_dcp(
         tmp_path / "store",
         whole,
-        lambda name, chunk: torch.tensor([1.0, 2.0, 3.0])[:2],
+        lambda name, chunk: torch.arange(1.0, 1e5)[:2],
         {"a.0": 0.5},
         aliases={"a.x.y": "a.w", "b": "a.0"},
         paths={"a.w": ("a", "w"), "a.x.y": ("a", "x.y"), "a.0": ("a", "0"), "b": ("b",)},
     )
     assert sorted(os.listdir(tmp_path / "store")) == [".metadata", FILE]
     assert (tmp_path / "store" / FILE).read_bytes().count(b"PK\x05\x06") == 2
+    assert os.path.getsize(tmp_path / "store" / FILE) < 5000  # not the memory around the tensor
     dcp_to_torch_save(tmp_path / "store", tmp_path / "all.pt")
     found = torch.load(tmp_path / "all.pt")
     assert found["a"]["w"].tolist() == found["a"]["x.y"].tolist() == [1.0, 2.0]
@@ -387,3 +389,39 @@ def test_a_tensor_of_many_chunks_is_checked_in_time():
     assert "overlap" in untiled(
         DcpTensor((1 << 20, count), torch.float32, (*cuts, StoredChunk((0, 7), (1, 2))))
     )
+
+
+def constant(directory: Path, value: float) -> None:
+    """Write a store of two files that hold a value."""
+    whole = DcpTensor((2,), torch.float32, (StoredChunk((0,), (2,)),))
+    made = torch.full((2,), value)
+    write_dcp(directory, {"a": whole, "b": whole}, lambda name, chunk: made, {}, file_bytes=1)
+
+
+def test_a_power_cut_leaves_a_whole_store_or_none(tmp_path):
+    (tmp_path / "disk").mkdir()
+    constant(tmp_path / "disk" / "old", 1.0)
+    disk = Disk(tmp_path / "disk", tmp_path / "spare")
+    found: set[tuple] = set()
+
+    def check() -> None:
+        shown = []
+        for name in ("old", "new"):
+            try:
+                files = DcpFiles(tmp_path / "spare" / name, allow_pickle=True)
+            except DamagedError:
+                raise
+            except CheckpointError:
+                shown.append(None)
+                continue
+            values = {*files.read("a").tolist(), *files.read("b").tolist()}
+            assert len(values) == 1 and sorted(files.tensors) == ["a", "b"]
+            shown.append(values.pop())
+        found.add(tuple(shown))
+
+    with disk.watched(check):
+        constant(tmp_path / "disk" / "old", 2.0)
+        constant(tmp_path / "disk" / "new", 3.0)
+    disk.cut(check)
+    disk.close()
+    assert found == {(1.0, None), (None, None), (2.0, None), (2.0, 3.0)}
