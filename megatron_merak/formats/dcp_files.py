@@ -672,7 +672,7 @@ def _read_metadata(path: Path) -> Any:
             raise DamagedError("file", os.fspath(path), "it is not a regular file", _RESTORE)
         with open(path, "rb") as file:
             return _Restricted(file).load()
-    except (MerakError, MemoryError):
+    except MerakError:
         raise
     except _ForeignNameError as error:
         reason = f"it names {error!s:.100}, which no store of torch.distributed.checkpoint needs"

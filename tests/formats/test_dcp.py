@@ -194,7 +194,7 @@ def test_without_links_the_metadata_comes_last(llama, tmp_path, monkeypatch):
     """A kill then leaves no store, rather than the names of one and the tensors of another."""
     write_dcp_state(state_of(*llama), tmp_path, PLAIN)
     calls = []
-    replace = os.replace
+    real = os.replace
 
     def no_link(*paths: Any, **options: Any) -> None:
         raise PermissionError(errno.EPERM, "no links")
@@ -203,7 +203,7 @@ def test_without_links_the_metadata_comes_last(llama, tmp_path, monkeypatch):
         if Path(other).parent == tmp_path:
             assert not (tmp_path / ".metadata").exists()
             calls.append(Path(other).name)
-        replace(one, other)
+        real(one, other)
 
     monkeypatch.setattr(os, "symlink", no_link)
     monkeypatch.setattr(os, "replace", replaced)

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import random
 import shutil
 import weakref
 from collections.abc import Callable
@@ -357,6 +358,33 @@ def test_a_record_without_sums_is_read(tmp_path):
         torch.serialization.set_crc32_options(True)
     files = DcpFiles(tmp_path, allow_pickle=True)
     assert torch.equal(files.read("w"), torch.arange(6.0).view(3, 2))
+
+
+def test_bytes_that_are_changed_anywhere_are_one_typed_error_or_change_nothing(tmp_path):
+    make(tmp_path)
+    names = (".metadata", FILE)
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    rnd = random.Random(11)
+    refused = 0
+    for _ in range(150):
+        for name in names:
+            (tmp_path / name).write_bytes(before[name])
+        name = rnd.choice(names)
+        data = bytearray(before[name])
+        for _ in range(rnd.choice((1, 2, 5))):
+            data[rnd.randrange(len(data))] = rnd.randrange(256)
+        (tmp_path / name).write_bytes(data)
+        try:
+            files = DcpFiles(tmp_path, allow_pickle=True)
+            read = {each: files.read(each).tolist() for each in files.tensors}
+            for each in files.objects:
+                files.object(each)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            refused += 1
+        else:
+            assert name == ".metadata" or read["w"] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert refused > 100
 
 
 def test_an_object_that_would_run_code(tmp_path):
