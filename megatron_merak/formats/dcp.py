@@ -113,7 +113,8 @@ def read_dcp(
 ) -> PortableState:
     """Return the state in a store, or in the two directories that accelerate writes.
 
-    directory:    with `.metadata`, or with ``pytorch_model_fsdp_0`` and perhaps ``optimizer_0``.
+    directory:    with `.metadata`, or with ``pytorch_model_fsdp_0`` and perhaps ``optimizer_0``, or
+                  that of these which has the weights.
     config:       the model's config.json, or the directory that has it; by default that of
                   ``directory``.
     allow_pickle: whether pickles may be read, restricted to what stores need.
@@ -230,6 +231,8 @@ class _Stores:
 
 def _stores_in(directory: Path) -> list[Path]:
     """Return the directories of the stores that make up a state."""
+    if directory.name == MODEL_DIRECTORY:
+        directory = directory.parent  # with the optimizer's beside it
     names = (MODEL_DIRECTORY, OPTIMIZER_DIRECTORY)
     inside = [directory / name for name in names if (directory / name / METADATA).exists()]
     if (directory / METADATA).exists() or not inside:

@@ -223,12 +223,12 @@ BAD = {
     "code in metadata": (
         lambda d: (d / ".metadata").write_bytes(pickle.dumps(Code(d / "ran"))),
         CheckpointError,
-        r"names posix.mkdir",
+        "names .posix.mkdir., which no store",
     ),
     "code in planner data": (
         lambda d: edited(lambda m: setattr(m, "planner_data", Code(d / "ran")))(d),
         CheckpointError,
-        r"names posix.mkdir",
+        "names .posix.mkdir., which no store",
     ),
     "missing file": (lambda d: (d / FILE).unlink(), DamagedError, "No such file"),
     "cut file": (
