@@ -32,7 +32,9 @@ _NEW = "new"
 _OLD = "old"
 _SHOWN = "shown"
 _LINKS = "links"
-_LATE = (".safetensors", ".index.json", ".metadata")  # without links, what decides is renamed last
+# without links, what decides is renamed last
+_INDEX = ".metadata"  # of a store: gone first, since it would find other tensors in the new files
+_LATE = (".safetensors", ".index.json", _INDEX)
 _NO_LINKS = (
     errno.EPERM,
     errno.EACCES,
@@ -168,6 +170,10 @@ def _one_by_one(directory: Path, names: Collection[str], gone: Collection[str]) 
     new = directory / PLACE / _NEW
     for name in sorted(gone, key=_late, reverse=True):
         (directory / name).unlink()
+    for name in names:
+        if name.endswith(_INDEX):
+            (directory / name).unlink(missing_ok=True)
+    _sync_parents(directory, names)
     for name in sorted(names, key=_late):
         os.replace(new / name, directory / name)
     _sync_parents(directory, names)

@@ -114,7 +114,8 @@ def read_dcp(
 ) -> PortableState:
     """Return the state in a store, or in the two directories that accelerate writes.
 
-    directory:    with `.metadata`, or with ``pytorch_model_fsdp_0`` and perhaps ``optimizer_0``.
+    directory:    with `.metadata`, or with ``pytorch_model_fsdp_0`` and perhaps ``optimizer_0``, or
+                  that of these which has the weights.
     config:       the model's config.json, or the directory that has it; by default that of
                   ``directory``.
     allow_pickle: whether pickles may be read, restricted to what stores need.
@@ -238,6 +239,8 @@ def is_dcp(directory: Path) -> bool:
 
 def _stores_in(directory: Path) -> list[Path]:
     """Return the directories of the stores that make up a state."""
+    if directory.name == MODEL_DIRECTORY:
+        directory = directory.parent  # with the optimizer's beside it
     names = (MODEL_DIRECTORY, OPTIMIZER_DIRECTORY)
     inside = [directory / name for name in names if (directory / name / METADATA).exists()]
     if (directory / METADATA).exists() or not inside:
@@ -367,9 +370,8 @@ class _Reading:
             found = self._of_parameters(tensors[kind], heading, kind)
             self._check(found, kind, _FLOATS)
             sources[kind] = DcpSource(self.files, found, as_float32=True)
-        return sources, self._steps(
-            {**objects.get(_STEP, {}), **tensors.get(_STEP, {})}, heading, head
-        )
+        steps = {**objects.get(_STEP, {}), **tensors.get(_STEP, {})}
+        return sources, self._steps(steps, list(tensors[MOMENTS[0]]))
 
     def _of_parameters(
         self, keys: Mapping[str, str], heading: Heading, kind: str
@@ -387,24 +389,22 @@ class _Reading:
         self._refuse_missing(missing, len(self.parameters), kind)
         return {name: tensors[name] for name in self.parameters}
 
-    def _steps(self, keys: Mapping[str, str], heading: Heading, head: str) -> int:
-        """Return the one number of updates that all parameters have had."""
-        table = self.tables[heading.program]
-        start = len(heading.prefix)
-        known: dict[str, str] = {}
-        for name, key in keys.items():
-            own = table.get(bare(name)[start:], name)
-            known.setdefault(self.aliases.get(own, own), key)
-        missing = [name for name in self.parameters if name not in known]
-        self._refuse_missing(missing, len(self.parameters), _STEP)
+    def _steps(self, keys: Mapping[str, str], names: Sequence[str]) -> int:
+        """Return the one number of updates that all parameters have had.
+
+        keys:  by the names that parameters have in the store.
+        names: those that have moments.
+        """
+        missing = [name for name in names if name not in keys]
+        self._refuse_missing(missing, len(names), _STEP)
         counts: dict[float, str] = {}
         places: dict[tuple, float] = {}
-        for name in self.parameters:
-            key = known[name]
+        for name in names:
+            key = keys[name]
             place = self.files.place(key)[:2] if key in self.files.tensors else (key,)
             if place not in places:
                 value = self.files.value(key)
-                if not isinstance(value, int | float) or not (0 <= value < 1 << 62):
+                if not isinstance(value, int | float) or not 0 <= value < 1 << 62:
                     reason = f"{key} is {value!r:.60}, not a number of steps"
                     raise self.files.bad(reason, "Save the state again")
                 places[place] = value
@@ -412,9 +412,7 @@ class _Reading:
         if len(counts) > 1:
             said = some([f"{count:g} of {name}" for count, name in counts.items()], 3)
             reason = f"its parameters have had different numbers of steps: {said}"
-            raise self.files.bad(
-                reason, f"Save {head}state of an optimizer that updates all of them"
-            )
+            raise self.files.bad(reason, "Save the state of an optimizer that updates all of them")
         steps = next(iter(counts), 0)
         if steps != int(steps):
             raise self.files.bad(f"its {_STEP} is {steps}", "Save the state again")
@@ -652,11 +650,17 @@ class _Writing:
         """
         defaults = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
         groups = self.state.groups or [{"params": parameters}]
-        for number, group in enumerate(groups):
-            names = [each for name in group["params"] for each in self._names[name]]
+        members = [[self.aliases.get(n, n) for n in group["params"]] for group in groups]
+        if sorted(chain.from_iterable(members)) != sorted(parameters):
+            reason = "they are not the parameters of the model, each once"
+            remedy = "Give the state of this whole model"
+            raise CheckpointError("parameter groups", len(groups), reason, remedy)
+        for number, (group, inside) in enumerate(zip(groups, members, strict=True)):
+            names = [each for name in inside for each in self._names[name]]
             fields = {**defaults, **group}
             fields.setdefault("initial_lr", fields["lr"])
-            fields["params"] = [self._names[name][0] for name in group["params"]]
+            fields["betas"] = tuple(fields["betas"])
+            fields["params"] = [self._names[name][0] for name in inside]
             for field, value in fields.items():
                 keys = []
                 if self.flavour != TORCHTITAN:
@@ -735,10 +739,11 @@ class _Writing:
 
     def _in_order(self, kind: str, names: Iterable[str]) -> list[str]:
         """Return names in the order in which their values are stored."""
+        numbers = {id(source): n for n, source in enumerate(self.state.kinds.values())}
 
         def place(name: str) -> tuple:
             found = self._source(kind, name)
-            return () if found is None else found[0].place(found[1])
+            return () if found is None else (numbers[id(found[0])], *found[0].place(found[1]))
 
         return sorted(names, key=place)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import numpy
 import torch
@@ -147,7 +147,7 @@ class DcpFiles:
         objects = []
         for name, entry in entries.items():
             kind = type(entry).__name__
-            if not isinstance(name, str) or not name.isprintable():
+            if not _is_text(name):
                 raise self._bad(f"it has an entry of the name {name!r:.60}")
             if kind == "TensorStorageMetadata":
                 tensors[name] = self._tensor(name, entry)
@@ -230,7 +230,7 @@ class DcpFiles:
             offsets = getattr(index, "offset", None)
             file = getattr(info, "relative_path", None)
             numbers: Any = (getattr(info, "offset", None), getattr(info, "length", None))
-            if not isinstance(name, str) or not (offsets is None or _natural(offsets)):
+            if not _is_text(name) or not (offsets is None or _natural(offsets)):
                 raise self._bad(f"it stores {name!r:.60} at {offsets!r:.60}")
             if not _natural(numbers):
                 raise self._bad(f"the record of {name} is at {numbers!r:.60}")
@@ -471,14 +471,20 @@ class _Slice(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         base = (0, self._at, self._length)[_WHENCE.index(whence)]
-        self._at = max(0, base + offset)
+        self._at = min(max(0, base + offset), self._length)
         return self._at
 
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, min(len(view), self._length - self._at))]
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = self._length - self._at
         self._file.seek(self._offset + self._at)
-        count = self._file.readinto(view)  # type: ignore[attr-defined]
+        data = self._file.read(left if size is None or size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._file.seek(self._offset + self._at)
+        with memoryview(buffer).cast("B") as every, every[: self._length - self._at] as view:
+            count = self._file.readinto(view)  # type: ignore[attr-defined]
         self._at += count
         return count
 
@@ -652,8 +658,8 @@ class _Restricted(pickle.Unpickler):
         key = (module, name)
         if key in _REAL:
             return _REAL[key]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
         if key not in _STAND_INS:
             raise _ForeignNameError(f"{module}.{name}")
         return self._made.setdefault(key, type(name, (_Inert,), {}))
@@ -672,10 +678,12 @@ def _read_metadata(path: Path) -> Any:
             raise DamagedError("file", os.fspath(path), "it is not a regular file", _RESTORE)
         with open(path, "rb") as file:
             return _Restricted(file).load()
-    except (MerakError, MemoryError):
+    except MerakError:
         raise
     except _ForeignNameError as error:
-        reason = f"it names {error!s:.100}, which no store of torch.distributed.checkpoint needs"
+        reason = (
+            f"it names {str(error)!r:.100}, which no store of torch.distributed.checkpoint needs"
+        )
         remedy = "Do not open it unless you know why; save the store again"
         raise CheckpointError("file", os.fspath(path), reason, remedy) from None
     except OSError as error:
@@ -702,8 +710,12 @@ def _natural(values: Any) -> bool:
     )
 
 
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and value.isprintable()
+
+
 def _is_plain(file: str) -> bool:
-    return file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"} and file.isprintable()
+    return file not in ("", ".", "..") and not {*file} & {"/", "\\"} and file.isprintable()
 
 
 def _why(error: Exception) -> str:

@@ -2,15 +2,18 @@
 refused of them.
 """
 
+import errno
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -174,6 +177,8 @@ def test_what_is_written_is_read_again(flavour, llama, tmp_path):
         sorted(name for name, _ in model.named_parameters())
     ]
     assert found.groups[0]["lr"] == 0.03125 and tuple(found.groups[0]["betas"]) == (0.875, 0.96875)
+    if flavour == ACCELERATE:
+        assert_equal(read(tmp_path / "pytorch_model_fsdp_0", tmp_path), model, optimizer)
     assert found.config == json.loads((tmp_path / "config.json").read_text())
 
 
@@ -185,6 +190,28 @@ def test_another_store_is_replaced_and_other_files_stay(llama, tmp_path):
     write_dcp_state(state, tmp_path, PLAIN)
     files = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
     assert files == [".metadata", "__0_0.distcp", "config.json", "notes.txt"]
+
+
+def test_without_links_the_metadata_comes_last(llama, tmp_path, monkeypatch):
+    """A kill then leaves no store, rather than the names of one and the tensors of another."""
+    write_dcp_state(state_of(*llama), tmp_path, PLAIN)
+    calls = []
+    real = os.replace
+
+    def no_link(*paths: Any, **options: Any) -> None:
+        raise PermissionError(errno.EPERM, "no links")
+
+    def replaced(one: Any, other: Any) -> None:
+        if Path(other).parent == tmp_path:
+            assert not (tmp_path / ".metadata").exists()
+            calls.append(Path(other).name)
+        real(one, other)
+
+    monkeypatch.setattr(os, "symlink", no_link)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_dcp_state(state_of(*llama), tmp_path, PLAIN)
+    assert calls == ["__0_0.distcp", "config.json", ".metadata"]
+    assert_equal(read(tmp_path), *llama)
 
 
 def test_a_writing_that_fails_leaves_the_old_store(llama, tmp_path):
@@ -251,6 +278,25 @@ def test_of_tied_weights_one_is_read_and_every_name_is_written(tmp_path):
     state["model"]["lm_head.weight"] = state["model"]["lm_head.weight"] + 1
     with pytest.raises(CheckpointError, match="tied in the model, but have different values"):
         read(save(state, tmp_path / "c"), tmp_path / "config")
+
+
+def test_names_of_files_and_what_they_merge_into(tmp_path):
+    """Of a program that trains the tensors that save_pretrained writes, with experts one by one."""
+    model: Any = build("mixtral")
+    model.save_pretrained(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert len(tensors) > len(model.state_dict())
+    moments = {
+        name: {"exp_avg": 2 * tensor, "exp_avg_sq": tensor * tensor, "step": torch.tensor(4.0)}
+        for name, tensor in tensors.items()
+    }
+    state = {"model": tensors, "optim": {"state": moments}}
+    found = read(save(state, tmp_path / "store"), tmp_path / "model")
+    assert found.optimizer_steps == 4
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.kinds["model"].read(name), parameter)
+        assert torch.equal(found.kinds["exp_avg"].read(name), 2 * parameter)
+        assert torch.equal(found.kinds["exp_avg_sq"].read(name), parameter * parameter)
 
 
 # ---- torchtitan
@@ -487,6 +533,8 @@ def test_a_state_that_lacks_a_tensor_is_not_written(llama, tmp_path):
     tensors = dict(state.kinds["exp_avg"]._tensors)
     del tensors[EMBEDDING]
     kinds = {**state.kinds, "exp_avg": Values(tensors)}
+    with pytest.raises(CheckpointError, match="parameter groups 1: they are not the parameters"):
+        write_dcp_state(replace(state, groups=[{"params": [NORM]}]), tmp_path / "new")
     with pytest.raises(CheckpointError, match=f"{EMBEDDING}: the state has no exp_avg"):
         write_dcp_state(PortableState(kinds, state.config), tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import StateDictType, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_merak.formats.dcp import ACCELERATE, PLAIN, read_dcp, write_dcp_state
+from megatron_merak.formats.dcp_files import DcpFiles
 from tests.ranks import run_ranks
 
 from ..checkpoint.hf_models import build
@@ -133,7 +134,19 @@ def check_read(directory: Path, config: Path, state: dict[str, Any]) -> Any:
     return found
 
 
+def check_uneven(rank: int, directory: Path) -> None:
+    """Shards of which one is longer, or empty."""
+    mesh = init_device_mesh("cpu", (2,))
+    values = {f"rows {rows}": torch.arange(3.0 * rows).view(rows, 3) for rows in (1, 2, 5)}
+    sharded = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in values.items()}
+    dcp.save(sharded, checkpoint_id=directory)
+    if rank == 0:
+        files = DcpFiles(directory, allow_pickle=True)
+        assert all(torch.equal(files.read(name), values[name]) for name in values)
+
+
 def there_and_back(rank: int, world: int, root: Path, config: Path) -> None:
+    check_uneven(rank, root / "uneven")
     model, optimizer = trained(seed=0, steps=2)
     state = flat_state(model, optimizer)
     for directory in save(model, optimizer, root):
