@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import zlib
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +27,7 @@ from transformers.trainer_utils import (
     speed_metrics,
 )
 
+from ...checkpoint.behind import Staging
 from ...errors import CheckpointError, ConfigError, DoubtfulResultError, UnexpectedResultError
 from ...parallel.agree import raise_together
 from ...parallel.interruption import Interrupted, Interruption
@@ -39,6 +41,7 @@ from ..batches.order import Batch
 from ..batches.same_batches import check_everywhere
 from . import callbacks, resumption, run_directory, trainer_state
 from .captures import Captures
+from .checkpoints_behind import CheckpointCopies, CheckpointsBehind
 from .console import saving_of, say, warn
 from .progress import RunPosition
 from .rates import extent
@@ -113,6 +116,9 @@ class TrainingLoop:
         self.position = (0, 0)  # epoch, samples of it that are used
         # the last step was to be followed by one, and the run was interrupted
         self.owes_evaluation = False
+        self.behind: CheckpointsBehind | None = None
+        if self.args.async_save:
+            self.behind = CheckpointsBehind(self.args, trainer.mesh, directory, self._received)
         self.dataset = self._fingerprint()
         self.described = resumption.describe(trainer.model)
         self._begin_state()
@@ -239,7 +245,9 @@ class TrainingLoop:
         ) as self.interruption:
             for name in self.interruption.kept:
                 say(self.args, f"{name} has a handler of its own, so it does not save the run")
-            self._epochs()
+            with nullcontext() if self.behind is None else self.behind:
+                self._epochs()
+                self._finish_saves()
         return self._finish()
 
     def _epochs(self) -> None:
@@ -300,6 +308,7 @@ class TrainingLoop:
 
     def _save_after_all(self) -> None:
         """Save the run as of the last step, unless that was saved."""
+        self._finish_saves()
         place = self.directory.place(self.state.global_step)
         if self.args.save_strategy != SaveStrategy.NO and not run_directory.exists(
             place, self.trainer.control_group
@@ -479,9 +488,15 @@ class TrainingLoop:
             if self.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = better
         if trainer.control.should_save:
-            self._save()
-            self._tell("on_save")
+            if self.behind is None:
+                self._save()
+                self._tell("on_save")
+            else:
+                self._save_behind(self.behind)
+                # which the handler does where it calls on_save
+                trainer.control.should_save = False
             self._agree()
+        self._tell_saved(None if self.behind is None else self.behind.written())
 
     def _evaluate(self, moves_rate: bool = True) -> dict[str, float]:
         metrics = self.trainer.evaluate(ignore_keys=self.ignored_outputs)
@@ -517,10 +532,58 @@ class TrainingLoop:
             state.best_global_step = state.global_step
         return True
 
+    def _tell_saved(self, state: TrainerState | None) -> None:
+        """Call ``on_save`` for a checkpoint that a thread has completed.
+
+        state: that was saved; None: there is none.
+        """
+        trainer = self.trainer
+        if state is not None:
+            # the handler takes it back, and it may be of another step
+            wanted = trainer.control.should_save
+            trainer.control = self.handler.on_save(self.args, state, trainer.control)
+            trainer.control.should_save |= wanted
+            self._agree()
+
+    def _finish_saves(self) -> None:
+        """Wait for the checkpoint that a thread writes, if any, and call ``on_save``. Raises what
+        it raised.
+        """
+        if self.behind is not None:
+            self._tell_saved(self.behind.finish())
+
+    def _save_behind(self, behind: CheckpointsBehind) -> None:
+        """Copy what a checkpoint has, for a thread to write, once the one before is complete."""
+        trainer = self.trainer
+        began = time.perf_counter()
+        self._finish_saves()
+        check_model(trainer, saves=True)
+        trainer.store_flos()
+        saving = saving_of(self.args, trainer.control_group)  # of a tokenizer's files, for a moment
+        saving.received = self._received
+        copies = saving.run(self.directory.root, lambda: self._copies(behind.staging))
+        behind.begin(copies, self.state, self.state.best_model_checkpoint, began)
+
+    def _copies(self, staging: Staging) -> CheckpointCopies:
+        state = None
+        if self.args.save_only_model:
+            self.engine.check_finite()
+        else:  # checks the same
+            state = self.engine.copied(staging, self._progress().to_json())
+        trainer = self.trainer
+        model = self.engine.copied_hf(staging, trainer.feed.tokenizer, trainer.beside)
+        self._prepare_state()
+        texts = {
+            run_directory.TRAINING_ARGUMENTS: self.args.to_json_string() + "\n",
+            run_directory.TRAINER_STATE: trainer_state.text_of(self.state),
+        }
+        return CheckpointCopies(state, model, texts)
+
     def _save(self) -> None:
         trainer = self.trainer
         args = self.args
         state = self.state
+        self._finish_saves()
         check_model(trainer, saves=True)
         trainer.store_flos()
         saving = saving_of(args, trainer.control_group)
@@ -535,9 +598,7 @@ class TrainingLoop:
     def _write(self) -> None:
         trainer = self.trainer
         args = self.args
-        state = self.state
-        group = self.trainer.control_group
-        with self.directory.writing(state.global_step) as directory:
+        with self.directory.writing(self.state.global_step) as directory:
             if args.save_only_model:
                 self.engine.check_finite()
             else:  # checks the same
@@ -545,12 +606,20 @@ class TrainingLoop:
                     directory / run_directory.TRAINING_STATE, self._progress().to_json()
                 )
             trainer.save_model(str(directory), _internal_call=True)
-            if state.best_global_step:
-                best = self.directory.place(state.best_global_step)
-                if state.best_global_step == state.global_step or run_directory.exists(best, group):
-                    state.best_model_checkpoint = str(best)
-            callbacks.export(state, self.handler, trainer.control)
-            trainer_state.write(directory, state, group)
+            self._prepare_state()
+            trainer_state.write(directory, self.state, trainer.control_group)
+
+    def _prepare_state(self) -> None:
+        """Add to the state what a checkpoint says beside it: the best one, and of callbacks."""
+        trainer = self.trainer
+        state = self.state
+        if state.best_global_step:
+            best = self.directory.place(state.best_global_step)
+            if state.best_global_step == state.global_step or run_directory.exists(
+                best, trainer.control_group
+            ):
+                state.best_model_checkpoint = str(best)
+        callbacks.export(state, self.handler, trainer.control)
 
     def _progress(self) -> RunPosition:
         return RunPosition(
