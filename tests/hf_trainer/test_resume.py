@@ -153,6 +153,20 @@ def test_another_division_of_the_same_global_batch_goes_on(tmp_path):
     assert resumed.engine.seen == whole.engine.seen[3:]
 
 
+def test_an_epoch_in_the_order_of_lengths_goes_on_with_other_steps(tmp_path):
+    changes = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2, "save_steps": 1}
+    numbers = []
+    # twice, since the second checkpoint has steps other than those of the epoch's order
+    for stop, accumulated in ((1, 1), (2, 3), (5, 2)):
+        run = trainer(tmp_path, [Stop(stop)], gradient_accumulation_steps=accumulated, **changes)
+        run.data_collator = collate
+        run.train(resume_from_checkpoint=stop > 1)
+        numbers += [number for step in run.engine.seen for batch in step for number in batch]
+    assert run.state.epoch > 1
+    assert sorted(numbers[:22]) == [*range(1, 23)]
+    assert len(numbers[22:]) == len({*numbers[22:]}) > 0
+
+
 def test_the_state_file_is_that_of_transformers(tmp_path):
     early = EarlyStoppingCallback(early_stopping_patience=9)
     changes = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}

@@ -39,6 +39,7 @@ from ...training.skips import SkippedSteps
 from ..batches import fingerprint
 from ..batches.order import Batch
 from ..batches.same_batches import check_everywhere
+from ..batches.samplers import LengthOrder
 from . import callbacks, resumption, run_directory, trainer_state
 from .captures import Captures
 from .checkpoints_behind import CheckpointCopies, CheckpointsBehind
@@ -184,6 +185,9 @@ class TrainingLoop:
         self.position = (self.first_epoch, samples)
         if not args.ignore_data_skip:
             self.skipped_batches = self._batches_in(samples)
+            order = self.loading.order
+            if samples and isinstance(order, LengthOrder):  # the rest of the epoch is its rest
+                order.begun = self.first_epoch, progress.grouped_by or progress.global_batch
 
     def _check_alike(self, directory: Path, saved: RunPosition) -> None:
         """Refuse another model, dataset or seed than the checkpoint's; report other differences."""
@@ -622,6 +626,7 @@ class TrainingLoop:
         callbacks.export(state, self.handler, trainer.control)
 
     def _progress(self) -> RunPosition:
+        order = self.loading.order
         return RunPosition(
             self.rate.state(),
             self.pending_loss,
@@ -634,6 +639,7 @@ class TrainingLoop:
             self.owes_evaluation,
             self.grad_norm,
             self.used_rate,
+            grouped_by=order.group_of(self.position[0]) if isinstance(order, LengthOrder) else None,
         )
 
     def _finish(self) -> TrainOutput:

@@ -30,6 +30,8 @@ class RunPosition:
     grad_norm:       of the last step, for a log that follows without another one; None: there was
                      none.
     used_rate:       learning rate of the last step, likewise.
+    grouped_by:      samples that are sorted together by length in the epoch; None where they are
+                     not, and in older checkpoints, whose steps had as many.
     """
 
     rate: dict
@@ -43,6 +45,7 @@ class RunPosition:
     owes_evaluation: bool = False
     grad_norm: float | None = None
     used_rate: float | None = None
+    grouped_by: int | None = None
 
     def to_json(self) -> dict:
         return _encode(asdict(self))
@@ -121,9 +124,12 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "owes_evaluation": lambda value: isinstance(value, bool),
     "grad_norm": lambda value: value is None or is_number(value),
     "used_rate": lambda value: value is None or is_number(value),
+    "grouped_by": lambda value: value is None or is_count(value) and value > 0,
 }
 # in older checkpoints
-_ABSENT = MappingProxyType({"owes_evaluation": False, "grad_norm": None, "used_rate": None})
+_ABSENT = MappingProxyType(
+    {"owes_evaluation": False, "grad_norm": None, "used_rate": None, "grouped_by": None}
+)
 
 
 def _alike(name: str, saved: Any, present: Any) -> bool:
