@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 STEPS = 6
 SAVED = 3  # steps before the checkpoint, in the midst of an epoch
 BATCH = 8
 SAMPLES = STEPS * BATCH
-OTHERWISE: Mapping[str, Any] = MappingProxyType({})
 DOORS = {
     "gpt": "`merak-pretrain`, GPT",
     "llama": "`merak-pretrain-hf`, Llama",
@@ -27,7 +25,6 @@ class Layout:
     micro:    samples of a micro-batch.
     sharding: what replicas share; "" for nothing.
     batch:    samples of a step.
-    more:     further arguments of MerakTrainer.
     """
 
     dp: int = 1
@@ -75,8 +72,12 @@ class Layout:
 class Pair:
     """A run that is resumed under another layout.
 
-    more: arguments of both runs, beside those of the layouts.
-    says: what is special.
+    more:  arguments of both runs, beside those of the layouts.
+    says:  what is special.
+    saved: steps before the checkpoint.
+    rows:  samples of an epoch of MerakTrainer.
+    kind:  of its data set: "rows" of one length, "ragged" ones, or a "stream".
+    apart: what losses may differ by, relative: what sums in another order leave in a few steps.
     """
 
     door: str
@@ -84,6 +85,10 @@ class Pair:
     after: Layout
     more: Mapping[str, Any] = field(default_factory=dict)
     says: str = ""
+    saved: int = SAVED
+    rows: int = SAMPLES
+    kind: str = "rows"
+    apart: float = 2e-5
 
     @property
     def name(self) -> str:
@@ -124,10 +129,11 @@ def _pairs(door: str, *texts: str) -> list[Pair]:
 
 def _special(door: str, text: str, says: str, **more: Any) -> Pair:
     before, after = text.split(" -> ")
-    return Pair(door, parsed(before), parsed(after), more, says)
+    own = {name: more.pop(name) for name in ("saved", "rows", "kind", "apart") if name in more}
+    return Pair(door, parsed(before), parsed(after), more, says, **own)
 
 
-GROUPED = {"train_sampling_strategy": "group_by_length"}
+GROUPED = {"train_sampling_strategy": "group_by_length", "kind": "ragged"}
 
 PAIRS = [
     *_pairs(
@@ -150,6 +156,9 @@ PAIRS = [
         "dp1 -> dp2 tp2 pp2 optim m1",
     ),
     _special("gpt", "dp2 -> dp4 optim", "a second epoch", train_iters=8),
+    _special("gpt", "dp1 -> dp2 tp2", "loaded in advance", num_workers=2),
+    _special("gpt", "dp4 optim_grads_params m1 -> tp2 pp2", "bf16", bf16=True, apart=2e-2),
+    _special("gpt", "dp2 optim -> tp2", "SGD", optimizer="sgd"),
     _special("gpt", "dp1 -> dp2 b12", "another batch", train_samples=SAMPLES),
     _special("gpt", "dp2 optim -> dp4 m1 b4", "another batch", train_samples=SAMPLES),
     *_pairs(
@@ -166,6 +175,7 @@ PAIRS = [
         "dp2 optim_grads -> tp2 pp2",
         "tp2 sp -> dp2 optim_grads_params",
     ),
+    _special("llama", "dp2 optim_grads_params -> cp2", "bf16", bf16=True, apart=2e-2),
     *_pairs(
         "qwen3_moe",
         "dp1 -> tp2 ep2",
@@ -194,6 +204,11 @@ PAIRS = [
     _special("trainer", "dp1 -> dp4 m1", "at the end of an epoch", saved=6, num_train_epochs=2),
     _special("trainer", "dp1 m4 -> dp2 m4 b16", "another batch"),
     _special("trainer", "dp1 m4 -> dp2 m4 b16", "another batch, grouped by length", **GROUPED),
+    _special("trainer", "dp1 m4 -> dp2", "44 samples, the last step is smaller", rows=44),
+    _special("trainer", "dp1 m4 -> dp2", "a stream", kind="stream", max_steps=STEPS),
+    _special("trainer", "dp2 -> tp2 m4", "loaded in advance", dataloader_num_workers=2),
+    _special("trainer", "dp2 optim -> tp2 m4", "Muon", optim="muon"),
+    _special("trainer", "tp2 m4 -> dp2 optim_grads_params", "Adafactor", optim="adafactor"),
     *_pairs("trainer_moe", "tp2 ep2 m4 -> dp2", "dp2 optim -> tp2 ep2 m4"),
 ]
 REFUSED = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.checkpoints.elastic_cases import SAMPLES
@@ -36,6 +36,8 @@ class Request:
     log:    where ranks write: ``<log>.<rank>``, and what they print, ``<log>.<rank>.out``.
     model:  a trainer's.
     resume: the checkpoint from which a trainer goes on.
+    rows:   samples of an epoch of a trainer.
+    kind:   of its data set, see ``Pair``.
     loaded: where the state is saved again before the first step; None: it is not.
     """
 
@@ -44,6 +46,8 @@ class Request:
     log: str
     model: str = ""
     resume: str | None = None
+    rows: int = SAMPLES
+    kind: str = "rows"
     loaded: str | None = None
 
 
@@ -100,10 +104,10 @@ class Lines:
 class Numbered(Dataset):
     """Rows of tokens, the first of which says the row's number + 1."""
 
-    def __init__(self, ragged: bool):
+    def __init__(self, rows: int, ragged: bool):
         generator = torch.Generator().manual_seed(1)
         self.rows = []
-        for number in range(SAMPLES):
+        for number in range(rows):
             length = int(torch.randint(5, LENGTH, (), generator=generator)) if ragged else LENGTH
             tokens = torch.randint(1, VOCABULARY, (length - 1,), generator=generator)
             self.rows.append([number + 1, *tokens.tolist()])
@@ -113,6 +117,16 @@ class Numbered(Dataset):
 
     def __getitem__(self, number: int) -> dict[str, list[int]]:
         return {"input_ids": self.rows[number], "labels": self.rows[number]}
+
+
+class Streamed(IterableDataset):
+    """The rows of a data set, one after the other."""
+
+    def __init__(self, rows: Dataset):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(self.rows[number] for number in range(SAMPLES))
 
 
 def collated(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -135,8 +149,10 @@ def run_trainer(request: Request) -> None:
     """Train by MerakTrainer, from a checkpoint if one is named."""
     args = MerakArguments(**request.flags)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(request.model)
-    ragged = request.flags.get("train_sampling_strategy") is not None
-    trainer = MerakTrainer(model, args, collated, Numbered(ragged))
+    rows: Dataset = Numbered(request.rows, request.kind == "ragged")
+    if request.kind == "stream":
+        rows = Streamed(rows)
+    trainer = MerakTrainer(model, args, collated, rows)
     trainer.train(resume_from_checkpoint=request.resume)
     if trainer.is_world_process_zero():
         losses = {

@@ -12,6 +12,7 @@ import sys
 import time
 import zlib
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -114,6 +115,7 @@ class TrainingLoop:
         self.grad_norm: float | None = None
         self.used_rate: float | None = None
         self.first_epoch = self.skipped_batches = 0
+        self.more_steps = 0  # see RunPosition
         self.position = (0, 0)  # epoch, samples of it that are used
         # the last step was to be followed by one, and the run was interrupted
         self.owes_evaluation = False
@@ -175,19 +177,39 @@ class TrainingLoop:
             path, verify=False, check=lambda extra: self._check_alike(directory, progress_of(extra))
         )
         progress = progress_of(extra)
+        self.first_epoch, samples = progress.position
+        self.position = (self.first_epoch, samples)
+        if not args.ignore_data_skip:
+            self.skipped_batches = self._batches_in(samples)
+        self._extend(progress)
         self.rate.load(progress.rate)
         self.pending_loss = progress.pending_loss
         self.last_logged = progress.last_logged
         self.owes_evaluation = progress.owes_evaluation
         self.grad_norm = progress.grad_norm
         self.used_rate = progress.used_rate
-        self.first_epoch, samples = progress.position
-        self.position = (self.first_epoch, samples)
-        if not args.ignore_data_skip:
-            self.skipped_batches = self._batches_in(samples)
-            order = self.loading.order
-            if samples and isinstance(order, LengthOrder):  # the rest of the epoch is its rest
-                order.begun = self.first_epoch, progress.grouped_by or progress.global_batch
+        order = self.loading.order
+        # the rest of the epoch is what its order left
+        if self.skipped_batches and isinstance(order, LengthOrder):
+            order.begun = self.first_epoch, progress.grouped_by or progress.global_batch
+
+    def _extend(self, saved: RunPosition) -> None:
+        """Give a run that goes on with other batches the steps that the rest of its epochs has."""
+        trainer = self.trainer
+        accumulation = self.args.gradient_accumulation_steps
+        done = self.state.global_step
+        if self.loading.streamed:  # which ends by itself, and not behind a number of batches
+            rest = self.skipped_batches + (self.extent.steps - done) * accumulation
+            self.extent = replace(self.extent, batches=max(self.extent.batches, rest))
+            return
+        self.more_steps = saved.more_steps
+        if saved.global_batch != self._global_batch():
+            left = -(-(self.extent.batches - self.skipped_batches) // accumulation)
+            self.more_steps = done + left - (self.first_epoch + 1) * self.extent.updates
+        if self.more_steps:
+            self.extent = self.extent.resumed(self.args, self.more_steps)
+            self.rate = trainer.learning_rate(self.extent.steps)
+            self._refer()
 
     def _check_alike(self, directory: Path, saved: RunPosition) -> None:
         """Refuse another model, dataset or seed than the checkpoint's; report other differences."""
@@ -640,6 +662,7 @@ class TrainingLoop:
             self.grad_norm,
             self.used_rate,
             grouped_by=order.group_of(self.position[0]) if isinstance(order, LengthOrder) else None,
+            more_steps=self.more_steps,
         )
 
     def _finish(self) -> TrainOutput:
