@@ -65,6 +65,8 @@ TRAINER = {
 }
 # Runs the ranks of a job; returns what went wrong, "" for nothing.
 Launch = Callable[[Request, int], str]
+# What a run of all found, as JSON.
+Found = dict[str, Any]
 
 
 class Failed(Exception):
@@ -362,26 +364,49 @@ def write_model(place: Path, name: str) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(place)
 
 
-def play(pairs: Sequence[Pair], refused: Sequence[Pair], bench: Bench) -> dict[str, Any]:
-    """Run all; say what came out as it comes."""
-    rows = []
+def play(pairs: Sequence[Pair], refused: Sequence[Pair], bench: Bench, file: Path | None) -> Found:
+    """Run all; say what came out as it comes.
+
+    file: written after each pair; what it has of an earlier run is not run again.
+    """
+    found: Found = {"pairs": [], "refused": []} | circumstances()
+    if file is not None and file.exists():
+        found |= json.loads(file.read_text())
+    done = {row["name"] for row in (*found["pairs"], *found["refused"])}
     for pair in pairs:
-        row: dict[str, Any] = {"name": pair.name}
-        try:
-            row |= bench.run(pair)
-            print(f"ok      {pair.name}  {row.get('loss', '')}", flush=True)
-        except Failed as error:
-            row["failed"] = str(error)
-            print(f"FAILED  {error}", flush=True)
-        rows.append(row)
-    told = []
+        if pair.name not in done:
+            found["pairs"].append({"name": pair.name} | outcome(pair, bench))
+            keep(found, file)
     for pair in refused:
-        told.append({"name": pair.name, "says": bench.refused(pair)})
-        print(f"refused {pair.name}: {told[-1]['says']}", flush=True)
-    return {"pairs": rows, "refused": told}
+        if pair.name in done:
+            continue
+        try:
+            says = bench.refused(pair)
+        except Failed as error:
+            says = f"**{error}**"
+        print(f"refused {pair.name}: {says}", flush=True)
+        found["refused"].append({"name": pair.name, "says": says})
+        keep(found, file)
+    return found
 
 
-def table(found: dict[str, Any]) -> str:
+def outcome(pair: Pair, bench: Bench) -> dict[str, Any]:
+    """Return what a pair's row has beside its name."""
+    try:
+        row = bench.run(pair)
+    except Failed as error:
+        print(f"FAILED  {pair.name}: {error}", flush=True)
+        return {"failed": str(error)}
+    print(f"ok      {pair.name}  {row.get('loss', '')}", flush=True)
+    return row
+
+
+def keep(found: Found, file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def table(found: Found) -> str:
     """A row per pair."""
     passed = [row for row in found["pairs"] if "failed" not in row]
     lines = [
@@ -431,7 +456,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", metavar="REGEX", default="", help="pairs whose names have this")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave all files of the runs here")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results here")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write results here, pair by pair; what it has already is not run again",
+    )
     parser.add_argument(
         "--from",
         dest="saved",
@@ -450,8 +480,6 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="merak_bench_") as scratch:
         root = Path(scratch) if options.keep is None else options.keep
         root.mkdir(parents=True, exist_ok=True)
-        found = play(chosen, refused, Bench(root, launched)) | circumstances()
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        found = play(chosen, refused, Bench(root, launched), options.json)
     print(table(found))
     return int(any("failed" in row for row in found["pairs"]))

@@ -187,6 +187,8 @@ PAIRS = [
         "tp2 ep2 pp2 -> dp2 optim_grads",
         "dp2 optim_grads_params -> dp2 tp2 ep2 optim_grads_params m1",
         "tp2 -> tp2 ep2",
+        "tp2 cp2 ep2 -> dp2 optim",
+        "dp1 -> tp2 cp2 ep2",
     ),
     *_pairs("mixtral", "tp2 ep2 -> dp2", "dp2 optim -> tp2 ep2", "cp2 -> dp1"),
     *_pairs(
@@ -217,10 +219,9 @@ REFUSED = [
         "dp1 -> cp2",
         "dp1 -> dp3",
         "dp2 -> dp2 m3",
-        "dp1 -> dp1 optim_grads_params",
         "dp1 -> tp2 sp ep2",
     ),
     *_pairs("llama", "dp1 -> tp2 ep2"),
-    *_pairs("qwen3_moe", "dp1 -> tp2 cp2 ep2", "dp1 -> dp2 ep2 sp"),
+    *_pairs("qwen3_moe", "dp1 -> dp2 ep2 sp"),
     _special("trainer", "dp1 m4 -> dp2 m16 b32", "24 samples, batches of 32"),
 ]
