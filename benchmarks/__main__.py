@@ -69,6 +69,9 @@ BENCHMARKS = {
     "saves": Benchmark(
         "checkpoints.saves", "checkpoints beside torch's and transformers' (15 min)"
     ),
+    "elastic": Benchmark(
+        "checkpoints.elastic", "runs resumed under other layouts: samples, state, losses (10 min)"
+    ),
     "reliability": Benchmark(
         "faults.reliability", "the same faults here and in other programs (20 min)"
     ),

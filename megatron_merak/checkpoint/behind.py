@@ -11,7 +11,7 @@ before leaves an unfinished directory, as a run that is killed while it saves.
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -48,9 +48,27 @@ class Staging:
             if number < len(kinds[name].turns):
                 parts = [part for part in turn.shards if part.is_written]
                 turns[name].append(Turn([self._copy(name, number, part) for part in parts]))
+        self._arrive()
+        return {name: StateKind(copied) for name, copied in turns.items()}
+
+    def fetched(self, kind: str, shards: Sequence[Shard]) -> list[Shard]:
+        """Return copies of those of ``shards`` that this rank writes, each after its ``fetch``,
+        which stay until the next call. Collective over ranks that have the same shards.
+
+        kind: under which the memory is kept; not one of ``copies``.
+        """
+        found = []
+        for part in shards:
+            if part.fetch is not None:
+                part.fetch()
+            if part.is_written:
+                found.append(self._copy(kind, 0, part))
+        self._arrive()
+        return found
+
+    def _arrive(self) -> None:
         if self._pinned:
             torch.cuda.current_stream().synchronize()
-        return {name: StateKind(copied) for name, copied in turns.items()}
 
     def _copy(self, kind: str, number: int, part: Shard) -> Shard:
         key = kind, number, part.name
@@ -83,6 +101,12 @@ class Behind:
         self._error = None
         self._thread = threading.Thread(target=self._run, args=[write], name="merak-save")
         self._thread.start()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether what was started is written, without an error; nothing was started: True."""
+        thread = self._thread
+        return thread is None or not thread.is_alive() and self._error is None
 
     def finish(self) -> None:
         """Wait until what was started is written; raise what it raised, on every rank alike."""

@@ -58,7 +58,14 @@ class Saving:
         self.setting = setting
         self.patience = patience
         self._told = 0.0  # when the user was told last
+        self._given_up = False
         self._first = group is None or dist.get_rank(group) == 0
+
+    def give_up(self) -> None:
+        """Wait for space no longer, on any rank; called by another thread than that which
+        waits.
+        """
+        self._given_up = True
 
     def run(self, directory: Path | str, write: Callable[[], Result]) -> Result:
         """Return what ``write`` returns.
@@ -108,7 +115,7 @@ class Saving:
             self.say(f"the run still waits for space, for {_minutes(now - began)} now: {error}")
         end = now + pause
         while True:
-            number, again, over = self._agreed(
+            number, again, over, given_up = self._agreed(
                 time.monotonic() >= end, time.monotonic() - began > self.patience
             )
             if number:
@@ -118,6 +125,9 @@ class Saving:
                     f"{error}"
                 )
                 raise Interrupted(number, text)
+            if given_up:
+                error.reason += "; the run ends, and waits for space no longer"
+                raise error
             if over:
                 error.reason += f"; the run waited for space for {_hours(self.patience)}"
                 raise error
@@ -125,17 +135,19 @@ class Saving:
                 return began
             time.sleep(_LOOK)
 
-    def _agreed(self, again: bool, over: bool) -> tuple[int, bool, bool]:
-        """Return the signal that any rank received, and what the first rank's clock says.
-        Collective.
+    def _agreed(self, again: bool, over: bool) -> tuple[int, bool, bool, bool]:
+        """Return the signal that any rank received, what the first rank's clock says, and whether
+        any rank gave up. Collective.
         """
         flags = torch.tensor(
-            [self.received(), again and self._first, over and self._first], dtype=torch.int32
+            [self.received(), again and self._first, over and self._first, self._given_up],
+            dtype=torch.int32,
         )
         if self.group is not None:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
-        number, is_again, is_over = flags.tolist()
-        return number, bool(is_again), bool(is_over)
+        number, *others = flags.tolist()
+        is_again, is_over, given_up = map(bool, others)
+        return number, is_again, is_over, given_up
 
 
 def _minutes(seconds: float) -> str:

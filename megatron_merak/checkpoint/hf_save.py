@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +31,60 @@ _REMEDY = "Check the output directory, its permissions and its free space"
 # of dtypes in a safetensors file
 _ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+LARGEST_FILE = "5GB"
+
+
+@dataclass(frozen=True)
+class FilesOfModel:
+    """The weight files of a model.
+
+    tensors: what they have, by name.
+    files:   names of tensors by file.
+    index:   what the index says; None for a single file.
+    """
+
+    tensors: Mapping[str, Patchwork]
+    files: Mapping[str, Sequence[str]]
+    index: dict | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @classmethod
+    def of(cls, model: nn.Module, gather: Tensors, limit: int | str) -> "FilesOfModel":
+        """Return those of ``model``, as transformers divides it into files of at most ``limit``.
+
+        Raises `CheckpointError` if ranks lack a part.
+        """
+        tensors = _tensors(model, gather)
+        return cls(tensors, *_split(model, tensors, limit))
+
+    def write(
+        self,
+        directory: Path,
+        gather: Tensors,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+    ) -> None:
+        """Write the files, but for the index, into an existing directory. Collective.
+
+        Raises `CheckpointError` on every rank.
+        """
+        for file, names in self.files.items():
+            tensors = {name: self.tensors[name] for name in names}
+            _write_weights(directory / file, tensors, gather, group, device=device)
+
+    def write_index(self, directory: Path) -> None:
+        """Write the index, if there is one. Local to one rank."""
+        if self.index is not None:
+            _write_json(directory / (WEIGHTS + INDEX), self.index)
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers of a model, by name."""
+    tensors = hf_names.expected(model).items()
+    return {name: tensor for name, tensor in tensors if not isinstance(tensor, nn.Parameter)}
 
 
 def save_hf(
@@ -38,7 +93,7 @@ def save_hf(
     shards: Sequence[Shard],
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = LARGEST_FILE,
     processing_class: Any = None,
 ) -> None:
     """Write what ``model.save_pretrained`` and ``processing_class.save_pretrained`` would write,
@@ -55,10 +110,7 @@ def save_hf(
     the directory shows the old model or the new one, see ``in_place``; other files stay as they
     are. Raises `CheckpointError` on every rank.
     """
-    buffers = {
-        name: t for name, t in hf_names.expected(model).items() if not isinstance(t, nn.Parameter)
-    }
-    gather = Gather(shards, buffers, group, device)
+    gather = Gather(shards, buffers_of(model), group, device)
     write_hf(
         Path(directory),
         model,
@@ -83,23 +135,17 @@ def write_hf(
     first rank.
     """
     with together(group, device):
-        tensors = _tensors(model, gather)
-        files, index = _split(model, tensors, max_shard_size)
-        needed = sum(tensor.nbytes for tensor in tensors.values())
+        files = FilesOfModel.of(model, gather, max_shard_size)
     fresh = directory
     try:
         with together(group, device), disk_errors(directory, _REMEDY):
             if gather.first:
-                fresh = _prepare(directory, needed)
-                _write_config(fresh, model, gather.dtypes, processing_class)
-        for file, names in files.items():
-            _write_weights(
-                fresh / file, {name: tensors[name] for name in names}, gather, group, device=device
-            )
+                fresh = _prepare(directory, files.nbytes)
+                write_config(fresh, model, gather.dtypes, processing_class)
+        files.write(fresh, gather, group, device)
         with together(group, device), disk_errors(directory, _REMEDY):
             if gather.first:
-                if index is not None:
-                    _write_json(fresh / (WEIGHTS + INDEX), index)
+                files.write_index(fresh)
                 in_place.publish(directory, _replaced(directory))
     finally:
         if gather.first:
@@ -160,9 +206,13 @@ def _prepare(directory: Path, needed: int) -> Path:
     return fresh
 
 
-def _write_config(
+def write_config(
     fresh: Path, model: nn.Module, dtypes: Mapping[str, torch.dtype], processing_class: Any
 ) -> None:
+    """Write what a directory has beside weights: configuration, code, tokenizer. Local to one rank.
+
+    dtypes: of the parameters that are saved.
+    """
     if hf_names.is_hf(model):
         hf: Any = model
         config = copy.deepcopy(hf.config)

@@ -139,7 +139,8 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "gradients are not in `p.grad`. Training that ends in `on_substep_end` discards the "
         "gradient, as under "
         "`Trainer`, and its loss is in no average. All ranks follow the decision of one rank's "
-        "callback",
+        "callback. With `async_save`, `on_save` is called once the checkpoint is complete, with the "
+        "state of the save",
         "compute_loss": "captured with the model: its Python code runs once per kind of batch, "
         "and may read "
         "only values that do not change",
@@ -172,7 +173,8 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "docs/optimizers.md",
         "predict": "collective: every rank calls it and gets the predictions",
         "preprocess_logits_for_metrics": "gets tensors on the CPU",
-        "save_model": "collective; writes `training_args.json`, no pickle",
+        "save_model": "collective; writes `training_args.json`, no pickle; not to be overridden "
+        "with `async_save`",
         "train": "collective; `trial` is refused",
     }
 )

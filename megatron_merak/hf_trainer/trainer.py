@@ -93,12 +93,13 @@ from .own_loss import (
     label_smoother,
 )
 from .run import trainer_state
+from .run.checkpoints_behind import refuse_override
 from .run.console import saving_of, say
 from .run.loop import TrainingLoop, saves_for_signals
 from .run.parameter_groups import ParameterGroups
 from .run.rates import LearningRate, schedule
 from .run.recapture import Moments, check_model, check_reached, check_step, check_training
-from .run.run_directory import RunDirectory, write_text
+from .run.run_directory import TRAINING_ARGUMENTS, RunDirectory, write_text
 
 
 def _described(name: str) -> property:
@@ -239,6 +240,7 @@ class MerakTrainer:
     def _check(self) -> None:
         args = self.args
         args.refuse_changes()
+        refuse_override(self, MerakTrainer, args)
         with together(self.mesh.control, "cpu"):
             if args.should_save and args.output_dir is not None:
                 check_directory("output_dir", args.output_dir, Path(args.output_dir))
@@ -432,6 +434,7 @@ class MerakTrainer:
         ):
             align_special_tokens(self.model, self.processing_class)
         check_training(self)
+        refuse_override(self, MerakTrainer, self.args)
         sampler = self._get_train_sampler(self.train_dataset)
         self.callback_handler.train_dataloader = self.feed.training(self.train_dataset, sampler)
         self.is_in_train = True
@@ -599,9 +602,8 @@ class MerakTrainer:
 
     def _write_model(self, directory: Path) -> None:
         self.engine.save_hf(directory, self.feed.tokenizer, self.beside)
-        write_text(
-            directory, "training_args.json", self.args.to_json_string() + "\n", self.control_group
-        )
+        text = self.args.to_json_string() + "\n"
+        write_text(directory, TRAINING_ARGUMENTS, text, self.control_group)
 
     @property
     def _output_dir(self) -> str:

@@ -1,9 +1,10 @@
 """Train any captured model on this rank: its parameter shards, its programs, its optimizer."""
 
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint import store
+from ..checkpoint.behind import Staging
 from ..checkpoint.hf import save_hf
+from ..checkpoint.hf_copies import HFCopies, copy_hf, read_all
 from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
 from ..errors import CheckpointError, MerakError, PlanError
@@ -50,6 +53,20 @@ from .traced import Batch, OwnLoss
 from .trained_model import TrainedModel
 from .trials import difference, snapshot
 from .user_model import UserModel, left_out
+
+
+@dataclass(frozen=True)
+class StateCopies:
+    """What `CapturedModel.save` writes, copied.
+
+    iteration: of the checkpoint.
+    kinds:     this rank's parts.
+    meta:      what the checkpoint says of its run.
+    """
+
+    iteration: int
+    kinds: Mapping[str, store.StateKind]
+    meta: dict[str, Any]
 
 
 class CapturedModel(TrainedModel):
@@ -478,18 +495,36 @@ class CapturedModel(TrainedModel):
         Raises on every rank CheckpointError, and PlanError if replicas have different weights.
         """
         self.replicas.check()
-        meta = {
+        meta = self._meta(extra)
+        return store.save(root, self.iteration, self._saved(), meta, self.mesh.control, "cpu")
+
+    def _meta(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {
             "optimizer_steps": self.optimizer.steps,
             "plan": self.plan.to_dict(),
             "extra": dict(extra or {}),
+            "loss_scale": self.optimizer.scaler.state(),
+            "optimizer": self.optimizer.name,
+            "missed_steps": dict(self.optimizer.missed),
+            META: described(self.constants()),
         }
-        meta |= {"loss_scale": self.optimizer.scaler.state(), "optimizer": self.optimizer.name}
-        meta["missed_steps"] = dict(self.optimizer.missed)
-        constants = self.constants()
-        meta[META] = described(constants)
-        shards = constant_shards(constants, owner=self.mesh.rank == 0)
-        kinds = self._state() | ({KIND: store.StateKind.of(shards)} if shards else {})
-        return store.save(root, self.iteration, kinds, meta, self.mesh.control, "cpu")
+
+    def _saved(self) -> dict[str, store.StateKind]:
+        """What a checkpoint has: what is loaded from it, and buffers that never change."""
+        shards = constant_shards(self.constants(), owner=self.mesh.rank == 0)
+        return self._state() | ({KIND: store.StateKind.of(shards)} if shards else {})
+
+    def copied(self, staging: Staging, extra: Mapping[str, Any] | None = None) -> StateCopies:
+        """Return copies of what `save` would write now, which stay until the next call.
+        Collective.
+
+        Raises on every rank what `save` does for numbers and replicas.
+        """
+        self.replicas.check()
+        kinds = self._saved()
+        check_finite(kinds, self.mesh.control, "cpu")
+        staged = staging.copies(kinds, self.mesh.control, "cpu")
+        return StateCopies(self.iteration, staged, self._meta(extra))
 
     def load(
         self,
@@ -574,3 +609,22 @@ class CapturedModel(TrainedModel):
                     group=control,
                     processing_class=processing_class,
                 )
+
+    def copied_hf(
+        self, staging: Staging, processing_class: Any = None, omitted: str = ""
+    ) -> HFCopies:
+        """Return copies of what `save_hf` would write now, which stay until the next call.
+        Collective.
+
+        Adapters are written into a temporary directory first, and read from there.
+        """
+        control = self.mesh.control
+        if has_adapters(self.model):
+            with tempfile.TemporaryDirectory(prefix="merak-") as place:
+                self.save_hf(place, processing_class, omitted)
+                with together(control, "cpu"):
+                    return HFCopies(read_all(Path(place)) if self.mesh.rank == 0 else {})
+        self.replicas.check()
+        weights = self.exported()
+        with unguarded(self.model), left_out(self.model, omitted):
+            return copy_hf(self.model, weights, staging, control, processing_class)

@@ -88,4 +88,4 @@ class SavesBehind:
         return path
 
     def _give_up(self) -> None:
-        self._saving.patience = 0.0
+        self._saving.give_up()

@@ -57,6 +57,8 @@ def _wait(rank: int, world: int, small: Path, case: str) -> tuple[str, list[str]
     patience = 1.5 if case == "patience" else 60.0
     policy = "stop" if case == "stop" else "wait"
     saving = Saving(policy, group, told.append, lambda: received["number"], patience=patience)
+    if rank == world - 1 and case == "gave up":
+        threading.Timer(1.0, saving.give_up).start()
     try:
         saving.run(small, lambda: save(small, 2, _shards(2.0, rank, world), {}, group, "cpu"))
     except (FullDiskError, Interrupted) as error:
@@ -95,6 +97,10 @@ def test_a_save_waits_for_space_and_all_ranks_agree(small):
         (
             "patience",
             "FullDiskError checkpoint directory .* are free; the run waited for space for 2 s",
+        ),
+        (
+            "gave up",
+            "FullDiskError checkpoint directory .* are free; the run ends, and waits for space no longer",
         ),
         (
             "signal",

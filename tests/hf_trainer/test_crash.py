@@ -32,14 +32,18 @@ def root(tmp_path):
         yield Path(directory)
 
 
-def _loop(root: Path) -> TrainingLoop:
-    """Of a trainer that has done a step with its engine."""
+def _loop(root: Path, behind: bool) -> TrainingLoop:
+    """Of a trainer that has done a step with its engine.
+
+    behind: whether a thread writes its checkpoints.
+    """
     named = {
         "use_cpu": True,
         "disable_tqdm": True,
         "save_strategy": "no",
         "report_to": "none",
         "logging_steps": 100,
+        "async_save": behind,
     }
     args = MerakArguments(str(root), max_steps=1, save_total_limit=1, learning_rate=0.0, **named)
     trainer = MerakTrainer(tiny_llama(), args, collate, samples(8, ragged=False))
@@ -53,7 +57,11 @@ def _save(loop: TrainingLoop, step: int, value: float) -> None:
     loop.state.log_history = [{"value": value}]
     loop.engine.buffer.data.fill_(value)
     loop.engine.optimizer.exp_avg.fill_(value)
-    loop._save()
+    if loop.behind is None:
+        loop._save()
+    else:
+        loop._save_behind(loop.behind)
+        loop._finish_saves()
 
 
 def _look(loop: TrainingLoop, root: Path) -> tuple[int, float]:
@@ -82,14 +90,20 @@ def _look(loop: TrainingLoop, root: Path) -> tuple[int, float]:
 
 
 def _kill_everywhere(
-    rank: int, world: int, root: Path, calls: set[str], tidy: int, stride: int
+    rank: int,
+    world: int,
+    root: Path,
+    calls: set[str],
+    tidy: int,
+    stride: int,
+    behind: bool = False,
 ) -> tuple[int, int]:
     """Kill before every ``stride``-th of these calls. Returns (kills, different outcomes).
 
     Every ``tidy``-th round starts without the leftovers of the one before: only then has each call
     its fixed number.
     """
-    loop = _loop(root)
+    loop = _loop(root, behind)
     _save(loop, 1, 1.0)
     loop.directory.release()
     before, seen, number, kills, done = (1, 1.0), set(), 0, 0, False
@@ -124,14 +138,19 @@ def _kill_everywhere(
 
 
 @pytest.mark.long
-def test_a_kill_before_any_change_of_names_loses_no_checkpoint(root):
-    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, NAMES, 1, 3)
-    assert kills >= 45 and outcomes == 4, (kills, outcomes)
+@pytest.mark.parametrize(("behind", "least"), [(False, 45), (True, 20)])
+def test_a_kill_before_any_change_of_names_loses_no_checkpoint(root, behind, least):
+    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, NAMES, 1, 3, behind)
+    assert kills >= least and outcomes == 4, (kills, outcomes)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("tidy", "stride"), [(1, 2), (4, 3)])
-def test_a_kill_before_any_disk_call_loses_no_checkpoint(root, tidy, stride):
-    [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, DISK, tidy, stride, timeout=1100.0)
+@pytest.mark.parametrize(
+    ("tidy", "stride", "behind"), [(1, 2, False), (4, 3, False), (1, 2, True), (4, 3, True)]
+)
+def test_a_kill_before_any_disk_call_loses_no_checkpoint(root, tidy, stride, behind):
+    [(kills, outcomes)] = run_ranks(
+        _kill_everywhere, 1, root, DISK, tidy, stride, behind, timeout=1100.0
+    )
     assert kills >= 250 and outcomes == 4, (kills, outcomes)

@@ -153,6 +153,61 @@ def test_another_division_of_the_same_global_batch_goes_on(tmp_path):
     assert resumed.engine.seen == whole.engine.seen[3:]
 
 
+def test_an_epoch_in_the_order_of_lengths_goes_on_with_other_steps(tmp_path):
+    changes = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2, "save_steps": 1}
+    numbers = []
+    # twice, since the second checkpoint has steps other than those of the epoch's order
+    for stop, accumulated in ((1, 1), (2, 3), (5, 2)):
+        run = trainer(tmp_path, [Stop(stop)], gradient_accumulation_steps=accumulated, **changes)
+        run.data_collator = collate
+        run.train(resume_from_checkpoint=stop > 1)
+        numbers += [number for step in run.engine.seen for batch in step for number in batch]
+    assert run.state.epoch > 1
+    assert sorted(numbers[:22]) == [*range(1, 23)]
+    assert len(numbers[22:]) == len({*numbers[22:]}) > 0
+
+
+def _divided(tmp_path, parts, **changes):
+    """Train in parts, (steps after which it stops, micro-batches of a step); return the last trainer
+    and the samples of all steps.
+    """
+    numbers = []
+    for place, (stop, accumulated) in enumerate(parts):
+        given = {"save_steps": 1, "gradient_accumulation_steps": accumulated, **changes}
+        run = trainer(tmp_path, [Stop(stop)], **given)
+        run.data_collator = collate
+        run.train(resume_from_checkpoint=place > 0)
+        numbers += [number for step in run.engine.seen for batch in step for number in batch]
+    return run, numbers
+
+
+@pytest.mark.parametrize(
+    ("parts", "steps"),
+    [
+        ([(1, 2), (99, 1)], 1 + 6 + 2 * 8),  # smaller steps: there are more
+        ([(4, 1), (99, 4)], 4 + 1 + 2 * 2),  # larger ones: fewer
+        ([(2, 1), (3, 2), (4, 2), (99, 4)], 4 + 1 + 2 * 2),  # twice, and once with the same between
+        ([(8, 1), (99, 2)], 8 + 2 * 4),  # behind an epoch
+    ],
+)
+def test_the_epochs_of_a_run_end_where_they_end_whatever_its_steps_are(tmp_path, parts, steps):
+    run, numbers = _divided(tmp_path, parts)
+    assert run.state.global_step == run.state.max_steps == steps
+    epochs = [numbers[22 * epoch : 22 * epoch + 22] for epoch in range(3)]
+    assert [sorted(each) for each in epochs] == [[*range(1, 23)]] * 3 and len(numbers) == 66
+    rates = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+    assert 0 <= rates[-1] < 0.2 * max(rates)  # the cosine ends with the run
+    assert run.state.epoch == 3.0
+
+
+@pytest.mark.parametrize("data", [None, Stream()])
+def test_a_number_of_steps_is_made_whatever_they_are(tmp_path, data):
+    samples_seen = 10 if data else 22
+    run, numbers = _divided(tmp_path, [(3, 3), (9, 1)], max_steps=9, data=data)
+    assert run.state.global_step == run.state.max_steps == 9
+    assert sorted(numbers[:samples_seen]) == [*range(1, samples_seen + 1)]
+
+
 def test_the_state_file_is_that_of_transformers(tmp_path):
     early = EarlyStoppingCallback(early_stopping_patience=9)
     changes = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}

@@ -3,15 +3,17 @@
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_merak.checkpoint import save
+from megatron_merak.checkpoint import full_disk, save
 from megatron_merak.checkpoint.directory import directory_of, read_manifest, verify
 from megatron_merak.config import HFConfig
+from megatron_merak.errors import FullDiskError
 from megatron_merak.parallel.interruption import Interrupted
 from megatron_merak.training import saves_behind
 from megatron_merak.training.trainer import Trainer
@@ -164,3 +166,32 @@ def test_a_failure_ends_the_run_at_the_next_checkpoint(tmp_path):
         run_ranks(_failing, 1, f"{FLAGS} --save {tmp_path}/run --async-save")
     assert "Not a kind" in str(caught.value)
     assert [path.name for path in tmp_path.glob("run/iter_*")] == ["iter_0000001"]
+
+
+def _failing_rank(rank: int, world: int, flags: str) -> str:
+    """A job whose last rank fails in training while the threads of all wait for space."""
+    step = Trainer.step
+    waits = threading.Event()
+    full_disk.FIRST_PAUSE = 0.2
+
+    def full(root, *rest, **settings):
+        waits.set()
+        raise FullDiskError("directory", root, "no space", "Make some")
+
+    def fails(self, batches):
+        if self.iteration == 1 and rank == world - 1:
+            assert waits.wait(60)
+            raise KeyError("of one rank")
+        return step(self, batches)
+
+    saves_behind.write, Trainer.step = full, fails
+    return job(rank, world, flags)
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_while_threads_wait_for_space_ends_at_once(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(_failing_rank, 2, f"{FLAGS} --save {tmp_path}/run --async-save", timeout=100.0)
+    assert isinstance(caught.value.__cause__, KeyError) and time.monotonic() - began < 60
+    assert "the run ends, and waits for space no longer" in str(caught.value)

@@ -311,6 +311,9 @@ def _check_backend(args: TrainingArguments) -> None:
         raise ConfigError("ddp_backend", name, "it is not supported", remedy)
     if args.use_cpu and known[name].of_gpus:
         raise ConfigError("ddp_backend", name, "use_cpu is set", "Leave one of the two out")
+    if name == "mpi" and getattr(args, "async_save", False):
+        reason = "its thread needs a group of its own, and ddp_backend mpi has one of all ranks"
+        raise ConfigError("async_save", True, reason, "Leave it out, or use gloo")
     if not known[name].halves and (args.bf16 or args.fp16):
         raise ConfigError(
             "ddp_backend",

@@ -86,6 +86,12 @@ class SharedArguments:
         "tensor_parallel_rules",
         "How weights are sharded: 'lm_head.weight=replicate; *.up_proj.weight=column'.",
     )
+    async_save: bool = shared(
+        CheckpointConfig,
+        "async_save",
+        "Write checkpoints while training goes on: it waits while they are copied to memory of the "
+        "host, as much as they have; on_save is called when they are complete.",
+    )
     on_full_disk: str = shared(CheckpointConfig, "on_full_disk")
     max_consecutive_skipped_steps: int = shared(TrainConfig, "max_consecutive_skipped_steps")
     fp32_matmul_precision: str = shared(

@@ -29,7 +29,7 @@ from .neutral import TRAINING, NeutralPadding
 from .order import Batch, Loading, epoch_order, samples_of
 from .packed import check_documents
 from .same_batches import differ_here, different
-from .samplers import Drawn, EpochSampler, length_of
+from .samplers import Drawn, EpochSampler, LengthOrder, length_of
 from .workers import end_workers, loading_context, outlast_signals
 
 
@@ -136,9 +136,7 @@ class Feed:
         group = (
             args.per_device_train_batch_size * args.gradient_accumulation_steps * self.mesh.grid.dp
         )
-        return EpochSampler(
-            samples, lambda epoch: epoch_order(samples, seed, epoch, lengths, group=group)
-        )
+        return EpochSampler(samples, LengthOrder(lengths, seed, group))
 
     def evaluation_sampler(self, dataset: Dataset | None) -> EpochSampler | None:
         """Return the order of an evaluation's samples: by length if training's is, else None, the
@@ -149,9 +147,7 @@ class Feed:
         lengths = self._lengths(dataset)
         group = self.args.per_device_eval_batch_size
         seed = self._seed
-        return EpochSampler(
-            len(dataset), lambda epoch: epoch_order(len(dataset), seed, epoch, lengths, group=group)
-        )
+        return EpochSampler(len(dataset), LengthOrder(lengths, seed, group))
 
     def _lengths(self, dataset: Any) -> list[int]:
         """Return the length of every sample: from its column of lengths, or of its tokens."""

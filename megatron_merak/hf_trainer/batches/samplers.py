@@ -12,7 +12,8 @@ from torch.utils.data import RandomSampler, Sampler
 
 from ...errors import DataError
 from ...parallel.agree import gather_json
-from .order import private_randomness
+from .order import epoch_order
+from .randomness import private_randomness
 
 
 class EpochSampler(Sampler):
@@ -34,6 +35,31 @@ class EpochSampler(Sampler):
     def __iter__(self):
         order = self.order(self.epoch)
         return iter(range(self.samples) if order is None else order)
+
+
+@dataclass
+class LengthOrder:
+    """Orders of epochs in which samples of similar length are together.
+
+    lengths: of all samples.
+    group:   samples that are sorted together, those of a step.
+    begun:   an epoch, and its ``group``, that a run with other steps began: it goes on in its order.
+    """
+
+    lengths: Sequence[int]
+    seed: int
+    group: int
+    begun: tuple[int, int] | None = None
+
+    def group_of(self, epoch: int) -> int:
+        """Return how many samples are sorted together in an epoch."""
+        if self.begun is not None and self.begun[0] == epoch:
+            return self.begun[1]
+        return self.group
+
+    def __call__(self, epoch: int) -> list[int]:
+        group = self.group_of(epoch)
+        return epoch_order(len(self.lengths), self.seed, epoch, self.lengths, group=group)
 
 
 @dataclass

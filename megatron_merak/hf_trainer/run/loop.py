@@ -11,6 +11,8 @@ import signal
 import sys
 import time
 import zlib
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +28,7 @@ from transformers.trainer_utils import (
     speed_metrics,
 )
 
+from ...checkpoint.behind import Staging
 from ...errors import CheckpointError, ConfigError, DoubtfulResultError, UnexpectedResultError
 from ...parallel.agree import raise_together
 from ...parallel.interruption import Interrupted, Interruption
@@ -37,8 +40,10 @@ from ...training.skips import SkippedSteps
 from ..batches import fingerprint
 from ..batches.order import Batch
 from ..batches.same_batches import check_everywhere
+from ..batches.samplers import LengthOrder
 from . import callbacks, resumption, run_directory, trainer_state
 from .captures import Captures
+from .checkpoints_behind import CheckpointCopies, CheckpointsBehind
 from .console import saving_of, say, warn
 from .progress import RunPosition
 from .rates import extent
@@ -110,9 +115,13 @@ class TrainingLoop:
         self.grad_norm: float | None = None
         self.used_rate: float | None = None
         self.first_epoch = self.skipped_batches = 0
+        self.more_steps = 0  # see RunPosition
         self.position = (0, 0)  # epoch, samples of it that are used
         # the last step was to be followed by one, and the run was interrupted
         self.owes_evaluation = False
+        self.behind: CheckpointsBehind | None = None
+        if self.args.async_save:
+            self.behind = CheckpointsBehind(self.args, trainer.mesh, directory, self._received)
         self.dataset = self._fingerprint()
         self.described = resumption.describe(trainer.model)
         self._begin_state()
@@ -168,16 +177,39 @@ class TrainingLoop:
             path, verify=False, check=lambda extra: self._check_alike(directory, progress_of(extra))
         )
         progress = progress_of(extra)
+        self.first_epoch, samples = progress.position
+        self.position = (self.first_epoch, samples)
+        if not args.ignore_data_skip:
+            self.skipped_batches = self._batches_in(samples)
+        self._extend(progress)
         self.rate.load(progress.rate)
         self.pending_loss = progress.pending_loss
         self.last_logged = progress.last_logged
         self.owes_evaluation = progress.owes_evaluation
         self.grad_norm = progress.grad_norm
         self.used_rate = progress.used_rate
-        self.first_epoch, samples = progress.position
-        self.position = (self.first_epoch, samples)
-        if not args.ignore_data_skip:
-            self.skipped_batches = self._batches_in(samples)
+        order = self.loading.order
+        # the rest of the epoch is what its order left
+        if self.skipped_batches and isinstance(order, LengthOrder):
+            order.begun = self.first_epoch, progress.grouped_by or progress.global_batch
+
+    def _extend(self, saved: RunPosition) -> None:
+        """Give a run that goes on with other batches the steps that the rest of its epochs has."""
+        trainer = self.trainer
+        accumulation = self.args.gradient_accumulation_steps
+        done = self.state.global_step
+        if self.loading.streamed:  # which ends by itself, and not behind a number of batches
+            rest = self.skipped_batches + (self.extent.steps - done) * accumulation
+            self.extent = replace(self.extent, batches=max(self.extent.batches, rest))
+            return
+        self.more_steps = saved.more_steps
+        if saved.global_batch != self._global_batch():
+            left = -(-(self.extent.batches - self.skipped_batches) // accumulation)
+            self.more_steps = done + left - (self.first_epoch + 1) * self.extent.updates
+        if self.more_steps:
+            self.extent = self.extent.resumed(self.args, self.more_steps)
+            self.rate = trainer.learning_rate(self.extent.steps)
+            self._refer()
 
     def _check_alike(self, directory: Path, saved: RunPosition) -> None:
         """Refuse another model, dataset or seed than the checkpoint's; report other differences."""
@@ -239,7 +271,9 @@ class TrainingLoop:
         ) as self.interruption:
             for name in self.interruption.kept:
                 say(self.args, f"{name} has a handler of its own, so it does not save the run")
-            self._epochs()
+            with nullcontext() if self.behind is None else self.behind:
+                self._epochs()
+                self._finish_saves()
         return self._finish()
 
     def _epochs(self) -> None:
@@ -300,6 +334,7 @@ class TrainingLoop:
 
     def _save_after_all(self) -> None:
         """Save the run as of the last step, unless that was saved."""
+        self._finish_saves()
         place = self.directory.place(self.state.global_step)
         if self.args.save_strategy != SaveStrategy.NO and not run_directory.exists(
             place, self.trainer.control_group
@@ -479,9 +514,15 @@ class TrainingLoop:
             if self.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = better
         if trainer.control.should_save:
-            self._save()
-            self._tell("on_save")
+            if self.behind is None:
+                self._save()
+                self._tell("on_save")
+            else:
+                self._save_behind(self.behind)
+                # which the handler does where it calls on_save
+                trainer.control.should_save = False
             self._agree()
+        self._tell_saved(None if self.behind is None else self.behind.written())
 
     def _evaluate(self, moves_rate: bool = True) -> dict[str, float]:
         metrics = self.trainer.evaluate(ignore_keys=self.ignored_outputs)
@@ -517,10 +558,58 @@ class TrainingLoop:
             state.best_global_step = state.global_step
         return True
 
+    def _tell_saved(self, state: TrainerState | None) -> None:
+        """Call ``on_save`` for a checkpoint that a thread has completed.
+
+        state: that was saved; None: there is none.
+        """
+        trainer = self.trainer
+        if state is not None:
+            # the handler takes it back, and it may be of another step
+            wanted = trainer.control.should_save
+            trainer.control = self.handler.on_save(self.args, state, trainer.control)
+            trainer.control.should_save |= wanted
+            self._agree()
+
+    def _finish_saves(self) -> None:
+        """Wait for the checkpoint that a thread writes, if any, and call ``on_save``. Raises what
+        it raised.
+        """
+        if self.behind is not None:
+            self._tell_saved(self.behind.finish())
+
+    def _save_behind(self, behind: CheckpointsBehind) -> None:
+        """Copy what a checkpoint has, for a thread to write, once the one before is complete."""
+        trainer = self.trainer
+        began = time.perf_counter()
+        self._finish_saves()
+        check_model(trainer, saves=True)
+        trainer.store_flos()
+        saving = saving_of(self.args, trainer.control_group)  # of a tokenizer's files, for a moment
+        saving.received = self._received
+        copies = saving.run(self.directory.root, lambda: self._copies(behind.staging))
+        behind.begin(copies, self.state, self.state.best_model_checkpoint, began)
+
+    def _copies(self, staging: Staging) -> CheckpointCopies:
+        state = None
+        if self.args.save_only_model:
+            self.engine.check_finite()
+        else:  # checks the same
+            state = self.engine.copied(staging, self._progress().to_json())
+        trainer = self.trainer
+        model = self.engine.copied_hf(staging, trainer.feed.tokenizer, trainer.beside)
+        self._prepare_state()
+        texts = {
+            run_directory.TRAINING_ARGUMENTS: self.args.to_json_string() + "\n",
+            run_directory.TRAINER_STATE: trainer_state.text_of(self.state),
+        }
+        return CheckpointCopies(state, model, texts)
+
     def _save(self) -> None:
         trainer = self.trainer
         args = self.args
         state = self.state
+        self._finish_saves()
         check_model(trainer, saves=True)
         trainer.store_flos()
         saving = saving_of(args, trainer.control_group)
@@ -535,9 +624,7 @@ class TrainingLoop:
     def _write(self) -> None:
         trainer = self.trainer
         args = self.args
-        state = self.state
-        group = self.trainer.control_group
-        with self.directory.writing(state.global_step) as directory:
+        with self.directory.writing(self.state.global_step) as directory:
             if args.save_only_model:
                 self.engine.check_finite()
             else:  # checks the same
@@ -545,14 +632,23 @@ class TrainingLoop:
                     directory / run_directory.TRAINING_STATE, self._progress().to_json()
                 )
             trainer.save_model(str(directory), _internal_call=True)
-            if state.best_global_step:
-                best = self.directory.place(state.best_global_step)
-                if state.best_global_step == state.global_step or run_directory.exists(best, group):
-                    state.best_model_checkpoint = str(best)
-            callbacks.export(state, self.handler, trainer.control)
-            trainer_state.write(directory, state, group)
+            self._prepare_state()
+            trainer_state.write(directory, self.state, trainer.control_group)
+
+    def _prepare_state(self) -> None:
+        """Add to the state what a checkpoint says beside it: the best one, and of callbacks."""
+        trainer = self.trainer
+        state = self.state
+        if state.best_global_step:
+            best = self.directory.place(state.best_global_step)
+            if state.best_global_step == state.global_step or run_directory.exists(
+                best, trainer.control_group
+            ):
+                state.best_model_checkpoint = str(best)
+        callbacks.export(state, self.handler, trainer.control)
 
     def _progress(self) -> RunPosition:
+        order = self.loading.order
         return RunPosition(
             self.rate.state(),
             self.pending_loss,
@@ -565,6 +661,8 @@ class TrainingLoop:
             self.owes_evaluation,
             self.grad_norm,
             self.used_rate,
+            grouped_by=order.group_of(self.position[0]) if isinstance(order, LengthOrder) else None,
+            more_steps=self.more_steps,
         )
 
     def _finish(self) -> TrainOutput:

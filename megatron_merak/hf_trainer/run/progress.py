@@ -30,6 +30,10 @@ class RunPosition:
     grad_norm:       of the last step, for a log that follows without another one; None: there was
                      none.
     used_rate:       learning rate of the last step, likewise.
+    grouped_by:      samples that are sorted together by length in the epoch; None where they are
+                     not, and in older checkpoints, whose steps had as many.
+    more_steps:      steps beyond those that the run's epochs have with its present batches, since
+                     it began with others; below 0: fewer.
     """
 
     rate: dict
@@ -43,6 +47,8 @@ class RunPosition:
     owes_evaluation: bool = False
     grad_norm: float | None = None
     used_rate: float | None = None
+    grouped_by: int | None = None
+    more_steps: int = 0
 
     def to_json(self) -> dict:
         return _encode(asdict(self))
@@ -121,9 +127,19 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "owes_evaluation": lambda value: isinstance(value, bool),
     "grad_norm": lambda value: value is None or is_number(value),
     "used_rate": lambda value: value is None or is_number(value),
+    "grouped_by": lambda value: value is None or is_count(value) and value > 0,
+    "more_steps": lambda value: type(value) is int,
 }
 # in older checkpoints
-_ABSENT = MappingProxyType({"owes_evaluation": False, "grad_norm": None, "used_rate": None})
+_ABSENT = MappingProxyType(
+    {
+        "owes_evaluation": False,
+        "grad_norm": None,
+        "used_rate": None,
+        "grouped_by": None,
+        "more_steps": 0,
+    }
+)
 
 
 def _alike(name: str, saved: Any, present: Any) -> bool:

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -34,6 +34,17 @@ class Extent:
     steps: int
     examples: int
     samples: float
+
+    def resumed(self, args: TrainingArguments, more: int) -> "Extent":
+        """Return the length of a run that began with other batches.
+
+        more: steps that it has made beyond those that lead to its position with these.
+
+        Its epochs end where they end. Where ``max_steps`` ends it, it begins as many as it needs.
+        """
+        if args.max_steps <= 0:
+            return replace(self, steps=self.steps + more)
+        return replace(self, epochs=-(-(self.steps - more) // self.updates))
 
 
 def extent(

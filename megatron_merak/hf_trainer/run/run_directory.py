@@ -9,6 +9,7 @@ A checkpoint is one unit (``checkpoint/unit.py``): complete or absent, whatever 
 collective over ``group``; an error on one rank is raised on all.
 """
 
+import copy
 import logging
 import shutil
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from ...parallel.agree import broadcast_json, together
 
 TRAINING_STATE = "training_state"
 TRAINER_STATE = "trainer_state.json"
+TRAINING_ARGUMENTS = "training_args.json"
 SAVE_REMEDY = (
     "Check output_dir, its permissions and its free space; earlier checkpoints are untouched"
 )
@@ -51,7 +53,7 @@ class RunDirectory:
         CheckpointError.
         """
         if self._lock is not None:
-            if self._lock.confirm() and self.first:
+            if self._lock.confirm_over(self.group) and self.first:
                 _log.warning(
                     "%s was removed under the run, with all checkpoints in it: it is made anew",
                     self.root,
@@ -61,6 +63,15 @@ class RunDirectory:
         with self._on_first():
             if self.first:
                 self.units.settle()
+
+    def over(self, group: Group) -> "RunDirectory":
+        """Return this directory, which is locked, for a thread with another group of the same
+        ranks.
+        """
+        assert self._lock is not None, "hold it first"
+        other = copy.copy(self)
+        other.group = group
+        return other
 
     def release(self) -> None:
         """Unlock the directory. Not collective."""

@@ -12,6 +12,7 @@ from transformers.trainer_callback import CallbackHandler
 from ...parallel.mesh import Mesh
 from ...stages.captured import CapturedModel
 from ..arguments.merak_arguments import MerakArguments
+from ..batches.feed import Feed
 from ..batches.order import Batch
 from .rates import LearningRate
 
@@ -22,6 +23,8 @@ class TrainerOfRun(Protocol):
     state, control: the loop replaces and sets them, as that of transformers does.
     first_tokens:   input tokens that were seen before the run; the loop sets it.
     mesh:           groups of this rank.
+    feed:           makes its batches, and has the tokenizer.
+    beside:         a submodule that is not saved with the model, "" for none.
     control_group:  all ranks, for agreement on the CPU.
     """
 
@@ -31,6 +34,8 @@ class TrainerOfRun(Protocol):
     control: TrainerControl
     first_tokens: int
     mesh: Mesh
+    feed: Feed
+    beside: str
 
     @property
     def model(self) -> nn.Module: ...

@@ -127,7 +127,11 @@ def read(directory: Path, group: dist.ProcessGroup | None) -> TrainerState:
     return parse(broadcast_json(text, group, "cpu"))
 
 
+def text_of(state: TrainerState) -> str:
+    """Return what a checkpoint says of the trainer's state."""
+    return json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
+
+
 def write(directory: Path, state: TrainerState, group: dist.ProcessGroup | None) -> None:
     """Write the trainer's state into a checkpoint. Collective."""
-    text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
-    write_text(directory, TRAINER_STATE, text, group)
+    write_text(directory, TRAINER_STATE, text_of(state), group)
