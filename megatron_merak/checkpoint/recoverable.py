@@ -89,7 +89,7 @@ class Recoverable:
             self.messages.append(reason)
             # also of the other checkpoints that the step follows
             self.chains = [
-                replace(each, last=last, note=reason)
+                replace(each, last=last, note="")
                 if each.checkpoint <= last < each.last and set(each.paths) & set(chain.paths)
                 else each
                 for each in self.chains

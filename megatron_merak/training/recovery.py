@@ -151,7 +151,7 @@ class Recovery:
                 f"Something damaged was passed over, and the state of iteration {chain.last} was "
                 f"loaded. {text}"
             )
-        if chain.note and chain.note not in self._states.messages:
+        if chain.note:
             say(f"No later state than that of iteration {chain.last} can be reached. {chain.note}")
 
 

@@ -1,17 +1,14 @@
 """--save-increment-interval: any step of a run is recovered from the checkpoint before it, bit for bit."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_merak.checkpoint.directory import directory_of, read_manifest
-from megatron_merak.checkpoint.increments import Increments, runs_of, verify_increment
 from megatron_merak.checkpoint.stored import read_stored
-from megatron_merak.config import Config, HFConfig, RunConfig
+from megatron_merak.config import Config, RunConfig
 from megatron_merak.training.job import Job
 from tests.ranks import run_ranks
 from tests.training.jobs import job
@@ -99,9 +96,9 @@ NATIVE = [
             ),
             "instances": (
                 4,
-                f"{ZERO1} --num-distributed-optimizer-instances 2 --bf16",
+                f"{ZERO1} --num-distributed-optimizer-instances 2 --bf16 --micro-batch-size 1",
                 2,
-                f"{ZERO3} --bf16",
+                f"{ZERO3} --bf16 --micro-batch-size 1",
             ),
             "tensor and data parallel, on stages": (
                 4,
