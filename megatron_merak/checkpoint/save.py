@@ -93,6 +93,7 @@ def write(
                 file = f"{name}-rank-{rank:05d}" + (
                     f"-{number:04d}" if len(kinds[name].turns) > 1 else ""
                 )
+                fresh.mkdir(parents=True, exist_ok=True)
                 written, entries = write_file(
                     fresh, f"{file}.safetensors", name, turn.shards, metadata
                 )
@@ -149,7 +150,6 @@ def write_file(
     tensors, which `complete` takes.
     """
     assert _KIND.fullmatch(kind), kind
-    fresh.mkdir(parents=True, exist_ok=True)
     parts = [part for part in parts if part.is_written]
     if not parts:
         return {}, {}

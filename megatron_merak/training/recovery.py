@@ -8,6 +8,7 @@ refused by name.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from ..stages.own_gradient import fill_gradient
 from ..stages.saved_run import SavedRun
 from ..stages.trained_model import TrainedModel
 
-# settings of the update itself, of which a step's record says nothing
-_OF_UPDATES = """optimizer adam_beta1 adam_beta2 adam_eps clip_grad sgd_momentum lion_beta1
-    lion_beta2""".split()
+# settings of the update itself, of which a step's record says nothing: those that an optimizer
+# reads in every step, ...
+_READ = ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+# ... and those that it was made with
+_MADE_WITH = {"sgd": ("sgd_momentum",), "lion": ("lion_beta1", "lion_beta2")}
 _REMEDY = "Check --load"
 
 
@@ -101,11 +104,15 @@ class Recovery:
         assert isinstance(optimizer, LocalOptimizer), "its own ranks update the model"
         start = SavedRun.read(meta, self._root)
         optimizer.steps = start.optimizer_steps
+        own = optimizer.config
         for increment in self._increments:
+            saved = increment.manifest.meta["config"]["optimizer"]
+            optimizer.config = replace(own, **{name: saved[name] for name in _READ})
             for record in increment.records:
                 if self._chain.checkpoint < record.iteration <= self._chain.last:
                     self._step(optimizer, increment, record)
                     meta = {**increment.manifest.meta, **record.counters()}
+        optimizer.config = own
         model.gatherer.launch()
         model.gatherer.finish()
         return meta
@@ -127,14 +134,15 @@ class Recovery:
         """Raise CheckpointError where this run would repeat steps otherwise than they were done."""
         saved = meta["config"]["optimizer"]
         own = self._config.to_dict()["optimizer"]
-        names = [name for name in _OF_UPDATES if saved.get(name) != own[name]]
         remedy = (
             "Resume with the same one and let the run save a checkpoint, or load a checkpoint "
             "with --ckpt-step"
         )
         where = f"the steps behind iteration {self._chain.checkpoint} were made with"
-        for name in names:
-            raise CheckpointError(flag_name(name), own[name], f"{where} {saved.get(name)}", remedy)
+        for name in _MADE_WITH.get(own["optimizer"], ()):
+            if saved.get(name) != own[name]:
+                reason = f"{where} {saved.get(name)}"
+                raise CheckpointError(flag_name(name), own[name], reason, remedy)
         if (saved.get("decoupled_lr") is None) != (own["decoupled_lr"] is None):
             reason = f"{where} {saved.get('decoupled_lr')}, so with other parameter groups"
             raise CheckpointError("--decoupled-lr", own["decoupled_lr"], reason, remedy)

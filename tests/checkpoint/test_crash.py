@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_merak.checkpoint.behind import Behind, Staging
 from megatron_merak.checkpoint.directory import (
     Iterations,
-    directory_of,
     iteration_of,
     read_manifest,
 )
@@ -174,7 +173,7 @@ def _kill_among_steps(
             base = step_runs.checkpoint(root, last)
             prune(root, 1 << 20)
         else:
-            base = (last, read_manifest(directory_of(root, last))[1].save_id)
+            base = (last, read_manifest(Iterations(root).locate(last))[1].save_id)
         number += 1
     step_runs.checkpoint(root, base[0] + 1)
     prune(root, 1 << 20)
