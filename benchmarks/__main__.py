@@ -69,6 +69,9 @@ BENCHMARKS = {
     "saves": Benchmark(
         "checkpoints.saves", "checkpoints beside torch's and transformers' (15 min)"
     ),
+    "increments": Benchmark(
+        "checkpoints.increments", "every step written: what it costs, and gives back (15 min)"
+    ),
     "reliability": Benchmark(
         "faults.reliability", "the same faults here and in other programs (20 min)"
     ),

@@ -66,6 +66,7 @@ class IncrementsBehind:
         self._meta: dict[str, Any] = {}
         self._waited = 0.0  # seconds, since the last flush
         self._steps = 0
+        self._bytes = 0
         model.optimizer.before_update = self._take
 
     def begin(self, root: str, base: tuple[int, str], meta: dict[str, Any]) -> None:
@@ -98,6 +99,7 @@ class IncrementsBehind:
             return
         self._records.append(record)
         self._steps += 1
+        self._bytes += 0 if record.square is None else self._gradient.bytes
         records = [*self._records] if len(self._records) == self._interval else None
         if records is not None:
             self._records.clear()
@@ -122,13 +124,12 @@ class IncrementsBehind:
             self.behind.finish()
         self._waited += time.perf_counter() - began
         if self._steps:
-            told = counted(self._steps, "step")
-            size = f"{self._gradient.bytes * self._steps:,} bytes"
+            told = f"{counted(self._steps, 'step')}, {counted(self._bytes, 'byte')} of a rank"
             self.behind.lines.put(
-                f"increments of {told}, {size} of this rank, for which training waited "
-                f"{self._waited:.2f} s"
+                f"saved increments of {told}, for which training waited {self._waited:.2f} s"
             )
         self._steps = 0
+        self._bytes = 0
         self._waited = 0.0
 
     def follow_checkpoint(self) -> None:

@@ -21,7 +21,6 @@ from ..checkpoint.full_disk import Saving
 from ..checkpoint.lock import DirectoryLock
 from ..checkpoint.recoverable import furthest
 from ..config import RunConfig, check_sizes, flag_name
-from ..counting import counted
 from ..data.build import Datasets
 from ..data.identity import difference, identity, sample_digests
 from ..data.loader import BatchLoader
@@ -300,9 +299,9 @@ class Job:
             return None
         loaded = self.trainer.load(options.load, step, self.say, state=state)
         repeated = self.trainer.repeated
+        steps = f", and the steps to iteration {loaded}" if repeated else ""
         self.say(
-            f"loaded the checkpoint of iteration {loaded - repeated} from {options.load}"
-            + (f", and repeated {counted(repeated, 'update')} from increments" if repeated else "")
+            f"loaded the checkpoint of iteration {loaded - repeated} from {options.load}{steps}"
         )
         if not (repeated or options.finetune or options.no_load_optim):
             self._loaded = loaded

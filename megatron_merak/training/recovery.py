@@ -7,6 +7,7 @@ refused by name.
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -38,13 +39,15 @@ class Recovery:
     root:      the directory.
     iteration: of the state; None: the newest that is undamaged.
 
-    ``steps``: how many `repeat` has done.
+    ``steps``:   how many `repeat` has done.
+    ``seconds``: that it took.
 
     Raises `CheckpointError` on every rank.
     """
 
     def __init__(self, model: TrainedModel, config: RunConfig, root: Path, iteration: int | None):
         self.steps = 0
+        self.seconds = 0.0
         self._model = model
         self._config = config
         self._root = root
@@ -99,6 +102,7 @@ class Recovery:
         """
         if not self._increments:
             return meta
+        began = time.perf_counter()
         model = self._model
         optimizer = model.optimizer
         assert isinstance(optimizer, LocalOptimizer), "its own ranks update the model"
@@ -115,6 +119,7 @@ class Recovery:
         optimizer.config = own
         model.gatherer.launch()
         model.gatherer.finish()
+        self.seconds = time.perf_counter() - began
         return meta
 
     def _step(self, optimizer: LocalOptimizer, increment: Increment, record: StepRecord) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..checkpoint import store
 from ..checkpoint.increments import RUN, StepRecord
 from ..config import RunConfig
+from ..counting import counted
 from ..optimizer.base import LocalOptimizer, Rates
 from ..parallel.position import tell
 from ..stages.constants import KIND, META, check_same_constants, constant_shards, described
@@ -268,6 +269,9 @@ class Trainer:
         if recovery is not None:
             meta = recovery.repeat(meta)
             self.repeated = recovery.steps
+            if say is not None and self.repeated:
+                updates = counted(self.repeated, "update")
+                say(f"repeated {updates} from increments in {recovery.seconds:.2f} s")
         saved = SavedRun.read(meta, root)
         if options.finetune:
             return saved.iteration

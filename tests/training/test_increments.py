@@ -130,13 +130,17 @@ NATIVE = [
 def test_each_step_is_recovered(tmp_path, ranks, flags, then, others):
     run = tmp_path / "run"
     told = run_ranks(_every_state, ranks, f"{FLAGS} {flags} --save {run}", tmp_path / "all")[-1]
-    assert "increments of 5 steps" in told and "increments of 2 steps" in told
+    assert "saved increments of 5 steps" in told and "increments of 2 steps" in told
     loads = f"{FLAGS} {others} --load {run} --save {tmp_path}/other"
     steps = [1, 2, 3, 4, 6]
     told = run_ranks(_recovered, then, loads, steps, tmp_path / "recovered")[-1]
-    assert "iteration 0 from" in told[0] and "repeated 1 update from increments" in told[0]
-    assert "iteration 0 from" in told[3] and "repeated 4 updates from increments" in told[3]
-    assert "iteration 5 from" in told[4] and "repeated 1 update from increments" in told[4]
+    for text, checkpoint, count, step in (
+        (told[0], 0, "1 update", 1),
+        (told[3], 0, "4 updates", 4),
+        (told[4], 5, "1 update", 6),
+    ):
+        assert f"repeated {count} from increments in" in text
+        assert f"iteration {checkpoint} from {run}, and the steps to iteration {step}" in text
     _check(tmp_path / "all", tmp_path / "recovered", steps)
     if "--fp16" in flags:
         assert _state(tmp_path / "recovered", 4)["skipped_iterations"] > 0
