@@ -23,7 +23,6 @@ from megatron_merak.checkpoint.increments import (
     run_of,
     runs_of,
 )
-from megatron_merak.durable import break_seal
 from megatron_merak.errors import CheckpointError, DamagedError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
@@ -276,9 +275,7 @@ def passed(root: Path, saved: int | None) -> Callable[[int], object] | None:
             for number in reversed(numbers):
                 names = increments.names(number)
                 for path in (names.plain, names.fresh, names.old):
-                    if path.is_dir():
-                        break_seal(path)
-                        increments.drop(path)
+                    increments.drop(path)
             if whole and not any(directory.iterdir()):
                 directory.rmdir()
 
@@ -299,8 +296,8 @@ def _superfluous(root: Path, good: int) -> list[tuple[Path, list[int], bool]]:
     for directory in runs_of(root):
         increments = Increments(directory)
         numbers = increments.numbers()
-        complete = [*increments.newest_first()]
-        last = read_increment(complete[0]).last if complete else 0
+        newest = next(increments.newest_first(), None)
+        last = 0 if newest is None else read_increment(newest).last
         older = [number for number in numbers if number <= good]
         is_own = run_of(directory) == manifest.meta.get(RUN)
         is_past = max([last, *numbers]) <= good
