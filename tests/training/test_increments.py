@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_merak.checkpoint import full_disk, increment_writer
 from megatron_merak.checkpoint.directory import directory_of, read_manifest, verify
-from megatron_merak.checkpoint.increments import runs_of, verify_increment
+from megatron_merak.checkpoint.increments import read_increment, runs_of, verify_increment
 from megatron_merak.checkpoint.recoverable import furthest
 from megatron_merak.checkpoint.stored import read_stored
 from megatron_merak.config import Config, HFConfig, RunConfig
@@ -32,7 +32,7 @@ ZERO1 = "--use-distributed-optimizer"
 ZERO2 = "--data-parallel-sharding-strategy optim_grads"
 ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
 # the first two steps overflow
-FP16 = "--fp16 --initial-loss-scale 1e38 --hysteresis 1 --loss-scale-window 3"
+FP16 = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 3"
 COUNTERS = ("iteration", "consumed_samples", "skipped_iterations", "skipped_samples")
 SAVED = (*COUNTERS, "optimizer_steps", "loss_scale")
 
@@ -131,6 +131,10 @@ def test_each_step_is_recovered(tmp_path, ranks, flags, then, others):
     run = tmp_path / "run"
     told = run_ranks(_every_state, ranks, f"{FLAGS} {flags} --save {run}", tmp_path / "all")[-1]
     assert "saved increments of 5 steps" in told and "increments of 2 steps" in told
+    for path in run.glob("increments_*/*"):
+        increment = read_increment(path)
+        for each in increment.records:
+            assert len(increment.files(each.iteration)) == (0 if each.square is None else ranks)
     loads = f"{FLAGS} {others} --load {run} --save {tmp_path}/other"
     steps = [1, 2, 3, 4, 6]
     told = run_ranks(_recovered, then, loads, steps, tmp_path / "recovered")[-1]
@@ -143,7 +147,7 @@ def test_each_step_is_recovered(tmp_path, ranks, flags, then, others):
         assert f"iteration {checkpoint} from {run}, and the steps to iteration {step}" in text
     _check(tmp_path / "all", tmp_path / "recovered", steps)
     if "--fp16" in flags:
-        assert _state(tmp_path / "recovered", 4)["skipped_iterations"] > 0
+        assert _state(tmp_path / "recovered", 4)["skipped_iterations"] == 2
 
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 60}
