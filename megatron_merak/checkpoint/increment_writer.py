@@ -54,7 +54,8 @@ class IncrementWriter:
         self._tensors: dict[str, dict[str, Any]] = {}
 
     def write_step(self, iteration: int, shards: Sequence[Shard]) -> None:
-        """Write this rank's part of a step's gradient; of a skipped step there is none.
+        """Write what this rank has of a step: its part of the gradient, unless it was skipped, and
+        what else is in no update.
 
         Raises `CheckpointError` on every rank.
         """

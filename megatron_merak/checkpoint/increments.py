@@ -8,8 +8,8 @@
 A step is a kind of tensors in the manifest of its directory. Its tensors are one-dimensional: the
 elements of a parameter of one tensor-parallel rank, as they lie in memory there, so that ranks that
 share them write an interval each. The meta says where tensors of HuggingFace are among these, so
-that any layout can read them, and has a `StepRecord` of each step. All functions are local to one
-rank.
+that any layout can read them, and has a `StepRecord` of each step. What forwards change beside the
+gradient, such as running statistics, is in a step as a whole. All functions are local to one rank.
 """
 
 import dataclasses

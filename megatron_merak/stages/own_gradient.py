@@ -1,4 +1,4 @@
-"""The reduced gradient that an optimizer consumes, as increments have it.
+"""The reduced gradient that an optimizer consumes, as increments have it, and what forwards change.
 
 An `OwnGradient` copies what this rank writes of it; `fill_gradient` reads it again, in any layout.
 
@@ -7,17 +7,21 @@ sharding do, each writes a part of it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.increments import Increment, PlacedTensor, read_gradient
+from ..checkpoint.increments import Increment, PlacedTensor, kind_of, read_gradient
 from ..checkpoint.shard import Shard
+from ..checkpoint.stored import read_stored
+from ..errors import CheckpointError
 from ..parallel.buffers import ParameterBuffer
 from ..parallel.mesh import Mesh
 from ..parallel.pieces import Pieces
 from .trained_model import TrainedModel
+
+_RUNNING = "running/"  # what the names of state that forwards change begin with
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,35 @@ def _layout(model: TrainedModel, names: Sequence[str]) -> dict[str, list[PlacedT
             ]
     buffer.allocate(flat, ())
     return layout
+
+
+@torch.no_grad()
+def running_copies(model: TrainedModel) -> list[Shard]:
+    """Return copies on the host of what this rank writes of the state that forwards change."""
+    return [
+        replace(
+            shard, name=_RUNNING + shard.name, tensor=shard.tensor.detach().to("cpu", copy=True)
+        )
+        for shard in model.running_state()
+        if shard.is_written
+    ]
+
+
+@torch.no_grad()
+def fill_running(model: TrainedModel, increment: Increment, iteration: int) -> None:
+    """Read the state that forwards change, as it was behind a step.
+
+    Raises `CheckpointError`; local to one rank.
+    """
+    kind = kind_of(iteration)
+    stored = increment.manifest.tensors.get(kind, {})
+    for shard in model.running_state():
+        name = _RUNNING + shard.name
+        if name not in stored or stored[name].shape != tuple(shard.shape):
+            reason = f"it has no {shard.name} of this shape"
+            remedy = "Load it into the model that saved it"
+            raise CheckpointError("increment", increment.path, reason, remedy)
+        shard.tensor.copy_(read_stored(increment.path, increment.manifest, kind, name))
 
 
 @torch.no_grad()

@@ -22,11 +22,12 @@ from ..checkpoint.behind import Behind
 from ..checkpoint.full_disk import Saving
 from ..checkpoint.increment_writer import IncrementWriter
 from ..checkpoint.increments import StepRecord
+from ..checkpoint.shard import Shard
 from ..counting import counted
 from ..errors import CheckpointError
 from ..optimizer.base import LocalOptimizer, Rates
 from ..parallel.mesh import Mesh
-from ..stages.own_gradient import OwnGradient
+from ..stages.own_gradient import OwnGradient, running_copies
 from ..stages.trained_model import TrainedModel
 
 
@@ -53,6 +54,7 @@ class IncrementsBehind:
         mesh = model.mesh
         assert isinstance(model.optimizer, LocalOptimizer), "only its own ranks update the model"
         self.run = run
+        self._model = model
         self._interval = interval
         self._optimizer = model.optimizer
         self._gradient = OwnGradient(model)
@@ -103,7 +105,8 @@ class IncrementsBehind:
         records = [*self._records] if len(self._records) == self._interval else None
         if records is not None:
             self._records.clear()
-        self.behind.start(partial(self._write, self._writer, record, records))
+        running = running_copies(self._model)
+        self.behind.start(partial(self._write, self._writer, record, records, running))
 
     def taken(self) -> tuple[float | None, float, Rates]:
         """Return the squared norm, the scale and the rates of the last update; None for a norm that
@@ -146,13 +149,20 @@ class IncrementsBehind:
         self._waited += time.perf_counter() - began
 
     def _write(
-        self, writer: IncrementWriter, record: StepRecord, records: list[StepRecord] | None
+        self,
+        writer: IncrementWriter,
+        record: StepRecord,
+        records: list[StepRecord] | None,
+        running: list[Shard],
     ) -> Path:
-        """Write a step; complete the directory of ``records``. Called in the thread."""
+        """Write a step; complete the directory of ``records``. Called in the thread.
+
+        running: what forwards have changed.
+        """
         if self._is_lost:
             return writer.root
         self._gradient.wait()
-        shards = [] if record.square is None else self._gradient.shards
+        shards = running + ([] if record.square is None else self._gradient.shards)
         self._run(writer, partial(writer.write_step, record.iteration, shards))
         if records is not None and not self._is_lost:
             return self._seal(writer, records)

@@ -21,7 +21,7 @@ from ..config import RunConfig, flag_name
 from ..errors import CheckpointError, DamagedError
 from ..optimizer.base import LocalOptimizer
 from ..parallel.agree import together
-from ..stages.own_gradient import fill_gradient
+from ..stages.own_gradient import fill_gradient, fill_running
 from ..stages.saved_run import SavedRun
 from ..stages.trained_model import TrainedModel
 
@@ -117,6 +117,9 @@ class Recovery:
                     self._step(optimizer, increment, record)
                     meta = {**increment.manifest.meta, **record.counters()}
         optimizer.config = own
+        last = self._increments[-1]
+        with together(self._group, "cpu"), disk_errors(last.path, _REMEDY):
+            fill_running(model, last, self._chain.last)
         model.gatherer.launch()
         model.gatherer.finish()
         self.seconds = time.perf_counter() - began

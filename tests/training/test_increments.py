@@ -16,10 +16,12 @@ from megatron_merak.checkpoint import full_disk, increment_writer
 from megatron_merak.checkpoint.directory import directory_of, read_manifest, verify
 from megatron_merak.checkpoint.increments import read_increment, runs_of, verify_increment
 from megatron_merak.checkpoint.recoverable import furthest
+from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.checkpoint.stored import read_stored
 from megatron_merak.config import Config, HFConfig, RunConfig
 from megatron_merak.errors import CheckpointError, DamagedError, FullDiskError
 from megatron_merak.parallel.interruption import Interrupted
+from megatron_merak.stages.native_model import NativeModel
 from megatron_merak.training.job import Job
 from megatron_merak.training.trainer import Trainer
 from tests.ranks import RankFailure, run_ranks
@@ -148,6 +150,47 @@ def test_each_step_is_recovered(tmp_path, ranks, flags, then, others):
     _check(tmp_path / "all", tmp_path / "recovered", steps)
     if "--fp16" in flags:
         assert _state(tmp_path / "recovered", 4)["skipped_iterations"] == 2
+
+
+def _with_statistics() -> None:
+    """Let the native model have a buffer that each forward changes, as batch norms have."""
+
+    def running(self) -> list[Shard]:
+        if not hasattr(self, "statistics"):
+            self.statistics = torch.zeros(3)
+        owner = self.mesh.rank == 0
+        return [Shard("norm.running_mean", (3,), None, (), self.statistics, owner)]
+
+    def backward(self, batches):
+        self.running_state()[0].tensor.add_(torch.arange(3.0))
+        return inner(self, batches)
+
+    inner = NativeModel.backward
+    NativeModel.running_state = NativeModel.others = running
+    NativeModel.backward = backward
+
+
+def _every_state_with_statistics(rank: int, world: int, flags: str, place: Path) -> str:
+    _with_statistics()
+    return _every_state(rank, world, flags, place)
+
+
+def _recovered_with_statistics(
+    rank: int, world: int, flags: str, steps: Sequence[int], place: Path
+) -> list[str]:
+    _with_statistics()
+    return _recovered(rank, world, flags, steps, place)
+
+
+def test_what_forwards_change_is_recovered_too(tmp_path):
+    flags = f"{FLAGS} {FP16}"
+    run_ranks(_every_state_with_statistics, 2, f"{flags} --save {tmp_path}/run", tmp_path / "all")
+    loads = f"{flags} --load {tmp_path}/run --save {tmp_path}/other"
+    # the second step is skipped, which the forward does not know
+    run_ranks(_recovered_with_statistics, 1, loads, [2, 4], tmp_path / "recovered")
+    _check(tmp_path / "all", tmp_path / "recovered", [2, 4])
+    statistics = _state(tmp_path / "recovered", 2)["model/norm.running_mean"]
+    assert statistics.tolist() == [0.0, 2.0, 4.0]
 
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 60}
