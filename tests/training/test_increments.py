@@ -268,6 +268,32 @@ def test_a_run_goes_on_from_what_was_recovered(tmp_path, lost):
     _check(lost / "all", tmp_path / "recovered", [8])
 
 
+def _killed(rank: int, world: int, flags: str) -> str:
+    """A job that is killed while it computes its seventh step."""
+    step = Trainer.step
+
+    def killed(self, batches):
+        if self.iteration == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, batches)
+
+    Trainer.step = killed
+    return job(rank, world, flags)
+
+
+def test_a_run_that_is_killed_loses_no_more_steps_than_are_written_together(tmp_path):
+    run = tmp_path / "run"
+    flags = f"{CONSTANT} --train-iters 9 {ZERO1} --bf16 --save-interval 50"
+    run_ranks(job, 2, f"{flags} --save {tmp_path}/whole")
+    flags += f" --save-increment-interval 2 --save {run} --load {run}"
+    with pytest.raises(RankFailure):
+        run_ranks(_killed, 2, flags)
+    assert furthest(run) in (4, 6)
+    told = run_ranks(job, 2, flags)[-1]
+    assert "repeated" in told and "and the steps to iteration" in told
+    _check(tmp_path / "whole", run, [9])
+
+
 def test_a_run_follows_a_checkpoint_that_is_there(tmp_path, lost):
     run = _copied(lost / "run", tmp_path / "run")
     flags = f"{FLAGS} {CONSTANT} --load {run} --save {run} --ckpt-step 0 --exit-interval 3"
