@@ -339,6 +339,12 @@ REFUSED = [
         "there is none. Give --save-interval.",
     ),
     (
+        {"checkpoint": {"save": "c", "save_interval": 5, "save_increment_interval": 5}},
+        1,
+        "--save-increment-interval 5: is not less than --save-interval 5: each checkpoint comes first. Give a smaller "
+        "one, such as a tenth.",
+    ),
+    (
         {
             "checkpoint": {
                 "save": "c",

@@ -79,8 +79,8 @@ def run(place: Path, flags: str, interval: int, steps: int, every: int) -> Found
 
 def measured(root: Path, options: argparse.Namespace) -> dict[str, dict[str, Found]]:
     """The measurements of all ways, in turns."""
-    steps = 4 if options.quick else 40
-    every = 2 if options.quick else 20
+    steps = 12 if options.quick else 40
+    every = 6 if options.quick else 20
     found: dict[str, dict[str, Found]] = {ranks: {way: {} for way in WAYS} for ranks in RANKS}
     for _ in range(options.repeats):
         for ranks, flags in RANKS.items():

@@ -491,3 +491,6 @@ def _check_increments(checkpoint: CheckpointConfig, parallel: ParallelConfig) ->
     if checkpoint.save_interval is None:
         reason = "increments take space until the next checkpoint, and without --save-interval there is none"
         raise ConfigError(flag, interval, reason, "Give --save-interval")
+    if interval is not None and interval >= checkpoint.save_interval:
+        reason = f"is not less than --save-interval {checkpoint.save_interval}: each checkpoint comes first"
+        raise ConfigError(flag, interval, reason, "Give a smaller one, such as a tenth")

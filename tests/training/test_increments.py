@@ -395,7 +395,9 @@ def _stopped(rank: int, world: int, flags: str) -> str:
 def test_a_signal_ends_the_run_with_a_checkpoint_and_the_steps_to_it(tmp_path):
     run = tmp_path / "run"
     with pytest.raises(RankFailure) as caught:
-        run_ranks(_stopped, 2, f"{FLAGS} --save-increment-interval 9 --save {run}")
+        run_ranks(
+            _stopped, 2, f"{FLAGS} --save-interval 50 --save-increment-interval 9 --save {run}"
+        )
     assert isinstance(caught.value.__cause__, Interrupted)
     last = max(int(path.name[5:]) for path in run.glob("iter_*"))
     assert last in (4, 5)
