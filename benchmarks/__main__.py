@@ -72,6 +72,9 @@ BENCHMARKS = {
     "elastic": Benchmark(
         "checkpoints.elastic", "runs resumed under other layouts: samples, state, losses (10 min)"
     ),
+    "increments": Benchmark(
+        "checkpoints.increments", "every step written: what it costs, and gives back (15 min)"
+    ),
     "reliability": Benchmark(
         "faults.reliability", "the same faults here and in other programs (20 min)"
     ),

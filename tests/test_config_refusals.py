@@ -328,6 +328,45 @@ REFUSED = [
         "Leave it out, or use gloo.",
     ),
     (
+        {"checkpoint": {"save_increment_interval": 5}},
+        1,
+        "--save-increment-interval 5: has no effect without --save. Give --save DIRECTORY, or leave it out.",
+    ),
+    (
+        {"checkpoint": {"save": "c", "save_increment_interval": 5}},
+        1,
+        "--save-increment-interval 5: increments take space until the next checkpoint, and without --save-interval "
+        "there is none. Give --save-interval.",
+    ),
+    (
+        {"checkpoint": {"save": "c", "save_interval": 5, "save_increment_interval": 5}},
+        1,
+        "--save-increment-interval 5: is not less than --save-interval 5: each checkpoint comes first. Give a smaller "
+        "one, such as a tenth.",
+    ),
+    (
+        {
+            "checkpoint": {
+                "save": "c",
+                "save_interval": 20,
+                "save_increment_interval": 5,
+                "no_save_optim": True,
+            },
+        },
+        1,
+        "--save-increment-interval 5: steps are repeated on the optimizer's state, which --no-save-optim leaves out. "
+        "Give one of them.",
+    ),
+    (
+        {
+            "checkpoint": {"save": "c", "save_interval": 20, "save_increment_interval": 5},
+            "parallel": {"distributed_backend": "mpi"},
+        },
+        1,
+        "--save-increment-interval 5: its thread needs a group of its own, and --distributed-backend mpi has one of "
+        "all ranks. Leave it out, or use gloo.",
+    ),
+    (
         {"checkpoint": {"ckpt_step": 0}},
         1,
         "--ckpt-step 0: has no effect without --load. Give --load DIRECTORY, or leave it out.",

@@ -310,13 +310,15 @@ def table(found: dict[str, Any]) -> str:
     for name, each in told["of"].items():
         step = median(each["steps"])
         cost = median(each["waits"]) + median(each["slower"])
-        cells = [_seconds(each[key]) for key in ("steps", "waits", "slower")]
+        cells = [seconds(each[key]) for key in ("steps", "waits", "slower")]
         lines.append(f"| {name} | {' | '.join(cells)} | {cost / told['every'] / step:.1%} |")
     return "\n".join(lines)
 
 
-def _seconds(values: list[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+def seconds(values: list[float], digits: int = 2) -> str:
+    """Return the median, and the range in brackets."""
+    middle = f"{median(values):.{digits}f}"
+    return f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def page(path: Path) -> str:

@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_merak.checkpoint.files import TEMPORARY, complete_or_absent, verify_tensors
@@ -30,8 +31,10 @@ def directory_of(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def read_manifest(directory: Path) -> tuple[bytes, Manifest]:
+def read_manifest(directory: Path, number: int | None = None) -> tuple[bytes, Manifest]:
     """Return the bytes and the content of a directory's manifest.
+
+    number: the iteration that it must be of; None: that of the directory's name.
 
     Raises `DamagedError` if it is absent or invalid, and `CheckpointError` if it cannot be read.
     """
@@ -50,28 +53,17 @@ def read_manifest(directory: Path) -> tuple[bytes, Manifest]:
     except OSError as error:
         raise CheckpointError("manifest", path, error.strerror or str(error), remedy) from error
     manifest = parse_manifest(text, path)
-    if iteration_of(directory) != manifest.iteration:
+    if (iteration_of(directory) if number is None else number) != manifest.iteration:
         raise DamagedError(
             "manifest", path, f"it belongs to iteration {manifest.iteration}", remedy
         )
     return text, manifest
 
 
-class Iterations(Directories):
-    """The iterations in a ROOT. What this program did not write is kept when one goes."""
+class TensorDirectories(Directories):
+    """Directories of tensor files. What this program did not write is kept when one goes."""
 
     remedy = "Check --load and --save"
-
-    def names(self, number: int) -> DirectoryNames:
-        plain = directory_of(self.root, number)
-        return DirectoryNames(plain, fresh=Path(f"{plain}.new"), old=Path(f"{plain}.old"))
-
-    def number_of(self, directory: Path) -> int | None:
-        iteration = iteration_of(directory)
-        return None if iteration < 0 else iteration
-
-    def check(self, directory: Path, number: int) -> None:
-        read_manifest(directory)
 
     def make_way(self, plain: Path) -> None:
         """Remove one that this program wrote; refuse one with other files only."""
@@ -107,6 +99,21 @@ class Iterations(Directories):
     def discard(self, names: DirectoryNames) -> None:
         self.drop(names.old)
 
+
+class Iterations(TensorDirectories):
+    """The iterations in a ROOT."""
+
+    def names(self, number: int) -> DirectoryNames:
+        plain = directory_of(self.root, number)
+        return DirectoryNames(plain, fresh=Path(f"{plain}.new"), old=Path(f"{plain}.old"))
+
+    def number_of(self, directory: Path) -> int | None:
+        iteration = iteration_of(directory)
+        return None if iteration < 0 else iteration
+
+    def check(self, directory: Path, number: int) -> None:
+        read_manifest(directory)
+
     def publish(self, number: int) -> Path:
         plain = super().publish(number)
         with complete_or_absent(self.root / TRACKER) as file:
@@ -120,7 +127,12 @@ class Iterations(Directories):
         if self.locate(number) is None and os.path.lexists(plain):
             self.make_way(plain)
 
-    def remove_older(self, keep_every: int, saved: int | None = None) -> list[int]:
+    def remove_older(
+        self,
+        keep_every: int,
+        saved: int | None = None,
+        remove_passed: Callable[[int], object] | None = None,
+    ) -> list[int]:
         """Remove complete iterations that are older than the newest undamaged one.
 
         Multiples of ``keep_every`` stay. Damage that `verify` finds is logged; damaged iterations
@@ -129,14 +141,18 @@ class Iterations(Directories):
         saved: the run's newest. Later ones are of an earlier run, in whose directory this one began
                with --finetune, --ckpt-step or from the start: if they counted, what was just saved
                would be removed as older.
+        remove_passed: removes what else that one makes superfluous; None: there is nothing.
         """
         self.settle()
         complete = map(iteration_of, self.newest_first())
         iterations = [iteration for iteration in complete if saved is None or iteration <= saved]
-        if not any(iteration % keep_every for iteration in iterations[1:]):
+        is_older = any(iteration % keep_every for iteration in iterations[1:])
+        if not is_older and remove_passed is None:
             return []
         good = next((n for n in iterations if _is_good(directory_of(self.root, n))), None)
         expendable = [n for n in iterations if good is not None and n < good and n % keep_every]
+        if good is not None and remove_passed is not None:
+            remove_passed(good)
         for iteration in expendable:
             self.remove(iteration)
         return expendable
@@ -161,11 +177,13 @@ def _is_good(directory: Path) -> bool:
     return True
 
 
-def verify(directory: Path) -> Manifest:
+def verify(directory: Path, number: int | None = None) -> Manifest:
     """Read every byte of a checkpoint and compare it with the manifest; trained tensors must be
     finite. Raises `DamagedError`.
+
+    number: as for `read_manifest`.
     """
-    _, manifest = read_manifest(directory)
+    _, manifest = read_manifest(directory, number)
     kinds = sorted(manifest.tensors)
     states = [tensors for kind, tensors in manifest.tensors.items() if kind != "model"]
     # others are frozen

@@ -93,7 +93,10 @@ def write(
                 file = f"{name}-rank-{rank:05d}" + (
                     f"-{number:04d}" if len(kinds[name].turns) > 1 else ""
                 )
-                written, entries = _write(fresh, f"{file}.safetensors", name, turn.shards, metadata)
+                fresh.mkdir(parents=True, exist_ok=True)
+                written, entries = write_file(
+                    fresh, f"{file}.safetensors", name, turn.shards, metadata
+                )
                 assert not entries.keys() & tensors[name].keys(), (
                     f"{name}: this rank owns two parts of one tensor"
                 )
@@ -104,7 +107,7 @@ def write(
         reports = gather_json({"files": files, "tensors": tensors}, group, device)
         with together(group, device), disk_errors(fresh, SAVE_REMEDY, needed):
             if rank == 0:
-                _complete(fresh, iteration, save_id, reports, meta)
+                complete(fresh, iteration, save_id, reports, meta)
                 iterations.publish(iteration)
     except Exception as error:
         if rank == 0:
@@ -140,14 +143,13 @@ def check_finite(
                     raise NumericsError("tensor", f"{name}/{part.name}", reason, remedy)
 
 
-def _write(
+def write_file(
     fresh: Path, file: str, kind: str, parts: Sequence[Shard], metadata: Mapping[str, str]
 ) -> tuple[dict, dict]:
     """Write a file of what this rank owns of one kind. Return JSON-safe entries of files and
-    tensors.
+    tensors, which `complete` takes.
     """
     assert _KIND.fullmatch(kind), kind
-    fresh.mkdir(parents=True, exist_ok=True)
     parts = [part for part in parts if part.is_written]
     if not parts:
         return {}, {}
@@ -168,8 +170,11 @@ def _write(
     return {file: written}, entries
 
 
-def _complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], meta: dict) -> None:
-    """Write the manifest, which makes the directory a checkpoint."""
+def complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], meta: dict) -> None:
+    """Write the manifest, which makes the directory complete.
+
+    reports: of every rank, {"files", "tensors"} of all that `write_file` returned.
+    """
     files = {name: written for report in reports for name, written in report["files"].items()}
     try:
         manifest = Manifest(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_merak.checkpoint.directory import Iterations, iteration_of
 from megatron_merak.checkpoint.files import disk_errors
 from megatron_merak.checkpoint.load import load
+from megatron_merak.checkpoint.recoverable import passed
 from megatron_merak.checkpoint.save import SAVE_REMEDY, save
 from megatron_merak.checkpoint.shard import Shard, StateKind, Turn
 from megatron_merak.errors import CheckpointError
@@ -55,7 +56,8 @@ def prune(
     divide.
 
     This is Megatron's ``--save-retain-interval``. A damaged checkpoint (every byte is compared with
-    its digest) does not count as the newest. Returns the iterations removed.
+    its digest) does not count as the newest. Increments of steps up to the newest go too. Returns
+    the iterations removed.
 
     saved: the iteration that the run has just saved; those after it are of an earlier run, do not
            count and stay.
@@ -67,5 +69,6 @@ def prune(
                 "--save-retain-interval", keep_every, "it is not positive", "Give 1 or more"
             )
         if group is None or dist.get_rank(group) == 0:
-            removed = Iterations(Path(root)).remove_older(keep_every, saved)
+            others = passed(Path(root), saved)
+            removed = Iterations(Path(root)).remove_older(keep_every, saved, others)
     return broadcast_json(removed, group, device)

@@ -34,6 +34,7 @@ def facts_of(found: "FoundCheckpoint") -> dict[str, Any]:
         "bytes": sum(found.files.values()),
         "kinds": kinds,
         "others": others,
+        "increments": _increments(found, faults),
         "faults": faults,
     }
 
@@ -81,6 +82,29 @@ def _others(found: "FoundCheckpoint") -> tuple[list[dict[str, Any]], list[str]]:
             continue
         others.append({"path": str(path), "iteration": number_of(path), "bytes": size})
     return others, faults
+
+
+def _increments(found: "FoundCheckpoint", faults: list[str]) -> list[dict[str, Any]]:
+    """Return the steps between checkpoints that each run has written, without a gap.
+
+    faults: collects what is wrong with some.
+    """
+    from ..checkpoint.increments import Increments, read_increment, runs_of
+
+    runs: list[dict[str, Any]] = []
+    for directory in runs_of(found.path.parent):
+        damaged: list[CheckpointError] = []
+        complete = [*Increments(directory).newest_first(damaged)]
+        faults += [str(fault) for fault in damaged]
+        before: dict[str, Any] | None = None
+        for increment in map(read_increment, reversed(complete)):
+            written = [file["bytes"] for file in increment.manifest.files.values()]
+            if before is None or before["last"] + 1 != increment.first:
+                before = {"path": str(directory), "first": increment.first, "bytes": 0}
+                runs.append(before)
+            before["last"] = increment.last
+            before["bytes"] += sum(written)
+    return sorted(runs, key=lambda each: (each["last"], each["path"]), reverse=True)
 
 
 def tensors_of(found: "FoundCheckpoint", picked: Picked) -> list[dict[str, Any]]:

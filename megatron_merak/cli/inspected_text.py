@@ -17,8 +17,7 @@ Facts = Mapping[str, Any]
 def inspected_text(facts: Facts) -> str:
     """Return what is in a checkpoint."""
     parts = [_head(facts), _kinds(facts["kinds"])]
-    if others := _others(facts):
-        parts.append(others)
+    parts += filter(None, (_increments(facts), _others(facts)))
     if "tensors" in facts:
         parts.append(_tensors(facts["tensors"]))
     if "health" in facts:
@@ -68,6 +67,18 @@ def _kinds(kinds: Facts) -> str:
         counts = (f"{each['tensors']:,}", f"{each['elements']:,}")
         rows.append((kind, dtypes, *counts, bytes_text(each["bytes"])))
     return aligned(rows)
+
+
+def _increments(facts: Facts) -> str:
+    """Return the steps between checkpoints; "" if there are none."""
+    if not facts["increments"]:
+        return ""
+    rows: Rows = []
+    for each in facts["increments"]:
+        steps = f"steps {each['first']:,} to {each['last']:,}"
+        rows.append((steps, Path(each["path"]).name, bytes_text(each["bytes"])))
+    lines = [f"  {line}" for line in aligned(rows).splitlines()]
+    return "\n".join([f"increments in {Path(facts['path']).parent}", *lines])
 
 
 def _others(facts: Facts) -> str:

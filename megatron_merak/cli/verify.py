@@ -2,8 +2,8 @@
 
     merak-verify DIRECTORY ...     a --save directory, an output_dir of MerakTrainer, or a single checkpoint
 
-Prints one line per checkpoint, newest first. The exit status is 1 if a checkpoint is damaged, if there is none, or if
-DIRECTORY is not there.
+Prints one line per checkpoint, newest first, and per directory of increments. The exit status is 1 if one is damaged,
+if there is none, or if DIRECTORY is not there.
 Interrupted saves are ignored. Needs no GPU and no model, and changes nothing.
 """
 
@@ -17,26 +17,31 @@ from .words import described
 
 
 def checkpoints(path: Path, faults: list[CheckpointError]) -> Iterator[Path]:
-    """``path`` itself if it has the name of a checkpoint, else those in it; ``faults``: of those
-    not complete.
+    """``path`` itself if it has the name of a checkpoint or of increments, else those in it;
+    ``faults``: of those not complete.
     """
     from ..checkpoint.directory import Iterations
     from ..checkpoint.found import is_checkpoint
+    from ..checkpoint.increments import Increments, first_of, run_of, runs_of
     from ..checkpoint.unit_directories import Units
 
-    if is_checkpoint(path):
+    if is_checkpoint(path) or first_of(path) is not None:
         yield path
         return
     yield from Units(path).newest_first(faults)
     yield from Iterations(path).newest_first(faults)
+    for run in runs_of(path) if run_of(path) is None else (path,):
+        yield from Increments(run).newest_first(faults)
 
 
 def verify(path: Path) -> None:
     """Raises CheckpointError."""
     from ..checkpoint import directory as directories
-    from ..checkpoint import unit, unit_directories
+    from ..checkpoint import increments, unit, unit_directories
 
-    if directories.iteration_of(path) >= 0:
+    if increments.first_of(path) is not None:
+        increments.verify_increment(path)
+    elif directories.iteration_of(path) >= 0:
         directories.verify(path)
     else:
         unit.verify(path, unit.read(path, unit_directories.step_of(path)))

@@ -459,6 +459,8 @@ def check_checkpoint(checkpoint: CheckpointConfig, parallel: ParallelConfig) -> 
     if checkpoint.async_save and parallel.distributed_backend == "mpi":
         reason = "its thread needs a group of its own, and --distributed-backend mpi has one of all ranks"
         raise ConfigError("--async-save", True, reason, "Leave it out, or use gloo")
+    if checkpoint.save_increment_interval is not None:
+        _check_increments(checkpoint, parallel)
     if checkpoint.use_checkpoint_opt_param_scheduler and checkpoint.override_opt_param_scheduler:
         reason = "contradicts --override-opt-param-scheduler"
         raise ConfigError("--use-checkpoint-opt-param-scheduler", True, reason, "Give one of them")
@@ -474,3 +476,21 @@ def check_checkpoint(checkpoint: CheckpointConfig, parallel: ParallelConfig) -> 
             f"is not a multiple of --save-interval {interval}",
             remedy,
         )
+
+
+def _check_increments(checkpoint: CheckpointConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError where the steps between checkpoints cannot be written."""
+    flag = "--save-increment-interval"
+    interval = checkpoint.save_increment_interval
+    if parallel.distributed_backend == "mpi":
+        reason = "its thread needs a group of its own, and --distributed-backend mpi has one of all ranks"
+        raise ConfigError(flag, interval, reason, "Leave it out, or use gloo")
+    if checkpoint.no_save_optim:
+        reason = "steps are repeated on the optimizer's state, which --no-save-optim leaves out"
+        raise ConfigError(flag, interval, reason, "Give one of them")
+    if checkpoint.save_interval is None:
+        reason = "increments take space until the next checkpoint, and without --save-interval there is none"
+        raise ConfigError(flag, interval, reason, "Give --save-interval")
+    if interval is not None and interval >= checkpoint.save_interval:
+        reason = f"is not less than --save-interval {checkpoint.save_interval}: each checkpoint comes first"
+        raise ConfigError(flag, interval, reason, "Give a smaller one, such as a tenth")

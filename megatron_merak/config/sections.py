@@ -319,6 +319,11 @@ class CheckpointConfig(Section):
     """Write checkpoints while training goes on: it waits while they are copied to memory of the
     host, as much as they have.
     """
+    save_increment_interval: int | None = setting(None, least=1, ours=True, needs=_SAVE)
+    """Write the gradient of every step between checkpoints, so that a resume repeats the updates and
+    loses at most this many steps and the one under way; 4 bytes a parameter and step, until
+    --save-retain-interval removes them.
+    """
     on_full_disk: str = setting("wait", choices=ON_FULL_DISK, ours=True)
     """If there is no space for a checkpoint, wait for it, at most 12 hours, and save then; or stop
     with an error.

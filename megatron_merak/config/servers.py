@@ -73,6 +73,10 @@ def check_servers(
             checkpoint.async_save,
             "a worker saves what it fetches from servers for that",
         ),
+        "save_increment_interval": (
+            checkpoint.save_increment_interval,
+            "the gradient that updates the weights is on servers, not on a worker",
+        ),
         "timeline": (logging.timeline, "workers have no common clock"),
     }
     for name, (value, reason) in refused.items():

@@ -3,7 +3,7 @@ update.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -197,6 +197,9 @@ class LocalOptimizer(Optimizer):
 
     A step updates `buffer.master` and, where `buffer.data` is another tensor, rounds into that. For
     the arguments see `Optimizer`.
+
+    Attribute ``before_update``: called in each step, skipped ones too, with the squared norm and the
+    rates, while `main_grad` is final and not changed yet; None: nobody looks at it.
     """
 
     def __init__(
@@ -209,6 +212,7 @@ class LocalOptimizer(Optimizer):
     ):
         super().__init__(buffer, config, group, shard_group, scaler=scaler)
         self.master = buffer.master
+        self.before_update: Callable[[float, Rates], object] | None = None
 
     def state(self) -> dict[str, torch.Tensor | Scattered]:
         """Return the fp32 state in the shape of parameters, to save or to load into. Flat:
@@ -251,6 +255,8 @@ class LocalOptimizer(Optimizer):
     @torch.no_grad()
     def apply(self, square: float, rates: Rates) -> StepResult:
         """As `step`, given the value of `square_norm` on the host. No host sync."""
+        if self.before_update is not None:
+            self.before_update(square, rates)
         norm, factor = self._clipped(square)
         if factor is not None:
             self._update(rates, factor)

@@ -467,7 +467,10 @@ class CapturedModel(TrainedModel):
         """Shards of what checkpoints have beside the trained parameters: frozen weights, running
         statistics.
         """
-        return [*self.parameter_shards.others(), *self.running.shards()]
+        return [*self.parameter_shards.others(), *self.running_state()]
+
+    def running_state(self) -> Sequence[store.Shard]:
+        return [*self.running.shards()]
 
     def constants(self) -> Constants:
         # the base model of adapters is not saved

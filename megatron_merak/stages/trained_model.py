@@ -171,6 +171,10 @@ class TrainedModel:
         """Shards of what checkpoints have beside the trained parameters."""
         return ()
 
+    def running_state(self) -> Sequence[Shard]:
+        """Those of `others` that forwards change, so that no update makes them again."""
+        return ()
+
     def constants(self) -> Constants:
         """Buffers that checkpoints have, and that training does not change."""
         return {}

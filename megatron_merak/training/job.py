@@ -1,10 +1,12 @@
 """The loop of a pretraining job, whatever its model: resume, train, evaluate, save, report."""
 
 import math
+import os
+import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +15,11 @@ import torch.distributed as dist
 
 from ..arguments import deviation_report
 from ..checkpoint import store
-from ..checkpoint.directory import Iterations, iteration_of
+from ..checkpoint.behind import Behind
+from ..checkpoint.directory import Iterations, read_manifest
 from ..checkpoint.full_disk import Saving
 from ..checkpoint.lock import DirectoryLock
+from ..checkpoint.recoverable import furthest
 from ..config import RunConfig, check_sizes, flag_name
 from ..data.build import Datasets
 from ..data.identity import difference, identity, sample_digests
@@ -27,7 +31,7 @@ from ..errors import (
     DoubtfulResultError,
     UnexpectedResultError,
 )
-from ..parallel.agree import gather_json, together
+from ..parallel.agree import broadcast_json, gather_json, together
 from ..parallel.interruption import Interrupted, Interruption
 from ..parallel.launch import World, end_interrupted
 from ..parallel.mesh import Mesh
@@ -38,6 +42,7 @@ from ..pipeline_parallel.pictures.files import write
 from ..plan import Plan, plan_table
 from ..planner.growth import growth_table
 from ..stages.devices import peak_device, stand_in
+from .increments import IncrementsBehind
 from .pictures import draw_curve, step_view
 from .report import Progress, Report, Throughput
 from .same_files import check_same_files
@@ -185,6 +190,16 @@ class Job:
         self.saves_behind: SavesBehind | None = None
         if self.config.checkpoint.async_save:
             self.saves_behind = SavesBehind(trainer, self._confirm_directory, self._received)
+        self._loaded: int | None = None  # the checkpoint whose state this is
+        interval = self.config.checkpoint.save_increment_interval
+        if interval is not None:
+            trainer.increments = IncrementsBehind(
+                trainer.model,
+                interval,
+                self.config.checkpoint.on_full_disk,
+                self._received,
+                run=broadcast_json(secrets.token_hex(8), self.mesh.control, "cpu"),
+            )
 
     def run(self) -> None:
         """Train from the checkpoint of --load, if any; --save is locked meanwhile. Raises
@@ -283,8 +298,14 @@ class Job:
             self.say(f"no checkpoint in {options.load}: starting at iteration 0")
             return None
         loaded = self.trainer.load(options.load, step, self.say, state=state)
-        self.say(f"loaded the checkpoint of iteration {loaded} from {options.load}")
-        newest = None if step is None else store.latest(options.load, self.mesh.control)
+        repeated = self.trainer.repeated
+        steps = f", and the steps to iteration {loaded}" if repeated else ""
+        self.say(
+            f"loaded the checkpoint of iteration {loaded - repeated} from {options.load}{steps}"
+        )
+        if not (repeated or options.finetune or options.no_load_optim):
+            self._loaded = loaded
+        newest = None if step is None else furthest(options.load, self.mesh.control)
         if step is not None and newest is not None and newest > step:
             self.say(
                 f"{options.load} also holds iteration {newest}, where a resume without "
@@ -300,9 +321,7 @@ class Job:
         # told already
         if options.save is None or options.ckpt_step is not None and options.load == options.save:
             return
-        with together(self.mesh.control, "cpu"):
-            complete = () if self.report is None else Iterations(Path(options.save)).newest_first()
-            newest = next(map(iteration_of, complete), 0)
+        newest = furthest(options.save, self.mesh.control) or 0
         if newest > self.trainer.iteration:
             text = (
                 f"{options.save} already holds iteration {newest} of an earlier run, where a "
@@ -364,13 +383,45 @@ class Job:
         phases = [] if train.train_samples is None else trainer.phases_left()
         if table := growth_table(self.plan, phases):
             self.say(f"{table}\n")
-        saves = self.saves_behind
         try:
-            with nullcontext() if saves is None else saves.behind:
+            with ExitStack() as stack:
+                for behind in self._behind():
+                    stack.enter_context(behind)
+                self._begin_increments()
                 self._steps(loader, interruption)
         finally:
             self._tell()
             loader.close()
+
+    def _behind(self) -> list[Behind]:
+        """Return what writes beside training."""
+        saves = self.saves_behind
+        increments = self.trainer.increments
+        return [each.behind for each in (saves, increments) if each is not None]
+
+    def _begin_increments(self) -> None:
+        """Let increments follow the checkpoint of this state, which is written where --save does not
+        have it.
+        """
+        options = self.config.checkpoint
+        trainer = self.trainer
+        if trainer.increments is None or trainer.iteration >= trainer.iterations:
+            return
+        assert options.save is not None, "increments need --save"
+        is_there = self._loaded == trainer.iteration and options.load is not None
+        if not (is_there and os.path.realpath(str(options.load)) == os.path.realpath(options.save)):
+            self.say("increments follow a checkpoint of the state that the run begins with")
+            self.save()
+            if self.saves_behind is not None:
+                self.saves_behind.behind.finish()
+        save_id = ""
+        with together(self.mesh.control, "cpu"):
+            if self.mesh.rank == 0:
+                path = Iterations(Path(options.save)).locate(trainer.iteration)
+                assert path is not None, "it was saved, or loaded from there"
+                save_id = read_manifest(path)[1].save_id
+        save_id = broadcast_json(save_id, self.mesh.control, "cpu")
+        trainer.increments.begin(options.save, (trainer.iteration, save_id), trainer.meta())
 
     def _steps(self, loader: BatchLoader, interruption: Interruption) -> None:
         """Train, save and evaluate until the run ends."""
@@ -469,18 +520,27 @@ class Job:
         """
         options = self.config.checkpoint
         assert options.save is not None, "without --save there is no checkpoint"
+        increments = self.trainer.increments
+        if increments is not None:
+            increments.flush()
+        self._save(options.save)
+        if increments is not None:
+            increments.follow_checkpoint()
+        return self.trainer.iteration
+
+    def _save(self, directory: str) -> None:
+        options = self.config.checkpoint
         if self.saves_behind is not None:
-            self.saves_behind.save(options.save)
-            return self.trainer.iteration
-        self.saving.run(options.save, partial(self._write, options.save))
+            self.saves_behind.save(directory)
+            return
+        self.saving.run(directory, partial(self._write, directory))
         if options.save_retain_interval:
             store.prune(
-                options.save,
+                directory,
                 options.save_retain_interval,
                 self.mesh.control,
                 saved=self.trainer.iteration,
             )
-        return self.trainer.iteration
 
     def _write(self, directory: str) -> None:
         began = time.perf_counter()
@@ -505,12 +565,10 @@ class Job:
             self.store_settings(group)
 
     def _tell(self) -> None:
-        """Print what the thread that saves has said."""
-        if self.saves_behind is None:
-            return
-        lines = self.saves_behind.behind.lines
-        while not lines.empty():
-            self.say(lines.get())
+        """Print what the threads that save have said."""
+        for behind in self._behind():
+            while not behind.lines.empty():
+                self.say(behind.lines.get())
 
     def evaluate(self, kind: str) -> None:
         """Report the loss on a part of the data, "valid" or "test", if it exists."""

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint import store
+from ..checkpoint.increments import RUN, StepRecord
 from ..config import RunConfig
-from ..optimizer.base import Rates
+from ..counting import counted
+from ..optimizer.base import LocalOptimizer, Rates
 from ..parallel.position import tell
 from ..stages.constants import KIND, META, check_same_constants, constant_shards, described
 from ..stages.optimizer_state import optimizer_kinds, weights_kind
@@ -24,6 +26,8 @@ from ..stages.step_report import StepReport
 from ..stages.trained_model import TrainedModel
 from ..stages.unexpected import checks_of
 from .changes import check, schedule_of
+from .increments import IncrementsBehind
+from .recovery import recovery_of
 
 
 class Trainer:
@@ -37,6 +41,8 @@ class Trainer:
                                          loading and saving.
     batch_sizes:                         samples of every step.
     iterations:                          optimizer steps of the run.
+    increments:                          writes every step; None: only checkpoints are written.
+    repeated:                            steps that `load` did again, from increments.
     """
 
     def __init__(self, config: RunConfig, model: TrainedModel):
@@ -48,6 +54,8 @@ class Trainer:
         self.consumed_samples = 0
         self.skipped_iterations = self.skipped_samples = 0
         self.data: dict[str, Any] = {}
+        self.increments: IncrementsBehind | None = None
+        self.repeated = 0
         self.batch_sizes = config.batches_over(self.mesh.replicas)
         self.iterations = config.iterations(self.batch_sizes)
         self.global_batch_size = (
@@ -101,11 +109,15 @@ class Trainer:
         rates = self.rates()
         self.model.replicas.note_samples(batches)
         sums = self.rerun.backward(self.model.from_samples(batches))
+        if self.increments is not None:
+            self.increments.wait()
         result = self.model.update(rates, sums, self._own_zeros())
         samples = len(batches) * self.plan.micro_batch_size * self.mesh.summed
         self.consumed_samples += samples
         self.skipped_iterations += result.skipped
         self.skipped_samples += samples * result.skipped
+        if self.increments is not None:
+            self.increments.put(self._record(*self.increments.taken()))
         return StepReport(
             loss=result.loss,
             grad_norm=result.grad_norm,
@@ -115,6 +127,19 @@ class Trainer:
             loss_scale=result.loss_scale,
             staleness=result.staleness,
             late=result.late,
+        )
+
+    def _record(self, square: float | None, scaled: float, rates: Rates) -> StepRecord:
+        return StepRecord(
+            self.iteration,
+            self.consumed_samples,
+            self.skipped_iterations,
+            self.skipped_samples,
+            optimizer_steps=self.optimizer.steps,
+            loss_scale=self.optimizer.scaler.state(),
+            square=square,
+            scaled=scaled,
+            rates=rates,
         )
 
     def kinds(self, optimizer: bool) -> dict[str, store.StateKind]:
@@ -174,7 +199,8 @@ class Trainer:
 
     def meta(self) -> dict[str, Any]:
         """Return what a checkpoint of this iteration says of the run."""
-        return {
+        run = {} if self.increments is None else {RUN: self.increments.run}
+        return run | {
             "consumed_samples": self.consumed_samples,
             "skipped_iterations": self.skipped_iterations,
             "skipped_samples": self.skipped_samples,
@@ -196,10 +222,10 @@ class Trainer:
         say: Callable[[str], object] | None = None,
         state: bool = True,
     ) -> int:
-        """Resume from ``root``, written under any layout; return the iteration of the loaded
-        checkpoint.
+        """Resume from ``root``, written under any layout; return the iteration of what was loaded:
+        a checkpoint, and the steps behind it that increments have.
 
-        iteration: which to load; None: the newest undamaged one.
+        iteration: which to load; None: the newest that is undamaged.
         say:       called on every rank with each line that the user should read.
         state:     whether to load the optimizer's state; False where others do, and this rank needs
                    its steps only.
@@ -223,20 +249,35 @@ class Trainer:
                 batch=self.global_batch_size,
             )
 
-        control = self.mesh.control
+        recovery = None
+        if optimizer and state and isinstance(self.optimizer, LocalOptimizer):
+            recovery = recovery_of(self.model, self.config, root, iteration)
         kinds = self.kinds(optimizer and state)
-        meta = store.load(root, kinds, control, "cpu", iteration=iteration, say=say, check=compare)
+        if recovery is None:
+            group = self.mesh.control
+            meta = store.load(
+                root, kinds, group, "cpu", iteration=iteration, say=say, check=compare
+            )
+        else:
+            meta = recovery.load(kinds, compare, say)
         if say is not None:
             for line in lines:
                 say(line)
         self.model.after_load()
         if not optimizer:
             self.optimizer.refresh_master()
+        if recovery is not None:
+            meta = recovery.repeat(meta)
+            self.repeated = recovery.steps
+            if say is not None and self.repeated:
+                updates = counted(self.repeated, "update")
+                say(f"repeated {updates} from increments in {recovery.seconds:.2f} s")
         saved = SavedRun.read(meta, root)
         if options.finetune:
             return saved.iteration
         if optimizer:
-            self.optimizer.steps = saved.optimizer_steps
+            if not self.repeated:
+                self.optimizer.steps = saved.optimizer_steps
             self.optimizer.scaler.load(saved.loss_scale)
         self.iteration = saved.iteration
         self.consumed_samples = saved.consumed_samples

@@ -14,12 +14,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak.checkpoint.behind import Behind, Staging
-from megatron_merak.checkpoint.directory import Iterations, iteration_of
+from megatron_merak.checkpoint.directory import (
+    Iterations,
+    iteration_of,
+    read_manifest,
+)
 from megatron_merak.checkpoint.lock import DirectoryLock
 from megatron_merak.checkpoint.save import save, write
 from megatron_merak.checkpoint.shard import Shard, StateKind
 from megatron_merak.checkpoint.store import load, prune
 from megatron_merak.errors import CheckpointError
+from tests.checkpoint import step_runs
 from tests.checkpoint.kills import DISK, NAMES, fork, kill_before_call
 from tests.ranks import RankFailure, run_ranks
 
@@ -128,6 +133,75 @@ def test_a_kill_before_any_disk_call_leaves_all_checkpoints_loadable(root, tidy,
     calls = DISK | LOCK | {"stat", "lstat", "listdir"}
     [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, calls, tidy, behind, timeout=1000.0)
     assert kills >= 170 and outcomes == 3, (kills, outcomes)
+
+
+def _kill_among_steps(
+    rank: int, world: int, root: Path, calls: set[str], tidy: int
+) -> tuple[int, int]:
+    """Kill before the first of these calls, the second... of a run that writes steps, a checkpoint
+    behind them, and removes what that makes superfluous. Returns (kills, different outcomes).
+    """
+    base = step_runs.checkpoint(root, 1)
+    seen = set()
+    number = 0
+    done = False
+    while not done:
+        name = f"{number:016x}"
+
+        def work(report, number=number, base=base, name=name):
+            kill_before_call(number, calls)
+            with DirectoryLock(root):
+                steps = step_runs.writer(root, base, name)
+                step_runs.write_steps(steps, range(base[0] + 1, base[0] + 3))
+                report()
+                step_runs.write_steps(steps, [base[0] + 3], skipped=[base[0] + 3])
+                report()
+                step_runs.checkpoint(root, base[0] + 3, name)
+                report()
+                prune(root, 1 << 20)
+
+        done, reports = fork(work)
+        from_, last, told = step_runs.best(root)
+        reached = last - base[0]
+        allowed = ((0, 2), (2, 3), (3,), (3,))[reports]
+        assert reached in allowed and not told, (number, reports, reached, told)
+        shards = _whole(-1.0)
+        load(root, shards, None, "cpu", from_)
+        assert all((parts[0].tensor == from_).all() for parts in shards.values()), "torn"
+        seen.add((reached, from_ == last))
+        if from_ < last or done or number % tidy == 0:  # a run begins with a checkpoint
+            base = step_runs.checkpoint(root, last)
+            prune(root, 1 << 20)
+        else:
+            base = (last, read_manifest(Iterations(root).locate(last))[1].save_id)
+        number += 1
+    step_runs.checkpoint(root, base[0] + 1)
+    prune(root, 1 << 20)
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == [
+        f"iter_{base[0] + 1:07d}"
+    ], "leftovers of crashes stay for ever"
+    return number - 1, len(seen)
+
+
+def _whole(value: float) -> dict:
+    full = torch.full(step_runs.SHAPE, value)
+    return {
+        kind: [Shard("w", step_runs.SHAPE, None, (), full.clone())] for kind in ("model", "exp_avg")
+    }
+
+
+def test_a_kill_before_any_change_of_names_loses_no_step_that_was_written(root):
+    calls = NAMES | {"open", "flush"}
+    [(kills, outcomes)] = run_ranks(_kill_among_steps, 1, root, calls, 1)
+    assert kills >= 60 and outcomes == 4, (kills, outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tidy", [1, 4])
+def test_a_kill_before_any_disk_call_loses_no_step_that_was_written(root, tidy):
+    calls = DISK | LOCK | {"stat", "lstat", "listdir"}
+    [(kills, outcomes)] = run_ranks(_kill_among_steps, 1, root, calls, tidy, timeout=1000.0)
+    assert kills >= 170 and outcomes == 4, (kills, outcomes)
 
 
 def _kill_at_times(rank: int, world: int, root: Path, kills: int) -> None:

@@ -17,7 +17,13 @@ from torch import nn
 
 from megatron_merak import durable
 from megatron_merak.checkpoint import in_place, store
-from megatron_merak.checkpoint.directory import TRACKER, Iterations, iteration_of
+from megatron_merak.checkpoint.directory import (
+    TRACKER,
+    Iterations,
+    directory_of,
+    iteration_of,
+    read_manifest,
+)
 from megatron_merak.checkpoint.hf_files import INDEX, WEIGHTS
 from megatron_merak.checkpoint.hf_save import save_hf
 from megatron_merak.checkpoint.shard import Shard
@@ -32,6 +38,7 @@ from megatron_merak.parameter_server.snapshot import read_snapshot, snapshot_pat
 from megatron_merak.report.run_files import RunFiles, starts_before
 from megatron_merak.strict_json import parse
 from megatron_merak.training.settings_file import NAME, store_settings
+from tests.checkpoint import step_runs
 from tests.config import make
 from tests.power_cut import Disk
 
@@ -77,6 +84,40 @@ def _read_checkpoint(root: Path) -> int | None:
         values.append(meta["value"])
     assert not faults
     return values[0] if values else None
+
+
+def _write_step(root: Path, value: int) -> None:
+    """The first step is a checkpoint."""
+    if value == 1:
+        step_runs.checkpoint(root, 1)
+        return
+    base = (1, read_manifest(directory_of(root, 1))[1].save_id)
+    step_runs.write_steps(step_runs.writer(root, base), [value])
+
+
+def _write_step_and_prune(root: Path, value: int) -> None:
+    """A checkpoint behind each step, which makes the step superfluous."""
+    name = f"{value:016x}"
+    if value > 1:
+        base = (value - 1, read_manifest(directory_of(root, value - 1))[1].save_id)
+        step_runs.write_steps(step_runs.writer(root, base, name), [value])
+    step_runs.checkpoint(root, value, name)
+    store.prune(root, 100)
+    assert not [*root.glob("increments_*/steps_*")]
+
+
+def _read_step(root: Path) -> int | None:
+    if not (root.is_dir() and any(root.glob("iter_*"))):
+        return None
+    try:
+        checkpoint, last, told = step_runs.best(root)
+    except CheckpointError as error:
+        assert "no complete checkpoint" in str(error)
+        return None
+    assert not told
+    shards = {"model": [Shard("w", step_runs.SHAPE, None, (), torch.zeros(step_runs.SHAPE))]}
+    store.load(root, shards, None, "cpu", checkpoint)
+    return last
 
 
 def _model(value: int) -> nn.Module:
@@ -255,6 +296,8 @@ WRITERS = {
     "checkpoint": Writer(lambda root, value: _save(root, value, value), _read_checkpoint),
     "checkpoint again": Writer(lambda root, value: _save(root, 5, value), _read_checkpoint),
     "checkpoint, pruned": Writer(_save_and_prune, _read_checkpoint),
+    "increment": Writer(_write_step, _read_step),
+    "increment, pruned": Writer(_write_step_and_prune, _read_step),
     "HuggingFace directory": Writer(_save_hf, _read_hf),
     "HuggingFace, no links": Writer(_save_hf_without_links, _read_hf, is_atomic=False),
     "files in place": Writer(_write_in_place, _read_in_place),

@@ -143,6 +143,11 @@ def test_samples_are_divided_over_the_replicas_of_all_workers(strategy, summed):
             "--log-num-zeros-in-grad True: no rank has the gradient",
         ),
         (f"{SYNC} --save c --async-save", 2, "--async-save True: a worker saves what it fetches"),
+        (
+            f"{SYNC} --save c --save-interval 2 --save-increment-interval 1",
+            2,
+            "--save-increment-interval 1: the gradient that updates the weights is on servers",
+        ),
         (f"{SYNC} --timeline a.html", 2, "--timeline a.html: workers have no common clock"),
         (
             f"{SYNC} --distributed-backend emu --emulate laptop",

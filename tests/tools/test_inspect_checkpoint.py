@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_merak.checkpoint import difference, store, unit, values
 from megatron_merak.checkpoint.unit_directories import Units
 from megatron_merak.hf_trainer.trainer import MerakTrainer
+from tests.checkpoint import step_runs
 from tests.checkpoint.states import state
 from tests.hf_trainer.test_resume import Stop, trainer
 from tests.ranks import run_ranks
@@ -383,3 +384,24 @@ def test_an_incomplete_one_beside_it_is_told_and_nothing_changes(tmp_path, run):
     run(tmp_path / "run", "--diff", path)
     assert f"passed over: checkpoint {tmp_path}/run/iter_0000009: it has no manifest" in text
     assert {each: each.lstat().st_mtime_ns for each in tmp_path.rglob("*")} == before
+
+
+def test_increments_are_listed(tmp_path, run):
+    steps = step_runs.writer(tmp_path, step_runs.checkpoint(tmp_path, 10))
+    for group in ([11, 12], [13], [15, 16]):
+        step_runs.write_steps(steps, group)
+    name = "increments_0123456789abcdef"
+    sizes = {}
+    for file in tmp_path.glob(f"{name}/*/*.safetensors"):
+        part = "last" if "_0000015" in file.parent.name else "first"
+        sizes[part] = sizes.get(part, 0) + file.stat().st_size
+    assert f"""increments in {tmp_path}
+  steps 15 to 16  {name}  {sizes["last"]} B
+  steps 11 to 13  {name}  {sizes["first"]} B
+""" in run(tmp_path)
+    found = json.loads(run(tmp_path, "--json"))["increments"]
+    assert [(each["first"], each["last"]) for each in found] == [(15, 16), (11, 13)]
+    [directory] = tmp_path.glob(f"{name}/steps_0000013")
+    (directory / "manifest.json").write_text("x")
+    text = run(tmp_path)
+    assert "steps 11 to 12" in text and f"passed over: manifest {directory}/manifest.json" in text

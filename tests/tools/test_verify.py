@@ -4,6 +4,7 @@ import torch
 
 from megatron_merak.checkpoint import store, unit
 from megatron_merak.checkpoint.unit_directories import Units
+from tests.checkpoint import step_runs
 
 TOOL = "verify"
 
@@ -46,6 +47,27 @@ def test_damage_is_named_and_fails(tmp_path, tool, capsys):
         "checkpoint-10/config.json",
     ):
         assert name in told
+
+
+def test_increments_are_verified_too(tmp_path, tool, capsys):
+    steps = step_runs.writer(tmp_path, step_runs.checkpoint(tmp_path, 10))
+    for group in ([11, 12], [13], [14, 15]):
+        step_runs.write_steps(steps, group)
+    assert tool.main([str(tmp_path)]) == 0
+    names = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
+    assert names == [
+        f"{n}: undamaged"
+        for n in ("iter_0000010", "steps_0000014", "steps_0000013", "steps_0000011")
+    ]
+    [run] = tmp_path.glob("increments_*")
+    file = run / "steps_0000014" / "step_0000015-rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    (run / "steps_0000013" / "manifest.json").unlink()
+    for place, undamaged, damaged in ((tmp_path, 2, 2), (run, 1, 2), (run / "steps_0000011", 1, 0)):
+        assert tool.main([str(place)]) == int(damaged > 0)
+        told = capsys.readouterr().out
+        assert told.count(": undamaged") == undamaged and told.count("damaged: ") == damaged
+        assert ("step_0000015-rank-00000" in told) == (damaged > 0)
 
 
 def test_what_has_no_checkpoint_is_told(tmp_path, tool, capsys):
