@@ -65,11 +65,12 @@ class _Inert:
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
+
+class _InertProperties(_Inert):
+    """TensorProperties, whose state is a tuple."""
+
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            vars(self).update({str(name): value for name, value in state.items()})
-        elif isinstance(state, tuple) and state:
-            self.dtype = state[0]  # of TensorProperties
+        self.dtype = state[0] if isinstance(state, tuple) and state else None
 
 
 class _Restricted(pickle.Unpickler):
@@ -87,7 +88,10 @@ class _Restricted(pickle.Unpickler):
             return vars(torch)[name]
         if key not in _STAND_INS:
             raise _ForeignNameError(f"{module}.{name}")
-        return self._made.setdefault(key, type(name, (_Inert,), {}))
+        if key not in self._made:
+            base = _InertProperties if name == "TensorProperties" else _Inert
+            self._made[key] = type(name, (base,), {})
+        return self._made[key]
 
     def persistent_load(self, pid: Any, /) -> Any:
         raise pickle.UnpicklingError("it refers to something outside of it")
