@@ -157,16 +157,15 @@ class DcpWriting:
             for field, value in fields.items():
                 keys = []
                 if self.flavour != TORCHTITAN:
-                    keys.append((f"{head}.param_groups.{number}.{field}", number, field))
-                    contents.paths[keys[0][0]] = (head, "param_groups", number, field)
+                    keys.append(f"{head}.param_groups.{number}.{field}")
+                    contents.paths[keys[0]] = (head, "param_groups", number, field)
                 if self.flavour != ACCELERATE and field != "params":
-                    for name in names:
-                        inner = f"param_groups.{name}.{field}"
-                        keys.append((f"{head}.{inner}", number, field))
-                        contents.paths[f"{head}.{inner}"] = (head, inner)
+                    flat = [f"param_groups.{name}.{field}" for name in names]
+                    keys += [f"{head}.{each}" for each in flat]
+                    contents.paths |= {f"{head}.{each}": (head, each) for each in flat}
                 if keys:
-                    contents.objects[keys[0][0]] = value
-                    contents.aliases |= {key[0]: keys[0][0] for key in keys[1:]}
+                    contents.objects[keys[0]] = value
+                    contents.aliases |= dict.fromkeys(keys[1:], keys[0])
 
     def _add_counts(self, contents: DcpContents) -> None:
         """Add how far the run was."""
