@@ -13,95 +13,36 @@ import io
 import math
 import os
 import pickle
-import re
 import stat
 import zipfile
-from bisect import bisect_right, insort
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeGuard
 
-import numpy
 import torch
 
 from ..checkpoint.files import disk_errors
 from ..checkpoint.shard import Intervals, local_shape
 from ..durable import check_free, make_directory, rename, replaced, sync_directory, written
 from ..errors import CheckpointError, DamagedError, MerakError
+from .dcp_chunks import DcpTensor, StoredChunk, pieces, untiled
+from .dcp_pickle import RESTORE, classes_of_values, read_metadata, why
+
+__all__ = ["METADATA", "SUFFIX", "DcpFiles", "DcpTensor", "StoredChunk", "write_dcp"]
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
 TEMPORARY = ".tmp"
 FILE_BYTES = 5 << 30  # of one file, unless a chunk is larger
 
-_RESTORE = "Copy the store again, or save it again with torch.distributed.checkpoint"
 _REMEDY = "Check the output directory, its permissions and its free space"
 _ZIP = b"PK\x03\x04"
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says of a class that it does not unpickle
 _RECORD = 1 << 14  # bytes of a record beside those of its tensor, and of a tensor in .metadata
 _AT_ONCE = 1 << 20  # bytes that are compared with their sum at once
 _WHENCE = (io.SEEK_SET, io.SEEK_CUR, io.SEEK_END)
-
-# What a .metadata may name. Of these, only an instance's attributes are kept.
-_TORCH = "torch.distributed.checkpoint."
-_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
-_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
-_STAND_INS = frozenset(
-    [
-        *((_TORCH + "metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-        *((_TORCH + "metadata", name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
-        (_TORCH + "metadata", "TensorStorageMetadata"),
-        (_TORCH + "metadata", "BytesStorageMetadata"),
-        (_TORCH + "metadata", "ChunkStorageMetadata"),
-        (_TORCH + "filesystem", "_StorageInfo"),
-        (_TORCH + "filesystem", "_StoragePrefix"),
-        # plans that megatron-core keeps, to use them again
-        *((_TORCH + "planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType")),
-        (_TORCH + "planner", "TensorWriteData"),
-        *((_MCORE, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
-        # of stores before torch 2.3
-        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
-        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "device"),
-        *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
-    ]
-)
-_REAL: Mapping[tuple[str, str], type] = {
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-}
-
-
-@dataclass(frozen=True)
-class StoredChunk:
-    """A rectangle of a tensor.
-
-    offsets: of its first element in the tensor, one per dimension.
-    shape:   its extents.
-    """
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class DcpTensor:
-    """A tensor of a store.
-
-    shape:  of the whole tensor.
-    dtype:  of all chunks.
-    chunks: that tile it; a tensor without elements may have none.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[StoredChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -137,7 +78,7 @@ class DcpFiles:
                 "torch.distributed.checkpoint uses are then unpickled)"
             )
             raise CheckpointError("store", os.fspath(directory), reason, remedy)
-        metadata = _read_metadata(path)
+        metadata = read_metadata(path)
         self._path = path
         self._records = self._storage(getattr(metadata, "storage_data", None))
         entries = getattr(metadata, "state_dict_metadata", None)
@@ -173,10 +114,10 @@ class DcpFiles:
             return self._chunk(name, tensor.dtype, chunks[0])
         values = torch.empty(local_shape(tensor.shape, dim, intervals), dtype=tensor.dtype)
         for chunk in chunks:
-            pieces = list(_pieces(chunk, dim, intervals))
-            if pieces:
+            shared = list(pieces(chunk, dim, intervals))
+            if shared:
                 stored = self._chunk(name, tensor.dtype, chunk)
-                for put, take in pieces:
+                for put, take in shared:
                     values[put] = stored[take]
         return values
 
@@ -189,7 +130,7 @@ class DcpFiles:
         Raises `CheckpointError` for one that needs any other class.
         """
         record = self._record(name, None)
-        with torch.serialization.safe_globals([*_of_objects(), *allowed]):
+        with torch.serialization.safe_globals([*classes_of_values(), *allowed]):
             return self._load(record, f"object {name}")
 
     def place(self, name: str) -> tuple:
@@ -218,7 +159,7 @@ class DcpFiles:
             raise CheckpointError("store", os.fspath(path.parent), reason, remedy)
 
     def _bad(self, reason: str) -> DamagedError:
-        return DamagedError("file", os.fspath(self._path), reason, _RESTORE)
+        return DamagedError("file", os.fspath(self._path), reason, RESTORE)
 
     def _storage(self, stored: Any) -> dict[tuple[str, tuple[int, ...] | None], _Stored]:
         """Return the record of each (name, offsets); the offsets of an object are None."""
@@ -290,10 +231,10 @@ class DcpFiles:
                 real = path.resolve(strict=True)
             except OSError as error:
                 reason = f"{error.strerror or error}, and .metadata needs it"
-                raise DamagedError("file", os.fspath(path), reason, _RESTORE) from error
+                raise DamagedError("file", os.fspath(path), reason, RESTORE) from error
             if not stat.S_ISREG(status.st_mode) or not real.is_relative_to(home):
                 reason = "it is no regular file of the store"
-                raise DamagedError("file", os.fspath(path), reason, _RESTORE)
+                raise DamagedError("file", os.fspath(path), reason, RESTORE)
             sizes[file] = status.st_size
         for (name, _), record in self._records.items():
             if record.offset + record.length > sizes[record.file]:
@@ -302,7 +243,7 @@ class DcpFiles:
                     f"it has {sizes[record.file]} bytes, and the record of {name} ends at {end}"
                 )
                 path = self.directory / record.file
-                raise DamagedError("file", os.fspath(path), reason, _RESTORE)
+                raise DamagedError("file", os.fspath(path), reason, RESTORE)
 
     def _chunk(self, name: str, dtype: torch.dtype, chunk: StoredChunk) -> torch.Tensor:
         record = self._record(name, chunk)
@@ -317,7 +258,7 @@ class DcpFiles:
             f"the record of {name} at {chunk.offsets} holds {found} where .metadata says "
             f"{dtype} of shape {chunk.shape}"
         )
-        raise DamagedError("file", os.fspath(self.directory / record.file), reason, _RESTORE)
+        raise DamagedError("file", os.fspath(self.directory / record.file), reason, RESTORE)
 
     def _load(self, record: _Stored, what: str) -> Any:
         path = self.directory / record.file
@@ -326,7 +267,7 @@ class DcpFiles:
                 part: Any = _Slice(file, record.offset, record.length)
                 if part.read(len(_ZIP)) != _ZIP:
                     reason = f"the record of {what} is not what torch.save writes"
-                    raise DamagedError("file", os.fspath(path), reason, _RESTORE)
+                    raise DamagedError("file", os.fspath(path), reason, RESTORE)
                 _check_sums(part)
                 part.seek(0)
                 return torch.load(part, map_location="cpu", weights_only=True)
@@ -334,13 +275,13 @@ class DcpFiles:
             raise
         except OSError as error:
             reason = error.strerror or str(error)
-            raise DamagedError("file", os.fspath(path), reason, _RESTORE) from error
+            raise DamagedError("file", os.fspath(path), reason, RESTORE) from error
         except pickle.UnpicklingError as error:
-            reason = f"the record of {what} needs more than values ({_why(error)})"
-            raise CheckpointError("file", os.fspath(path), reason, _RESTORE) from error
+            reason = f"the record of {what} needs more than values ({why(error)})"
+            raise CheckpointError("file", os.fspath(path), reason, RESTORE) from error
         except Exception as error:
-            reason = f"the record of {what} cannot be read ({_why(error)})"
-            raise DamagedError("file", os.fspath(path), reason, _RESTORE) from error
+            reason = f"the record of {what} cannot be read ({why(error)})"
+            raise DamagedError("file", os.fspath(path), reason, RESTORE) from error
 
 
 def write_dcp(
@@ -560,150 +501,6 @@ def _write_metadata(
         pickle.dump(metadata, file, protocol=4)
 
 
-def untiled(tensor: DcpTensor) -> str:
-    """Return why the chunks of a tensor do not cover it exactly once; "" if they do."""
-    dims = len(tensor.shape)
-    chunks = []
-    for chunk in tensor.chunks:
-        if len(chunk.offsets) != dims or len(chunk.shape) != dims:
-            return f"one has {len(chunk.shape)} dimensions at {chunk.offsets}"
-        ends = [start + extent for start, extent in zip(chunk.offsets, chunk.shape, strict=True)]
-        if any(end > extent for end, extent in zip(ends, tensor.shape, strict=True)):
-            return f"that at {chunk.offsets} of shape {chunk.shape} reaches out of it"
-        if math.prod(chunk.shape):
-            chunks.append(chunk)
-    filled = sum(math.prod(chunk.shape) for chunk in chunks)
-    if overlap := _overlap(tensor.shape, chunks):
-        return overlap
-    if filled != math.prod(tensor.shape):
-        return f"{filled} of {math.prod(tensor.shape)} elements are in one"
-    return ""
-
-
-def _overlap(shape: tuple[int, ...], chunks: list[StoredChunk]) -> str:
-    """Return which chunks have elements in common; "" if none do.
-
-    A sweep along the dimension that is cut most, so that the time is not the square of their number.
-    """
-    if not shape:
-        return "there are two of a single number" if len(chunks) > 1 else ""
-    dim = max(range(len(shape)), key=lambda each: len({chunk.offsets[each] for chunk in chunks}))
-    active: list[tuple[int, int]] = []
-    chunks = sorted(chunks, key=lambda chunk: chunk.offsets[dim])
-    for at, chunk in enumerate(chunks):
-        start = chunk.offsets[dim]
-        del active[: bisect_right(active, (start, len(chunks)))]
-        for _, other in active:
-            if _meet(chunk, chunks[other]):
-                return f"those at {chunks[other].offsets} and {chunk.offsets} overlap"
-        insort(active, (start + chunk.shape[dim], at))
-    return ""
-
-
-def _meet(one: StoredChunk, other: StoredChunk) -> bool:
-    return all(
-        start < other_start + other_extent and other_start < start + extent
-        for start, extent, other_start, other_extent in zip(
-            one.offsets, one.shape, other.offsets, other.shape, strict=True
-        )
-    )
-
-
-def _pieces(
-    chunk: StoredChunk, dim: int | None, intervals: Intervals
-) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield (slices of what is read, slices of the chunk) of the elements that they share."""
-    put = [slice(at, at + n) for at, n in zip(chunk.offsets, chunk.shape, strict=True)]
-    take = [slice(0, n) for n in chunk.shape]
-    if dim is None:
-        yield tuple(put), tuple(take)
-        return
-    offset = 0
-    first = chunk.offsets[dim]
-    last = first + chunk.shape[dim]
-    for start, stop in intervals:
-        begin = max(start, first)
-        end = min(stop, last)
-        if begin < end:
-            put[dim] = slice(offset + begin - start, offset + end - start)
-            take[dim] = slice(begin - first, end - first)
-            yield tuple(put), tuple(take)
-        offset += stop - start
-
-
-class _Inert:
-    """An object of a pickle: what it was made of and its attributes, and nothing that runs."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            vars(self).update({str(name): value for name, value in state.items()})
-        elif isinstance(state, tuple) and state:
-            self.dtype = state[0]  # of TensorProperties
-
-
-class _Restricted(pickle.Unpickler):
-    """Reads a `.metadata` without running anything that it names."""
-
-    def __init__(self, file: IO[bytes]):
-        super().__init__(file)
-        self._made: dict[tuple[str, str], type] = {}
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        key = (module, name)
-        if key in _REAL:
-            return _REAL[key]
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        if key not in _STAND_INS:
-            raise _ForeignNameError(f"{module}.{name}")
-        return self._made.setdefault(key, type(name, (_Inert,), {}))
-
-    def persistent_load(self, pid: Any, /) -> Any:
-        raise pickle.UnpicklingError("it refers to something outside of it")
-
-
-class _ForeignNameError(Exception):
-    """A name that no `.metadata` of a store needs."""
-
-
-def _read_metadata(path: Path) -> Any:
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise DamagedError("file", os.fspath(path), "it is not a regular file", _RESTORE)
-        with open(path, "rb") as file:
-            return _Restricted(file).load()
-    except MerakError:
-        raise
-    except _ForeignNameError as error:
-        reason = (
-            f"it names {str(error)!r:.100}, which no store of torch.distributed.checkpoint needs"
-        )
-        remedy = "Do not open it unless you know why; save the store again"
-        raise CheckpointError("file", os.fspath(path), reason, remedy) from None
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise CheckpointError("file", os.fspath(path), reason, _RESTORE) from error
-    except Exception as error:
-        reason = f"it cannot be parsed ({_why(error)})"
-        raise DamagedError("file", os.fspath(path), reason, _RESTORE) from error
-
-
-def _of_objects() -> list[Any]:
-    """Return what objects of a store may name beside what torch allows in weights: numbers of
-    NumPy, and bytes in memory.
-    """
-    scalar: Any = numpy.float64(0).__reduce__()[0]
-    names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
-    kinds = {type(numpy.dtype(code)): None for code in "?bhilqBHILQefd"}
-    return [io.BytesIO, numpy.dtype, *kinds, *((scalar, name) for name in names)]
-
-
 def _natural(values: Any) -> bool:
     return isinstance(values, tuple) and all(
         type(value) is int and 0 <= value < 1 << 62 for value in values
@@ -716,10 +513,3 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 def _is_plain(file: str) -> bool:
     return file not in ("", ".", "..") and not {*file} & {"/", "\\"} and file.isprintable()
-
-
-def _why(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    if found := _GLOBAL.search(text):
-        return found[1]
-    return text.splitlines()[0][:200]

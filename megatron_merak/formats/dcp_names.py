@@ -26,6 +26,11 @@ _OF_OPTIMIZERS = frozenset(
 HUGGINGFACE = "HuggingFace"
 TORCHTITAN = "torchtitan"
 
+MODEL_DIRECTORY = "pytorch_model_fsdp_0"
+OPTIMIZER_DIRECTORY = "optimizer_0"
+STEP = "step"
+SAMPLES = "consumed_samples"
+
 # By model type, parts of names in transformers and in torchtitan: in its releases, and since.
 _ATTENTION = {
     "self_attn.q_proj": ("attention.wq", "attention.qkv_linear.wq"),

@@ -178,7 +178,7 @@ def test_what_is_written_is_read_again(flavour, llama, tmp_path):
     ]
     assert found.groups[0]["lr"] == 0.03125 and tuple(found.groups[0]["betas"]) == (0.875, 0.96875)
     if flavour == ACCELERATE:
-        assert_equal(read(tmp_path / "pytorch_model_fsdp_0", tmp_path), model, optimizer)
+        assert_equal(read(tmp_path / "pytorch_model_fsdp_0"), model, optimizer)
     assert found.config == json.loads((tmp_path / "config.json").read_text())
 
 

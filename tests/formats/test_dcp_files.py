@@ -5,6 +5,8 @@ import os
 import pickle
 import random
 import shutil
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from megatron_merak.errors import CheckpointError, DamagedError
 from megatron_merak.formats.dcp_files import (
@@ -393,6 +406,26 @@ def test_an_object_that_would_run_code(tmp_path):
     with pytest.raises(CheckpointError, match="object o.p needs more than values .posix.mkdir"):
         DcpFiles(tmp_path, allow_pickle=True).object("o.p")
     assert not (tmp_path / "ran").exists()
+
+
+def test_what_megatron_core_keeps_in_its_metadata_is_passed_over(tmp_path, monkeypatch):
+    """Plans of all ranks, of torch's classes and of its own, and a path."""
+    make(tmp_path)
+    theirs = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    theirs.MCoreSavePlan = type("MCoreSavePlan", (), {"__module__": theirs.__name__})
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+
+    def change(metadata: Any) -> None:
+        chunk = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((3, 2)))
+        written = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size((3, 2)))
+        item = WriteItem(MetadataIndex("w", (0, 0)), WriteItemType.SHARD, tensor_data=written)
+        metadata.all_local_plans = [SavePlan([item]), theirs.MCoreSavePlan()]
+        metadata.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (3, 2)}}
+        metadata.storage_meta = StorageMeta(Path("/some/where"), "id")
+
+    edited(change)(tmp_path)
+    files = DcpFiles(tmp_path, allow_pickle=True)
+    assert torch.equal(files.read("w"), torch.arange(6.0).view(3, 2))
 
 
 def test_pickles_are_read_on_request_only(tmp_path):
