@@ -29,7 +29,7 @@ from ..checkpoint.hf_files import read_json
 from ..errors import CheckpointError, ConfigError
 from .dcp_files import METADATA, SUFFIX, write_dcp
 from .dcp_names import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY, TORCHTITAN
-from .dcp_reading import DcpReading, DcpSource, DcpStores
+from .dcp_reading import DcpReading, DcpSource, DcpStores, is_dcp
 from .dcp_writing import ACCELERATE, FLAVOURS, PLAIN, DcpWriting
 from .state import PortableState
 
@@ -39,6 +39,7 @@ __all__ = [
     "PLAIN",
     "TORCHTITAN",
     "DcpSource",
+    "is_dcp",
     "read_dcp",
     "write_dcp_state",
 ]
@@ -74,7 +75,8 @@ def read_dcp(
     floating = (tensor.dtype for tensor in files.tensors.values())
     stored_as = next((dtype for dtype in floating if dtype.is_floating_point), None)
     model = build_empty(text, None, False, {}, stored_as=stored_as)
-    return DcpReading(files, model).state(read_json(text), say or (lambda line: None))
+    tell = say or (lambda line: None)
+    return DcpReading(files, model).state(read_json(text), tell, optimizer)
 
 
 def write_dcp_state(

@@ -103,6 +103,12 @@ class DcpStores:
             files.close()
 
 
+def is_dcp(directory: Path) -> bool:
+    """Whether a directory is a store, or has those of accelerate or of a run of torchtitan."""
+    inside = ("", f"{MODEL_DIRECTORY}/", "step-*/")
+    return any(any(directory.glob(each + METADATA)) for each in inside)
+
+
 def _stores_in(directory: Path) -> list[Path]:
     """Return the directories of the stores that make up a state."""
     if directory.name == MODEL_DIRECTORY:
@@ -172,11 +178,14 @@ class DcpReading:
             TORCHTITAN: {each: name for name, names in titan.items() for each in names},
         }
 
-    def state(self, config: Mapping[str, Any], say: Callable[[str], object]) -> PortableState:
+    def state(
+        self, config: Mapping[str, Any], say: Callable[[str], object], optimizer: bool = True
+    ) -> PortableState:
         """Return the state of the model.
 
-        config: its config.json.
-        say:    called with a line on what was recognised.
+        config:    its config.json.
+        say:       called with a line on what was recognised.
+        optimizer: whether to read the optimizer's state, if there is any.
 
         Raises CheckpointError.
         """
@@ -193,13 +202,13 @@ class DcpReading:
         line += f" after {heading.prefix!r}" if heading.prefix else ""
         steps = 0
         groups: list[dict[str, Any]] = []
-        if heads:
+        if heads and optimizer:
             moments, steps = self._moments(heads[0])
             kinds |= moments
             groups = self._groups(heads[0])
             line += f", state of AdamW after {steps} steps under {heads[0]}state"
         else:
-            line += ", no optimizer state"
+            line += "" if heads else ", no optimizer state"
         say(f"{self.files.directory}: {line}")
         iteration = next((n for name in _STEPS if (n := self._count(name)) is not None), steps)
         samples = self._count(SAMPLES) or 0

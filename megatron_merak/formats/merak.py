@@ -1,6 +1,7 @@
 """Our own checkpoints as states: of merak-pretrain and merak-pretrain-hf, any layout, with AdamW's state."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..checkpoint.shard import Intervals
 from ..checkpoint.stored import StoredSource, chosen
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError
+from ..stages.parameter_groups import matrices_and_others
 from ..stages.saved_run import SavedRun
 from .model import empty_model, shapes_of
 from .native import (
@@ -66,6 +68,7 @@ def read_merak(
         iteration=saved.iteration,
         optimizer_steps=saved.optimizer_steps if with_state else 0,
         consumed_samples=saved.consumed_samples,
+        groups=_groups(saved.config["optimizer"], kinds[MOMENTS[0]]) if with_state else (),
     )
     return state, path
 
@@ -113,6 +116,29 @@ def write_merak(state: PortableState, root: Path, say: Say) -> tuple[Path, Model
             kinds[each] = (_InFloat(source), names)
     path = write_kinds(kinds, root, state.iteration if state.has_optimizer else 0, meta)
     return path, native
+
+
+def _groups(settings: Mapping[str, Any], moments: Source) -> list[dict[str, Any]]:
+    """Return the parameter groups of a run, as torch's AdamW has them: matrices, which decay, and the
+    rest. None for a checkpoint that does not say its run's settings.
+    """
+    needed = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
+    if any(not isinstance(settings.get(name), int | float) for name in needed):
+        return []
+    parameters: tuple[list[str], list[str]] = ([], [])
+    for name in moments.names():
+        parameters[matrices_and_others(name, moments.shape(name))].append(name)
+    return [
+        {
+            "params": names,
+            "lr": settings["lr"],
+            "betas": (settings["adam_beta1"], settings["adam_beta2"]),
+            "eps": settings["adam_eps"],
+            "weight_decay": decay,
+        }
+        for names, decay in zip(parameters, (settings["weight_decay"], 0.0), strict=True)
+        if names
+    ]
 
 
 class _InFloat(Source):
