@@ -134,10 +134,12 @@ def _model_changes(
     elif isinstance(config.model, ModelConfig):
         now = _effective(config.model)
         then = _effective_saved(then)
+    # a conversion has no settings of a run, and the length of sequences is one
+    unsaid = _FREE if saved.config["train"] else {*_FREE, "seq_length"}
     changes = [
         Change(flag_name(name), now[name], then[name])
         for name in _differing(now, then)
-        if name not in _FREE
+        if name not in unsaid
     ]
     may_change = _REPORTED | _OF_A_RUN if config.checkpoint.finetune else _REPORTED
     refused = [change for change in changes if change.flag[2:].replace("-", "_") not in may_change]
