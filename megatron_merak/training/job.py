@@ -184,7 +184,9 @@ class Job:
         )
         self.saves_behind: SavesBehind | None = None
         if self.config.checkpoint.async_save:
-            self.saves_behind = SavesBehind(trainer, self._confirm_directory, self._received)
+            self.saves_behind = SavesBehind(
+                trainer, self._confirm_directory, self._received, self._tell
+            )
 
     def run(self) -> None:
         """Train from the checkpoint of --load, if any; --save is locked meanwhile. Raises
