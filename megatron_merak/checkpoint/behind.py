@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from .shard import Shard, StateKind, Turn, in_turns
 
+_LOOK = 1.0  # seconds between two looks for what the thread says
+
 
 class Staging:
     """Memory on the host, as large as what this rank writes, that all saves use.
@@ -87,11 +89,17 @@ class Behind:
 
     give_up: called where the context is left by an exception: what is under way should wait for
              nothing any more.
+    tell:    called every second while somebody waits: prints ``lines``.
     """
 
-    def __init__(self, give_up: Callable[[], object] = lambda: None):
+    def __init__(
+        self,
+        give_up: Callable[[], object] = lambda: None,
+        tell: Callable[[], object] = lambda: None,
+    ):
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()  # from the thread, for the user
         self._give_up = give_up
+        self._tell = tell
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -112,7 +120,9 @@ class Behind:
         """Wait until what was started is written; raise what it raised, on every rank alike."""
         if self._thread is None:
             return
-        self._thread.join()
+        while self._thread.is_alive():  # for hours, where it waits for space
+            self._thread.join(_LOOK)
+            self._tell()
         self._thread = None
         if self._error is not None:
             raise self._error

@@ -189,7 +189,9 @@ class Job:
         )
         self.saves_behind: SavesBehind | None = None
         if self.config.checkpoint.async_save:
-            self.saves_behind = SavesBehind(trainer, self._confirm_directory, self._received)
+            self.saves_behind = SavesBehind(
+                trainer, self._confirm_directory, self._received, self._tell
+            )
         self._loaded: int | None = None  # the checkpoint whose state this is
         interval = self.config.checkpoint.save_increment_interval
         if interval is not None:

@@ -22,6 +22,7 @@ class SavesBehind:
     confirm:  called before each attempt with the group of the thread and what says a line: makes the
               directory anew where it was removed.
     received: see `Saving`.
+    tell:     see `Behind`.
 
     ``behind`` is the context in which they are written; ``behind.lines`` is what the thread says.
     """
@@ -31,6 +32,7 @@ class SavesBehind:
         trainer: Trainer,
         confirm: Callable[[dist.ProcessGroup | None, Callable[[str], object]], None],
         received: Callable[[], int],
+        tell: Callable[[], object],
     ):
         mesh = trainer.mesh
         self._trainer = trainer
@@ -41,7 +43,7 @@ class SavesBehind:
             self._group = dist.new_group(
                 dist.get_process_group_ranks(mesh.control), timeout=mesh.timeout, backend="gloo"
             )
-        self.behind = Behind(self._give_up)
+        self.behind = Behind(self._give_up, tell)
         self._saving = Saving(
             trainer.config.checkpoint.on_full_disk, self._group, self.behind.lines.put, received
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_merak.checkpoint import behind as behind_module
 from megatron_merak.checkpoint.behind import Behind, Staging
 from megatron_merak.checkpoint.directory import directory_of, read_manifest, verify
 from megatron_merak.checkpoint.save import save, write
@@ -72,6 +73,28 @@ def test_an_error_is_raised_by_whoever_waits_for_it(tmp_path):
     behind.finish()  # once
     with pytest.raises(CheckpointError, match="the disk is gone"), behind:
         behind.start(fails)
+
+
+def test_what_the_thread_says_is_told_to_whoever_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(behind_module, "_LOOK", 0.01)
+    told = []
+    heard = threading.Event()
+
+    def tell() -> None:
+        while not behind.lines.empty():
+            told.append(behind.lines.get())
+            heard.set()
+
+    behind = Behind(tell=tell)
+
+    def waits() -> Path:
+        behind.lines.put("there is no space")
+        assert heard.wait(60)  # while `finish` waits
+        return tmp_path
+
+    behind.start(waits)
+    behind.finish()
+    assert told == ["there is no space"]
 
 
 def test_an_error_of_training_comes_first_and_says_what_became_of_the_save(tmp_path):

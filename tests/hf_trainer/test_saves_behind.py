@@ -333,3 +333,39 @@ def test_a_rank_that_fails_while_threads_wait_for_space_ends_at_once(tmp_path):
     error = caught.value.__cause__
     assert isinstance(error, KeyError) and time.monotonic() - began < 60
     assert "the run ends, and waits for space no longer" in str(caught.value)
+
+
+def _interrupted(rank: int, world: int, root: Path) -> tuple[int, list]:
+    """A signal to the last rank while the threads of all write; steps that ended, what was told."""
+    write = CheckpointCopies.write
+    sent = threading.Event()
+
+    def slow(copies, directory, group):
+        if directory.name == ".checkpoint-2.new":
+            assert sent.wait(60) or rank < world - 1
+        write(copies, directory, group)
+
+    def stop():
+        if rank == world - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        sent.set()
+
+    CheckpointCopies.write = slow
+    heard = Events(3, stop)
+    try:
+        trainer(root, heard, **SHARDED).train()
+    except Interrupted as ended:
+        return ended.status, heard.events
+    raise AssertionError("it was not interrupted")
+
+
+@pytest.mark.long
+def test_ranks_stop_together_and_are_told_of_the_same_checkpoints(tmp_path):
+    (status, events), other = run_ranks(_interrupted, 2, tmp_path)
+    assert status == 143 and (status, events) == other
+    assert [each[1] for each in events if type(each) is tuple] == complete(tmp_path)[::-1]
+
+
+def test_a_backend_without_further_groups_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="async_save True: its thread needs a group of its own"):
+        trainer(tmp_path, ddp_backend="mpi")
