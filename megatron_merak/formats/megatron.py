@@ -38,6 +38,7 @@ _OPTIMIZER = "optimizer.state."
 _KINDS = {**{name: name for name in MOMENTS}, MASTER: "fp32_param"}
 # layers whose modules store something beside weights, empty where they have no fp8
 _EXTRA = "_extra_state"
+_OF_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
 
 
 class MegatronSource(Source):
@@ -72,6 +73,11 @@ class MegatronSource(Source):
         if dim is None:
             return result
         return torch.cat([result.narrow(dim, a, b - a) for a, b in intervals], dim)
+
+    @property
+    def stored(self) -> frozenset[str]:
+        """The names of what it reads, in the store."""
+        return frozenset(stored for stored, _, _ in self._places.values())
 
     def place(self, name: str) -> tuple:
         stored, layer = self._places[self._table.by_name[name][0][0]][:2]
@@ -188,7 +194,9 @@ def read_megatron(
     files = DcpFiles(path, allow_pickle)
     common = _common(path, files)
     check_arguments(common.get("args"), model.config, table, path)
-    kinds: dict[str, Source] = {WEIGHTS: MegatronSource(files, table)}
+    weights = MegatronSource(files, table)
+    _refuse_extra(files, table, weights)
+    kinds: dict[str, Source] = {WEIGHTS: weights}
     if not optimizer:
         pass
     elif any(_OPTIMIZER + MOMENTS[0] in name for name in files.tensors):
@@ -329,6 +337,20 @@ def _place(
             return kind + alone, None, tensor.expert
     reason = f"{kind}{tensor.key} is not in it"
     raise CheckpointError("checkpoint", files.directory, reason, "Give that model's --config")
+
+
+def _refuse_extra(files: DcpFiles, table: MegatronTable, weights: MegatronSource) -> None:
+    """Raise CheckpointError for weights that the config's model does not have."""
+    known = {other for tensor in table.tensors for other in tensor.others} | weights.stored
+    extra = [
+        name
+        for name in sorted(files.tensors)
+        if name not in known and name.startswith(_OF_MODEL) and _EXTRA not in name
+    ]
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        reason = f"it has {extra[0]}{more}, which the config's model does not have"
+        raise CheckpointError("checkpoint", files.directory, reason, "Give that model's --config")
 
 
 def _check_shape(

@@ -270,6 +270,11 @@ BAD = {
         True,
         r"linear_fc1.weight has shape \(2, 96, 32\), and the model of the config \(2, 80, 32\)",
     ),
+    "a model with biases": (
+        lambda path: _extend(path, "decoder.layers.self_attention.linear_qkv.bias"),
+        True,
+        "it has decoder.layers.self_attention.linear_qkv.bias, which the config's model",
+    ),
     "other heads": (
         lambda path: _edit(path, num_attention_heads=8, head_dim=4),
         True,
@@ -295,6 +300,18 @@ _CODE = pickle.dumps(_Runs())
 def _edit(path, **changes):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def _extend(path, name):
+    """Write the store once more with a tensor more."""
+    known = DcpFiles(path, True)
+    more = DcpTensor((2, 64), torch.float32, (StoredChunk((0, 0), (2, 64)),))
+    tensors = {**known.tensors, name: more}
+
+    def values(name, chunk):
+        return torch.zeros(chunk.shape, dtype=tensors[name].dtype)
+
+    write_dcp(path, tensors, values, {})
 
 
 def _without_arguments(path, **changes):
