@@ -11,6 +11,7 @@ Layers that are alike share one tensor, whose first dimension is the layer, and 
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from ..checkpoint.files import complete_or_absent, disk_errors
 from ..checkpoint.hf import Source
 from ..checkpoint.shard import Intervals
-from ..durable import make_directory
+from ..durable import rename
 from ..errors import CheckpointError, DamagedError
 from .dcp_files import DcpFiles, DcpTensor, StoredChunk, write_dcp
 from .megatron_args import check_arguments, common_state, optimizer_steps
@@ -228,6 +229,7 @@ def write_megatron(state: PortableState, directory: Path, divisor: int = 128) ->
 
     state:     the weights and, if it has any, the optimizer state.
     directory: for the tracker and the directory of the checkpoint.
+               One of the same name there is replaced once this one is complete.
     divisor:   rows of the vocabulary are padded to a multiple of it
                (--make-vocab-size-divisible-by x tensor-parallel ranks).
 
@@ -247,15 +249,24 @@ def write_megatron(state: PortableState, directory: Path, divisor: int = 128) ->
         source, tensor = pieces[name, chunk.offsets]
         return rows_of(source, tensor).view(chunk.shape)
 
-    write_dcp(path, tensors, values, _extra_states(table))
+    fresh = directory / f"{name}.new"
+    old = directory / f"{name}.old"
     with disk_errors(path, _SAVE_REMEDY):
-        make_directory(path)
-        with complete_or_absent(path / COMMON) as file:
+        for left in (fresh, old):
+            if left.exists():
+                shutil.rmtree(left)
+        write_dcp(fresh, tensors, values, _extra_states(table))
+        with complete_or_absent(fresh / COMMON) as file:
             torch.save(common_state(model.config, table, state), file)
-        with complete_or_absent(path / CONFIG) as file:
+        with complete_or_absent(fresh / CONFIG) as file:
             file.write(json.dumps(dict(state.config), indent=2).encode() + b"\n")
-        with complete_or_absent(path / FORMAT) as file:
+        with complete_or_absent(fresh / FORMAT) as file:
             file.write(json.dumps(_FORMAT).encode())
+        if path.exists():
+            rename(path, old)
+        rename(fresh, path)
+        if old.exists():
+            shutil.rmtree(old)
         with complete_or_absent(directory / TRACKER) as file:
             file.write((str(state.iteration) if state.iteration else "release").encode())
     return path

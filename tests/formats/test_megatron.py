@@ -236,6 +236,28 @@ def test_a_state_with_moments_and_masters_comes_back(family, tmp_path):
     assert_equal(read_megatron(tmp_path, None, True), state)
 
 
+def test_a_checkpoint_is_replaced_once_the_new_one_is_complete(tmp_path):
+    first = state_of(tiny("llama"))
+    write_megatron(first, tmp_path)
+    second = state_of(tiny("llama", vocab_size=80))
+    source = second.kinds["model"]
+    read = source.read
+
+    def fails(name, dim=None, intervals=()):
+        if name == "model.norm.weight":
+            raise OSError(5, "Input/output error")
+        return read(name, dim, intervals)
+
+    source.read = fails
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write_megatron(second, tmp_path)
+    assert_equal(read_megatron(tmp_path, None, True), first)
+    source.read = read
+    write_megatron(second, tmp_path)
+    assert_equal(read_megatron(tmp_path, None, True), second)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([TRACKER, "release"])
+
+
 BAD = {
     "no permission": (lambda path: None, False, "--allow-pickle"),
     "truncated file": (
