@@ -13,6 +13,18 @@ from typing import Any
 from benchmarks.two_lines_page import PageError, processor, versions, write
 
 
+def add_from(parser: argparse.ArgumentParser) -> None:
+    """Add what shows the measurements of an earlier run."""
+    parser.add_argument(
+        "--from",
+        dest="saved",
+        type=Path,
+        metavar="FILE",
+        help="run nothing: the table of this JSON",
+    )
+    add_into(parser)
+
+
 def add_into(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--into",
@@ -39,14 +51,7 @@ def add_options(parser: argparse.ArgumentParser, repeats: int, timeout: float) -
         help=f"seconds that one run may take ({timeout:g})",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements here")
-    parser.add_argument(
-        "--from",
-        dest="saved",
-        type=Path,
-        metavar="FILE",
-        help="run nothing: the table of this JSON",
-    )
-    add_into(parser)
+    add_from(parser)
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model, once: a smoke test, not a measurement"
     )

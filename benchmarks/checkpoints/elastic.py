@@ -39,7 +39,7 @@ from benchmarks.checkpoints.elastic_cases import (
     Pair,
 )
 from benchmarks.checkpoints.elastic_rank import LENGTH, VOCABULARY, Request, start
-from benchmarks.runs import add_into, circumstances, show
+from benchmarks.runs import add_from, circumstances, show
 from benchmarks.step.launcher import free_port, rank_environment
 from megatron_merak.checkpoint.difference import difference
 from megatron_merak.checkpoint.found import find
@@ -211,7 +211,9 @@ class Steps:
             losses = {int(step): loss for step, loss in json.loads(told.read_text()).items()}
         if any(sorted(each) != [*range(layout.dp)] for each in samples.values()):
             raise Failed("a replica has no part of a step")
-        parts = {step: [each[r] for r in range(layout.dp)] for step, each in samples.items()}
+        parts = {}
+        for step, each in samples.items():
+            parts[step] = [each[replica] for replica in range(layout.dp)]
         return cls(parts, losses)
 
     def of(self, step: int) -> list[int]:
@@ -462,20 +464,12 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE",
         help="write results here, pair by pair; what it has already is not run again",
     )
-    parser.add_argument(
-        "--from",
-        dest="saved",
-        type=Path,
-        metavar="FILE",
-        help="run nothing: the table of this JSON",
-    )
-    add_into(parser)
+    add_from(parser)
     options = parser.parse_args(argv)
     if options.saved:
         return show(page(options.saved), options.into, BEGIN, END)
-    chosen, refused = (
-        [pair for pair in pairs if re.search(options.only, pair.name)] for pairs in (PAIRS, REFUSED)
-    )
+    chosen = [pair for pair in PAIRS if re.search(options.only, pair.name)]
+    refused = [pair for pair in REFUSED if re.search(options.only, pair.name)]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before ranks are forked
     with tempfile.TemporaryDirectory(prefix="merak_bench_") as scratch:
         root = Path(scratch) if options.keep is None else options.keep

@@ -1,6 +1,6 @@
 """Pairs of layouts: under the first a run is saved, under the second it is resumed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,7 +119,7 @@ def parsed(text: str) -> Layout:
     return Layout(**values)
 
 
-def _pairs(door: str, *texts: str) -> list[Pair]:
+def _pairs(door: str, texts: Sequence[str]) -> list[Pair]:
     found = []
     for text in texts:
         before, after = text.split(" -> ")
@@ -138,22 +138,24 @@ GROUPED = {"train_sampling_strategy": "group_by_length", "kind": "ragged"}
 PAIRS = [
     *_pairs(
         "gpt",
-        "dp1 -> dp2",
-        "dp1 -> dp4 optim m1",
-        "dp4 optim -> dp1 m8",
-        "dp2 optim -> dp2 optim_grads_params m4",
-        "dp2 optim_grads_params -> dp4 optim_grads",
-        "dp4 optim_grads_params -> dp2 tp2",
-        "tp2 -> pp2 m1",
-        "pp2 m1 -> tp2 m4",
-        "tp2 pp2 -> dp2 optim",
-        "dp2 -> tp2 pp2 m1",
-        "dp2 tp2 optim m1 -> dp2 pp2 optim_grads m1",
-        "dp2 pp2 optim_grads_params m1 -> dp1",
-        "tp2 sp -> dp4 optim_grads_params",
-        "dp2 m4 -> dp2 m1",
-        "dp8 optim m1 -> dp2",
-        "dp1 -> dp2 tp2 pp2 optim m1",
+        [
+            "dp1 -> dp2",
+            "dp1 -> dp4 optim m1",
+            "dp4 optim -> dp1 m8",
+            "dp2 optim -> dp2 optim_grads_params m4",
+            "dp2 optim_grads_params -> dp4 optim_grads",
+            "dp4 optim_grads_params -> dp2 tp2",
+            "tp2 -> pp2 m1",
+            "pp2 m1 -> tp2 m4",
+            "tp2 pp2 -> dp2 optim",
+            "dp2 -> tp2 pp2 m1",
+            "dp2 tp2 optim m1 -> dp2 pp2 optim_grads m1",
+            "dp2 pp2 optim_grads_params m1 -> dp1",
+            "tp2 sp -> dp4 optim_grads_params",
+            "dp2 m4 -> dp2 m1",
+            "dp8 optim m1 -> dp2",
+            "dp1 -> dp2 tp2 pp2 optim m1",
+        ],
     ),
     _special("gpt", "dp2 -> dp4 optim", "a second epoch", train_iters=8),
     _special("gpt", "dp1 -> dp2 tp2", "loaded in advance", num_workers=2),
@@ -163,42 +165,51 @@ PAIRS = [
     _special("gpt", "dp2 optim -> dp4 m1 b4", "another batch", train_samples=SAMPLES),
     *_pairs(
         "llama",
-        "dp1 -> cp2",
-        "cp2 -> dp2 optim",
-        "dp2 cp2 optim m1 -> dp2 tp2 optim_grads_params m1",
-        "tp2 -> cp2 m4",
-        "pp2 m1 -> cp2",
-        "dp4 optim_grads_params -> dp2 cp2 optim",
-        "cp2 pp2 -> dp1",
-        "dp1 -> cp2 pp2 m1",
-        "cp2 tp2 -> dp2 pp2 optim_grads_params m1",
-        "dp2 optim_grads -> tp2 pp2",
-        "tp2 sp -> dp2 optim_grads_params",
+        [
+            "dp1 -> cp2",
+            "cp2 -> dp2 optim",
+            "dp2 cp2 optim m1 -> dp2 tp2 optim_grads_params m1",
+            "tp2 -> cp2 m4",
+            "pp2 m1 -> cp2",
+            "dp4 optim_grads_params -> dp2 cp2 optim",
+            "cp2 pp2 -> dp1",
+            "dp1 -> cp2 pp2 m1",
+            "cp2 tp2 -> dp2 pp2 optim_grads_params m1",
+            "dp2 optim_grads -> tp2 pp2",
+            "tp2 sp -> dp2 optim_grads_params",
+        ],
     ),
     _special("llama", "dp2 optim_grads_params -> cp2", "bf16", bf16=True, apart=2e-2),
     *_pairs(
         "qwen3_moe",
-        "dp1 -> tp2 ep2",
-        "tp2 ep2 -> dp2 optim",
-        "tp2 ep2 -> dp4 optim_grads_params",
-        "dp2 tp2 ep2 optim -> cp2",
-        "cp2 -> tp2 ep2",
-        "pp2 -> tp2 ep2",
-        "tp2 ep2 pp2 -> dp2 optim_grads",
-        "dp2 optim_grads_params -> dp2 tp2 ep2 optim_grads_params m1",
-        "tp2 -> tp2 ep2",
-        "tp2 cp2 ep2 -> dp2 optim",
-        "dp1 -> tp2 cp2 ep2",
+        [
+            "dp1 -> tp2 ep2",
+            "tp2 ep2 -> dp2 optim",
+            "tp2 ep2 -> dp4 optim_grads_params",
+            "dp2 tp2 ep2 optim -> cp2",
+            "cp2 -> tp2 ep2",
+            "pp2 -> tp2 ep2",
+            "tp2 ep2 pp2 -> dp2 optim_grads",
+            "dp2 optim_grads_params -> dp2 tp2 ep2 optim_grads_params m1",
+            "tp2 -> tp2 ep2",
+            "tp2 cp2 ep2 -> dp2 optim",
+            "dp1 -> tp2 cp2 ep2",
+        ],
     ),
-    *_pairs("mixtral", "tp2 ep2 -> dp2", "dp2 optim -> tp2 ep2", "cp2 -> dp1"),
+    *_pairs(
+        "mixtral",
+        ["tp2 ep2 -> dp2", "dp2 optim -> tp2 ep2", "cp2 -> dp1"],
+    ),
     *_pairs(
         "trainer",
-        "dp1 m4 -> dp2",
-        "dp2 -> dp4 optim_grads_params",
-        "dp4 optim -> dp1 m8",
-        "tp2 m4 -> dp2 optim",
-        "pp2 -> cp2 m4",
-        "dp2 cp2 optim -> tp2 pp2",
+        [
+            "dp1 m4 -> dp2",
+            "dp2 -> dp4 optim_grads_params",
+            "dp4 optim -> dp1 m8",
+            "tp2 m4 -> dp2 optim",
+            "pp2 -> cp2 m4",
+            "dp2 cp2 optim -> tp2 pp2",
+        ],
     ),
     _special("trainer", "dp1 m4 -> dp2", "grouped by length", **GROUPED),
     _special("trainer", "dp4 optim -> tp2 m4", "grouped by length", **GROUPED),
@@ -211,17 +222,28 @@ PAIRS = [
     _special("trainer", "dp2 -> tp2 m4", "loaded in advance", dataloader_num_workers=2),
     _special("trainer", "dp2 optim -> tp2 m4", "Muon", optim="muon"),
     _special("trainer", "tp2 m4 -> dp2 optim_grads_params", "Adafactor", optim="adafactor"),
-    *_pairs("trainer_moe", "tp2 ep2 m4 -> dp2", "dp2 optim -> tp2 ep2 m4"),
+    *_pairs(
+        "trainer_moe",
+        ["tp2 ep2 m4 -> dp2", "dp2 optim -> tp2 ep2 m4"],
+    ),
 ]
 REFUSED = [
     *_pairs(
         "gpt",
-        "dp1 -> cp2",
-        "dp1 -> dp3",
-        "dp2 -> dp2 m3",
-        "dp1 -> tp2 sp ep2",
+        [
+            "dp1 -> cp2",
+            "dp1 -> dp3",
+            "dp2 -> dp2 m3",
+            "dp1 -> tp2 sp ep2",
+        ],
     ),
-    *_pairs("llama", "dp1 -> tp2 ep2"),
-    *_pairs("qwen3_moe", "dp1 -> dp2 ep2 sp"),
+    *_pairs(
+        "llama",
+        ["dp1 -> tp2 ep2"],
+    ),
+    *_pairs(
+        "qwen3_moe",
+        ["dp1 -> dp2 ep2 sp"],
+    ),
     _special("trainer", "dp1 m4 -> dp2 m16 b32", "24 samples, batches of 32"),
 ]

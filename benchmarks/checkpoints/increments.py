@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.checkpoints.saves import RUN, seconds
-from benchmarks.runs import add_into, circumstances, heading, show
+from benchmarks.runs import add_from, circumstances, heading, show
 
 BEGIN = "<!-- written by: python -m benchmarks increments -->"
 END = "<!-- end of increments -->"
@@ -81,7 +81,9 @@ def measured(root: Path, options: argparse.Namespace) -> dict[str, dict[str, Fou
     """The measurements of all ways, in turns."""
     steps = 12 if options.quick else 40
     every = 6 if options.quick else 20
-    found: dict[str, dict[str, Found]] = {ranks: {way: {} for way in WAYS} for ranks in RANKS}
+    found: dict[str, dict[str, Found]] = {}
+    for ranks in RANKS:
+        found[ranks] = {way: {} for way in WAYS}
     for _ in range(options.repeats):
         for ranks, flags in RANKS.items():
             for number, (way, interval) in enumerate(WAYS.items()):
@@ -128,14 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="turns of each way (3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements here")
     parser.add_argument("--quick", action="store_true", help="a few steps, once: a smoke test")
-    parser.add_argument(
-        "--from",
-        dest="saved",
-        type=Path,
-        metavar="FILE",
-        help="run nothing: the table of this JSON",
-    )
-    add_into(parser)
+    add_from(parser)
     options = parser.parse_args(argv)
     if options.saved:
         return show(page(options.saved), options.into, BEGIN, END)

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Placed
 
 from benchmarks import ROOT
-from benchmarks.runs import add_into, circumstances, heading, show
+from benchmarks.runs import add_from, circumstances, heading, show
 from benchmarks.step.launcher import run_together
 from megatron_merak.checkpoint import store
 from megatron_merak.checkpoint.behind import Behind, Staging
@@ -335,15 +335,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="turns of each way (5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements here")
     parser.add_argument("--quick", action="store_true", help="a small state, once: a smoke test")
-    parser.add_argument(
-        "--from",
-        dest="saved",
-        type=Path,
-        metavar="FILE",
-        help="run nothing: the table of this JSON",
-    )
     parser.add_argument("--rank-result", type=Path, help=argparse.SUPPRESS)
-    add_into(parser)
+    add_from(parser)
     options = parser.parse_args(argv)
     if options.saved:
         return show(page(options.saved), options.into, BEGIN, END)

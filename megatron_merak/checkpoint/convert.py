@@ -106,11 +106,11 @@ def write_kinds(
                 "tensor", name, reason, "Convert the model before it was quantized"
             )
     groups = {kind: list(_groups(source, list(names))) for kind, (source, names) in kinds.items()}
-    most = max(
-        sum(math.prod(kinds[kind][0].shape(name)) for name in group)
-        for kind, each in groups.items()
-        for group in each
-    )
+    most = 0
+    for kind, each in groups.items():
+        shape_of = kinds[kind][0].shape
+        for group in each:
+            most = max(most, sum(math.prod(shape_of(name)) for name in group))
     memory: dict[torch.dtype, torch.Tensor] = {}
     states = {}
     for kind, (source, names) in kinds.items():

@@ -46,9 +46,9 @@ class IncrementWriter:
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
         self._increments = Increments(directory_of_run(root, run))
-        self._layout = {
-            name: [dataclasses.asdict(each) for each in placed] for name, placed in layout.items()
-        }
+        self._layout = {}
+        for name, placed in layout.items():
+            self._layout[name] = [dataclasses.asdict(each) for each in placed]
         self._first: int | None = None  # of the steps that are not sealed
         self._files: dict[str, Any] = {}
         self._tensors: dict[str, dict[str, Any]] = {}

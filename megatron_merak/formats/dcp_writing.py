@@ -197,14 +197,13 @@ class DcpWriting:
         if not self._heads(name) and rows:
             nbytes = math.prod(shape) * dtype.itemsize
             rows = max(1, min(rows, rows * self.chunk_bytes // max(1, nbytes)))
-        chunks = [StoredChunk((0,) * len(shape), shape)]
+        zeros = (0,) * len(shape)
+        chunks = [StoredChunk(zeros, shape)]
         if shape and 0 not in shape:
-            chunks = [
-                StoredChunk(
-                    (start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:])
-                )
-                for start in range(0, shape[0], rows)
-            ]
+            chunks = []
+            for start in range(0, shape[0], rows):
+                size = min(rows, shape[0] - start)
+                chunks.append(StoredChunk((start, *zeros[1:]), (size, *shape[1:])))
         contents.tensors[keys[0]] = DcpTensor(shape, dtype, tuple(chunks))
         contents.aliases |= dict.fromkeys(keys[1:], keys[0])
         self._written[keys[0]] = (kind, name)
@@ -219,9 +218,9 @@ class DcpWriting:
         kind, name = self._written[key]
         found = self._source(kind, name)
         if found is None:
-            return self.expected[name].detach()[
-                tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.shape, strict=True))
-            ]
+            bounds = zip(chunk.offsets, chunk.shape, strict=True)
+            inside = tuple(slice(start, start + size) for start, size in bounds)
+            return self.expected[name].detach()[inside]
         source, own = found
         if heads := self._heads(name):
             return pairs_first(source.read(own), heads)

@@ -11,6 +11,7 @@ Layers that are alike share one tensor, whose first dimension is the layer, and 
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from .megatron_args import check_arguments, common_state, optimizer_steps
 from .megatron_names import LAYERS, MegatronTable, MegatronTensor, Rows
 from .model import CONFIG, config_beside, empty_model, shapes_of
 from .pickles import REMEDY, read_torch, unpickling
-from .state import MASTER, MOMENTS, WEIGHTS, PortableState
+from .state import MASTER, MOMENTS, WEIGHTS, PortableState, check_whole
 
 _SAVE_REMEDY = "Check the output directory, its permissions and its free space"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -36,6 +37,7 @@ COMMON = "common.pt"
 FORMAT = "metadata.json"
 
 _OPTIMIZER = "optimizer.state."
+_CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.)")
 _KINDS = {**{name: name for name in MOMENTS}, MASTER: "fp32_param"}
 # layers whose modules store something beside weights, empty where they have no fp8
 _EXTRA = "_extra_state"
@@ -48,7 +50,8 @@ class MegatronSource(Source):
     files:  the store.
     table:  what its tensors consist of.
     dtypes: of the tensors, by HuggingFace's names.
-    kind:   what stands before Megatron's names: "" or "optimizer.state.exp_avg." ...
+    kind:   what stands before Megatron's names: "" or "optimizer.state.exp_avg." ...; of optimizers
+            that are chained, each has its number before that.
 
     Raises CheckpointError for tensors that are missing or have another shape.
     """
@@ -56,7 +59,10 @@ class MegatronSource(Source):
     def __init__(self, files: DcpFiles, table: MegatronTable, kind: str = ""):
         self._files = files
         self._table = table
-        self._places = {tensor: _place(files, tensor, table, kind) for tensor in table.tensors}
+        names = {_CHAINED.sub("", name): name for name in files.tensors}
+        self._places = {}
+        for tensor in table.tensors:
+            self._places[tensor] = _place(files, names, tensor, table, kind=kind)
         self._last: tuple[tuple[str, int | None], torch.Tensor] | None = None
         self._tensors = {}
         for name, parts in table.by_name.items():
@@ -202,8 +208,8 @@ def read_megatron(
         pass
     elif any(_OPTIMIZER + MOMENTS[0] in name for name in files.tensors):
         for kind, theirs in _KINDS.items():
-            before = _prefixes(files, f"{_OPTIMIZER}{theirs}.")
-            if before:
+            before = f"{_OPTIMIZER}{theirs}."
+            if any(_CHAINED.sub("", name).startswith(before) for name in files.tensors):
                 kinds[kind] = MegatronSource(files, table, before)
         if kinds[WEIGHTS].dtypes()[0] == torch.float32:
             kinds.pop(MASTER, None)  # the weights themselves
@@ -243,6 +249,7 @@ def write_megatron(state: PortableState, directory: Path, divisor: int = 128) ->
     pieces: dict[tuple[str, tuple[int, ...]], tuple[Source, MegatronTensor]] = {}
     for kind, source in state.kinds.items():
         before = "" if kind == WEIGHTS else f"{_OPTIMIZER}{_KINDS[kind]}."
+        check_whole(kind, source, table.shapes)
         _plan(table, source, before, tensors, pieces)
 
     def values(name: str, chunk: StoredChunk) -> torch.Tensor:
@@ -330,22 +337,29 @@ def _extra_states(table: MegatronTable) -> dict[str, Any]:
 
 
 def _place(
-    files: DcpFiles, tensor: MegatronTensor, table: MegatronTable, kind: str
+    files: DcpFiles,
+    names: Mapping[str, str],
+    tensor: MegatronTensor,
+    table: MegatronTable,
+    kind: str,
 ) -> tuple[str, int | None, int | None]:
     """Return where a tensor is: a name in the store, and the layer and expert in it.
+
+    names: in the store, by what they are without the number of an optimizer.
 
     Raises CheckpointError.
     """
     leading = () if tensor.expert is None else (table.experts,)
     for key in (tensor.key, *tensor.others):
-        if kind + key in files.tensors:
+        if kind + key in names:
+            stored = names[kind + key]
             layered = () if tensor.layer is None else (table.num_layers,)
-            _check_shape(files, kind + key, layered + leading, tensor)
-            return kind + key, tensor.layer, tensor.expert
-        alone = key.replace(LAYERS, f"{LAYERS}{tensor.layer}.")
-        if tensor.layer is not None and kind + alone in files.tensors:
-            _check_shape(files, kind + alone, leading, tensor)
-            return kind + alone, None, tensor.expert
+            _check_shape(files, stored, layered + leading, tensor)
+            return stored, tensor.layer, tensor.expert
+        alone = kind + key.replace(LAYERS, f"{LAYERS}{tensor.layer}.")
+        if tensor.layer is not None and alone in names:
+            _check_shape(files, names[alone], leading, tensor)
+            return names[alone], None, tensor.expert
     reason = f"{kind}{tensor.key} is not in it"
     raise CheckpointError("checkpoint", files.directory, reason, "Give that model's --config")
 
@@ -375,17 +389,6 @@ def _check_shape(
     if not fits:
         reason = f"{name} has shape {shape}, and the model of the config {want}"
         raise CheckpointError("checkpoint", files.directory, reason, "Give that model's --config")
-
-
-def _prefixes(files: DcpFiles, kind: str) -> str:
-    """Return what stands before Megatron's names of one kind of state; "" if there is none of it."""
-    found = {name[: name.index(kind) + len(kind)] for name in files.tensors if kind in name}
-    if len(found) > 1:
-        reason = f"it has several optimizers: {', '.join(sorted(found))}"
-        raise CheckpointError(
-            "checkpoint", files.directory, reason, "Convert the weights alone with --no-load-optim"
-        )
-    return found.pop() if found else ""
 
 
 def _check_format(path: Path) -> None:

@@ -25,7 +25,7 @@ from .native import (
     native_of_config,
     native_of_saved,
 )
-from .state import MASTER, MOMENTS, WEIGHTS, PortableState
+from .state import MASTER, MOMENTS, WEIGHTS, PortableState, check_whole
 
 _ADAMW = "AdamW"
 
@@ -87,14 +87,13 @@ def write_merak(state: PortableState, root: Path, say: Say) -> tuple[Path, Model
     parameters = shapes_of(model)
     source = state.kinds[WEIGHTS]
     known = {*source.names()}
-    missing = sorted(parameters.keys() - known)
-    if missing:
-        reason = "the weights do not have it"
-        raise CheckpointError("tensor", missing[0], reason, "Give the weights of this model")
+    for each, of_kind in state.kinds.items():
+        check_whole(each, of_kind, parameters)
+    native = None
     try:
         native = native_of_config(model.config, root, say)
-    except ConfigError:
-        native = None
+    except ConfigError as error:
+        say(f"For merak-pretrain-hf, as the native GPT is not this model: {error}")
     names = {name: native_name(name, kind) if native else name for name in parameters}
     buffers = {name: name for name in known if name in dict(model.named_buffers())}
     settings = {"model": kind} if native is None else dataclasses.asdict(native)

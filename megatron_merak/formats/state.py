@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.hf import Source
+from ..errors import CheckpointError
 
 WEIGHTS = "model"
 # of AdamW, fp32; "master" holds the fp32 weights where those of the model are bf16 or fp16
@@ -37,3 +38,19 @@ class PortableState:
     def has_optimizer(self) -> bool:
         """Whether there is optimizer state."""
         return MOMENTS[0] in self.kinds
+
+
+def check_whole(kind: str, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError if one kind of a state is not that of each parameter of a model.
+
+    shapes: of the model's parameters.
+    """
+    known = {*source.names()}
+    for name, shape in shapes.items():
+        if name not in known:
+            reason = f"the state has no {kind} of it, as where it was frozen"
+            remedy = "Give the state of the whole model, or leave out the optimizer's with --no-load-optim"
+            raise CheckpointError("tensor", name, reason, remedy)
+        if source.shape(name) != shape:
+            reason = f"its {kind} has shape {source.shape(name)}, and the model {shape}"
+            raise CheckpointError("tensor", name, reason, "Give the state of this model")

@@ -499,7 +499,9 @@ class CapturedModel(TrainedModel):
         """
         self.replicas.check()
         meta = self._meta(extra)
-        return store.save(root, self.iteration, self._saved(), meta, self.mesh.control, "cpu")
+        return store.save(
+            root, self.iteration, self._saved(), meta, group=self.mesh.control, device="cpu"
+        )
 
     def _meta(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         return {

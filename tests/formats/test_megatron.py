@@ -355,6 +355,34 @@ def test_bad_checkpoints_are_refused_by_name(case, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
+def test_chained_optimizers_have_numbers_before_their_names(tmp_path):
+    """Those of experts and of all else, as Megatron-LM saves them for mixtures by default."""
+    state = state_of(tiny("qwen3_moe"), steps=3)
+    path = write_megatron(state, tmp_path)
+    files = DcpFiles(path, True)
+    stored = {}
+    for name in files.tensors:
+        number = 1 if ".experts." in name else 0
+        stored[f"chained_{number}.{name}" if name.startswith("optimizer.") else name] = name
+    tensors = {name: files.tensors[each] for name, each in stored.items()}
+    values = {name: files.read(each) for name, each in stored.items()}
+
+    def chunk_of(name, chunk):
+        bounds = zip(chunk.offsets, chunk.shape, strict=True)
+        return values[name][tuple(slice(start, start + size) for start, size in bounds)]
+
+    write_dcp(path, tensors, chunk_of, {})
+    assert_equal(read_megatron(tmp_path, None, True), state)
+
+
+def test_a_state_without_moments_of_a_frozen_weight_is_refused(tmp_path):
+    state = state_of(tiny("llama"), steps=3)
+    del state.kinds["exp_avg"]._tensors["model.norm.weight"]
+    with pytest.raises(CheckpointError, match="model.norm.weight: the state has no exp_avg of it"):
+        write_megatron(state, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_optimizer_state_of_one_number_of_ranks_is_refused(tmp_path):
     state = state_of(tiny("llama"))
     path = write_megatron(state, tmp_path)
