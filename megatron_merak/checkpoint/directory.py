@@ -17,7 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_merak.checkpoint.files import TEMPORARY, complete_or_absent, verify_tensors
-from megatron_merak.checkpoint.manifest import FILE_NAME, NAME, Manifest, parse_manifest
+from megatron_merak.checkpoint.manifest import (
+    BUFFER,
+    FILE_NAME,
+    MODEL,
+    NAME,
+    Manifest,
+    parse_manifest,
+)
 from megatron_merak.durable import Directories, DirectoryNames, break_seal, free_name
 from megatron_merak.errors import CheckpointError, DamagedError
 
@@ -185,9 +192,10 @@ def verify(directory: Path, number: int | None = None) -> Manifest:
     """
     _, manifest = read_manifest(directory, number)
     kinds = sorted(manifest.tensors)
-    states = [tensors for kind, tensors in manifest.tensors.items() if kind != "model"]
+    states = [kind for kind in kinds if kind not in (MODEL, BUFFER)]
     # others are frozen
-    trained = {name for tensors in states for name in tensors} or manifest.tensors.get("model", {})
+    trained = {name for kind in states for name in manifest.tensors[kind]}
+    trained = trained or {*manifest.tensors.get(MODEL, ())}
     for name, digests in manifest.files_of(kinds).items():
         verify_tensors(
             directory / name, manifest.files[name], digests, manifest.save_id, finite=trained

@@ -20,6 +20,8 @@ NAME = MANIFEST
 FORMAT = "megatron_merak checkpoint"
 VERSION = 2
 READABLE = (1, VERSION)  # version 1 has SHA-256 in place of named digests
+MODEL = "model"
+BUFFER = "buffer"  # what training does not change, with any numbers in it: masks have infinities
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*-rank-\d{5,}(-\d{4,})?\.safetensors")
 
 _LARGEST = 2**62

@@ -19,6 +19,8 @@ from megatron_merak.checkpoint.files import (
     write_tensors,
 )
 from megatron_merak.checkpoint.manifest import (
+    BUFFER,
+    MODEL,
     NAME,
     Manifest,
     StoredPart,
@@ -124,10 +126,9 @@ def check_finite(
     """Raise `NumericsError` on every rank if a trained parameter or its optimizer state is NaN or
     infinite.
     """
-    kinds = {name: StateKind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
-    trained = {
-        part.name for name, kind in kinds.items() if name != "model" for part in kind.shards
-    } or None
+    kinds = {name: StateKind.of(each) for name, each in shards.items() if name != BUFFER}
+    states = [kind for name, kind in kinds.items() if name != MODEL]
+    trained = {part.name for kind in states for part in kind.shards} or None
     for name, _, turn in in_turns(kinds, group, device):
         with together(group, device):
             for part in turn.shards:

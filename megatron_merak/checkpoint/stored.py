@@ -9,12 +9,9 @@ from megatron_merak.checkpoint.directory import Iterations, iteration_of, read_m
 from megatron_merak.checkpoint.files import DTYPE_NAMES, verify_tensors
 from megatron_merak.checkpoint.hf import Source
 from megatron_merak.checkpoint.load import copy_parts
-from megatron_merak.checkpoint.manifest import Manifest
+from megatron_merak.checkpoint.manifest import BUFFER, MODEL, Manifest
 from megatron_merak.checkpoint.shard import Intervals, Shard, local_shape
 from megatron_merak.errors import CheckpointError
-
-MODEL = "model"
-BUFFER = "buffer"  # what training does not change
 
 
 def read_stored(

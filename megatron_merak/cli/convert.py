@@ -270,6 +270,7 @@ def _write(state: "PortableState", options: argparse.Namespace, tokenizer: Any) 
         divisor = options.make_vocab_size_divisible_by * options.target_tensor_parallel_size
         return write_megatron(state, target, divisor), ""
     path, native = write_merak(state, target, print)
+    _remove_others(target, path)
     start = "" if state.has_optimizer else " --finetune"
     if native is None:
         model = options.config or options.source
@@ -305,17 +306,30 @@ def _check_empty(target: Path) -> None:
 
 
 def _is_of_conversions(target: Path) -> bool:
-    """Whether the only checkpoint in a directory is that of an earlier conversion, which may have
+    """Whether the checkpoints in a directory are those of earlier conversions, of which one may have
     been killed.
     """
-    from ..checkpoint.directory import Iterations, iteration_of, read_manifest
+    from ..checkpoint.begun import is_begun
+    from ..checkpoint.directory import Iterations, read_manifest
 
-    if any(iteration_of(path) != 0 for path in target.glob("iter_*")):
+    complete = [*Iterations(target).newest_first()]
+    others = {*target.glob("iter_*")} - {*complete}
+    # what a killed one leaves is aside
+    if any(not other.suffix or not is_begun(target) for other in others):
         return False
-    complete = Iterations(target).newest_first()
     settings = [read_manifest(path)[1].meta.get("config") for path in complete]
     # a run has some
     return all(isinstance(each, dict) and each.get("train") == {} for each in settings)
+
+
+def _remove_others(target: Path, path: Path) -> None:
+    """Remove what conversions before this one wrote: a run would load the newest."""
+    from ..checkpoint.directory import Iterations, iteration_of
+
+    iterations = Iterations(target)
+    for other in [*iterations.newest_first()]:
+        if iteration_of(other) != iteration_of(path):
+            iterations.remove(iteration_of(other))
 
 
 def _tokenizer(directory: Path) -> Any:

@@ -142,4 +142,4 @@ def why(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     if found := _GLOBAL.search(text):
         return found[1]
-    return text.splitlines()[0][:200]
+    return text.splitlines()[0].partition(". This is an internal")[0][:200]

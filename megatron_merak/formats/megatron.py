@@ -36,6 +36,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
 FORMAT = "metadata.json"
 
+# of the older format
+_LEGACY = "mp_rank_*"
+_LEGACY_FILE = "model_optim_rng.pt"
 _OPTIMIZER = "optimizer.state."
 _CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.)")
 _KINDS = {**{name: name for name in MOMENTS}, MASTER: "fp32_param"}
@@ -135,9 +138,9 @@ def rows_of(source: Source, tensor: MegatronTensor) -> torch.Tensor:
 
 def is_megatron(directory: Path) -> bool:
     """Whether a directory has checkpoints of Megatron-LM, or is one."""
-    if (directory / TRACKER).is_file():
-        return not (directory / "manifest.json").exists() and _chosen(directory, None) is not None
-    return (directory / FORMAT).is_file()
+    inside = ("", "iter_*/", "release/")
+    files = (FORMAT, f"{_LEGACY}/{_LEGACY_FILE}")
+    return any(any(directory.glob(each + file)) for each in inside for file in files)
 
 
 def chosen_megatron(directory: Path, iteration: int | None) -> Path:
@@ -148,31 +151,33 @@ def chosen_megatron(directory: Path, iteration: int | None) -> Path:
     """
     if (directory / FORMAT).is_file():
         return directory
-    found = _chosen(directory, iteration)
-    if found is None:
-        reason = "it has no complete checkpoint of Megatron-LM in torch_dist format"
-        if iteration is not None:
-            reason += f" of iteration {iteration}"
-        raise CheckpointError(
-            "checkpoint directory", directory, reason, "Name the directory that has " + TRACKER
-        )
-    return found
-
-
-def _chosen(directory: Path, iteration: int | None) -> Path | None:
-    name = f"iter_{iteration:07d}" if iteration is not None else _tracked(directory)
-    found = directory / name
-    return found if name and (found / FORMAT).is_file() else None
+    name = _tracked(directory) if iteration is None else f"iter_{iteration:07d}"
+    path = directory / name
+    if any(path.glob(f"{_LEGACY}/{_LEGACY_FILE}")):
+        reason = "it has a file for each rank, which is not read"
+        remedy = "Save it with --ckpt-format torch_dist, or with --ckpt-convert-format torch_dist"
+        raise CheckpointError("checkpoint", path, reason, remedy)
+    if not (path / FORMAT).is_file():
+        others = sorted(each.parent.name for each in directory.glob(f"*/{FORMAT}"))
+        reason = f"{name} is not complete; {', '.join(others) or 'none'} is"
+        raise CheckpointError("checkpoint directory", directory, reason, "Choose by --ckpt-step")
+    return path
 
 
 def _tracked(directory: Path) -> str:
+    """Return the name of the checkpoint that the tracker names. Raises CheckpointError."""
+    path = directory / TRACKER
+    if any(directory.glob(f"{_LEGACY}/{_LEGACY_FILE}")):
+        return "."
     try:
-        text = (directory / TRACKER).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
-    if text == "release":
-        return text
-    return f"iter_{int(text):07d}" if text.isdecimal() else ""
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        reason = f"it does not say which checkpoint is the newest ({error})"
+        raise CheckpointError("file", path, reason, "Choose one by --ckpt-step") from error
+    if text != "release" and not text.isdecimal():
+        reason = f"it says {text!r:.40}, which is no iteration"
+        raise CheckpointError("file", path, reason, "Choose one by --ckpt-step")
+    return text if text == "release" else f"iter_{int(text):07d}"
 
 
 def read_megatron(

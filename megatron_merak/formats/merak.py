@@ -10,6 +10,7 @@ import torch
 from ..checkpoint.convert import write_kinds
 from ..checkpoint.directory import read_manifest
 from ..checkpoint.hf import Source
+from ..checkpoint.manifest import BUFFER
 from ..checkpoint.shard import Intervals
 from ..checkpoint.stored import StoredSource, chosen
 from ..config import ModelConfig
@@ -107,7 +108,7 @@ def write_merak(state: PortableState, root: Path, say: Say) -> tuple[Path, Model
     }
     kinds = {WEIGHTS: (source, names)}
     if buffers:
-        kinds["buffer"] = (source, buffers)
+        kinds[BUFFER] = (source, buffers)
     for each in (*MOMENTS, MASTER) if state.has_optimizer else ():
         if each in state.kinds:
             kinds[each] = (state.kinds[each], names)

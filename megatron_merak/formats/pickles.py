@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import CheckpointError, DamagedError, MerakError
+from .dcp_pickle import why
 
 REMEDY = "Copy the checkpoint again, or save it once more"
 
@@ -123,5 +124,5 @@ def unpickling(path: Path, inside: str = "") -> Iterator[None]:
         raise CheckpointError("checkpoint file", where, reason, REMEDY) from error
     # a damaged pickle raises anything at all
     except Exception as error:
-        reason = f"it cannot be read ({type(error).__name__}: {str(error).splitlines()[:1]})"
+        reason = f"it cannot be read ({why(error)})"
         raise DamagedError("checkpoint file", where, reason, REMEDY) from error

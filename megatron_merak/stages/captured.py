@@ -17,6 +17,7 @@ from ..checkpoint import store
 from ..checkpoint.behind import Staging
 from ..checkpoint.hf import save_hf
 from ..checkpoint.hf_copies import HFCopies, copy_hf, read_all
+from ..checkpoint.manifest import BUFFER
 from ..checkpoint.save import check_finite
 from ..config import OptimizerConfig
 from ..errors import CheckpointError, MerakError, PlanError
@@ -30,7 +31,6 @@ from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
 from .blueprint import Blueprint, ModelTask, Programs
 from .constants import (
-    KIND,
     META,
     Constants,
     check_same_constants,
@@ -517,7 +517,7 @@ class CapturedModel(TrainedModel):
     def _saved(self) -> dict[str, store.StateKind]:
         """What a checkpoint has: what is loaded from it, and buffers that never change."""
         shards = constant_shards(self.constants(), owner=self.mesh.rank == 0)
-        return self._state() | ({KIND: store.StateKind.of(shards)} if shards else {})
+        return self._state() | ({BUFFER: store.StateKind.of(shards)} if shards else {})
 
     def copied(self, staging: Staging, extra: Mapping[str, Any] | None = None) -> StateCopies:
         """Return copies of what `save` would write now, which stay until the next call.

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from ..checkpoint.digests import digest_of
 from ..checkpoint.files import DTYPE_CODES, as_bytes
 from ..checkpoint.shard import Shard
-from ..checkpoint.stored import BUFFER
 from ..errors import CheckpointError
 from ..graph.capture.empty import is_fake
 
-KIND = BUFFER  # of checkpoints
 META = "buffers"  # what a checkpoint says of them
 
 Constants = Mapping[str, Tensor]

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..checkpoint import store
 from ..checkpoint.increments import RUN, StepRecord
+from ..checkpoint.manifest import BUFFER
 from ..config import RunConfig
 from ..counting import counted
 from ..optimizer.base import LocalOptimizer, Rates
 from ..parallel.position import tell
-from ..stages.constants import KIND, META, check_same_constants, constant_shards, described
+from ..stages.constants import META, check_same_constants, constant_shards, described
 from ..stages.optimizer_state import optimizer_kinds, weights_kind
 from ..stages.parameter_groups import rates_of_run
 from ..stages.rerun import Rerun
@@ -195,7 +196,7 @@ class Trainer:
         """Return what a checkpoint of this run has."""
         constants = constant_shards(self.model.constants(), owner=self.mesh.rank == 0)
         kinds = self.kinds(not self.config.checkpoint.no_save_optim)
-        return kinds | ({KIND: store.StateKind.of(constants)} if constants else {})
+        return kinds | ({BUFFER: store.StateKind.of(constants)} if constants else {})
 
     def meta(self) -> dict[str, Any]:
         """Return what a checkpoint of this iteration says of the run."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megatron_merak.checkpoint.directory import verify
 from megatron_merak.checkpoint.store import Shard, latest, load, prune, save
 from megatron_merak.errors import CheckpointError, NumericsError
 from tests.checkpoint.states import same, state
@@ -302,3 +303,22 @@ def test_the_manifest_is_plain_json(tmp_path):
     entry = manifest["tensors"]["model"]["h.0.attn.c_attn.weight"]
     assert (entry["shape"], entry["dtype"], entry["dim"]) == ([8, 24], "float32", 1)
     assert os.listdir(tmp_path / "iter_0000003").count(entry["parts"][0]["file"]) == 1
+
+
+@pytest.mark.parametrize("moments", [True, False])
+def test_buffers_may_have_any_numbers_and_weights_may_not(tmp_path, moments):
+    """A buffer is no reason to pass over a weight, nor to refuse a state."""
+    weights = torch.ones(3)
+    mask = torch.full((2,), float("-inf"))
+
+    def shard(name, tensor):
+        return [Shard(name, tuple(tensor.shape), None, (), tensor)]
+
+    kinds = {"model": shard("w", weights), "buffer": shard("mask", mask)}
+    if moments:
+        kinds["exp_avg"] = shard("w", torch.zeros(3))
+    path = save(tmp_path, 1, kinds, {}, None, "cpu")
+    verify(path)
+    weights[1] = float("nan")
+    with pytest.raises(NumericsError, match="model/w"):
+        save(tmp_path, 2, kinds, {}, None, "cpu")

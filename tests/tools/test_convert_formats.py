@@ -1,17 +1,21 @@
 """merak-convert between the formats of other programs: rounds that end where they began."""
 
+import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
+from megatron_merak.checkpoint.begun import MARK
 from megatron_merak.cli import convert
 from megatron_merak.formats.merak import read_merak, write_merak
-from tests.formats.models import FAMILIES, assert_equal, state_of, tiny
+from tests.formats.models import BASE, FAMILIES, assert_equal, state_of, tiny
 
 
 def _convert(*words: object) -> int:
@@ -47,11 +51,16 @@ def test_a_state_goes_round_all_formats(family, tmp_path):
         assert torch.equal(last.kinds["model"].read(name), state.kinds["model"].read(name)), name
 
 
-def _pretrain(words: str) -> str:
-    """What merak-pretrain-hf prints on one rank."""
+def _run(words: str) -> subprocess.CompletedProcess:
+    """merak-pretrain-hf on one rank."""
     root = Path(__file__).parents[2]
     command = [sys.executable, str(root / "pretrain_hf.py"), *words.split()]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
+
+
+def _pretrain(words: str) -> str:
+    """What it prints."""
+    done = _run(words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -71,6 +80,30 @@ def test_a_run_goes_on_from_what_came_back(tmp_path):
     ]
     steps = [re.findall(r"iteration +3/ +3 .*?lm loss: (\S+) .*grad norm: (\S+)", t) for t in told]
     assert steps[0] and steps[0] == steps[1], told
+
+
+@pytest.mark.long
+def test_buffers_that_came_with_the_weights_go_along(tmp_path):
+    """DeepSeek chooses experts by a bias that no gradient reaches; a new model has zeros there."""
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    small = dict(BASE, num_key_value_heads=4, moe_intermediate_size=24, n_routed_experts=4)
+    small |= dict(num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1)
+    small |= dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8)
+    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**small, v_head_dim=8))
+    model.get_buffer(name).copy_(torch.tensor([4.0, 3.0, 2.0, 1.0]))
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "bare").mkdir()
+    model.config.save_pretrained(tmp_path / "bare")
+    common = "--mock-data --lr 1e-3 --seq-length 16 --micro-batch-size 2 --global-batch-size 2 "
+    common += "--eval-iters 0"
+    _pretrain(f"--model {tmp_path}/model {common} --train-iters 2 --save {tmp_path}/run")
+    assert _convert(tmp_path / "run", tmp_path / "out") == 0
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.get_buffer(name).tolist() == [4, 3, 2, 1]
+    words = f"--model {tmp_path}/bare {common} --train-iters 3 --load {tmp_path}/run"
+    done = _run(words)
+    assert done.returncode != 0
+    assert f"buffer {name} [0, 0, 0, 0]: the checkpoint's run had other values" in done.stderr
 
 
 REFUSED = {
@@ -108,8 +141,6 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     if words[0] == "stablelm":
         from transformers import StableLmConfig, StableLmForCausalLM
 
-        from tests.formats.models import BASE
-
         StableLmForCausalLM(StableLmConfig(**BASE)).save_pretrained("stablelm")
     elif words[0] != "nowhere":
         state = state_of(tiny("llama"), steps=2)
@@ -123,6 +154,26 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
     assert re.search(message, error), error
     assert error.count("\n") == 1 or "Writing" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_is_replaced_by_one_of_another_step(tmp_path, capsys):
+    """A run would load the newest."""
+    for steps in (9, 5):
+        state = dataclasses.replace(state_of(tiny("llama"), steps=steps), iteration=steps)
+        write_merak(state, tmp_path / f"run{steps}", print)
+        assert _convert(tmp_path / f"run{steps}", tmp_path / f"to{steps}", "--to", "dcp") == 0
+    assert _convert(tmp_path / "to9", tmp_path / "out", "--allow-pickle") == 0
+    again = (tmp_path / "to5", tmp_path / "out", "--allow-pickle")
+    assert _convert(*again) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert _convert(*again, "--overwrite") == 0
+    assert [each.name for each in (tmp_path / "out").glob("iter_*")] == ["iter_0000005"]
+    # killed in its midst, and started again with the same command
+    shutil.rmtree(tmp_path / "out" / "iter_0000005")
+    (tmp_path / "out" / "iter_0000005.new").mkdir()
+    (tmp_path / "out" / MARK).touch()
+    assert _convert(*again) == 0
+    assert [each.name for each in (tmp_path / "out").glob("iter_*")] == ["iter_0000005"]
 
 
 def test_flags_of_megatrons_converter(tmp_path):
