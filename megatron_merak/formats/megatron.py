@@ -185,20 +185,18 @@ def read_megatron(
     config: Path | None,
     allow_pickle: bool,
     optimizer: bool = True,
-    iteration: int | None = None,
 ) -> PortableState:
     """Return the state in a distributed checkpoint of Megatron-LM.
 
-    directory:    that of --save, or of one checkpoint in it.
+    directory:    that of one checkpoint, or of several: then the one that the tracker names.
     config:       the model's config.json, or a directory with it; None where it lies beside.
     allow_pickle: whether its files, which are pickles, may be read.
     optimizer:    whether to read the optimizer's state, if there is any.
-    iteration:    which checkpoint; None: the one that the tracker names.
 
     Raises CheckpointError or ConfigError for what is missing, damaged, of another model, or sharded
     so that it cannot be read for any layout.
     """
-    path = chosen_megatron(directory, iteration)
+    path = chosen_megatron(directory, None)
     _check_format(path)
     described = config_beside(path, config)
     model: Any = empty_model(described)
