@@ -141,7 +141,7 @@ compile-check: environment
 test-slow: environment
 	@$(PY) -m pytest -q -m slow --timeout 3600 --ignore tests/parity $(ARGS)
 
-KILLS = tests/faults/test_kills.py tests/checkpoint/test_crash.py tests/hf_trainer/test_crash.py
+KILLS = tests/faults/test_kills.py tests/checkpoint/test_crash.py tests/checkpoint/test_in_place.py tests/checkpoint/test_hf_crash.py tests/hf_trainer/test_crash.py tests/tools/test_convert.py
 
 # Jobs with faults run one after the other: they have times to keep.
 faults: environment

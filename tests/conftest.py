@@ -52,6 +52,18 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+def pytest_terminal_summary(terminalreporter):
+    """How often processes were killed, by the tests that passed and by those that did not."""
+    for outcome in ("passed", "failed"):
+        reports = terminalreporter.stats.get(outcome, [])
+        told = [
+            value for each in reports for name, value in each.user_properties if name == "kills"
+        ]
+        if told:
+            tests = f"{len(told)} {outcome} test{'s' * (len(told) > 1)}"
+            terminalreporter.write_line(f"{sum(told):,} processes were killed by {tests}")
+
+
 LONG = ("parity", "training", "hf_trainer", "rehearsal", "zoo")
 
 

@@ -120,18 +120,24 @@ def _kill_everywhere(
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_kill_before_any_change_of_names_leaves_all_checkpoints_loadable(root, behind):
+def test_a_kill_before_any_change_of_names_leaves_all_checkpoints_loadable(
+    root, behind, record_property
+):
     calls = NAMES | LOCK | {"open", "flush"}
     [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, calls, 1, behind)
+    record_property("kills", kills)
     assert kills >= 65 and outcomes == 3, (kills, outcomes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("tidy", [1, 4])
-def test_a_kill_before_any_disk_call_leaves_all_checkpoints_loadable(root, tidy, behind):
+def test_a_kill_before_any_disk_call_leaves_all_checkpoints_loadable(
+    root, tidy, behind, record_property
+):
     calls = DISK | LOCK | {"stat", "lstat", "listdir"}
     [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, calls, tidy, behind, timeout=1000.0)
+    record_property("kills", kills)
     assert kills >= 170 and outcomes == 3, (kills, outcomes)
 
 
@@ -190,17 +196,19 @@ def _whole(value: float) -> dict:
     }
 
 
-def test_a_kill_before_any_change_of_names_loses_no_step_that_was_written(root):
+def test_a_kill_before_any_change_of_names_loses_no_step_that_was_written(root, record_property):
     calls = NAMES | {"open", "flush"}
     [(kills, outcomes)] = run_ranks(_kill_among_steps, 1, root, calls, 1)
+    record_property("kills", kills)
     assert kills >= 60 and outcomes == 4, (kills, outcomes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tidy", [1, 4])
-def test_a_kill_before_any_disk_call_loses_no_step_that_was_written(root, tidy):
+def test_a_kill_before_any_disk_call_loses_no_step_that_was_written(root, tidy, record_property):
     calls = DISK | LOCK | {"stat", "lstat", "listdir"}
     [(kills, outcomes)] = run_ranks(_kill_among_steps, 1, root, calls, tidy, timeout=1000.0)
+    record_property("kills", kills)
     assert kills >= 170 and outcomes == 4, (kills, outcomes)
 
 
@@ -230,7 +238,8 @@ def _kill_at_times(rank: int, world: int, root: Path, kills: int) -> None:
     assert before > (0, 0)
 
 
-def test_kills_at_arbitrary_times_in_a_loop_of_saves(root):
+def test_kills_at_arbitrary_times_in_a_loop_of_saves(root, record_property):
+    record_property("kills", 24)
     run_ranks(_kill_at_times, 1, root, 24)
 
 

@@ -71,7 +71,7 @@ def _expected(files: dict[str, str], first: bool) -> dict[str, str]:
     ("calls", "tidy"),
     [(CHANGES, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SWEEPS)],
 )
-def test_a_kill_shows_old_or_new_files(root, calls, tidy):
+def test_a_kill_shows_old_or_new_files(root, calls, tidy, record_property):
     place = root / "model"
     _write(place, MINE)
     _save(place, EVEN)
@@ -104,10 +104,11 @@ def test_a_kill_shows_old_or_new_files(root, calls, tidy):
     assert not (place / in_place.PLACE).exists() and not any(
         path.is_symlink() for path in place.rglob("*")
     )
+    record_property("kills", kills)
     assert kills >= 30 and seen == {True, False}, (kills, seen)
 
 
-def test_a_first_save_that_is_killed_shows_nothing_or_all(root):
+def test_a_first_save_that_is_killed_shows_nothing_or_all(root, record_property):
     kills = 0
     done = False
     while not done:
@@ -121,6 +122,7 @@ def test_a_first_save_that_is_killed_shows_nothing_or_all(root):
         assert _shown(place) in ({}, dict(sorted(EVEN.items()))), kills
         assert has_weights(place) == bool(_shown(place))
         kills += not done
+    record_property("kills", kills)
     assert kills >= 8
 
 

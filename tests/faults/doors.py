@@ -78,6 +78,7 @@ class Convert(Door):
     """
 
     repeats = True
+    flags: tuple[str, ...] = ()
 
     def __init__(self, root: Path):
         super().__init__(root)
@@ -92,8 +93,9 @@ class Convert(Door):
     def write(self, value: int) -> None:
         shutil.rmtree(self.target(value - 2), ignore_errors=True)
         told = io.StringIO()
+        words = [str(self.source), str(self.target(value)), *self.flags]
         with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
-            status = convert.main([str(self.source), str(self.target(value))])
+            status = convert.main(words)
         assert status == 0 or "it is not empty" in told.getvalue(), told.getvalue()
         assert not is_begun(self.target(value))
         self.last = value
@@ -121,6 +123,31 @@ class ConvertBack(Convert):
             torch.equal(tensor, self.wanted[name]) for name, tensor in model.state_dict().items()
         )
         return self.last
+
+
+class ConvertToMegatron(Convert):
+    """`merak-convert` from a HuggingFace directory to Megatron-LM's checkpoint, read by converting
+    it once more.
+    """
+
+    flags = ("--to", "megatron")
+
+    def read(self) -> int | None:
+        back = self.root / "back"
+        shutil.rmtree(back, ignore_errors=True)
+        words = [str(self.target(self.last)), str(back), "--config", str(self.source)]
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert convert.main([*words, "--allow-pickle", "--to", "hf"]) == 0
+        held = content(back)
+        assert held.keys() == self.wanted.keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in self.wanted.items())
+        return self.last
+
+
+class ConvertToStore(ConvertToMegatron):
+    """`merak-convert` from a HuggingFace directory to torch.distributed.checkpoint."""
+
+    flags = ("--to", "dcp")
 
 
 class Snapshot(Door):
@@ -212,6 +239,8 @@ DOORS: dict[str, type[Door]] = {
     "save_model": SaveModel,
     "merak-convert": Convert,
     "merak-convert back": ConvertBack,
+    "merak-convert to megatron": ConvertToMegatron,
+    "merak-convert to dcp": ConvertToStore,
     "parameter server": Snapshot,
     "index cache": IndexCache,
     "merak-preprocess": Preprocess,

@@ -139,8 +139,11 @@ def _kill_everywhere(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("behind", "least"), [(False, 45), (True, 20)])
-def test_a_kill_before_any_change_of_names_loses_no_checkpoint(root, behind, least):
+def test_a_kill_before_any_change_of_names_loses_no_checkpoint(
+    root, behind, least, record_property
+):
     [(kills, outcomes)] = run_ranks(_kill_everywhere, 1, root, NAMES, 1, 3, behind)
+    record_property("kills", kills)
     assert kills >= least and outcomes == 4, (kills, outcomes)
 
 
@@ -149,8 +152,11 @@ def test_a_kill_before_any_change_of_names_loses_no_checkpoint(root, behind, lea
 @pytest.mark.parametrize(
     ("tidy", "stride", "behind"), [(1, 2, False), (4, 3, False), (1, 2, True), (4, 3, True)]
 )
-def test_a_kill_before_any_disk_call_loses_no_checkpoint(root, tidy, stride, behind):
+def test_a_kill_before_any_disk_call_loses_no_checkpoint(
+    root, tidy, stride, behind, record_property
+):
     [(kills, outcomes)] = run_ranks(
         _kill_everywhere, 1, root, DISK, tidy, stride, behind, timeout=1100.0
     )
+    record_property("kills", kills)
     assert kills >= 250 and outcomes == 4, (kills, outcomes)

@@ -225,9 +225,10 @@ def _kill_conversions(rank, world, root, calls, stride):
     ],
 )
 @pytest.mark.timeout(1500)
-def test_a_killed_conversion_can_be_started_again(calls, stride, tmp_path):
+def test_a_killed_conversion_can_be_started_again(calls, stride, tmp_path, record_property):
     huggingface("llama").save_pretrained(tmp_path / "hf")
     [kills] = run_ranks(_kill_conversions, 1, tmp_path, calls, stride, timeout=1200.0)
+    record_property("kills", sum(kills))
     assert min(kills) >= 1 and sum(kills) >= (3 if stride > 1 else 200), kills
 
 
