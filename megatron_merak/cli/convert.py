@@ -8,6 +8,7 @@
     merak-convert CHECKPOINT MEGATRON --to megatron                 to Megatron-LM, for any layout
     merak-convert FSDP CHECKPOINT --config HF --allow-pickle        from FSDP2, accelerate or torchtitan
     merak-convert CHECKPOINT STORE --to dcp                         to torch.distributed.checkpoint
+    merak-convert MODEL TO --adapter LORA               with a LoRA adapter of peft merged into the weights
 
 Every format goes to every other. Weights and AdamW's state are converted, whatever layout saved them; HuggingFace
 directories have weights only. What a directory is, is seen from its files. TO must be empty or absent, or hold a
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--to",
         choices=FORMATS,
-        help="what TO will be [hf from a checkpoint of this library, merak from others]",
+        help="what TO will be [hf from a checkpoint of this library and with --adapter, else merak]",
     )
     parser.add_argument(
         "--config",
@@ -97,6 +98,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read files that are pickles, as those of torch and Megatron-LM are; only tensors and "
         "plain settings are unpickled [no]",
+    )
+    parser.add_argument(
+        "--adapter",
+        type=Path,
+        metavar="DIR",
+        help="merge this LoRA adapter, as peft saves it, into the weights; without optimizer state "
+        "[none]",
     )
     parser.add_argument(
         "--no-load-optim", action="store_true", help="leave out the optimizer's state [no]"
@@ -175,14 +183,16 @@ def _understand(options: argparse.Namespace) -> None:
     if options.format is None:
         options.format = _format_of(options.source)
     if options.to is None:
-        options.to = "hf" if options.format == "merak" else "merak"
-    if options.format == options.to:
+        open_ = options.format == "merak" or options.adapter is not None
+        options.to = "hf" if open_ else "merak"
+    if options.format == options.to and options.adapter is None:
         reason = f"{options.source} is of that format already"
         raise ConfigError("--to", options.to, reason, f"Use one of {', '.join(FORMATS)}")
     _check_flags(options)
 
 
 def _format_of(source: Path) -> str:
+    from ..formats.adapters import CONFIG
     from ..formats.dcp import is_dcp
     from ..formats.hf import is_hf
     from ..formats.megatron import is_megatron
@@ -190,6 +200,9 @@ def _format_of(source: Path) -> str:
     if not source.is_dir():
         reason = "it is not a directory"
         raise CheckpointError("FROM", source, reason, "Name a checkpoint")
+    if (source / CONFIG).is_file() and not (source / "config.json").is_file():
+        remedy = f"Name the model that it was trained on, and it by --adapter {source}"
+        raise CheckpointError("FROM", source, "it is an adapter, not a model", remedy)
     if is_megatron(source):
         return "megatron"
     if is_dcp(source):
@@ -218,6 +231,10 @@ def _convert(options: argparse.Namespace) -> None:
     from ..checkpoint.begun import marked
 
     state, source = _read(options)
+    if options.adapter is not None:
+        from ..formats.adapters import merge_adapter
+
+        state = merge_adapter(state, options.adapter)
     # its name is wrong before anything is written
     tokenizer = None if options.tokenizer is None else _tokenizer(options.tokenizer)
     with marked(options.target):
@@ -226,7 +243,8 @@ def _convert(options: argparse.Namespace) -> None:
     optimizer = f", AdamW's state of {steps:,} steps" if state.has_optimizer else ""
     if state.has_optimizer and options.to == "hf":
         optimizer = ""
-    print(f"{source} -> {written}: {_told(state)}{optimizer}")
+    merged = "" if options.adapter is None else f", with {options.adapter} merged into them"
+    print(f"{source} -> {written}: {_told(state)}{merged}{optimizer}")
     if note:
         print(note)
 
@@ -237,7 +255,7 @@ def _read(options: argparse.Namespace) -> tuple["PortableState", Path]:
     from ..formats.megatron import chosen_megatron, read_megatron
     from ..formats.merak import read_merak
 
-    optimizer = options.to != "hf" and not options.no_load_optim
+    optimizer = options.to != "hf" and not options.no_load_optim and options.adapter is None
     source = options.source
     if options.format == "merak":
         return read_merak(source, options.ckpt_step, optimizer, print)
