@@ -22,6 +22,9 @@ BENCHMARKS = {
     "data_parallel": Benchmark(
         "trainers.data_parallel", "ways to train on two replicas: speed, memory (20 min)"
     ),
+    "experts": Benchmark(
+        "trainers.experts", "mixtures on two ranks, beside transformers' own parallelism (25 min)"
+    ),
     "packing": Benchmark(
         "trainers.packing", "documents in padded rows and packed in one row (5 min)"
     ),
