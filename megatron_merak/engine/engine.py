@@ -47,6 +47,7 @@ _LOOP = {  # fields of MerakArguments that would change a trainer's loop, which 
     "rerun_mode": "Call forward_backward again before step, and compare",
     "warmup_ratio": "Give step the learning rate",
     "warmup_steps": "Give step the learning rate",
+    "parallel": "Search by merak-plan search, and give what it stores: plan='plan.json'",
 }
 
 

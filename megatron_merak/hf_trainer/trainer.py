@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 from transformers import (
     DataCollatorWithPadding,
     DefaultFlowCallback,
@@ -100,6 +100,7 @@ from .run.parameter_groups import ParameterGroups
 from .run.rates import LearningRate, schedule
 from .run.recapture import Moments, check_model, check_reached, check_step, check_training
 from .run.run_directory import TRAINING_ARGUMENTS, RunDirectory, write_text
+from .searched import choose
 
 
 def _described(name: str) -> property:
@@ -232,6 +233,8 @@ class MerakTrainer:
         self._engine: CapturedModel | None = None
         self._generator: Generator | None = None
         self.own_loss: LossOfTrainer | None = None
+        if args.parallel is not None:
+            self._choose()
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
         if getattr(self.model, "config", None) is not None:
             # as transformers does, for the config that is saved
@@ -372,6 +375,32 @@ class MerakTrainer:
             say(self.args, f"{name}: {note}")
         engine.share_weights()
         return engine
+
+    def _choose(self) -> None:
+        """Search what ``parallel`` leaves open, and make the mesh and the feed of that. Collective."""
+        args = self.args
+        if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
+            kind = type(self.train_dataset).__name__
+            reason = "the search captures the first batch of a train_dataset that can be read again"
+            remedy = "Give one with a length, or search by merak-plan search and set plan"
+            raise ConfigError("parallel", args.parallel, f"{reason}, not of {kind}", remedy)
+        example = self.feed.example(self.train_dataset, None)
+        (example,), *_ = self.feed.prepare([example], self.counts_items)
+        own = self._loss_of_script()
+        named = self.model.named_parameters(remove_duplicate=False)
+        notes = choose(
+            args,
+            self._ranks,
+            self.model,
+            example,
+            recipe=Recipe(self.made_optimizer(), named, self.mesh.device),
+            loss=None if own is None else own.own_loss(),
+            counted=self.counts_items,
+        )
+        self.mesh = self._ranks.mesh(grid_of(args), instances_of(args))
+        self._describe()
+        for note in notes:
+            say(args, note)
 
     def _loss_of_script(self) -> LossOfTrainer | None:
         """Return what captures the script's loss; None for the model's own."""

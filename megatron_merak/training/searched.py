@@ -38,12 +38,16 @@ def stand_ins(words: Sequence[str], pin: str) -> dict[str, Any]:
 
 def pins(config: RunConfig) -> dict[str, Any]:
     """Return what ``--parallel auto,tp=2`` pins. Raises ConfigError."""
-    text = config.parallel.parallel or ""
+    return pins_in(config.parallel.parallel or "", FLAG)
+
+
+def pins_in(text: str, flag: str) -> dict[str, Any]:
+    """Return what a text like ``auto,tp=2`` pins, given for ``flag``. Raises ConfigError."""
     kind, _, rest = text.partition(",")
     if kind != "auto":
         remedy = "Use auto, or auto,tp=2 to pin settings"
-        raise ConfigError(FLAG, text, "it does not begin with auto", remedy)
-    return pins_of(rest, FLAG) if rest else {}
+        raise ConfigError(flag, text, "it does not begin with auto", remedy)
+    return pins_of(rest, flag) if rest else {}
 
 
 def check(config: RunConfig) -> None:

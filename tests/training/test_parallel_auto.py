@@ -10,7 +10,6 @@ from megatron_merak.arguments import build_parser, read
 from megatron_merak.cli.pretrain import check_command
 from megatron_merak.config import Config, HFConfig
 from megatron_merak.errors import ConfigError
-from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.training.searched import PIN, check, stand_ins
 from tests.ranks import run_ranks
 from tests.training.jobs import RUN, SHAPE, job
@@ -91,9 +90,3 @@ def test_a_batch_is_needed():
 
 def test_a_job_without_the_flag_is_as_it_was():
     check_command("pretrain", [*LINE, "--micro-batch-size", "2"], 2)
-
-
-def test_a_trainer_says_what_to_do_instead():
-    with pytest.raises(ConfigError) as refused:
-        MerakArguments("unused", parallel="auto")
-    assert "give what it stores: plan='plan.json'" in str(refused.value)

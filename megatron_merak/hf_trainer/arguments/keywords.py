@@ -13,10 +13,6 @@ OF_COMMANDS = {
         "the model's own code decides in which dtype it adds",
         "Leave it out",
     ),
-    "parallel": (
-        "a trainer has its ranks' groups before it has a model to search for",
-        "Search with merak-plan search --model, and give what it stores: plan='plan.json'",
-    ),
 }
 
 

@@ -30,6 +30,7 @@ from .keywords import checked
 from .neftune import check_alpha
 from .optimizers import MUON, class_and_arguments
 from .plan_arguments import take_from_plan
+from .searched import check_search
 from .shared import SHARED, SharedArguments
 from .without_effect import check_without_effect, warn_of_compilation
 
@@ -135,6 +136,8 @@ class MerakArguments(SharedArguments, TrainingArguments):
             self.warmup_steps = self.warmup_ratio
         if self.plan is not None:
             take_from_plan(self)
+        if self.parallel is not None:
+            check_search(self)
         _check_numbers(self)
         of_accelerate = {name: getattr(self, name) for name in OF_ACCELERATE}
         for name in OF_ACCELERATE:  # it is not needed

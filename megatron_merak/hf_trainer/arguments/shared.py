@@ -45,6 +45,14 @@ class SharedArguments:
     pipeline_model_parallel_size: int = shared(ParallelConfig, "pipeline_model_parallel_size")
     rank_order: str | None = shared(ParallelConfig, "rank_order")
     plan: str | None = shared(ParallelConfig, "plan")
+    parallel: str | None = shared(
+        ParallelConfig,
+        "parallel",
+        "auto: search the degrees, micro-batch size, schedule, recomputation, overlap and sharding with "
+        "which a step takes least time on the ranks of the job; its batch is "
+        "per_device_train_batch_size x gradient_accumulation_steps x ranks. auto,tp=2,pp=4 pins some, "
+        "as merak-plan search does, which shows the choice before (unset: as the arguments say).",
+    )
     pipeline_schedule: str | None = shared(ParallelConfig, "pipeline_schedule")
     schedule_file: str | None = shared(ParallelConfig, "schedule_file")
     num_virtual_stages_per_pipeline_rank: int | None = shared(

@@ -1,0 +1,132 @@
+"""Choose the degrees of a trainer and what else ``MerakArguments(parallel="auto")`` leaves open.
+
+The batch of a step stays that of transformers' Trainer on the same ranks, ``per_device_train_batch_size`` x
+``gradient_accumulation_steps`` x ranks. It is divided anew: into micro-batches of any number of rows
+where the loss is a mean over the targets of the step, and of as many as were asked for where it
+depends on them.
+"""
+
+import dataclasses
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..optimizer.recipe import Recipe
+from ..parallel.agree import broadcast_json, together
+from ..parallel.nodes import located
+from ..parallel.ranks import Ranks
+from ..pipeline_parallel.search.progress import SEARCHING, SearchProgress
+from ..planner.search import Choice, Search
+from ..planner.search.report import left_out
+from ..stages.precision import compute_dtype
+from ..stages.searched import CapturedChain
+from ..stages.traced import Batch, OwnLoss, Traced
+from ..training.searched import unfit
+from .arguments.merak_arguments import MerakArguments
+from .arguments.optimizers import adam_of
+from .arguments.searched import NAME, apply_choice, pinned
+from .engine import wishes
+
+
+def choose(
+    args: MerakArguments,
+    ranks: Ranks,
+    model: nn.Module,
+    example: Batch,
+    recipe: Recipe,
+    loss: OwnLoss | None,
+    counted: bool,
+) -> list[str]:
+    """Set in ``args`` what the first rank's search chooses; return notes on it. Collective.
+
+    ranks:   of the job.
+    example: a micro-batch of ``args``.
+    recipe:  which optimizer steps which parameter.
+    loss:    replaces the model's own.
+    counted: whether the loss of a micro-batch is divided by the targets of the whole step.
+
+    Raises a MerakError where no plan fits.
+    """
+    text = args.parallel
+    rows = args.per_device_train_batch_size if counted and loss is None else 0
+    unit = 1 if rows and _has_rows(example, rows) else args.per_device_train_batch_size
+    batch = (
+        args.per_device_train_batch_size
+        * args.gradient_accumulation_steps
+        * ranks.world.size
+        // unit
+    )
+    found = None
+    with together(ranks.control, "cpu"):
+        if ranks.rank == 0:
+            search = _search(args, ranks, model, example, recipe, loss, unit)
+            found = _found(search, args, ranks.world.size, batch, unit)
+    chosen, notes = broadcast_json(found, ranks.control, "cpu")
+    choice = Choice(**chosen)
+    replicas = ranks.world.size // (choice.tp * choice.cp * choice.pp)
+    apply_choice(args, choice, choice.mb * unit, batch // (choice.mb * replicas))
+    settings = replace(choice, mb=choice.mb * unit)
+    return [f"{NAME} {text} chose {settings}.", *notes]
+
+
+def _found(
+    search: Search, args: MerakArguments, ranks: int, batch: int, unit: int
+) -> tuple[dict, list[str]]:
+    """Return the fields of the best choice, and notes."""
+    pins = pinned(args)
+    if unit > 1:
+        pins = {"mb": 1, **pins}
+    with SearchProgress(SEARCHING) as progress:
+        result = search.run(ranks, [batch], pins, progress)
+    if result.best is None:
+        error = unfit(search, ranks, [batch], pins, result)
+        if error.what == "--global-batch-size":
+            # of commands; here it is a product of arguments
+            error = ConfigError("batch of a step", error.value, error.reason, error.remedy)
+        raise error
+    return dataclasses.asdict(result.best.choice), [note for note in [left_out(result)] if note]
+
+
+def _search(
+    args: MerakArguments,
+    ranks: Ranks,
+    model: nn.Module,
+    example: Batch,
+    recipe: Recipe,
+    loss: OwnLoss | None,
+    unit: int,
+) -> Search:
+    """Return the search of a model's plan.
+
+    unit: rows of what the search calls a sample.
+    """
+    requested = wishes(args)
+    dtype = compute_dtype(model, args.bf16, args.fp16)
+    request = replace(requested["request"], dtype=dtype, state_bytes=recipe.state_bytes)
+    cluster = located(requested["cluster"], ranks.nodes)
+
+    def trace(samples: int) -> Traced:
+        batch = example if unit > 1 else _of_rows(example, samples)
+        with torch.random.fork_rng(devices=[]):
+            return Traced(model, batch, dtype, args.bf16 or args.fp16, loss=loss)
+
+    state_of = recipe.state_of if adam_of(recipe) is None else None
+    return Search(CapturedChain(trace, request, cluster, state_of), request, cluster)
+
+
+def _has_rows(batch: Batch, rows: int) -> bool:
+    """Whether every tensor of a batch has so many rows, or is a number."""
+    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0]
+    return all(len(value) == rows for value in tensors)
+
+
+def _of_rows(batch: Batch, rows: int) -> Batch:
+    """Return a batch of the first row, so many times."""
+    return {
+        name: value[:1].expand(rows, *value.shape[1:]).contiguous()
+        if isinstance(value, Tensor) and value.dim() > 0
+        else value
+        for name, value in batch.items()
+    }

@@ -1,0 +1,140 @@
+"""``MerakArguments(parallel="auto")``: what a search finds is trained, as if it had been asked for."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from megatron_merak.engine import Engine
+from megatron_merak.errors import ConfigError, PlanError
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.trainer import MerakTrainer
+from tests.hf_trainer.stand_in import collate, samples, tiny_llama
+from tests.ranks import run_ranks
+
+RUN = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 2,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "report_to": "none",
+    "seed": 5,
+}
+CHOSEN = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "pipeline_schedule",
+    "sequence_parallel",
+    "data_parallel_sharding_strategy",
+    "tp_comm_overlap",
+    "gradient_checkpointing",
+    "recompute_activations",
+    "recompute_method",
+    "num_virtual_stages_per_pipeline_rank",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)
+
+
+def _dropping():
+    torch.manual_seed(2)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    )
+
+
+def _smoothed(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.1)
+
+
+def _draws(model, **changes):
+    """A collator that draws random numbers, as those of masked language models do; its trainer."""
+
+    def drawing(rows):
+        batch = collate(rows)
+        shift = random.randrange(3) + np.random.randint(3) + torch.randint(3, ()).item()  # noqa: NPY002
+        return {name: (value + shift) % 64 for name, value in batch.items()}
+
+    arguments = MerakArguments("unused", **{**RUN, **changes})
+    return MerakTrainer(model, arguments, drawing, samples(32, ragged=False))
+
+
+def _losses(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _chosen_and_asked_for(rank, world, directory, pins):
+    searched = _draws(_dropping(), parallel=f"auto{pins}")
+    args = searched.args
+    assert args.parallel is None
+    asked = {name: getattr(args, name) for name in CHOSEN}
+    replicas = searched.mesh.grid.dp
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * replicas
+    assert batch == 2 * 2 * world
+    found = _losses(searched)
+    return searched.mesh.grid, found, _losses(_draws(_dropping(), **asked))
+
+
+@pytest.mark.parametrize(
+    "pins", [",tp=2", pytest.param("", marks=pytest.mark.long), ",pp=2,mb=1,sharding=no_shard"]
+)
+def test_what_is_found_is_trained_as_if_it_had_been_asked_for(pins, tmp_path):
+    (grid, found, expected), *others = run_ranks(_chosen_and_asked_for, 2, str(tmp_path), pins)
+    assert found == expected and len(found) == 2
+    assert all(other == (grid, found, expected) for other in others)
+    assert not pins or getattr(grid, pins[1:3]) == 2
+
+
+def _own_loss(rank, world):
+    arguments = MerakArguments("unused", parallel="auto,pp=2", **RUN)
+    trainer = MerakTrainer(
+        tiny_llama(1), arguments, collate, samples(16, ragged=False), compute_loss_func=_smoothed
+    )
+    args = trainer.args
+    return args.per_device_train_batch_size, args.gradient_accumulation_steps
+
+
+def test_a_loss_of_micro_batches_keeps_their_size():
+    assert run_ranks(_own_loss, 2) == [(2, 4), (2, 4)]
+
+
+REFUSED = [
+    ({"parallel": "best"}, "it does not begin with auto"),
+    ({"parallel": "auto,tp"}, "it is not NAME=VALUE"),
+    ({"parallel": "auto", "tensor_model_parallel_size": 2}, "pin it: parallel='auto,tp=VALUE'"),
+    ({"parallel": "auto", "gradient_checkpointing": True}, "'auto,recompute=VALUE'"),
+    ({"parallel": "auto", "fsdp": "full_shard"}, "'auto,sharding=VALUE'"),
+    ({"parallel": "auto", "num_distributed_optimizer_instances": 2}, "no search tries it"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), REFUSED)
+def test_arguments_that_a_search_decides_are_refused_beside_it(changes, told):
+    with pytest.raises(ConfigError) as refused:
+        MerakArguments("unused", **{**RUN, **changes})
+    assert told in str(refused.value)
+
+
+def test_searches_that_find_nothing_are_told():
+    def trainer(dataset=None, **changes):
+        return MerakTrainer(
+            tiny_llama(1), MerakArguments("unused", **{**RUN, **changes}), collate, dataset
+        )
+
+    data = samples(16, ragged=False)
+    with pytest.raises(ConfigError, match="batch of a step 4: no number of replicas on 1 ranks"):
+        trainer(data, parallel="auto,mb=3")
+    with pytest.raises(PlanError, match="fits into the memory"):
+        trainer(data, parallel="auto", device_memory_gb=1e-6)
+    with pytest.raises(ConfigError, match="not of NoneType"):
+        trainer(parallel="auto")
+    arguments = MerakArguments("unused", parallel="auto", **RUN)
+    with pytest.raises(ConfigError, match="an Engine has no loop of its own"):
+        Engine(tiny_llama(1), arguments, collate(data[:2]))
