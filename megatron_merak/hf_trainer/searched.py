@@ -60,8 +60,8 @@ def choose(
     )
     found = None
     with together(ranks.control, "cpu"):
+        search = _search(args, ranks, model, example, recipe, loss, unit)
         if ranks.rank == 0:
-            search = _search(args, ranks, model, example, recipe, loss, unit)
             found = _found(search, args, ranks.world.size, batch, unit)
     chosen, notes = broadcast_json(found, ranks.control, "cpu")
     choice = Choice(**chosen)
@@ -107,10 +107,16 @@ def _search(
     request = replace(requested["request"], dtype=dtype, state_bytes=recipe.state_bytes)
     cluster = located(requested["cluster"], ranks.nodes)
 
-    def trace(samples: int) -> Traced:
+    def traced(samples: int) -> Traced:
         batch = example if unit > 1 else _of_rows(example, samples)
         with torch.random.fork_rng(devices=[]):
             return Traced(model, batch, dtype, args.bf16 or args.fp16, loss=loss)
+
+    # on every rank: a forward may set what has to be equal on all, such as config.problem_type
+    first = traced(1)
+
+    def trace(samples: int) -> Traced:
+        return first if samples == 1 else traced(samples)
 
     state_of = recipe.state_of if adam_of(recipe) is None else None
     return Search(CapturedChain(trace, request, cluster, state_of), request, cluster)
