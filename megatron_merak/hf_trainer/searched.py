@@ -7,12 +7,16 @@ depends on them.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
 from ..errors import ConfigError
+from ..graph.capture.captured import Captured
+from ..graph.ir.nodes import is_op
 from ..optimizer.recipe import Recipe
 from ..parallel.agree import broadcast_json, together
 from ..parallel.nodes import located
@@ -29,6 +33,8 @@ from .arguments.optimizers import adam_of
 from .arguments.searched import NAME, apply_choice, pinned
 from .engine import wishes
 
+_SUM = 2  # a reduction of torch's cross_entropy_loss
+
 
 def choose(
     args: MerakArguments,
@@ -37,7 +43,6 @@ def choose(
     example: Batch,
     recipe: Recipe,
     loss: OwnLoss | None,
-    counted: bool,
 ) -> list[str]:
     """Set in ``args`` what the first rank's search chooses; return notes on it. Collective.
 
@@ -45,29 +50,40 @@ def choose(
     example: a micro-batch of ``args``.
     recipe:  which optimizer steps which parameter.
     loss:    replaces the model's own.
-    counted: whether the loss of a micro-batch is divided by the targets of the whole step.
 
     Raises a MerakError where no plan fits.
     """
     text = args.parallel
-    rows = args.per_device_train_batch_size if counted and loss is None else 0
-    unit = 1 if rows and _has_rows(example, rows) else args.per_device_train_batch_size
-    batch = (
-        args.per_device_train_batch_size
-        * args.gradient_accumulation_steps
-        * ranks.world.size
-        // unit
-    )
+    rows = args.per_device_train_batch_size
+    with together(ranks.control, "cpu"):
+        # on every rank: a forward may set what has to be equal on all, such as config.problem_type
+        whole = _traced(args, model, example, loss)
+        adds_up = _adds_up(whole.captured)
+        unit = 1 if adds_up and _has_rows(example, rows) else rows
+    batch = rows * args.gradient_accumulation_steps * ranks.world.size // unit
     found = None
     with together(ranks.control, "cpu"):
-        search = _search(args, ranks, model, example, recipe, loss, unit)
         if ranks.rank == 0:
+
+            def trace(samples: int) -> Traced:
+                if samples * unit == rows:
+                    return whole
+                return _traced(args, model, _of_rows(example, samples), loss)
+
+            search = _search(args, ranks, trace, recipe, whole.dtype)
             found = _found(search, args, ranks.world.size, batch, unit)
     chosen, notes = broadcast_json(found, ranks.control, "cpu")
     choice = Choice(**chosen)
     replicas = ranks.world.size // (choice.tp * choice.cp * choice.pp)
+    before = args.gradient_accumulation_steps
     apply_choice(args, choice, choice.mb * unit, batch // (choice.mb * replicas))
     settings = replace(choice, mb=choice.mb * unit)
+    if whole.accepts_num_items and not adds_up and args.gradient_accumulation_steps != before:
+        notes.append(
+            "The model takes num_items_in_batch, and its loss is not a sum that is divided by it: as "
+            f"with transformers, it is that of {args.gradient_accumulation_steps} micro-batches, not "
+            f"of {before}."
+        )
     return [f"{NAME} {text} chose {settings}.", *notes]
 
 
@@ -89,37 +105,42 @@ def _found(
     return dataclasses.asdict(result.best.choice), [note for note in [left_out(result)] if note]
 
 
+def _traced(args: MerakArguments, model: nn.Module, batch: Batch, loss: OwnLoss | None) -> Traced:
+    dtype = compute_dtype(model, args.bf16, args.fp16)
+    with torch.random.fork_rng(devices=[]):
+        return Traced(model, batch, dtype, args.bf16 or args.fp16, loss=loss)
+
+
 def _search(
     args: MerakArguments,
     ranks: Ranks,
-    model: nn.Module,
-    example: Batch,
+    trace: Callable[[int], Traced],
     recipe: Recipe,
-    loss: OwnLoss | None,
-    unit: int,
+    dtype: str,
 ) -> Search:
-    """Return the search of a model's plan.
-
-    unit: rows of what the search calls a sample.
-    """
+    """Return the search of a model's plan. trace: see `CapturedChain`."""
     requested = wishes(args)
-    dtype = compute_dtype(model, args.bf16, args.fp16)
     request = replace(requested["request"], dtype=dtype, state_bytes=recipe.state_bytes)
     cluster = located(requested["cluster"], ranks.nodes)
-
-    def traced(samples: int) -> Traced:
-        batch = example if unit > 1 else _of_rows(example, samples)
-        with torch.random.fork_rng(devices=[]):
-            return Traced(model, batch, dtype, args.bf16 or args.fp16, loss=loss)
-
-    # on every rank: a forward may set what has to be equal on all, such as config.problem_type
-    first = traced(1)
-
-    def trace(samples: int) -> Traced:
-        return first if samples == 1 else traced(samples)
-
     state_of = recipe.state_of if adam_of(recipe) is None else None
     return Search(CapturedChain(trace, request, cluster, state_of), request, cluster)
+
+
+def _adds_up(captured: Captured) -> bool:
+    """Whether the loss is a sum over targets, divided by those of the step, so that it does not
+    matter how rows are grouped. A mean over a micro-batch, or an auxiliary loss of a router, does.
+    """
+    (output,) = captured.module.graph.find_nodes(op="output")
+    loss = output.args[0][0]
+    if not is_op(loss, "div"):
+        return False
+    total, items = loss.args
+    return (
+        is_op(total, "cross_entropy_loss")
+        and total.args[3:4] == (_SUM,)
+        and isinstance(items, Node)
+        and items.target == "num_items_in_batch"
+    )
 
 
 def _has_rows(batch: Batch, rows: int) -> bool:

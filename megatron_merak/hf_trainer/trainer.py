@@ -395,7 +395,6 @@ class MerakTrainer:
             example,
             recipe=Recipe(self.made_optimizer(), named, self.mesh.device),
             loss=None if own is None else own.own_loss(),
-            counted=self.counts_items,
         )
         self.mesh = self._ranks.mesh(grid_of(args), instances_of(args))
         self._describe()

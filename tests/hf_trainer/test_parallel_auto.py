@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from megatron_merak.engine import Engine
 from megatron_merak.errors import ConfigError, PlanError
@@ -92,17 +92,32 @@ def test_what_is_found_is_trained_as_if_it_had_been_asked_for(pins, tmp_path):
     assert not pins or getattr(grid, pins[1:3]) == 2
 
 
-def _own_loss(rank, world):
-    arguments = MerakArguments("unused", parallel="auto,pp=2", **RUN)
-    trainer = MerakTrainer(
-        tiny_llama(1), arguments, collate, samples(16, ragged=False), compute_loss_func=_smoothed
+def _averaged():
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_labels=64,
     )
+    return BertForMaskedLM(config)
+
+
+def _micro_batches(rank, world, model, loss):
+    arguments = MerakArguments("unused", **{**RUN, "parallel": "auto,pp=2", "disable_tqdm": False})
+    data = samples(16, ragged=False)
+    trainer = MerakTrainer(model(), arguments, collate, data, compute_loss_func=loss)
     args = trainer.args
     return args.per_device_train_batch_size, args.gradient_accumulation_steps
 
 
-def test_a_loss_of_micro_batches_keeps_their_size():
-    assert run_ranks(_own_loss, 2) == [(2, 4), (2, 4)]
+@pytest.mark.parametrize(("model", "loss"), [(tiny_llama, _smoothed), (_averaged, None)])
+def test_a_loss_of_micro_batches_keeps_their_size(model, loss, capfd):
+    assert run_ranks(_micro_batches, 2, model, loss) == [(2, 4), (2, 4)]
+    told = "it is that of 4 micro-batches, not of 2" in capfd.readouterr().err
+    assert told == (loss is None)
 
 
 REFUSED = [
