@@ -1,5 +1,7 @@
 """``MerakArguments(parallel="auto")``: what a search finds is trained, as if it had been asked for."""
 
+import contextlib
+import io
 import random
 
 import numpy as np
@@ -108,16 +110,20 @@ def _averaged():
 def _micro_batches(rank, world, model, loss):
     arguments = MerakArguments("unused", **{**RUN, "parallel": "auto,pp=2", "disable_tqdm": False})
     data = samples(16, ragged=False)
-    trainer = MerakTrainer(model(), arguments, collate, data, compute_loss_func=loss)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        trainer = MerakTrainer(model(), arguments, collate, data, compute_loss_func=loss)
     args = trainer.args
-    return args.per_device_train_batch_size, args.gradient_accumulation_steps
+    assert not rank or not told.getvalue()
+    return args.per_device_train_batch_size, args.gradient_accumulation_steps, told.getvalue()
 
 
 @pytest.mark.parametrize(("model", "loss"), [(tiny_llama, _smoothed), (_averaged, None)])
-def test_a_loss_of_micro_batches_keeps_their_size(model, loss, capfd):
-    assert run_ranks(_micro_batches, 2, model, loss) == [(2, 4), (2, 4)]
-    told = "it is that of 4 micro-batches, not of 2" in capfd.readouterr().err
-    assert told == (loss is None)
+def test_a_loss_of_micro_batches_keeps_their_size(model, loss):
+    first, second = run_ranks(_micro_batches, 2, model, loss)
+    assert first[:2] == second[:2] == (2, 4)
+    assert "parallel auto,pp=2 chose tp=1,pp=2,mb=2" in first[2]
+    assert ("it is that of 4 micro-batches, not of 2" in first[2]) == (loss is None)
 
 
 REFUSED = [
