@@ -185,7 +185,7 @@ def _understand(options: argparse.Namespace) -> None:
 def _format_of(source: Path) -> str:
     from ..formats.dcp import is_dcp
     from ..formats.hf import is_hf
-    from ..formats.megatron import is_megatron
+    from ..formats.megatron_directory import is_megatron
 
     if not source.is_dir():
         reason = "it is not a directory"
@@ -234,7 +234,8 @@ def _convert(options: argparse.Namespace) -> None:
 def _read(options: argparse.Namespace) -> tuple["PortableState", Path]:
     from ..formats.dcp import read_dcp
     from ..formats.hf import read_hf
-    from ..formats.megatron import chosen_megatron, read_megatron
+    from ..formats.megatron import read_megatron
+    from ..formats.megatron_directory import chosen_megatron
     from ..formats.merak import read_merak
 
     optimizer = options.to != "hf" and not options.no_load_optim

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from megatron_merak.errors import CheckpointError, ConfigError
 from megatron_merak.formats.dcp_files import METADATA, DcpFiles, DcpTensor, StoredChunk, write_dcp
-from megatron_merak.formats.megatron import COMMON, FORMAT, TRACKER, read_megatron, write_megatron
+from megatron_merak.formats.megatron import COMMON, read_megatron, write_megatron
+from megatron_merak.formats.megatron_directory import FORMAT, TRACKER
 
 from .models import FAMILIES, assert_equal, state_of, tiny
 
