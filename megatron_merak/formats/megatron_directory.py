@@ -1,8 +1,8 @@
 """Directories of Megatron-LM's checkpoints: which one is chosen, and how one is replaced.
 
-    DIR/latest_checkpointed_iteration.txt      the number of an iteration, or "release"
-    DIR/iter_0000100/, DIR/release/            one checkpoint: with metadata.json in the distributed
-                                               format, with mp_rank_*/ in the older one
+DIR/latest_checkpointed_iteration.txt      the number of an iteration, or "release"
+DIR/iter_0000100/, DIR/release/            one checkpoint: with metadata.json in the distributed
+                                           format, with mp_rank_*/ in the older one
 """
 
 import shutil

@@ -100,7 +100,7 @@ _MODULE = SimpleNamespace(
 )
 
 
-def read_torch(file: BinaryIO | Path, mmap: bool = False) -> Any:
+def read_torch(file: BinaryIO | Path) -> Any:
     """Return what ``torch.save`` wrote, on the CPU. Raises `pickle.UnpicklingError`, and others
     for damage."""
     return torch.load(
@@ -108,7 +108,6 @@ def read_torch(file: BinaryIO | Path, mmap: bool = False) -> Any:
         map_location="cpu",
         pickle_module=_MODULE,
         weights_only=False,
-        mmap=mmap,
     )
 
 
