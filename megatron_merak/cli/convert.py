@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _understand(options)
-        _check_target(options.source, options.target, options.to == "merak")
+        _check_target(options.source, options.target, options.to)
         if not options.overwrite:
             _check_empty(options.target)
         _convert(options)
@@ -194,8 +194,11 @@ def _understand(options: argparse.Namespace) -> None:
         value = getattr(options, flag[2:].replace("-", "_"))
         if value < 1:
             raise ConfigError(flag, value, "is not positive", "Give 1 or more")
-    if options.format is None:
-        options.format = _format_of(options.source, options.ckpt_step)
+    # their loader takes both formats of theirs
+    if options.format is None or (options.loader and options.format == "megatron"):
+        found = _format_of(options.source, options.ckpt_step)
+        if options.format is None or found == "megatron-legacy":
+            options.format = found
     if options.to is None:
         options.to = "hf" if options.format == "merak" else "merak"
     if options.format == options.to:
@@ -320,7 +323,7 @@ def _write(state: "PortableState", options: argparse.Namespace, tokenizer: Any) 
     return path, f"merak-pretrain --load {target}{start} {_flags(native)} ..."
 
 
-def _check_target(source: Path, target: Path, to_checkpoint: bool) -> None:
+def _check_target(source: Path, target: Path, to: str) -> None:
     """Raise ConfigError for a target in which the result would be mistaken for something else."""
     one = source.resolve()
     other = target.resolve()
@@ -328,7 +331,7 @@ def _check_target(source: Path, target: Path, to_checkpoint: bool) -> None:
         raise ConfigError(
             "TO", target, f"it is {source}, or one is inside the other", "Name another directory"
         )
-    if any(target.glob("iter_*")) and not (to_checkpoint and _is_of_conversions(target)):
+    if any(target.glob("iter_*")) and not _is_of_conversions(target, to):
         reason = "it holds checkpoints, of which a run would load the newest"
         raise ConfigError("TO", target, reason, "Name an empty directory")
 
@@ -347,13 +350,18 @@ def _check_empty(target: Path) -> None:
         raise ConfigError("TO", target, reason, remedy)
 
 
-def _is_of_conversions(target: Path) -> bool:
-    """Whether the checkpoints in a directory are those of earlier conversions, of which one may have
-    been killed.
+def _is_of_conversions(target: Path, to: str) -> bool:
+    """Whether the checkpoints in a directory are those of earlier conversions to a format, of which
+    one may have been killed.
     """
     from ..checkpoint.begun import is_begun
     from ..checkpoint.directory import Iterations, read_manifest
 
+    if to.startswith("megatron"):
+        # of a complete one nothing says that no run wrote it
+        return is_begun(target) and not any(Iterations(target).newest_first())
+    if to != "merak":
+        return False
     complete = [*Iterations(target).newest_first()]
     others = {*target.glob("iter_*")} - {*complete}
     # what a killed one leaves is aside

@@ -9,6 +9,7 @@ def without_a_gpu(monkeypatch) -> None:
     """Replace what megatron-core asks of a GPU; process groups are there."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *_: self)
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.moe import moe_utils
 
@@ -23,6 +24,7 @@ def their_model(config, grid=(1, 1, 1)):
 
     grid: how many ranks there are: tensor-, pipeline- and expert-parallel.
     """
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -77,6 +79,8 @@ def their_model(config, grid=(1, 1, 1)):
         position_embedding_type="learned_absolute" if gpt2 else "rope",
         rotary_base=None if gpt2 else config.rope_parameters["rope_theta"],
         share_embeddings_and_output_weights=config.tie_word_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     ).eval()
 
 
