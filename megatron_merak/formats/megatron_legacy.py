@@ -105,7 +105,6 @@ class _RankSource(RowsSource):
         grid: RankGrid,
         ranks: Mapping[RankPlace, RankFile],
     ):
-        self._path = path
         self._grid = grid
         self._ranks = ranks
         self._experts = table.experts // grid.expert

@@ -97,8 +97,11 @@ def _check_divides(table: MegatronTable, config: Any, grid: RankGrid) -> None:
     if table.num_layers % grid.pipeline:
         reason = f"the model has {table.num_layers} layers"
         raise _does_not_divide("pipeline", grid.pipeline, reason)
-    if grid.expert > 1 and (not table.experts or table.experts % grid.expert):
-        reason = f"the model has {table.experts or 'no'} experts"
+    if grid.expert > 1 and not table.experts:
+        flag = _FLAGS.format("expert")
+        raise ConfigError(flag, grid.expert, "the model has no experts", "Leave it out")
+    if table.experts % grid.expert:
+        reason = f"the model has {table.experts} experts"
         raise _does_not_divide("expert", grid.expert, reason)
 
 

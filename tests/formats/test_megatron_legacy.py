@@ -513,6 +513,37 @@ def test_bad_checkpoints_are_refused_in_one_line(case, written, tmp_path, monkey
     assert not (tmp_path / "out").exists() and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("grid", "experts", "message"),
+    [
+        (
+            (1, 1, 1),
+            2,
+            r"local_experts.2.linear_fc1.weight, which the config's model does not have",
+        ),
+        ((1, 1, 2), 8, r"local_experts.2.linear_fc1.weight is not in it"),
+        ((1, 1, 2), 3, "its experts are on 2 ranks, and the config has 3"),
+    ],
+)
+def test_other_numbers_of_experts_are_refused(grid, experts, message, tmp_path):
+    path = _write(tiny("mixtral"), tmp_path, grid)
+    _configure(path, num_local_experts=experts)
+    with pytest.raises(ConfigError, match=f"num_experts of the config {experts}"):
+        _read(tmp_path)
+    for folder in path.glob("mp_rank_*"):
+        # the shape of a router says the number, too
+        _edit(folder, lambda saved: _reroute(saved, experts))
+    with pytest.raises(CheckpointError, match=message):
+        _read(tmp_path)
+
+
+def _reroute(saved, experts):
+    del saved["args"]
+    for name in saved["model"]:
+        if name.endswith("router.weight"):
+            saved["model"][name] = torch.zeros(experts, 32)
+
+
 def test_pickles_are_read_on_request_only(written, tmp_path, capsys):
     assert _convert(written, tmp_path / "out") == 1
     assert "--allow-pickle" in capsys.readouterr().err
