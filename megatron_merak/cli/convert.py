@@ -4,18 +4,19 @@
                                                         newest checkpoint) or an iter_N directory; opens with
                                                         from_pretrained()
     merak-convert HF_DIRECTORY CHECKPOINT               for --load CHECKPOINT --finetune; prints the command
-    merak-convert MEGATRON CHECKPOINT --config HF --allow-pickle    from Megatron-LM (--ckpt-format torch_dist)
+    merak-convert MEGATRON CHECKPOINT --config HF --allow-pickle    from Megatron-LM (torch_dist, or torch)
     merak-convert CHECKPOINT MEGATRON --to megatron                 to Megatron-LM, for any layout
+    merak-convert CHECKPOINT MEGATRON --to megatron-legacy          to Megatron-LM (torch), for some ranks
     merak-convert FSDP CHECKPOINT --config HF --allow-pickle        from FSDP2, accelerate or torchtitan
     merak-convert CHECKPOINT STORE --to dcp                         to torch.distributed.checkpoint
     merak-convert MODEL TO --adapter LORA               with a LoRA adapter of peft merged into the weights
 
 Every format goes to every other. Weights and AdamW's state are converted, whatever layout saved them; HuggingFace
-directories have weights only. What a directory is, is seen from its files. TO must be empty or absent, or hold a
-conversion that was killed, which is started again with the same command. With --overwrite an earlier conversion in TO
-is replaced once the new one is complete, and other files stay. Needs neither a GPU nor the memory of the model, and no
-network. Flags of Megatron-LM's converter are understood: --loader, --saver, --load-dir, --save-dir and
---target-tensor-parallel-size.
+directories and Megatron-LM's files for each rank have weights only here. What a directory is, is seen from its files.
+TO must be empty or absent, or hold a conversion that was killed, which is started again with the same command. With
+--overwrite an earlier conversion in TO is replaced once the new one is complete, and other files stay. Needs neither a
+GPU nor the memory of the model, and no network. Flags of Megatron-LM's converter are understood: --loader, --saver,
+--load-dir, --save-dir, --saver-transformer-impl, --target-tensor-parallel-size and the other degrees.
 """
 
 import argparse
@@ -33,11 +34,17 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..formats.state import PortableState
 
-FORMATS = ("merak", "hf", "megatron", "dcp")
+FORMATS = ("merak", "hf", "megatron", "megatron-legacy", "dcp")
 
 _SIZE = re.compile(r"[1-9]\d*([KMGT]I?B)?", re.IGNORECASE)
 _SHARDS = "5GB"
 _NAMED = 3  # of what a target holds
+_IMPLEMENTATIONS = ("transformer_engine", "local")
+_RANKS = (
+    "--target-tensor-parallel-size",
+    "--target-pipeline-parallel-size",
+    "--target-expert-parallel-size",
+)
 # of Megatron-LM's converter
 _THEIRS = {
     "mcore": "megatron",
@@ -56,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _understand(options)
-        _check_target(options.source, options.target, options.to == "merak")
+        _check_target(options.source, options.target, options.to)
         if not options.overwrite:
             _check_empty(options.target)
         _convert(options)
@@ -136,7 +143,23 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="ranks that the padded rows must be divisible by; any others load it too [1]",
+        help="tensor-parallel ranks of megatron-legacy; those that the padded rows must be divisible "
+        "by of megatron, which any others load too [1]",
+    )
+    for axis in ("pipeline", "expert"):
+        parser.add_argument(
+            f"--target-{axis}-parallel-size",
+            type=int,
+            default=1,
+            metavar="N",
+            help=f"{axis}-parallel ranks of megatron-legacy; megatron is for any [1]",
+        )
+    parser.add_argument(
+        "--saver-transformer-impl",
+        choices=_IMPLEMENTATIONS,
+        default=_IMPLEMENTATIONS[0],
+        help="--transformer-impl of the run that is to load megatron-legacy, by which norms are "
+        f"called; megatron is for either [{_IMPLEMENTATIONS[0]}]",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an earlier conversion in TO [no]"
@@ -148,8 +171,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--saver", str),
     ):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
-    for name in ("--model-type", "--target-pipeline-parallel-size"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--model-type", help=argparse.SUPPRESS)
     return parser
 
 
@@ -176,12 +198,15 @@ def _understand(options: argparse.Namespace) -> None:
             "is not a size",
             "Give one such as 5GB or 500MB",
         )
-    for flag in ("--make-vocab-size-divisible-by", "--target-tensor-parallel-size"):
+    for flag in ("--make-vocab-size-divisible-by", *_RANKS):
         value = getattr(options, flag[2:].replace("-", "_"))
         if value < 1:
             raise ConfigError(flag, value, "is not positive", "Give 1 or more")
-    if options.format is None:
-        options.format = _format_of(options.source)
+    # their loader takes both formats of theirs
+    if options.format is None or (options.loader and options.format == "megatron"):
+        found = _format_of(options.source, options.ckpt_step)
+        if options.format is None or found == "megatron-legacy":
+            options.format = found
     if options.to is None:
         open_ = options.format == "merak" or options.adapter is not None
         options.to = "hf" if open_ else "merak"
@@ -191,11 +216,11 @@ def _understand(options: argparse.Namespace) -> None:
     _check_flags(options)
 
 
-def _format_of(source: Path) -> str:
+def _format_of(source: Path, iteration: int | None) -> str:
     from ..formats.adapters import CONFIG
     from ..formats.dcp import is_dcp
     from ..formats.hf import is_hf
-    from ..formats.megatron import is_megatron
+    from ..formats.megatron_directory import chosen_megatron, has_rank_files, is_megatron
 
     if not source.is_dir():
         reason = "it is not a directory"
@@ -204,7 +229,8 @@ def _format_of(source: Path) -> str:
         remedy = f"Name the model that it was trained on, and it by --adapter {source}"
         raise CheckpointError("FROM", source, "it is an adapter, not a model", remedy)
     if is_megatron(source):
-        return "megatron"
+        older = has_rank_files(chosen_megatron(source, iteration))
+        return "megatron-legacy" if older else "megatron"
     if is_dcp(source):
         return "dcp"
     return "hf" if is_hf(source) else "merak"
@@ -212,11 +238,12 @@ def _format_of(source: Path) -> str:
 
 def _check_flags(options: argparse.Namespace) -> None:
     """Raise ConfigError for a flag that the formats have no use for."""
+    several = ("merak", "megatron", "megatron-legacy")
     only = (
-        ("--ckpt-step", None, options.format in ("merak", "megatron"), "FROM has one state only"),
+        ("--ckpt-step", None, options.format in several, "FROM has one state only"),
         ("--tokenizer", None, options.to == "hf", "only HuggingFace directories have one"),
         ("--max-shard-size", _SHARDS, options.to == "hf", "only HuggingFace directories have them"),
-        ("--config", None, options.format in ("megatron", "dcp"), "FROM has its own"),
+        ("--config", None, options.format not in ("merak", "hf"), "FROM has its own"),
     )
     for flag, default, fits, reason in only:
         value = getattr(options, flag[2:].replace("-", "_"))
@@ -241,8 +268,10 @@ def _convert(options: argparse.Namespace) -> None:
         written, note = _write(state, options, tokenizer)
     steps = state.optimizer_steps
     optimizer = f", AdamW's state of {steps:,} steps" if state.has_optimizer else ""
-    if state.has_optimizer and options.to == "hf":
+    if options.to == "hf":
         optimizer = ""
+    elif optimizer and options.to == "megatron-legacy":
+        optimizer += " left out: files for each rank have weights only"
     merged = "" if options.adapter is None else f", with {options.adapter} merged into them"
     print(f"{source} -> {written}: {_told(state)}{merged}{optimizer}")
     if note:
@@ -252,7 +281,9 @@ def _convert(options: argparse.Namespace) -> None:
 def _read(options: argparse.Namespace) -> tuple["PortableState", Path]:
     from ..formats.dcp import read_dcp
     from ..formats.hf import read_hf
-    from ..formats.megatron import chosen_megatron, read_megatron
+    from ..formats.megatron import read_megatron
+    from ..formats.megatron_directory import chosen_megatron
+    from ..formats.megatron_legacy import read_megatron_legacy
     from ..formats.merak import read_merak
 
     optimizer = options.to != "hf" and not options.no_load_optim and options.adapter is None
@@ -265,6 +296,9 @@ def _read(options: argparse.Namespace) -> tuple["PortableState", Path]:
         state = read_dcp(source, options.config, options.allow_pickle, print, optimizer)
         return state, source
     path = chosen_megatron(source, options.ckpt_step)
+    if options.format == "megatron-legacy":
+        allow = options.allow_pickle
+        return read_megatron_legacy(path, options.config, allow, print, optimizer=optimizer), path
     return read_megatron(path, options.config, options.allow_pickle, optimizer), path
 
 
@@ -273,6 +307,8 @@ def _write(state: "PortableState", options: argparse.Namespace, tokenizer: Any) 
     from ..formats.dcp import write_dcp_state
     from ..formats.hf import write_hf
     from ..formats.megatron import write_megatron
+    from ..formats.megatron_legacy_writing import RankFormat, write_megatron_legacy
+    from ..formats.megatron_ranks import RankGrid
     from ..formats.merak import write_merak
 
     target = options.target
@@ -287,6 +323,15 @@ def _write(state: "PortableState", options: argparse.Namespace, tokenizer: Any) 
     if options.to == "megatron":
         divisor = options.make_vocab_size_divisible_by * options.target_tensor_parallel_size
         return write_megatron(state, target, divisor), ""
+    if options.to == "megatron-legacy":
+        grid = RankGrid(
+            options.target_tensor_parallel_size,
+            options.target_pipeline_parallel_size,
+            options.target_expert_parallel_size,
+        )
+        fused = options.saver_transformer_impl == _IMPLEMENTATIONS[0]
+        ranks = RankFormat(grid, options.make_vocab_size_divisible_by, fused)
+        return write_megatron_legacy(state, target, ranks), ""
     path, native = write_merak(state, target, print)
     _remove_others(target, path)
     start = "" if state.has_optimizer else " --finetune"
@@ -296,7 +341,7 @@ def _write(state: "PortableState", options: argparse.Namespace, tokenizer: Any) 
     return path, f"merak-pretrain --load {target}{start} {_flags(native)} ..."
 
 
-def _check_target(source: Path, target: Path, to_checkpoint: bool) -> None:
+def _check_target(source: Path, target: Path, to: str) -> None:
     """Raise ConfigError for a target in which the result would be mistaken for something else."""
     one = source.resolve()
     other = target.resolve()
@@ -304,7 +349,7 @@ def _check_target(source: Path, target: Path, to_checkpoint: bool) -> None:
         raise ConfigError(
             "TO", target, f"it is {source}, or one is inside the other", "Name another directory"
         )
-    if any(target.glob("iter_*")) and not (to_checkpoint and _is_of_conversions(target)):
+    if any(target.glob("iter_*")) and not _is_of_conversions(target, to):
         reason = "it holds checkpoints, of which a run would load the newest"
         raise ConfigError("TO", target, reason, "Name an empty directory")
 
@@ -323,13 +368,18 @@ def _check_empty(target: Path) -> None:
         raise ConfigError("TO", target, reason, remedy)
 
 
-def _is_of_conversions(target: Path) -> bool:
-    """Whether the checkpoints in a directory are those of earlier conversions, of which one may have
-    been killed.
+def _is_of_conversions(target: Path, to: str) -> bool:
+    """Whether the checkpoints in a directory are those of earlier conversions to a format, of which
+    one may have been killed.
     """
     from ..checkpoint.begun import is_begun
     from ..checkpoint.directory import Iterations, read_manifest
 
+    if to.startswith("megatron"):
+        # of a complete one nothing says that no run wrote it
+        return is_begun(target) and not any(Iterations(target).newest_first())
+    if to != "merak":
+        return False
     complete = [*Iterations(target).newest_first()]
     others = {*target.glob("iter_*")} - {*complete}
     # what a killed one leaves is aside

@@ -1,6 +1,5 @@
 """Megatron-LM's distributed checkpoints (--ckpt-format torch_dist), in and out, for any layout.
 
-    DIR/latest_checkpointed_iteration.txt      the number of an iteration, or "release"
     DIR/iter_0000100/, DIR/release/            one checkpoint
         .metadata, __R_N.distcp                a store of torch.distributed.checkpoint with whole tensors
         common.pt                              what is no tensor
@@ -12,33 +11,26 @@ Layers that are alike share one tensor, whose first dimension is the layer, and 
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint.files import complete_or_absent, disk_errors
+from ..checkpoint.files import complete_or_absent
 from ..checkpoint.hf import Source
-from ..checkpoint.shard import Intervals
-from ..durable import rename
 from ..errors import CheckpointError, DamagedError
 from .dcp_files import DcpFiles, DcpTensor, StoredChunk, write_dcp
 from .megatron_args import check_arguments, common_state, optimizer_steps
-from .megatron_names import LAYERS, MegatronTable, MegatronTensor, Rows
+from .megatron_directory import FORMAT, chosen_megatron, has_rank_files, replaced_checkpoint
+from .megatron_names import LAYERS, MegatronTable, MegatronTensor
+from .megatron_rows import RowsSource, rows_of
 from .model import CONFIG, config_beside, empty_model, shapes_of
 from .pickles import REMEDY, read_torch, unpickling
 from .state import MASTER, MOMENTS, WEIGHTS, PortableState, check_whole
 
-_SAVE_REMEDY = "Check the output directory, its permissions and its free space"
-TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
-FORMAT = "metadata.json"
 
-# of the older format
-_LEGACY = "mp_rank_*"
-_LEGACY_FILE = "model_optim_rng.pt"
 _OPTIMIZER = "optimizer.state."
 _CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.)")
 _KINDS = {**{name: name for name in MOMENTS}, MASTER: "fp32_param"}
@@ -47,12 +39,11 @@ _EXTRA = "_extra_state"
 _OF_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
 
 
-class MegatronSource(Source):
+class MegatronSource(RowsSource):
     """Tensors of a store under HuggingFace's names.
 
     files:  the store.
     table:  what its tensors consist of.
-    dtypes: of the tensors, by HuggingFace's names.
     kind:   what stands before Megatron's names: "" or "optimizer.state.exp_avg." ...; of optimizers
             that are chained, each has its number before that.
 
@@ -61,28 +52,12 @@ class MegatronSource(Source):
 
     def __init__(self, files: DcpFiles, table: MegatronTable, kind: str = ""):
         self._files = files
-        self._table = table
         names = {_CHAINED.sub("", name): name for name in files.tensors}
-        self._places = {}
-        for tensor in table.tensors:
-            self._places[tensor] = _place(files, names, tensor, table, kind=kind)
+        self._places = {
+            tensor: _place(files, names, tensor, table, kind=kind) for tensor in table.tensors
+        }
         self._last: tuple[tuple[str, int | None], torch.Tensor] | None = None
-        self._tensors = {}
-        for name, parts in table.by_name.items():
-            stored = self._places[parts[0][0]][0]
-            shape = table.shapes[name]
-            dtype = files.tensors[stored].dtype
-            self._tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
-
-    def read(self, name: str, dim: int | None = None, intervals: Intervals = ()) -> torch.Tensor:
-        """See `Source.read`; reads all of the tensor's layer."""
-        result = torch.empty(self.shape(name), dtype=self.dtype(name))
-        for tensor, at, rows in self._table.by_name[name]:
-            values = self._piece(tensor)[at : at + rows.stop - rows.start]
-            put_rows(result, rows, values)
-        if dim is None:
-            return result
-        return torch.cat([result.narrow(dim, a, b - a) for a, b in intervals], dim)
+        super().__init__(table, lambda tensor: files.tensors[self._places[tensor][0]].dtype)
 
     @property
     def stored(self) -> frozenset[str]:
@@ -97,7 +72,7 @@ class MegatronSource(Source):
         self._last = None
         self._files.close()
 
-    def _piece(self, tensor: MegatronTensor) -> torch.Tensor:
+    def _whole(self, tensor: MegatronTensor) -> torch.Tensor:
         stored, layer, expert = self._places[tensor]
         if self._last is None or self._last[0] != (stored, layer):
             values = (
@@ -108,76 +83,6 @@ class MegatronSource(Source):
             self._last = ((stored, layer), values)
         values = self._last[1]
         return values if expert is None else values[expert]
-
-
-def put_rows(result: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
-    """Copy rows of one of Megatron's tensors to where they are in HuggingFace's."""
-    target = result if rows.expert is None else result[rows.expert]
-    if rows.transposed:
-        target[:, rows.start : rows.stop] = values.T
-    else:
-        target[rows.start : rows.stop] = values
-
-
-def rows_of(source: Source, tensor: MegatronTensor) -> torch.Tensor:
-    """Return one of Megatron's tensors, padded, from HuggingFace's."""
-    parts = []
-    for rows in tensor.rows:
-        if rows.expert is not None:
-            values = source.read(rows.name, 0, ((rows.expert, rows.expert + 1),))[0]
-            parts.append(values[rows.start : rows.stop])
-        elif rows.transposed:
-            parts.append(source.read(rows.name, 1, ((rows.start, rows.stop),)).T)
-        else:
-            parts.append(source.read(rows.name, 0, ((rows.start, rows.stop),)))
-    missing = tensor.shape[0] - sum(len(part) for part in parts)
-    if missing:
-        parts.append(parts[0].new_zeros(missing, *tensor.shape[1:]))
-    return torch.cat(parts)
-
-
-def is_megatron(directory: Path) -> bool:
-    """Whether a directory has checkpoints of Megatron-LM, or is one."""
-    inside = ("", "iter_*/", "release/")
-    files = (FORMAT, f"{_LEGACY}/{_LEGACY_FILE}")
-    return any(any(directory.glob(each + file)) for each in inside for file in files)
-
-
-def chosen_megatron(directory: Path, iteration: int | None) -> Path:
-    """Return the directory of one checkpoint: ``directory`` itself, that of ``iteration``, or the
-    one that the tracker names.
-
-    Raises CheckpointError if there is none.
-    """
-    if (directory / FORMAT).is_file():
-        return directory
-    name = _tracked(directory) if iteration is None else f"iter_{iteration:07d}"
-    path = directory / name
-    if any(path.glob(f"{_LEGACY}/{_LEGACY_FILE}")):
-        reason = "it has a file for each rank, which is not read"
-        remedy = "Save it with --ckpt-format torch_dist, or with --ckpt-convert-format torch_dist"
-        raise CheckpointError("checkpoint", path, reason, remedy)
-    if not (path / FORMAT).is_file():
-        others = sorted(each.parent.name for each in directory.glob(f"*/{FORMAT}"))
-        reason = f"{name} is not complete; {', '.join(others) or 'none'} is"
-        raise CheckpointError("checkpoint directory", directory, reason, "Choose by --ckpt-step")
-    return path
-
-
-def _tracked(directory: Path) -> str:
-    """Return the name of the checkpoint that the tracker names. Raises CheckpointError."""
-    path = directory / TRACKER
-    if any(directory.glob(f"{_LEGACY}/{_LEGACY_FILE}")):
-        return "."
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        reason = f"it does not say which checkpoint is the newest ({error})"
-        raise CheckpointError("file", path, reason, "Choose one by --ckpt-step") from error
-    if text != "release" and not text.isdecimal():
-        reason = f"it says {text!r:.40}, which is no iteration"
-        raise CheckpointError("file", path, reason, "Choose one by --ckpt-step")
-    return text if text == "release" else f"iter_{int(text):07d}"
 
 
 def read_megatron(
@@ -197,6 +102,9 @@ def read_megatron(
     so that it cannot be read for any layout.
     """
     path = chosen_megatron(directory, None)
+    if has_rank_files(path):
+        reason = "it has a file for each rank"
+        raise CheckpointError("checkpoint", path, reason, "Read it with --from megatron-legacy")
     _check_format(path)
     described = config_beside(path, config)
     model: Any = empty_model(described)
@@ -246,8 +154,6 @@ def write_megatron(state: PortableState, directory: Path, divisor: int = 128) ->
     """
     model: Any = empty_model(state.config)
     table = MegatronTable(model.config, shapes_of(model), divisor)
-    name = f"iter_{state.iteration:07d}" if state.iteration else "release"
-    path = directory / name
     tensors: dict[str, DcpTensor] = {}
     pieces: dict[tuple[str, tuple[int, ...]], tuple[Source, MegatronTensor]] = {}
     for kind, source in state.kinds.items():
@@ -259,12 +165,7 @@ def write_megatron(state: PortableState, directory: Path, divisor: int = 128) ->
         source, tensor = pieces[name, chunk.offsets]
         return rows_of(source, tensor).view(chunk.shape)
 
-    fresh = directory / f"{name}.new"
-    old = directory / f"{name}.old"
-    with disk_errors(path, _SAVE_REMEDY):
-        for left in (fresh, old):
-            if left.exists():
-                shutil.rmtree(left)
+    with replaced_checkpoint(directory, state.iteration) as (fresh, path):
         write_dcp(fresh, tensors, values, _extra_states(table))
         with complete_or_absent(fresh / COMMON) as file:
             torch.save(common_state(model.config, table, state), file)
@@ -272,13 +173,6 @@ def write_megatron(state: PortableState, directory: Path, divisor: int = 128) ->
             file.write(json.dumps(dict(state.config), indent=2).encode() + b"\n")
         with complete_or_absent(fresh / FORMAT) as file:
             file.write(json.dumps(_FORMAT).encode())
-        if path.exists():
-            rename(path, old)
-        rename(fresh, path)
-        if old.exists():
-            shutil.rmtree(old)
-        with complete_or_absent(directory / TRACKER) as file:
-            file.write((str(state.iteration) if state.iteration else "release").encode())
     return path
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .megatron_names import MegatronTable
+from .megatron_ranks import RankGrid
 from .state import PortableState
 
 VERSION = 3.0  # of checkpoints whose queries, keys and values are in the order of today
@@ -16,22 +17,29 @@ _SCHEDULE = (
 ).split()
 
 
-def arguments(config: Any, table: MegatronTable, state: PortableState) -> Namespace:
+def arguments(
+    config: Any,
+    table: MegatronTable,
+    state: PortableState,
+    grid: RankGrid | None = None,
+) -> Namespace:
     """Return the arguments of a run that would have written ``state``.
 
     config: the model's config of transformers.
+    grid:   the ranks that have files of their own; None for a distributed checkpoint.
     """
+    ranks = grid or RankGrid()
     return Namespace(
         **_model_arguments(config, table),
         iteration=state.iteration,
         consumed_train_samples=state.consumed_samples,
         consumed_valid_samples=0,
         skipped_train_samples=0,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        expert_model_parallel_size=1,
+        tensor_model_parallel_size=ranks.tensor,
+        pipeline_model_parallel_size=ranks.pipeline,
+        expert_model_parallel_size=ranks.expert,
         context_parallel_size=1,
-        ckpt_format="torch_dist",
+        ckpt_format="torch_dist" if grid is None else "torch",
     )
 
 

@@ -6,6 +6,7 @@ by its name.
 """
 
 import argparse
+import codecs
 import collections
 import io
 import pickle
@@ -61,16 +62,24 @@ _ALLOWED: Mapping[tuple[str, str], Any] = MappingProxyType(
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("collections", "defaultdict"): collections.defaultdict,
         ("_io", "BytesIO"): io.BytesIO,
+        # what bytes are made of in an old protocol
+        ("_codecs", "encode"): codecs.encode,
         ("argparse", "Namespace"): argparse.Namespace,
         ("pathlib", "PosixPath"): PosixPath,
         ("pathlib", "PurePosixPath"): PurePosixPath,
+        ("pathlib._local", "PosixPath"): PosixPath,
         **{("builtins", each.__name__): each for each in _BUILTINS},
     }
 )
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+class PlainUnpickler(pickle.Unpickler):
+    """Reads a pickle of tensors and plain settings. Raises `pickle.UnpicklingError` for other
+    names."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        # how pickles of torch.save, which have an old protocol, call it
+        module = "builtins" if module == "__builtin__" else module
         found = _ALLOWED.get((module, name))
         if found is not None:
             return found
@@ -86,12 +95,12 @@ class _RefusedError(pickle.UnpicklingError):
 # what torch.load takes for a module
 _MODULE = SimpleNamespace(
     __name__="pickle",
-    Unpickler=_Unpickler,
-    load=lambda file, **_: _Unpickler(file).load(),
+    Unpickler=PlainUnpickler,
+    load=lambda file, **_: PlainUnpickler(file).load(),
 )
 
 
-def read_torch(file: BinaryIO | Path, mmap: bool = False) -> Any:
+def read_torch(file: BinaryIO | Path) -> Any:
     """Return what ``torch.save`` wrote, on the CPU. Raises `pickle.UnpicklingError`, and others
     for damage."""
     return torch.load(
@@ -99,7 +108,6 @@ def read_torch(file: BinaryIO | Path, mmap: bool = False) -> Any:
         map_location="cpu",
         pickle_module=_MODULE,
         weights_only=False,
-        mmap=mmap,
     )
 
 

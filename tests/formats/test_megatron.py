@@ -1,109 +1,22 @@
 """Distributed checkpoints of Megatron-LM, beside megatron-core itself."""
 
 import argparse
-import contextlib
 import json
 import os
 import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_merak.errors import CheckpointError, ConfigError
 from megatron_merak.formats.dcp_files import METADATA, DcpFiles, DcpTensor, StoredChunk, write_dcp
-from megatron_merak.formats.megatron import COMMON, FORMAT, TRACKER, read_megatron, write_megatron
+from megatron_merak.formats.megatron import COMMON, read_megatron, write_megatron
+from megatron_merak.formats.megatron_directory import FORMAT, TRACKER
 
+from .megatron_core import logits, their_model
 from .models import FAMILIES, assert_equal, state_of, tiny
 
 DIVISOR = 16  # 90 rows of the vocabulary become 96
-
-
-@pytest.fixture
-def core(tmp_path, monkeypatch):
-    """megatron-core in one process without a GPU."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    store = f"file://{tmp_path}/rendezvous"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from megatron.core.transformer.moe import moe_utils
-
-    # it asks whether this is None, and does not define it without Transformer Engine
-    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
-    # dropout is 0, and there is no generator of a GPU to fork
-    monkeypatch.setattr(get_cuda_rng_tracker(), "fork", lambda *_: contextlib.nullcontext())
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-def their_model(config, pad: bool = True):
-    """megatron-core's own model of a config of transformers."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-    gpt2 = config.model_type == "gpt2"
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    heads = config.num_attention_heads
-    norm = "LayerNorm" if gpt2 else "RMSNorm"
-    qk_norm = config.model_type.startswith("qwen3")
-    settings = TransformerConfig(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=getattr(config, "num_key_value_heads", heads),
-        kv_channels=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        ffn_hidden_size=config.n_inner if gpt2 else config.intermediate_size,
-        moe_ffn_hidden_size=getattr(config, "moe_intermediate_size", None)
-        or config.intermediate_size
-        if experts
-        else None,
-        num_moe_experts=experts,
-        moe_router_topk=getattr(config, "num_experts_per_tok", 2),
-        moe_router_load_balancing_type="none",
-        moe_router_pre_softmax=False,
-        gated_linear_unit=not gpt2,
-        activation_func=torch.nn.functional.silu if not gpt2 else _gelu,
-        add_bias_linear=gpt2,
-        add_qkv_bias=config.model_type == "qwen2",
-        normalization=norm,
-        layernorm_epsilon=config.layer_norm_epsilon if gpt2 else config.rms_norm_eps,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        perform_initialization=True,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-    )
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm, normalization=norm
-    )
-    return GPTModel(
-        settings,
-        spec,
-        vocab_size=96,
-        max_sequence_length=64,
-        position_embedding_type="learned_absolute" if gpt2 else "rope",
-        rotary_base=None if gpt2 else config.rope_parameters["rope_theta"],
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
-    ).eval()
-
-
-def _gelu(values):
-    return torch.nn.functional.gelu(values, approximate="tanh")
-
-
-def _logits(model, tokens):
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    length = tokens.shape[1]
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    return model(tokens, positions, mask)[..., :90]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -119,7 +32,7 @@ def test_megatron_core_loads_what_is_written_and_computes_the_same(family, tmp_p
     tokens = torch.arange(24).view(2, 12) * 3 % 90
     with torch.no_grad():
         want = ours(tokens).logits
-        got = _logits(theirs, tokens)
+        got = logits(theirs, tokens)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert_equal(read_megatron(tmp_path / "out", None, True), state_of(ours))
 
@@ -142,7 +55,7 @@ def test_what_megatron_core_saves_is_read(family, tmp_path, core):
         for name, parameter in ours.named_parameters():
             parameter.copy_(state.kinds["model"].read(name))
         torch.testing.assert_close(
-            ours(tokens).logits, _logits(theirs, tokens), rtol=1e-4, atol=1e-4
+            ours(tokens).logits, logits(theirs, tokens), rtol=1e-4, atol=1e-4
         )
 
 
@@ -220,7 +133,7 @@ def _stepped(config, steps):
     MegatronOptimizer.__init__(optimizer, inner, settings, init)
     tokens = torch.arange(24).view(2, 12) % 90
     for _ in range(steps):
-        _logits(model, tokens).square().mean().backward()
+        logits(model, tokens).square().mean().backward()
         inner.step()
         inner.zero_grad()
     return model, optimizer

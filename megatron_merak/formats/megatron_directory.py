@@ -1,0 +1,100 @@
+"""Directories of Megatron-LM's checkpoints: which one is chosen, and how one is replaced.
+
+DIR/latest_checkpointed_iteration.txt      the number of an iteration, or "release"
+DIR/iter_0000100/, DIR/release/            one checkpoint: with metadata.json in the distributed
+                                           format, with mp_rank_*/ in the older one
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..checkpoint.files import complete_or_absent, disk_errors
+from ..durable import make_directory, rename, sync_folders
+from ..errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+FORMAT = "metadata.json"
+RANK_FILE = "model_optim_rng.pt"
+RANKS = "mp_rank_*"
+
+_RELEASE = "release"
+_PLACES = ("", "iter_*/", f"{_RELEASE}/")
+_REMEDY = "Check the output directory, its permissions and its free space"
+
+
+def is_megatron(directory: Path) -> bool:
+    """Whether a directory has checkpoints of Megatron-LM in either format, or is one."""
+    files = (FORMAT, f"{RANKS}/{RANK_FILE}")
+    return any(any(directory.glob(each + file)) for each in _PLACES for file in files)
+
+
+def has_rank_files(path: Path) -> bool:
+    """Whether the directory of one checkpoint is in the older format."""
+    return not (path / FORMAT).is_file() and any(path.glob(f"{RANKS}/{RANK_FILE}"))
+
+
+def chosen_megatron(directory: Path, iteration: int | None) -> Path:
+    """Return the directory of one checkpoint: ``directory`` itself, that of ``iteration``, or the
+    one that the tracker names.
+
+    Raises CheckpointError if there is none.
+    """
+    if _is_checkpoint(directory):
+        return directory
+    name = _tracked(directory) if iteration is None else f"iter_{iteration:07d}"
+    path = directory / name
+    if not _is_checkpoint(path):
+        every = [each for place in _PLACES[1:] for each in directory.glob(place)]
+        others = sorted(each.name for each in every if not each.suffix and _is_checkpoint(each))
+        reason = f"{name} is not complete; {', '.join(others) or 'none'} is"
+        raise CheckpointError("checkpoint directory", directory, reason, "Choose by --ckpt-step")
+    return path
+
+
+@contextmanager
+def replaced_checkpoint(directory: Path, iteration: int) -> Iterator[tuple[Path, Path]]:
+    """Yield where the body writes a checkpoint, and where it is once the body ends, when the tracker
+    names it. One of the same name there is replaced then.
+
+    iteration: 0 for weights without a run.
+
+    Raises CheckpointError for what the disk refuses.
+    """
+    name = f"iter_{iteration:07d}" if iteration else _RELEASE
+    path = directory / name
+    fresh = directory / f"{name}.new"
+    old = directory / f"{name}.old"
+    with disk_errors(path, _REMEDY):
+        for left in (fresh, old):
+            if left.exists():
+                shutil.rmtree(left)
+        make_directory(fresh)
+        yield fresh, path
+        sync_folders(fresh)
+        if path.exists():
+            rename(path, old)
+        rename(fresh, path)
+        if old.exists():
+            shutil.rmtree(old)
+        with complete_or_absent(directory / TRACKER) as file:
+            file.write((str(iteration) if iteration else _RELEASE).encode())
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / FORMAT).is_file() or has_rank_files(path)
+
+
+def _tracked(directory: Path) -> str:
+    """Return the name of the checkpoint that the tracker names. Raises CheckpointError."""
+    path = directory / TRACKER
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        reason = f"it does not say which checkpoint is the newest ({error})"
+        raise CheckpointError("file", path, reason, "Choose one by --ckpt-step") from error
+    if text != _RELEASE and not text.isdecimal():
+        reason = f"it says {text!r:.40}, which is no iteration"
+        raise CheckpointError("file", path, reason, "Choose one by --ckpt-step")
+    return text if text == _RELEASE else f"iter_{int(text):07d}"
