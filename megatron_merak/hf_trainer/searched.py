@@ -80,8 +80,8 @@ def choose(
     settings = replace(choice, mb=choice.mb * unit)
     if whole.accepts_num_items and not adds_up and args.gradient_accumulation_steps != before:
         notes.append(
-            "The model takes num_items_in_batch, and its loss is not a sum that is divided by it: as "
-            f"with transformers, it is that of {args.gradient_accumulation_steps} micro-batches, not "
+            "The loss gets num_items_in_batch, and is not a sum that is divided by it: as with "
+            f"transformers, it is that of {args.gradient_accumulation_steps} micro-batches, not "
             f"of {before}."
         )
     return [f"{NAME} {text} chose {settings}.", *notes]
