@@ -376,8 +376,10 @@ def _is_of_conversions(target: Path, to: str) -> bool:
     from ..checkpoint.directory import Iterations, read_manifest
 
     if to.startswith("megatron"):
-        # of a complete one nothing says that no run wrote it
-        return is_begun(target) and not any(Iterations(target).newest_first())
+        # what a run of Megatron-LM writes has no config.json
+        found = [path for path in target.glob("iter_*") if not path.suffix]
+        ours = is_begun(target) or all((path / "config.json").is_file() for path in found)
+        return ours and not any(Iterations(target).newest_first())
     if to != "merak":
         return False
     complete = [*Iterations(target).newest_first()]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .door import command
+from .foreign import foreign
 from .words import described
 
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
     directories = parser.parse_args(arguments).directories
-    from ..checkpoint.found import check_directory
+    from ..checkpoint.found import DIRECTORY, check_directory
 
     count = 0
     absent: list[CheckpointError] = []
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except CheckpointError as error:
             absent.append(error)
             continue
+        before = (count, len(faults))
         try:
             for path in checkpoints(directory, faults):
                 count += 1
@@ -76,6 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     faults.append(error)
         except CheckpointError as error:
             faults.append(error)
+        other = foreign(directory, DIRECTORY) if count == before[0] else None
+        if other is not None:
+            # its directories have our names, and are no damaged ones of ours
+            del faults[before[1] :]
+            absent.append(other)
     for fault in faults:
         print(f"damaged: {fault}")
     for mistake in absent:

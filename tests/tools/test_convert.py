@@ -289,6 +289,21 @@ def test_a_failed_conversion_leaves_no_mark_where_an_earlier_one_is(tmp_path):
     assert os.listdir(torn) == ["half"]
 
 
+@pytest.mark.parametrize("kind", ["megatron", "megatron-legacy"])
+def test_a_conversion_to_megatron_is_replaced_and_a_run_of_it_is_not(kind, tmp_path, tool, capsys):
+    huggingface("llama").save_pretrained(tmp_path / "hf")
+    target = tmp_path / "theirs"
+    words = [str(tmp_path / "hf"), str(target), "--to", kind]
+    assert tool.main(words) == 0
+    (target / "release").rename(target / "iter_0000003")
+    assert tool.main(words) == 1
+    assert tool.main([*words, "--overwrite"]) == 0
+    assert (target / "latest_checkpointed_iteration.txt").read_text() == "release"
+    (target / "iter_0000003" / "config.json").unlink()
+    assert tool.main([*words, "--overwrite"]) == 1
+    assert "it holds checkpoints" in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_a_run_is_not_replaced(tmp_path, tool, capsys):
     huggingface("llama").save_pretrained(tmp_path / "hf")
     assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0

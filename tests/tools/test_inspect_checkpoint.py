@@ -301,6 +301,8 @@ def _make(root):
     (root / "file").touch()
     (root / "hf").mkdir()
     (root / "hf" / "config.json").write_text("{}")
+    (root / "megatron" / "iter_0000003").mkdir(parents=True)
+    (root / "megatron" / "iter_0000003" / "metadata.json").write_text("{}")
     path = _save(root / "run", 4, {"model": {"x": torch.ones(1)}})
     (root / "run" / "iter_0000009").mkdir()
     torn = _save(root / "torn", 4, {"model": {"x": torch.ones(1)}})
@@ -323,6 +325,11 @@ REFUSED = {
         ["hf"],
         "DIRECTORY hf: it is a HuggingFace directory, and has no checkpoint of megatron_merak. "
         "Open it with from_pretrained(), or convert it with merak-convert first.",
+    ),
+    "Megatron-LM": (
+        ["megatron"],
+        "DIRECTORY megatron: it is Megatron-LM's. Convert it with merak-convert first, which also finds "
+        "what is damaged.",
     ),
     "weights alone": (
         ["checkpoint-5"],

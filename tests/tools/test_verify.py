@@ -1,5 +1,6 @@
 """tools/verify.py on both kinds of checkpoints."""
 
+import pytest
 import torch
 
 from megatron_merak.checkpoint import store, unit
@@ -92,3 +93,21 @@ def test_what_has_no_checkpoint_is_told(tmp_path, tool, capsys):
     assert told.count(": undamaged") == 4 and told.endswith(absent)
     assert tool.main([str(tmp_path / "run" / "checkpoint-7")]) == 1
     assert "checkpoint-7: there is no such directory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("release/metadata.json", "it is Megatron-LM's. Convert it with merak-convert"),
+        ("iter_0000002/mp_rank_00/model_optim_rng.pt", "it is Megatron-LM's"),
+        (".metadata", "it is torch.distributed.checkpoint's"),
+        ("config.json", "There is no checkpoint."),
+    ],
+)
+def test_checkpoints_of_other_programs_are_told(file, told, tmp_path, tool, capsys):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+    assert tool.main([str(tmp_path)]) == 1
+    output = capsys.readouterr().out
+    assert told in output and output.count("\n") == 1
