@@ -10,7 +10,7 @@ from types import MappingProxyType
 from ..errors import ConfigError
 from .shell_left import Left, Marks, Unknown
 from .shell_run import Shell
-from .shell_state import TABLE, State, Variable
+from .shell_state import TABLE, ShellState, Variable
 from .shell_values import Told, is_unknown
 from .shell_words import MARK
 
@@ -106,7 +106,7 @@ def find(
         name: Variable({} if value is None else {"0": value}, exported=value is not None)
         for name, value in given.items()
     }
-    state = State(variables, arguments=None if arguments is None else tuple(arguments))
+    state = ShellState(variables, arguments=None if arguments is None else tuple(arguments))
     script = _Script(0, Marks(), Told(), state)
     script.follow(text)
     return script.told_of()
@@ -115,7 +115,7 @@ def find(
 class _Script(Shell):
     """A script, or what one starts with bash -c."""
 
-    def __init__(self, level: int, marks: Marks, told: Told, state: State) -> None:
+    def __init__(self, level: int, marks: Marks, told: Told, state: ShellState) -> None:
         super().__init__(level, marks, told, state)
         self.launches: list[Launch] = []
         self._first = dict(state.variables)
@@ -152,7 +152,7 @@ class _Script(Shell):
         arguments: Sequence[str],
     ) -> None:
         """Follow the argument of a shell."""
-        state = State(self._passed(before), arguments=tuple(arguments[1:]))
+        state = ShellState(self._passed(before), arguments=tuple(arguments[1:]))
         state.functions = {**self.state.functions}
         inner = _Script(self.level + 1, self.marks, self.told, state)
         try:

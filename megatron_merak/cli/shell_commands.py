@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from .shell_words import Operator, Reader, Redirect, Token, Word, broken
+from .shell_words import Reader, Redirect, Separator, Token, Word, broken
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Simple:
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class ArithmeticCommand:
     """(( text ))."""
 
     line: int
@@ -41,7 +41,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Chain:
+class AndOr:
     """Pipelines between && and ||. background: it ends in &."""
 
     line: int
@@ -51,11 +51,11 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Group:
+class CommandList:
     """Chains, one after the other. shell: a shell of their own runs them."""
 
     line: int
-    chains: tuple[Chain, ...]
+    chains: tuple[AndOr, ...]
     shell: bool = False
 
 
@@ -64,8 +64,8 @@ class If:
     """(condition, then) of each branch, and else."""
 
     line: int
-    branches: tuple[tuple[Group, Group], ...]
-    otherwise: Group | None
+    branches: tuple[tuple[CommandList, CommandList], ...]
+    otherwise: CommandList | None
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class While:
     """A loop. until: its condition ends it."""
 
     line: int
-    condition: Group
-    body: Group
+    condition: CommandList
+    body: CommandList
     until: bool = False
 
 
@@ -85,7 +85,7 @@ class For:
     line: int
     name: str
     words: tuple[Word, ...] | None
-    body: Group
+    body: CommandList
     asks: bool = False
 
 
@@ -95,16 +95,16 @@ class Count:
 
     line: int
     texts: tuple[str, str, str]
-    body: Group
+    body: CommandList
 
 
 @dataclass(frozen=True)
-class Case:
+class CaseCommand:
     """(patterns, commands, how they end) of each part."""
 
     line: int
     word: Word
-    parts: tuple[tuple[tuple[Word, ...], Group, str], ...]
+    parts: tuple[tuple[tuple[Word, ...], CommandList, str], ...]
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,23 @@ class Function:
     body: "Command"
 
 
-Command = Simple | Arithmetic | Test | Group | If | While | For | Count | Case | Function
+Command = (
+    Simple
+    | ArithmeticCommand
+    | Test
+    | CommandList
+    | If
+    | While
+    | For
+    | Count
+    | CaseCommand
+    | Function
+)
 
 _CLOSES = ("then", "do", "done", "fi", "elif", "else", "esac", "}")
 
 
-def parsed(text: str, line: int = 1) -> Group:
+def parsed(text: str, line: int = 1) -> CommandList:
     """Return the commands of a script. Raises ConfigError for what is none.
 
     text: the script.
@@ -150,7 +161,7 @@ class _Parser:
             return "its end"
         if isinstance(self.token, Word):
             return self.token.plain
-        operator = self.token.text if isinstance(self.token, Operator) else self.token.operator
+        operator = self.token.text if isinstance(self.token, Separator) else self.token.operator
         return "the end of the line" if operator == "\n" else operator
 
     @property
@@ -159,7 +170,7 @@ class _Parser:
 
     @property
     def operator(self) -> str:
-        return self.token.text if isinstance(self.token, Operator) else ""
+        return self.token.text if isinstance(self.token, Separator) else ""
 
     def _next(self) -> None:
         self.token = self.reader.next()
@@ -181,19 +192,19 @@ class _Parser:
         self._next()
         return word
 
-    def group(self) -> Group:
+    def group(self) -> CommandList:
         """Chains up to a word or an operator that closes them."""
         line = self.line
-        chains: list[Chain] = []
+        chains: list[AndOr] = []
         while True:
             while self.operator in ("\n", ";") and self.token is not None:
                 self._next()
             closes = self.bare in _CLOSES or self.operator in (")", ";;", ";&", ";;&")
             if self.token is None or closes:
-                return Group(line, tuple(chains))
+                return CommandList(line, tuple(chains))
             chains.append(self._chain())
 
-    def _chain(self) -> Chain:
+    def _chain(self) -> AndOr:
         line = self.line
         first = self._pipeline()
         rest = []
@@ -207,7 +218,7 @@ class _Parser:
             self._next()
         elif self.operator not in ("\n", ";", ")", ";;", ";&", ";;&") and self.token is not None:
             raise broken(self.line, f"{self.shown} is not expected here")
-        return Chain(line, first, tuple(rest), background)
+        return AndOr(line, first, tuple(rest), background)
 
     def _pipeline(self) -> Pipeline:
         line = self.line
@@ -242,11 +253,11 @@ class _Parser:
                 text = self.reader.arithmetic()
                 if text is not None:
                     self._next()
-                    return Arithmetic(line, text)
+                    return ArithmeticCommand(line, text)
             self._next()
             group = self.group()
             self._expect(")")
-            return Group(line, group.chains, shell=True)
+            return CommandList(line, group.chains, shell=True)
         if word == "[[":
             return self._test()
         if word == "{":
@@ -274,7 +285,7 @@ class _Parser:
             return Function(line, name, self._command())
         return None
 
-    def _body(self) -> Group:
+    def _body(self) -> CommandList:
         self._expect("do")
         body = self.group()
         self._expect("done")
@@ -338,7 +349,7 @@ class _Parser:
             self._next()
         return For(line, name, None if words is None else tuple(words), self._loop(), asks=asks)
 
-    def _loop(self) -> Group:
+    def _loop(self) -> CommandList:
         self._blank()
         if self.bare == "{":
             self._next()
@@ -347,7 +358,7 @@ class _Parser:
             return body
         return self._body()
 
-    def _case(self) -> Case:
+    def _case(self) -> CaseCommand:
         line = self.line
         self._next()
         word = self._word()
@@ -369,7 +380,7 @@ class _Parser:
             parts.append((tuple(patterns), body, ending))
             self._blank()
         self._next()
-        return Case(line, word, tuple(parts))
+        return CaseCommand(line, word, tuple(parts))
 
     def _test(self) -> Test:
         """[[ ... ]], in which < and > compare, and what follows =~ has operators of its own."""
@@ -382,7 +393,7 @@ class _Parser:
             if isinstance(token, Redirect):
                 tokens += [token.operator, token.target]
                 continue
-            if isinstance(token, Operator):
+            if isinstance(token, Separator):
                 tokens += [token.text] if token.text != "\n" else []
                 continue
             if token.bare == "]]":

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from ..errors import ConfigError
 from .shell_arithmetic import NotKnownError
 from .shell_commands import (
-    Arithmetic,
-    Case,
-    Chain,
+    AndOr,
+    ArithmeticCommand,
+    CaseCommand,
     Command,
+    CommandList,
     Count,
     For,
     Function,
-    Group,
     If,
     Pipeline,
     Simple,
@@ -24,9 +24,9 @@ from .shell_commands import (
 )
 from .shell_left import Marks, Unknown
 from .shell_patterns import compiled
-from .shell_state import ARRAY, TABLE, State, Variable
+from .shell_state import ARRAY, TABLE, ShellState, Variable
 from .shell_tests import Held, both, inverted, matched, tested
-from .shell_values import Told, Values, braced, is_unknown
+from .shell_values import Told, WordValues, braced, is_unknown
 from .shell_words import Assignment, Word, assignment
 
 _ROUNDS = 1000  # of a loop that are followed
@@ -50,14 +50,14 @@ class _Declared:
     given: Assignment | None
 
 
-class Shell(Values):
+class Shell(WordValues):
     """Runs the commands of a script in mind.
 
     A command whose status is not known is followed both ways; what is not the same afterwards is
     not known any more. Subclasses learn of commands that are programs.
     """
 
-    def __init__(self, level: int, marks: Marks, told: Told, state: State) -> None:
+    def __init__(self, level: int, marks: Marks, told: Told, state: ShellState) -> None:
         super().__init__(level, marks, told, state)
         self.conditions: list[Unknown] = []  # on which the command depends
         self.ends: dict[Unknown, None] = {}  # what may have ended the script
@@ -82,7 +82,7 @@ class Shell(Values):
 
     # lists
 
-    def _group(self, group: Group) -> Held:
+    def _group(self, group: CommandList) -> Held:
         if group.shell:
             return self._apart(lambda: self._group(replace(group, shell=False)))
         status: Held = True
@@ -101,11 +101,11 @@ class Shell(Values):
         self.state = before
         return status if len(self.ends) == ends else [*self.ends][-1]
 
-    def _background(self, chain: Chain) -> Held:
+    def _background(self, chain: AndOr) -> Held:
         self._apart(lambda: self._chain(replace(chain, background=False)))
         return True
 
-    def _chain(self, chain: Chain) -> Held:
+    def _chain(self, chain: AndOr) -> Held:
         self._checked += bool(chain.rest)
         status = self._pipeline(chain.first)
         self._checked -= bool(chain.rest)
@@ -175,17 +175,17 @@ class Shell(Values):
     def _command(self, command: Command) -> Held:
         if isinstance(command, Simple):
             return self._simple(command)
-        if isinstance(command, Group):
+        if isinstance(command, CommandList):
             return self._group(command)
         if isinstance(command, If):
             return self._if(command)
         if isinstance(command, While | For | Count):
             return self._repeated(command)
-        if isinstance(command, Case):
+        if isinstance(command, CaseCommand):
             return self._case(command)
         if isinstance(command, Test):
             return self._at(command.line, matched(self, command))
-        if isinstance(command, Arithmetic):
+        if isinstance(command, ArithmeticCommand):
             return self._at(command.line, self._truth(command.text))
         assert isinstance(command, Function), "there are no other commands"
         self.state.functions[command.name] = command.body
@@ -225,7 +225,7 @@ class Shell(Values):
             return statuses[0]
         return why
 
-    def _condition(self, group: Group) -> Held:
+    def _condition(self, group: CommandList) -> Held:
         self._checked += 1
         status = self._group(group)
         self._checked -= 1
@@ -245,11 +245,11 @@ class Shell(Values):
             )
         return self._group(body) if status else self._if(command, place + 1)
 
-    def _case(self, command: Case, place: int = 0) -> Held:
+    def _case(self, command: CaseCommand, place: int = 0) -> Held:
         word = self.text(command.word)
         return self._arm(command, word, place)
 
-    def _arm(self, command: Case, word: str, place: int, falls: bool = False) -> Held:
+    def _arm(self, command: CaseCommand, word: str, place: int, falls: bool = False) -> Held:
         if place == len(command.parts):
             return True
         patterns, body, ending = command.parts[place]
@@ -312,7 +312,7 @@ class Shell(Values):
         return self._loop(command.line, goes_on, lambda: self._truth(step), command.body)
 
     def _loop(
-        self, line: int, goes_on: Callable[[], Held], step: Callable[[], object], body: Group
+        self, line: int, goes_on: Callable[[], Held], step: Callable[[], object], body: CommandList
     ) -> Held:
         start = self.state.copy()
         changed: dict[str, None] = {}
@@ -333,7 +333,7 @@ class Shell(Values):
         why = Unknown(f"line {line}: the loop has more than {_ROUNDS} rounds, and is not followed")
         return self._any_rounds(why, goes_on, step, body)
 
-    def _leaves(self, changed: dict[str, None], start: State) -> bool:
+    def _leaves(self, changed: dict[str, None], start: ShellState) -> bool:
         """Whether a loop ends with this round. changed: since its start."""
         state = self.state
         inside = [each for each in state.blurred if each[0] != "return"]
@@ -356,7 +356,7 @@ class Shell(Values):
         why: Unknown,
         goes_on: Callable[[], Held],
         step: Callable[[], object],
-        body: Group,
+        body: CommandList,
     ) -> Held:
         """Run a loop of which is not known how often it runs, until a round loses nothing more."""
         why = replace(why, mild=False)
@@ -369,7 +369,7 @@ class Shell(Values):
         return why
 
     def _a_round(
-        self, goes_on: Callable[[], Held], step: Callable[[], object], body: Group
+        self, goes_on: Callable[[], Held], step: Callable[[], object], body: CommandList
     ) -> Held:
         """Run a loop once; where it is left is not known."""
         before = self.state.copy()

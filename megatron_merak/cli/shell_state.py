@@ -37,7 +37,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Line:
+class SetupLine:
     """A line in front of the command: what it makes of a variable. moves: changes of the directory
     before it.
     """
@@ -48,7 +48,7 @@ class Line:
 
 
 @dataclass
-class State:
+class ShellState:
     """What the script has done so far.
 
     variables: those that it has set or unset; others are the environment's.
@@ -72,16 +72,16 @@ class State:
     levels: int = 1
     blurred: tuple[tuple[str, Unknown], ...] = ()
 
-    def copy(self) -> "State":
+    def copy(self) -> "ShellState":
         """The state of a shell that goes on apart from this one."""
         return replace(self, variables=dict(self.variables), functions=dict(self.functions))
 
-    def changed(self, before: "State") -> list[str]:
+    def changed(self, before: "ShellState") -> list[str]:
         """The variables that are not what they were."""
         names = dict.fromkeys([*before.variables, *self.variables])
         return [n for n in names if self.variables.get(n) != before.variables.get(n)]
 
-    def lose(self, names: list[str], why: Unknown, *others: "State") -> None:
+    def lose(self, names: list[str], why: Unknown, *others: "ShellState") -> None:
         """Variables are not known any more, nor whether they are exported where others differ."""
         for name in names:
             variable = self.variables.get(name, Variable())
@@ -90,7 +90,7 @@ class State:
                 variable = replace(variable, exported=True, perhaps=variable.perhaps or why)
             self.variables[name] = replace(variable, unknown=variable.unknown or why)
 
-    def joined(self, other: "State", why: Unknown) -> "State":
+    def joined(self, other: "ShellState", why: Unknown) -> "ShellState":
         """What is known where this state or another holds."""
         if "exit" in (self.flow, other.flow) and self.flow != other.flow:
             return other if self.flow == "exit" else self

@@ -10,7 +10,7 @@ from .shell_commands import Test
 from .shell_left import Unknown
 from .shell_patterns import compiled
 from .shell_state import ARRAY, Variable
-from .shell_values import Values, is_unknown
+from .shell_values import WordValues, is_unknown
 from .shell_words import MARK, Word
 
 Held = bool | Unknown
@@ -39,7 +39,7 @@ def either(one: Held, other: Held) -> Held:
     return inverted(both(inverted(one), inverted(other)))
 
 
-def tested(values: Values, words: Sequence[str]) -> Held:
+def tested(values: WordValues, words: Sequence[str]) -> Held:
     """Whether the words of test, or of [ without its ], hold."""
     for joint, join in (("-o", either), ("-a", both)):
         if joint in words[1:-1] and len(words) > 3:
@@ -56,14 +56,14 @@ def tested(values: Values, words: Sequence[str]) -> Held:
     return _filled(values, words[0]) if len(words) == 1 else False
 
 
-def matched(values: Values, test: Test) -> Held:
+def matched(values: WordValues, test: Test) -> Held:
     """Whether [[ ]] holds."""
     tokens = [*test.tokens]
     held = _any(values, tokens)
     return Unknown("[[ ]] is not understood") if tokens else held
 
 
-def _any(values: Values, tokens: list[Word | str]) -> Held:
+def _any(values: WordValues, tokens: list[Word | str]) -> Held:
     held = _all(values, tokens)
     while tokens and tokens[0] == "||":
         del tokens[0]
@@ -71,7 +71,7 @@ def _any(values: Values, tokens: list[Word | str]) -> Held:
     return held
 
 
-def _all(values: Values, tokens: list[Word | str]) -> Held:
+def _all(values: WordValues, tokens: list[Word | str]) -> Held:
     held = _one(values, tokens)
     while tokens and tokens[0] == "&&":
         del tokens[0]
@@ -79,7 +79,7 @@ def _all(values: Values, tokens: list[Word | str]) -> Held:
     return held
 
 
-def _one(values: Values, tokens: list[Word | str]) -> Held:
+def _one(values: WordValues, tokens: list[Word | str]) -> Held:
     if not tokens:
         return Unknown("[[ ]] is not understood")
     first = tokens.pop(0)
@@ -107,7 +107,7 @@ def _one(values: Values, tokens: list[Word | str]) -> Held:
     return _filled(values, values.text(first))
 
 
-def _related(values: Values, first: Word, sign: str, other: Word) -> Held:
+def _related(values: WordValues, first: Word, sign: str, other: Word) -> Held:
     one = values.text(first)
     if sign in ("=", "==", "!="):
         pattern = values.pattern(other)
@@ -130,7 +130,7 @@ def _related(values: Values, first: Word, sign: str, other: Word) -> Held:
         return Unknown(f"{one} {sign} {two} is not known here", error.needs)
 
 
-def _searched(values: Values, text: str, word: Word) -> Held:
+def _searched(values: WordValues, text: str, word: Word) -> Held:
     """text =~ word."""
     why = Unknown(f"=~ {word.plain} is not understood")
     pattern = values.pattern(word)
@@ -156,18 +156,18 @@ def _searched(values: Values, text: str, word: Word) -> Held:
     return match is not None
 
 
-def _unknown(values: Values, words: Sequence[str]) -> Unknown:
+def _unknown(values: WordValues, words: Sequence[str]) -> Unknown:
     why = values.marks.unknown(words)
     return why or Unknown(values.marks.shown(" ".join(words)))
 
 
-def _filled(values: Values, word: str) -> Held:
+def _filled(values: WordValues, word: str) -> Held:
     if MARK.sub("", word):
         return True
     return _unknown(values, [word]) if word else False
 
 
-def _alone(values: Values, sign: str, word: str) -> Held:
+def _alone(values: WordValues, sign: str, word: str) -> Held:
     if sign in ("-n", "-z"):
         held = _filled(values, word)
         return held if sign == "-n" else inverted(held)
@@ -184,7 +184,7 @@ def _alone(values: Values, sign: str, word: str) -> Held:
     return Unknown(f"{sign} is not understood")
 
 
-def _compared(values: Values, one: str, sign: str, other: str) -> Held:
+def _compared(values: WordValues, one: str, sign: str, other: str) -> Held:
     if sign == "!=" or sign in ("=", "=="):
         if is_unknown([one, other]):
             return _unknown(values, [one, other])

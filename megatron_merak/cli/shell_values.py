@@ -8,7 +8,7 @@ from ..errors import ConfigError
 from .shell_arithmetic import Calculator, NotKnownError, assigned
 from .shell_left import Left, Marks, Unknown
 from .shell_patterns import cased, cut, escaped, replaced
-from .shell_state import ARRAY, TABLE, Line, State, Variable
+from .shell_state import ARRAY, TABLE, SetupLine, ShellState, Variable
 from .shell_words import (
     ARITHMETIC,
     COMMAND,
@@ -19,10 +19,10 @@ from .shell_words import (
     VALUE,
     VARIABLE,
     Assignment,
-    Part,
     Reader,
     Redirect,
     Word,
+    WordPart,
     argument_parts,
 )
 
@@ -54,7 +54,7 @@ class Told:
     assumed: dict[str, str] = field(default_factory=dict)
 
 
-class Values:
+class WordValues:
     """The values of words in a state of a script.
 
     level: which shell it is, see Left.
@@ -62,12 +62,12 @@ class Values:
     told:  takes what there is to know.
     """
 
-    def __init__(self, level: int, marks: Marks, told: Told, state: State) -> None:
+    def __init__(self, level: int, marks: Marks, told: Told, state: ShellState) -> None:
         self.level = level
         self.marks = marks
         self.told = told
         self.state = state
-        self.lines: list[Line] = []
+        self.lines: list[SetupLine] = []
         self._made = 0  # characters that references have become
         self._calculator = Calculator(self._number, self._count_in)
 
@@ -145,7 +145,7 @@ class Values:
             plain if kept or not plain else f"{self._nothing}{plain}" if plain != field else plain
         )
 
-    def _pieces(self, parts: Sequence[Part], files: bool) -> Iterator[tuple[list[str], bool]]:
+    def _pieces(self, parts: Sequence[WordPart], files: bool) -> Iterator[tuple[list[str], bool]]:
         """What parts become, and whether that is split. files: * stands for names of files."""
         for part in parts:
             if part.kind == TEXT:
@@ -238,10 +238,10 @@ class Values:
             place += 1 + max(map(int, variable.items), default=-1)
         return str(place)
 
-    def _plain(self, parts: Sequence[Part]) -> list[str]:
+    def _plain(self, parts: Sequence[WordPart]) -> list[str]:
         return [" ".join(values) for values, _ in self._pieces(parts, False)]
 
-    def _variable(self, part: Part) -> list[str] | str:
+    def _variable(self, part: WordPart) -> list[str] | str:
         """What a variable becomes: values, or the argument of its operator, which is to be read."""
         match = _BRACED.fullmatch(part.text)
         if match is None:
@@ -286,7 +286,7 @@ class Values:
             return [self._separators()[:1].join(values)]
         return values
 
-    def _indirect(self, part: Part, name: str, index: str | None, rest: str) -> list[str] | str:
+    def _indirect(self, part: WordPart, name: str, index: str | None, rest: str) -> list[str] | str:
         """${!NAME}."""
         variable = self.state.variables.get(name)
         if index in ("@", "*"):
@@ -300,7 +300,7 @@ class Values:
         inside = f"{target}{rest}"
         return self._variable(replace(part, text=inside, source=f"${{{inside}}}"))
 
-    def _length(self, part: Part, found: list[str] | None, many: bool) -> list[str]:
+    def _length(self, part: WordPart, found: list[str] | None, many: bool) -> list[str]:
         """${#NAME}."""
         if found is None:
             return [self.left(part)]
@@ -309,7 +309,7 @@ class Values:
         return [self.left(part)] if is_unknown(found) else [str(len("".join(found)))]
 
     def _default(
-        self, part: Part, match: re.Match[str], found: list[str] | None
+        self, part: WordPart, match: re.Match[str], found: list[str] | None
     ) -> list[str] | str:
         """${NAME:-argument} and ${NAME:=argument}."""
         name = match["name"]
@@ -389,7 +389,9 @@ class Values:
         if was is None:
             # what the environment has may be what is added to
             source = f"${name}" if more and index is None else ""
-            was = Variable({"0": self.left(Part(VARIABLE, name, True, source))} if source else {})
+            was = Variable(
+                {"0": self.left(WordPart(VARIABLE, name, True, source))} if source else {}
+            )
         if was.fixed:
             return
         if was.unknown and (more or index is not None):
@@ -483,7 +485,7 @@ class Values:
         plain = re.fullmatch(r"[\w./:=,@%+-]*", MARK.sub("", value))
         if not itself or not plain or len(value) == 1:
             return value
-        self.lines.append(Line(name, Variable({"0": value}), len(self.state.moves)))
+        self.lines.append(SetupLine(name, Variable({"0": value}), len(self.state.moves)))
         return self.marks.mark(Left(f"${name}", self.level, lines=(len(self.lines) - 1,)))
 
     def _kept(self, name: str, value: str) -> str:
@@ -499,7 +501,7 @@ class Values:
                 stem, _, number = free.rpartition("_")
                 free = f"{stem}_{int(number) + 1}" if number.isdigit() and stem else f"{free}_2"
             value = Variable({"0": self.marks.splitting(match[0], False)})
-            self.lines.append(Line(free, value, len(self.state.moves)))
+            self.lines.append(SetupLine(free, value, len(self.state.moves)))
             place = (len(self.lines) - 1,)
             kept = Left(f"${free}", self.level, lines=place, unknown=left.unknown)
             return self.marks.mark(replace(kept, command=False))
@@ -527,7 +529,7 @@ class Values:
         match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=(?!=)(.*)", text, re.DOTALL)
         left = ""
         if match and not assigned(match[2]):
-            left = self.left(Part(ARITHMETIC, match[2], True, f"$(({match[2]}))"))
+            left = self.left(WordPart(ARITHMETIC, match[2], True, f"$(({match[2]}))"))
         try:
             return self.compute(text)
         except NotKnownError:
@@ -535,7 +537,7 @@ class Values:
                 self.put(match[1], left)
             raise
 
-    def _computed(self, part: Part) -> str:
+    def _computed(self, part: WordPart) -> str:
         try:
             return str(self.compute(part.text))
         except NotKnownError as error:
@@ -559,7 +561,7 @@ class Values:
 
     # what is left
 
-    def left(self, part: Part, unknown: Unknown | None = None) -> str:
+    def left(self, part: WordPart, unknown: Unknown | None = None) -> str:
         """The character of a reference that is left to the shell."""
         reads: dict[str, None] = {}
         lines: dict[int, None] = {}
@@ -606,11 +608,11 @@ class Values:
         bare = replace(variable, exported=False)
         last = [place for place, line in enumerate(self.lines) if line.name == name][-1:]
         if not last or self.lines[last[0]].variable != bare:
-            self.lines.append(Line(name, bare, len(self.state.moves)))
+            self.lines.append(SetupLine(name, bare, len(self.state.moves)))
             last = [len(self.lines) - 1]
         return tuple(last)
 
-    def _mentions(self, part: Part) -> Iterator[str]:
+    def _mentions(self, part: WordPart) -> Iterator[str]:
         """The variables in a reference, and NAME() for functions."""
         if part.kind == VARIABLE:
             match = re.match(r"[#!]?(\w+|[@*#?$!-])", part.text)
@@ -689,10 +691,10 @@ def _split(value: str, separators: str) -> tuple[bool, list[str], bool]:
     return before, tokens, behind
 
 
-def _with_home(parts: Sequence[Part], assigns: bool = False) -> list[Part]:
+def _with_home(parts: Sequence[WordPart], assigns: bool = False) -> list[WordPart]:
     """Parts in which ~ at the beginning is $HOME; assigns: also behind a colon."""
-    found: list[Part] = []
-    home = Part(VARIABLE, "HOME", True, "$HOME")
+    found: list[WordPart] = []
+    home = WordPart(VARIABLE, "HOME", True, "$HOME")
     for place, part in enumerate(parts):
         if part.kind != TEXT or part.quoted or "~" not in part.text:
             found.append(part)
@@ -716,7 +718,7 @@ def braced(word: Word) -> list[Word]:
     if not any("{" in p.text for p in word.parts if p.kind == TEXT and not p.quoted):
         return [word]
     # every part as one letter, so that braces may be around quoted ones
-    parts: list[Part] = []
+    parts: list[WordPart] = []
     for part in word.parts:
         plain = part.kind == TEXT and not part.quoted
         parts += [replace(part, text=letter) for letter in part.text] if plain else [part]
@@ -725,7 +727,7 @@ def braced(word: Word) -> list[Word]:
     if match is None:
         return [word]
     start, end = match.span()
-    inner: list[list[Part]] = []
+    inner: list[list[WordPart]] = []
     if "," in match[1]:
         inner = [[]]
         for letter, part in zip(match[1], parts[start + 1 : end - 1], strict=True):
@@ -734,7 +736,7 @@ def braced(word: Word) -> list[Word]:
             else:
                 inner[-1].append(part)
     else:
-        inner = [[Part(TEXT, each)] for each in _series(match[1])]
+        inner = [[WordPart(TEXT, each)] for each in _series(match[1])]
     words = []
     for each in inner:
         joined = _together([*parts[:start], *each, *parts[end:]])
@@ -760,15 +762,15 @@ def _series(text: str) -> list[str]:
     return [f"{each:0{width}d}" for each in range(one, other + (1 if step > 0 else -1), step)]
 
 
-def _together(parts: Sequence[Part]) -> list[Part]:
+def _together(parts: Sequence[WordPart]) -> list[WordPart]:
     """Parts, letters that follow one another in one."""
-    found: list[Part] = []
+    found: list[WordPart] = []
     for part in parts:
         last = found[-1] if found else None
         plain = part.kind == TEXT and not part.quoted
         named = last is not None and re.fullmatch(r"\$[A-Za-z_]\w*", last.source, re.ASCII)
-        if last is not None and plain and last == Part(TEXT, last.text):
-            found[-1] = Part(TEXT, last.text + part.text)
+        if last is not None and plain and last == WordPart(TEXT, last.text):
+            found[-1] = WordPart(TEXT, last.text + part.text)
         elif (
             last is not None
             and not last.quoted

@@ -37,7 +37,7 @@ _ESCAPES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class WordPart:
     """A part of a word.
 
     kind:   TEXT, VALUE, or what a shell replaces.
@@ -57,7 +57,7 @@ class Word:
     """A word. line: where it stands, from 1. items: the words of NAME=( ... ), else None."""
 
     line: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[WordPart, ...] = ()
     items: "tuple[Word, ...] | None" = None
 
     @property
@@ -73,7 +73,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Operator:
+class Separator:
     """A separator of commands."""
 
     line: int
@@ -90,7 +90,7 @@ class Redirect:
     body: Word | None = None
 
 
-Token = Word | Operator | Redirect
+Token = Word | Separator | Redirect
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Reader:
                 operator = self._take(match.end() - self.at)
                 if operator == "\n":
                     self._read_documents()
-                return Operator(line, operator)
+                return Separator(line, operator)
             else:
                 return self.word()
         self._read_documents()
@@ -154,7 +154,7 @@ class Reader:
     def word(self, stops: str = _STOPS) -> Word:
         """A word. stops: the characters before which it ends."""
         line = self.line
-        parts: list[Part] = []
+        parts: list[WordPart] = []
         head = ""
         while self.at < len(self.text) and (letter := self.text[self.at]):
             if letter == "(" and stops and head and re.fullmatch(r"\w+(\[.*\])?\+?=", head):
@@ -163,11 +163,11 @@ class Reader:
             if letter in "<>" and self.text.startswith("(", self.at + 1) and "<" in stops:
                 start = self.at
                 source = self._take(self._closing(start + 1, "(", ")") - start)
-                parts.append(Part(PROCESS, source[2:-1], False, source))
+                parts.append(WordPart(PROCESS, source[2:-1], False, source))
             elif letter == "(" and stops and head[-1:] in tuple("@!+?*"):
                 # ?(a|b), a pattern
                 text = self._take(self._closing(self.at, "(", ")") - self.at)
-                parts.append(Part(TEXT, text))
+                parts.append(WordPart(TEXT, text))
             elif letter in stops:
                 break
             else:
@@ -189,7 +189,7 @@ class Reader:
         self._take(end - self.at)
         return text[2:-2]
 
-    def quoted(self, end: str = "") -> list[Part]:
+    def quoted(self, end: str = "") -> list[WordPart]:
         """The parts of a text in double quotes, up to ``end`` or to the end of the text."""
         parts = []
         plain = ""
@@ -202,7 +202,7 @@ class Reader:
                 if reference.kind == TEXT:
                     plain += reference.text
                     continue
-                parts += [Part(TEXT, plain, True)] if plain else []
+                parts += [WordPart(TEXT, plain, True)] if plain else []
                 parts.append(reference)
                 plain = ""
             else:
@@ -210,7 +210,7 @@ class Reader:
         if end and self.at >= len(self.text):
             raise self._open(end)
         self._take(len(end))
-        return parts + ([Part(TEXT, plain, True)] if plain or not parts else [])
+        return parts + ([WordPart(TEXT, plain, True)] if plain or not parts else [])
 
     def _take(self, length: int = 1) -> str:
         taken = self.text[self.at : self.at + length]
@@ -218,19 +218,19 @@ class Reader:
         self.line += taken.count("\n")
         return taken
 
-    def _part(self, letter: str, stops: str) -> list[Part]:
+    def _part(self, letter: str, stops: str) -> list[WordPart]:
         following = self.text[self.at + 1 : self.at + 2]
         if letter == "\\":
             escaped = self._take(2)
-            return [Part(TEXT, escaped[1:], True)] if escaped != "\\\n" else []
+            return [WordPart(TEXT, escaped[1:], True)] if escaped != "\\\n" else []
         if letter == "'":
-            return [Part(TEXT, self._to("'"), True)]
+            return [WordPart(TEXT, self._to("'"), True)]
         if letter == '"' or (letter == "$" and following == '"'):
             self._take(1 + (letter == "$"))
             return self.quoted('"')
         if letter == "$" and following == "'":
             self._take()
-            return [Part(TEXT, self._escaped(), True)]
+            return [WordPart(TEXT, self._escaped(), True)]
         if letter in "$`" or MARK.match(letter):
             return [self._reference(False)]
         end = self.at
@@ -241,7 +241,7 @@ class Reader:
         ):
             end += 1
         # an operator where words do not end at it
-        return [Part(TEXT, self._take(max(1, end - self.at)))]
+        return [WordPart(TEXT, self._take(max(1, end - self.at)))]
 
     def _to(self, quote: str) -> str:
         """What is between two quotes."""
@@ -266,14 +266,14 @@ class Reader:
         codes = r"\\(x[\da-fA-F]{1,2}|u[\da-fA-F]{1,4}|[0-7]{1,3}|.)"
         return re.sub(codes, plain, match[1], flags=re.DOTALL)
 
-    def _reference(self, quoted: bool) -> Part:
+    def _reference(self, quoted: bool) -> WordPart:
         start = self.at
         letter = self.text[start]
         if MARK.match(letter):
-            return Part(LEFT, self._take(), quoted)
+            return WordPart(LEFT, self._take(), quoted)
         if letter == "`":
             inner = self._backticks()
-            return Part(COMMAND, inner, quoted, self.text[start : self.at])
+            return WordPart(COMMAND, inner, quoted, self.text[start : self.at])
         for opening, closing in ("{}", "()", "[]"):
             if not self.text.startswith(opening, start + 1):
                 continue
@@ -281,12 +281,12 @@ class Reader:
             end = self._closing(start + 1, opening, closing, singles)
             source = self._take(end - start)
             if source.startswith("$((") and source.endswith("))"):
-                return Part(ARITHMETIC, source[3:-2], quoted, source)
+                return WordPart(ARITHMETIC, source[3:-2], quoted, source)
             kind = {"{": VARIABLE, "(": COMMAND, "[": ARITHMETIC}[opening]
-            return Part(kind, source[2:-1], quoted, source)
+            return WordPart(kind, source[2:-1], quoted, source)
         if match := _NAMED.match(self.text, start):
-            return Part(VARIABLE, match[1], quoted, self._take(len(match.group())))
-        return Part(TEXT, self._take(), quoted)
+            return WordPart(VARIABLE, match[1], quoted, self._take(len(match.group())))
+        return WordPart(TEXT, self._take(), quoted)
 
     def _backticks(self) -> str:
         match = re.compile(r"`((?:[^\\`]|\\.)*)`", re.DOTALL).match(self.text, self.at)
@@ -343,9 +343,9 @@ class Reader:
         while (token := self.next()) is not None:
             if isinstance(token, Word):
                 yield token
-            elif isinstance(token, Operator) and token.text == ")":
+            elif isinstance(token, Separator) and token.text == ")":
                 return
-            elif not isinstance(token, Operator) or token.text != "\n":
+            elif not isinstance(token, Separator) or token.text != "\n":
                 raise broken(token.line, "what is between ( and ) is no list")
         raise self._open("(")
 
@@ -376,7 +376,7 @@ class Reader:
                     break
                 lines.append(each)
             body = "".join(lines)
-            parts = [Part(TEXT, body, True)] if quoted else Reader(body, line).quoted()
+            parts = [WordPart(TEXT, body, True)] if quoted else Reader(body, line).quoted()
             redirect.body = Word(line, tuple(parts))
         self._documents = []
 
@@ -386,11 +386,13 @@ def broken(line: int, reason: str) -> ConfigError:
     return ConfigError("script", f"line {line}", reason, "Correct it")
 
 
-def argument_parts(text: str, quoted: bool) -> list[Part]:
+def argument_parts(text: str, quoted: bool) -> list[WordPart]:
     """The parts of an operator's argument, as in ${NAME:-argument}, which is split unless the whole
     is quoted.
     """
     if quoted:
         return Reader(re.sub(r'(?<!\\)"', "", text)).quoted()
     parts = Reader(text).word("").parts
-    return [replace(each, kind=VALUE) if each == Part(TEXT, each.text) else each for each in parts]
+    return [
+        replace(each, kind=VALUE) if each == WordPart(TEXT, each.text) else each for each in parts
+    ]
