@@ -339,7 +339,7 @@ class Shell(WordValues):
         inside = [each for each in state.blurred if each[0] != "return"]
         state.blurred = tuple(each for each in state.blurred if each[0] == "return")
         for _, why in inside:
-            state.lose([*changed], why, start)
+            state = self.state = state.blur(start, [*changed], why)
         if any(kind == "break" for kind, _ in inside):
             return True
         if state.flow not in ("break", "continue"):
@@ -565,7 +565,7 @@ class Shell(WordValues):
         self._depth -= 1
         state = self.state
         for _, why in state.blurred:
-            state.lose(state.changed(start), why, start)
+            state = self.state = state.blur(start, state.changed(start), why)
             status = why
         state.blurred = start.blurred
         for hidden, value in state.scopes[-1].items():

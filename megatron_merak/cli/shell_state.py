@@ -90,6 +90,13 @@ class ShellState:
                 variable = replace(variable, exported=True, perhaps=variable.perhaps or why)
             self.variables[name] = replace(variable, unknown=variable.unknown or why)
 
+    def blur(self, start: "ShellState", names: list[str], why: Unknown) -> "ShellState":
+        """What is known where not all was run since ``start``, which changed names."""
+        before = replace(start, flow=self.flow, scopes=self.scopes, blurred=())
+        both = self.joined(before, why)
+        both.lose(names, why, start)
+        return both
+
     def joined(self, other: "ShellState", why: Unknown) -> "ShellState":
         """What is known where this state or another holds."""
         if "exit" in (self.flow, other.flow) and self.flow != other.flow:

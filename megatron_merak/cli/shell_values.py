@@ -75,7 +75,12 @@ class WordValues:
 
     def fields(self, word: Word) -> list[str]:
         """The words that a word becomes."""
-        return [each for word in braced(word) for each in self._fields(word)]
+        words = braced(word)
+        if len(words) > 1 and any(p.kind == LEFT and not p.quoted for p in word.parts):
+            self.told.doubts[f"{self.marks.shown(word.plain)} has braces behind what is split"] = (
+                None
+            )
+        return [each for word in words for each in self._fields(word)]
 
     def text(self, word: Word) -> str:
         """What a word becomes where it is not split, as in an assignment."""
