@@ -82,6 +82,7 @@ class Calculator:
 
     get: the value of a variable, by NAME or NAME[index]; raises NotKnownError.
     put: takes an assignment.
+    sets: whether a variable's value was arithmetic that sets one.
     """
 
     def __init__(self, get: Callable[[str], str], put: Callable[[str, str], None]) -> None:
@@ -89,6 +90,7 @@ class Calculator:
         self._put = put
         self._tokens: list[tuple[str, str]] = []
         self._depth = 0
+        self.sets = False
 
     def value(self, text: str) -> int:
         """The value of an expression. Raises NotKnownError."""
@@ -182,7 +184,9 @@ class Calculator:
         return value
 
     def _of(self, name: str) -> int:
-        return self.value(self._get(name))
+        text = self._get(name)
+        self.sets = self.sets or bool(assigned(text))
+        return self.value(text)
 
     def _set(self, name: str, value: int, live: bool) -> int:
         if live:

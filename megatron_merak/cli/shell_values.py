@@ -543,11 +543,13 @@ class WordValues:
             raise
 
     def _computed(self, part: WordPart) -> str:
+        self._calculator.sets = False
         try:
             return str(self.compute(part.text))
         except NotKnownError as error:
             sets = Unknown(f"{part.source} sets a variable", error.needs)
-            return self.left(part, sets if assigned(part.text) else None)
+            known = not assigned(part.text) and not self._calculator.sets
+            return self.left(part, None if known else sets)
 
     def _number(self, name: str) -> str:
         name, _, index = name.removesuffix("]").partition("[")
@@ -571,6 +573,8 @@ class WordValues:
         reads: dict[str, None] = {}
         lines: dict[int, None] = {}
         moved = part.kind in (COMMAND, PROCESS)
+        if moved and self._separators() != _BLANKS:
+            unknown = unknown or Unknown(f"{part.source} is run with another IFS")
         for name in self._mentions(part):
             moved = moved or name in _DIRECTORY
             if name.endswith("()"):
