@@ -50,6 +50,7 @@ class Judge:
         self.broken = False  # whether the last script had an error of syntax where it ran
         self.folder.mkdir()
         (self.folder / "sub").mkdir()
+        (self.folder / "sub" / "sub").symlink_to(".")  # so that a loop may go there, too
         (self.folder / "blend.txt").write_text("0.5 data/a  0.5 data/b\n")
         self.tools.mkdir()
         for name in ("torchrun", "python", "python3"):
