@@ -201,7 +201,8 @@ def build_parser(
 def convert(flag: Flag, text: Any) -> Any:
     """Convert the text of a value to the flag's type. Raises ConfigError."""
     if flag.kind is int:
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        # underscores are those of int(), with which Megatron-LM reads whole numbers
+        if not re.fullmatch(r"[+-]?[0-9](_?[0-9]){0,17}", text):
             raise ConfigError(
                 flag.name, text, "is not a whole number", "Write it in digits, like 1024"
             )

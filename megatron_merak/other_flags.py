@@ -60,6 +60,8 @@ MEANT: Mapping[str, str] = MappingProxyType(
             "--model-name-or-path --model-name --model-path".split(),
             "Use --model of pretrain_hf.py",
         ),
+        "--tokenizer-name-or-path": "Use --tokenizer-type HuggingFaceTokenizer with "
+        "--tokenizer-model",
         **dict.fromkeys(
             "--wandb --report-to".split(),
             "Use --tensorboard-dir, or --metrics for a line per iteration",

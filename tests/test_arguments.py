@@ -188,8 +188,8 @@ def test_the_flags_that_the_scripts_share_mean_the_same():
             "--num-layers 1e1: is not a whole number. Write it in digits, like 1024.",
         ),
         (
-            ["--num-layers", "1_0"],
-            "--num-layers 1_0: is not a whole number. Write it in digits, like 1024.",
+            ["--num-layers", "1__0"],
+            "--num-layers 1__0: is not a whole number. Write it in digits, like 1024.",
         ),
         (
             ["--num-layers", "9" * 5000],

@@ -183,7 +183,7 @@ AT = "--config f.yaml, line"
         ("lr: '1'\n", f"{AT} 1: lr 1: is not a number. Give a number, without quotes and leading zeros."),
         ("num-layers: 010\n", f"{AT} 1: num-layers 010: is not a whole number. Give a whole number, without quotes and "
          "leading zeros."),
-        ("num-layers: 1_0\n", f"{AT} 1: num-layers 1_0: is not a whole number. Write it in digits, like 1024."),
+        ("num-layers: 1__0\n", f"{AT} 1: num-layers 1__0: is not a whole number. Write it in digits, like 1024."),
         ("num-layers: 4.0\n", f"{AT} 1: num-layers 4.0: is not a whole number. Write it in digits, like 1024."),
         ("lr: -3\n", f"{AT} 1: lr -3.0: is out of range. Use a value above 0."),
         ("optimizer: adamw\n", f"{AT} 1: optimizer adamw: is not one of the choices. Use adam or sgd or lion."),

@@ -12,6 +12,7 @@ from megatron_merak.config import Config, HFConfig
 from megatron_merak.errors import ConfigError
 from megatron_merak.megatron_flags import (
     FAMILIES,
+    FORMER,
     NOT_YET,
     REFUSED,
     RENAMED,
@@ -55,7 +56,16 @@ def test_every_flag_of_megatron_has_exactly_one_answer():
 
 
 def test_no_answer_is_of_a_flag_that_megatron_does_not_have():
-    assert {*TAKEN, *RENAMED, *REFUSED} - set(NAMES) == {"--verify-integrity"}  # of other versions
+    others = {*TAKEN, *RENAMED, *REFUSED} - set(NAMES) - FORMER.keys()
+    # of other versions
+    assert others == {
+        "--verify-integrity",
+        "--standalone-embedding-stage",
+        "--activations-checkpoint-method",
+        "--activations-checkpoint-num-layers",
+        "--checkpoint-num-layers",
+    }
+    assert not FORMER.keys() & set(NAMES)
     for start in FAMILIES:
         assert any(answers(name) == [start] for name in NAMES) or start.startswith("--no-")
         assert not any(name.startswith(start) for name in EITHER), (
@@ -106,7 +116,7 @@ def test_a_flag_with_another_name_is_refused_with_it(name):
     assert str(refusal(name)) == f"flag {name}: has another name here. Use {RENAMED[name]}."
     flag, *value = RENAMED[name].split()
     kind = next(each.kind for each in flags() if each.name == flag)
-    given = value or {int: ["2"], float: ["0.5"]}.get(kind, [])
+    given = value or {int: ["2"], float: ["0.5"], str: ["uniform"]}.get(kind, [])
     assert config_of(flag, *given)
 
 

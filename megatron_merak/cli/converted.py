@@ -12,7 +12,8 @@ from ..arguments import Flag, build_parser, convert, flags, read, shown, unknown
 from ..config import Config
 from ..config.settings import checked
 from ..errors import ConfigError
-from ..megatron_flags import RENAMED, TAKEN
+from ..megatron_flags import RENAMED, TAKEN, changes_numbers
+from .shell_left import is_left
 
 LAYERS = "--num-layers-per-virtual-pipeline-stage"
 STAGES = "--num-virtual-stages-per-pipeline-rank"
@@ -45,7 +46,7 @@ class ScriptFlag:
     @property
     def unknown(self) -> bool:
         """Whether a value is only known where the script runs."""
-        return any("$" in value or "`" in value for value in self.values)
+        return any(map(is_left, self.values))
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Converted:
 
     flags: one after the other, with their values.
     kept: number of flags that are as they were.
+    refused: what changes numbers, or what the command does; lost: what does not.
     """
 
     flags: list[ScriptFlag] = field(default_factory=list)
@@ -63,6 +65,7 @@ class Converted:
     added: list[tuple[str, str]] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -91,7 +94,8 @@ def converted(tokens: Sequence[str], ranks: int | None = None) -> Converted:
             _rename(each, script_flags, ours, result)
         else:
             (error,) = unknown_flags([each.name], [*ours], Config)
-            result.refused.append((str(each), consequence(error)))
+            told = result.refused if changes_numbers(each.name) else result.lost
+            told.append((str(each), consequence(error)))
     _add_defaults(result)
     _understood(result, ours, ranks)
     return result
@@ -116,7 +120,7 @@ def _script_flags(tokens: Sequence[str], ours: Mapping[str, Flag]) -> Iterator[S
                 yield ScriptFlag(name, tuple(values))
             name, equals, value = token.partition("=")
             values = [_unquoted(value)] if equals else []
-        elif token.startswith("$") and (not name or _complete(name, values, ours)):
+        elif is_left(token[:1]) and (not name or _complete(name, values, ours)):
             yield from [ScriptFlag(name, tuple(values))] if name else []
             yield ScriptFlag("", (token,))
             name = ""
@@ -137,7 +141,9 @@ def _complete(name: str, values: Sequence[str], ours: Mapping[str, Flag]) -> boo
 
 
 def _unquoted(value: str) -> str:
-    """A value without the quotes that a script had inside of other quotes."""
+    """A value without quotes that the program gets, as of "--split '99,1,0'"; Megatron-LM reads
+    numbers past them.
+    """
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 

@@ -3,25 +3,26 @@ changed, and why.
 
     merak-from-megatron train.sh
     merak-from-megatron train.sh > train_merak.sh     what changed is in comments
+    merak-from-megatron train.sh 2 out --set NODES=4  with its arguments, and what it finds set
 
-The script is read, not run. Variables that it does not set stay as they are written; pipes and
-redirections of the command are left out. The exit status is 0 if
-merak-pretrain would understand the command, 1 if flags cannot be honoured or lines not followed,
-each of which is listed with what follows and what to use instead, and 2 if the script has no line
-that starts pretrain_gpt.py.
+The script is read, not run. Variables that it does not set stay as they are written; where one of
+them decides which command there is, it is listed, and --set gives it a value. Pipes and
+redirections of the command are left out. The exit status is 0 if merak-pretrain would understand
+the command and computes the same numbers, also where logging or the like is lost. It is 1 if flags
+that change numbers cannot be honoured, values are needed or lines not followed, each of which is
+listed with what follows and what to use instead, and 2 if the script has no line that starts
+pretrain_gpt.py.
 """
 
 import argparse
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 
 from ..errors import ConfigError, LaunchError, MerakError
-from .converted import Converted, converted
+from .converted import Converted, ScriptFlag, converted
 from .door import command
-from .launch_script import PROGRAM, Launch, find
-from .shell_words import LITERAL, SEPARATORS, references
+from .launch_script import ARGUMENTS, PROGRAM, Launch, find
 from .words import described, error_text, program
 
 NAME = "merak-from-megatron"
@@ -39,10 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("script", help="the shell script")
-    path = parser.parse_args(arguments).script
+    parser.add_argument("argument", nargs="*", help="what the script is started with")
+    parser.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a variable of the environment, and its value; NAME: it is not set. May be repeated",
+    )
+    options = parser.parse_args(arguments)
+    path = options.script
     try:
         text = _text(path)
-        launch = find(text)
+        launch = find(text, _given(options.set), options.argument or None)
         if launch is None:
             other = next(
                 (name for name in re.findall(r"pretrain_\w+\.py", text) if name != PROGRAM), None
@@ -62,17 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launcher, changes = launcher_of(launch)
     result = converted(launch.flags, ranks_of(launch.before))
     result.renamed[:0] = changes
-    if "srun" in (*launch.shell, *launch.before) and not by_torch(launch.before):
+    outer = [word for starter in launch.shells for word in starter.words]
+    if "srun" in (*outer, *launch.before) and not by_torch(launch.before):
         remedy = "let it start torchrun once per node, unless its MPI tells ranks who they are"
         result.notes.append(("srun", f"a rank reads the variables of torchrun or MPI; {remedy}"))
     if "deepspeed" in launch.before:
         result.notes.append(("deepspeed", "its launcher takes a script; use torchrun"))
     print(report(path, launch, result))
-    for each in launch.exports:
-        name, _, value = each.partition("=")
-        print(f"export {name}={quoted(value)}")
-    print(command_text(launch, launcher, result))
-    return int(bool(result.refused or launch.doubts))
+    print(launch.script(command_text(launch, launcher, result.flags)))
+    return int(bool(result.refused or launch.doubts or launch.needs))
 
 
 def _text(path: str) -> str:
@@ -85,6 +93,17 @@ def _text(path: str) -> str:
     except (OSError, ValueError) as error:
         reason = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
         raise ConfigError("script", path, reason, "Name a shell script") from error
+
+
+def _given(settings: Sequence[str]) -> dict[str, str | None]:
+    """The variables of --set. Raises ConfigError."""
+    given: dict[str, str | None] = {}
+    for each in settings:
+        name, equals, value = each.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ConfigError("--set", each, "has no name of a variable", "Write NAME=VALUE")
+        given[name] = value if equals else None
+    return given
 
 
 def launcher_of(launch: Launch) -> tuple[list[str], list[tuple[str, str]]]:
@@ -133,36 +152,41 @@ def ranks_of(words: Sequence[str]) -> int | None:
 
 def report(path: str, launch: Launch, result: Converted) -> str:
     """What changed and why, as comments of a shell script."""
+    remedies = [
+        ("the script's arguments", f"{reason}. Give them behind the script's name")
+        if name == ARGUMENTS
+        else (name, f"{reason}. Give --set {name}=VALUE")
+        for name, reasons in launch.needs.items()
+        for reason in reasons
+    ]
     sections = (
         ("renamed", " -> ", result.renamed),
         ("added, since Megatron-LM does so without being asked", ": ", result.added),
-        ("left out, since it changes nothing", ": ", result.dropped),
-        ("CANNOT BE HONOURED", ": ", result.refused),
+        ("changes nothing, and is left out", ": ", result.dropped),
+        ("changes no numbers, and is lost", ": ", result.lost),
+        ("CHANGES NUMBERS", ": ", result.refused),
+        ("NEEDS A VALUE", ": ", remedies),
+        ("NOT FOLLOWED, look at it", "", [(doubt, "") for doubt in launch.doubts]),
         ("note", ": ", result.notes),
     )
     lines = [f"converted from {path}, line {launch.line}, by {NAME}", f"kept: {result.kept} flags"]
     for title, between, entries in sections:
         lines += [f"{title}:"] if entries else []
         lines += [f"  {before}{between}{after}" for before, after in entries]
-    lines += ["NOT FOLLOWED, look at it:"] if launch.doubts else []
-    lines += [f"  {doubt}" for doubt in launch.doubts]
     lines += [f"note: {note}" for note in launch.notes]
-    return "\n".join(f"# {line}" for line in lines)
+    shown = (launch.marks.shown(line).replace("\n", "\\n") for line in lines)
+    return "\n".join(f"# {line}" for line in shown)
 
 
-def command_text(launch: Launch, launcher: Sequence[str], result: Converted) -> str:
+def command_text(launch: Launch, launcher: Sequence[str], flags: Sequence[ScriptFlag]) -> str:
     """Our command, over several lines; in one where it is an argument of a shell."""
-    read = _quoted_inside if launch.shell else quoted
-    groups = [" ".join(map(read, launcher))]
-    groups += [
-        " ".join([*([each.name] if each.name else []), *map(read, each.values)])
-        for each in result.flags
-    ]
-    if launch.shell:
-        text = " ".join(groups)
-        plain = len(references(text)) == 1  # nothing that the script's shell replaces
-        argument = shlex.quote(text.replace(LITERAL, "$")) if plain else _in_double_quotes(text)
-        return " ".join([*map(quoted, launch.shell), argument])
+    level = len(launch.shells)
+    groups = [launch.command(launcher)]
+    for each in flags:
+        values = [launch.marks.quoted(value, level) for value in each.values]
+        groups.append(" ".join([each.name, *values] if each.name else values))
+    if launch.shells:
+        return " ".join(groups)
     lines = [groups[0]]
     for group in groups[1:]:
         if len(lines) > 1 and len(lines[-1]) + len(group) < WIDTH:
@@ -170,34 +194,3 @@ def command_text(launch: Launch, launcher: Sequence[str], result: Converted) -> 
         else:
             lines.append(f"    {group}")
     return " \\\n".join(lines)
-
-
-def quoted(word: str) -> str:
-    """A word as a shell has to read it, so that references in it are still replaced, and LITERAL is
-    a dollar sign.
-    """
-    if word in SEPARATORS or re.fullmatch(
-        r"[\w@%+=:,./${}-]+|\$\{\w+\[@\]\}|\$@", word.replace(LITERAL, " ")
-    ):
-        return f'"{word}"' if word == "$@" else word
-    return (
-        _in_double_quotes(word)
-        if len(references(word)) > 1
-        else shlex.quote(word.replace(LITERAL, "$"))
-    )
-
-
-def _quoted_inside(word: str) -> str:
-    """A word as the shell has to read it whose argument the command is: LITERAL is a dollar sign
-    that it replaces.
-    """
-    if len(references(word)) == 1:
-        return quoted(word.replace(LITERAL, "$")).replace("$", LITERAL)
-    return _in_double_quotes(word, LITERAL)
-
-
-def _in_double_quotes(text: str, dollar: str = r"\$") -> str:
-    """A text in double quotes, its references as they are; dollar: what LITERAL becomes."""
-    parts = references(text)
-    parts[::2] = [re.sub(r'(["\\])', r"\\\1", part) for part in parts[::2]]
-    return f'"{"".join(parts)}"'.replace(LITERAL, dollar)

@@ -2,477 +2,360 @@
 the script.
 """
 
-import itertools
-import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from .shell_values import arithmetic
-from .shell_words import LITERAL, SEPARATORS, Variables, Word, commands, plain_words, references
+from ..errors import ConfigError
+from .shell_left import Left, Marks, Unknown
+from .shell_run import Shell
+from .shell_state import TABLE, ShellState, Variable
+from .shell_values import Told, is_unknown
+from .shell_words import MARK
 
 PROGRAM = "pretrain_gpt.py"
-_TESTS = ("==", "=", "!=")
-_NUMBERS: Mapping[str, Callable[[int, int], bool]] = MappingProxyType(
-    {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-)
-_DECLARES = ("export", "readonly", "declare", "typeset", "local")
-_OPENS = ("then", "do", "{", "!", "time")
-_LOOPS = ("for", "while", "until", "case", "select", "function")
-_TESTING = ("[", "[[", "test")
-_SUCCEEDS = (
-    *_DECLARES,
-    "cd",
-    "mkdir",
-    "echo",
-    "printf",
-    "set",
-    "ulimit",
-    "module",
-    "conda",
-    ":",
-    "true",
-    "unset",
-    "let",
-)
-# change variables by what is not here
-_UNREAD = ("source", ".", "read", "shift", "getopts", "mapfile", "readarray")
+ARGUMENTS = "@"  # the script's own, among what needs a value
 _LAUNCHERS = re.compile(
-    r"(.*/)?(python[\d.]*|torchrun|srun|mpirun|mpiexec|deepspeed|accelerate|nsys|ncu|\S*\.(sh|sif)|\S*torch\S*)|.*[$`].*"
+    r"(.*/)?(python[\d.]*|torchrun|srun|mpirun|mpiexec|deepspeed|accelerate|nsys|ncu|exec|\S*\.(sh|sif)|\S*torch\S*)"
+)
+_SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
+_CONTAINERS = ("docker", "podman")  # pass on no variables but those that are named
+# Variables that programs find in their environment whether the script exports them or not.
+_INHERITED = re.compile(
+    r"(PATH|HOME|LANG)|(LD|LC|PYTHON|CUDA|NCCL|TORCH|OMP|GLOO|UCX|NVTE|HF)_?\w+"
 )
 
 
-class _Pattern(str):
-    """A word of a test that stands for all texts of a form."""
+@dataclass(frozen=True)
+class Starter:
+    """The words in front of what a shell reads, up to its -c.
+
+    given: (NAME, value) of the variables in front of them.
+    """
+
+    given: tuple[tuple[str, str], ...]
+    words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that starts the program.
+    """A command that starts the program. Of its words, characters that stand for what is left to a
+    shell (see shell_left.py) are in ``marks``.
 
-    line: where it stands in the script, from 1.
-    before: the words before the program: variables, launcher and its flags.
-    flags: the words behind it.
-    shell: the words in front of a shell's -c, where the command is its argument; else empty. Dollar
-           signs that this
-        shell replaces are then LITERAL in ``before`` and ``flags``.
-    exports: NAME=VALUE of what the script exports before it.
+    line:   where it stands in the script, from 1.
+    before: the words before the program: launcher and its flags.
+    flags:  the words behind it.
+    marks:  what is left to shells.
+    given:  (NAME, value) of the variables in front of the command.
+    shells: those whose argument the command is, the outermost first.
+    setup:  the lines in front of the command in the script and in each of ``shells``.
     doubts: what could not be followed without running the script and may change the command, as
             sentences.
-    notes: what else there is to know.
+    needs:  variables that decide something and are not set, and what they decide.
+    notes:  what else there is to know.
     """
 
     line: int
     before: tuple[str, ...]
     flags: tuple[str, ...]
-    shell: tuple[str, ...] = ()
-    exports: tuple[str, ...] = ()
+    marks: Marks
+    given: tuple[tuple[str, str], ...] = ()
+    shells: tuple[Starter, ...] = ()
+    setup: tuple[tuple[str, ...], ...] = ((),)
     doubts: tuple[str, ...] = ()
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def command(self, words: Sequence[str]) -> str:
+        """A command as its shell reads it, with the variables in front of it."""
+        return self._joined(self.given, words, len(self.shells))
+
+    def script(self, text: str) -> str:
+        """The lines that a shell reads, with a command in its shells."""
+        for level in range(len(self.shells), 0, -1):
+            text = self.marks.splitting("; ".join([*self.setup[level], text]), False)
+            starter = self.shells[level - 1]
+            text = self._joined(starter.given, [*starter.words, text], level - 1)
+        return "\n".join([*self.setup[0], text])
+
+    def _joined(self, given: Sequence[tuple[str, str]], words: Sequence[str], level: int) -> str:
+        settings = [f"{name}={self.marks.quoted(value, level)}" for name, value in given]
+        return " ".join([*settings, *(self.marks.quoted(word, level) for word in words)])
 
 
 def is_program(word: str) -> bool:
     """Whether a word names pretrain_gpt.py."""
-    return word.rsplit("/", 1)[-1] == PROGRAM
+    return MARK.split(word.rsplit("/", 1)[-1])[-1] == PROGRAM
 
 
-def find(text: str) -> Launch | None:
+def find(
+    text: str,
+    given: Mapping[str, str | None] = MappingProxyType({}),
+    arguments: Sequence[str] | None = None,
+) -> Launch | None:
     """Return the last command of a script that starts pretrain_gpt.py; None if there is none.
 
-    text: the script.
+    text:      the script.
+    given:     variables of the environment; None for one that is not set.
+    arguments: those that the script is started with; None: they are not known.
     """
-    return Script().read(text)
+    if MARK.search(text):
+        raise ConfigError("script", "(text)", "it has private characters", "Remove them")
+    variables = {
+        name: Variable({} if value is None else {"0": value}, exported=value is not None)
+        for name, value in given.items()
+    }
+    state = ShellState(variables, arguments=None if arguments is None else tuple(arguments))
+    script = _Script(0, Marks(), Told(), state)
+    script.follow(text)
+    return script.told_of()
 
 
-class Script:
-    """What is known at a place of a script: its variables, and in which branches it is."""
+class _Script(Shell):
+    """A script, or what one starts with bash -c."""
 
-    def __init__(self) -> None:
-        self.variables = Variables()
-        self.exports: dict[str, None] = {}
-        self.functions: set[str] = set()
-        self.fixed: set[str] = set()  # by readonly: they stay
-        self.notes: dict[str, None] = {}
-        self.doubts: dict[str, None] = {}
-        self.evals = 1  # each takes its words apart once more
-        # of each if: whether this part is read; None: one has been read
-        self.branches: list[bool | None] = []
-        # of each if: what is told if its condition decides anything; empty: it is known
-        self.unknown: list[str] = []
-        self.condition: list[Word] | None = None  # of an if that is being read, up to its then
+    def __init__(self, level: int, marks: Marks, told: Told, state: ShellState) -> None:
+        super().__init__(level, marks, told, state)
+        self.launches: list[Launch] = []
+        self._first = dict(state.variables)
 
-    @property
-    def active(self) -> bool:
-        return all(branch is True for branch in self.branches)
-
-    def read(self, text: str) -> Launch | None:
-        """Read a script to its end; return the last launch that it has."""
-        last: Launch | None = None
-        # what ended the command before, and whether it succeeded
-        before = ""
-        status = None
-        for command, following in itertools.pairwise([*commands(text), []]):
-            self._defines(command, following)
-            words = self._controlled(command)
-            if words and self.condition is None:
-                sets = _assigns(words[0]) or words[0].plain in (
-                    *_DECLARES,
-                    "unset",
-                    "let",
-                    *_UNREAD,
+    def started(
+        self, line: int, words: list[str], given: Sequence[tuple[str, str]], text: str | None
+    ) -> None:
+        for place, word in enumerate(words):
+            before = words[:place]
+            launched = any(_LAUNCHERS.fullmatch(each) or is_unknown([each]) for each in before)
+            if is_program(word) and (place == 0 or launched):
+                launch = Launch(
+                    line=line,
+                    before=tuple(before),
+                    flags=tuple(words[place + 1 :]),
+                    marks=self.marks,
+                    given=tuple(given),
                 )
-                if sets or any(is_program(word.plain) for word in words):
-                    self.doubts |= dict.fromkeys(filter(None, self.unknown))
-                if self.active and self._runs(words, before, status, sets):
-                    launch = self._simple(words)
-                    status = self._succeeds(words)
-                    if launch is not None and last is not None:
-                        self._doubts(
-                            f"line {last.line}: this command starts {PROGRAM} too, and is not "
-                            "converted"
-                        )
-                    last = launch or last
-            before = command[-1].separator
-        return None if last is None else self._complete(last)
+                self._add(launch)
+                return
+            inner = word if before and re.fullmatch(r"-\w*c", before[-1]) else None
+            if inner is not None and any(map(_is_shell, before[:-1])):
+                self._inside(line, inner, tuple(before), given, words[place + 1 :])
+                return
+        if text is not None and _is_shell(words[-1]):
+            self._inside(line, text, (*words, "-c"), given, [])
 
-    def _complete(self, launch: Launch) -> Launch:
-        """The launch, with what is to be told of it."""
-        defaults = self.variables.assumed.items()
-        assumed = ", ".join(
-            f"{'$' * name.isdigit()}{name}={value or repr('')}" for name, value in defaults
-        )
-        self.notes |= {f"defaults of the script are used: {assumed}": None} if assumed else {}
-        exports = tuple(
-            f"{name}={value}"
-            for name in self.exports
-            if (value := self.variables.value(name)) is not None
-        )
-        words = [*exports, *launch.before, *launch.flags, *launch.shell]
-        words = [word.replace(LITERAL, "$") for word in words] if launch.shell else words
-        for name in dict.fromkeys(each for word in words for each in self._left(word)):
-            self._doubts(
-                f"{name} is left as it is written, but the script sets it to what is not known here"
-            )
-        return Launch(
-            line=launch.line,
-            before=launch.before,
-            flags=launch.flags,
-            shell=launch.shell,
-            exports=exports,
-            doubts=tuple(self.doubts),
-            notes=tuple(note for note in self.notes if note not in self.doubts),
-        )
-
-    def _left(self, word: str) -> list[str]:
-        """The variables in what a word leaves to a shell that the script sets."""
-        names = []
-        for reference in references(word)[1::2]:
-            inner = re.findall(r"\$\{?[#!]?(\w+|@|\*)|(?<=[\s(*+/%-])([A-Za-z_]\w*)", reference)
-            names += [f"${name}" for pair in inner for name in pair if self._sets(name)]
-        return names
-
-    def _sets(self, name: str) -> bool:
-        return bool(name) and (name in self.variables.values or name in self.variables.lost)
-
-    def _defines(self, command: Sequence[Word], following: Sequence[Word]) -> None:
-        """Note a function, NAME ( )."""
-        named = len(command) == 2 and command[-1].separator == "(" and not command[0].separator
-        if named and [word.separator for word in following[:1]] == [")"]:
-            self.functions.add(command[0].plain)
-            self._doubts(
-                f"line {command[0].line}: function {command[0].plain} is not followed, its "
-                "commands are read once"
-            )
-
-    def _runs(self, words: Sequence[Word], before: str, status: bool | None, sets: bool) -> bool:
-        """Whether a command is reached behind && or ||."""
-        if before not in ("&&", "||"):
-            return True
-        if status is None and (sets or before == "||"):
-            self._doubts(
-                f"line {words[0].line}: {words[0].plain} is read whatever the command before it "
-                "does"
-            )
-        return status is None or status == (before == "&&")
-
-    def _succeeds(self, words: Sequence[Word]) -> bool | None:
-        """Whether a command ends with status 0; None if that is not known."""
-        first = words[0].plain
-        if first in _TESTING or first.startswith("(("):
-            return self._holds([*words, Word(words[0].line, separator=";")])
-        return (
-            False
-            if first == "false"
-            else True
-            if _assigns(words[0]) or first in _SUCCEEDS
-            else None
-        )
-
-    def _controlled(self, command: Sequence[Word]) -> list[Word]:
-        """Take what steers the script off a command; return the words that are left."""
-        words = list(command[:-1])
-        while words:
-            first = words[0].plain
-            if self.condition is not None and first != "then":
-                self.condition += [*words, command[-1]]
-                return []
-            if first in ("if", "elif", "while", "until") and any(
-                is_program(word.plain) for word in words
-            ):
-                if first == "if":
-                    self.branches.append(True)
-                    self.unknown.append("")
-                del words[0]
-                continue
-            if first in ("if", "elif"):
-                self._opens(first)
-                self.condition = [*words[1:], command[-1]]
-                return []
-            if first == "then":
-                self._decides(words[0].line)
-            elif first == "else":
-                self._otherwise()
-            elif first == "fi":
-                del self.branches[-1:], self.unknown[-1:]
-            elif first in _LOOPS:
-                self._doubts(
-                    f"line {words[0].line}: {first} is not followed, its commands are read once"
-                )
-                if first in ("for", "select") and len(words) > 1:
-                    self.variables.forget(words[1].plain)
-                return []
-            elif first not in (*_OPENS, "done", "esac", "}"):
-                return words
-            del words[0]
-        return words
-
-    def _doubts(self, text: str) -> None:
-        self.doubts[text] = None
-
-    def _opens(self, word: str) -> None:
-        if word == "if":
-            self.branches.append(True)
-            self.unknown.append("")
-        elif self.branches:
-            self.branches[-1] = None if self.branches[-1] is not False else False
-
-    def _decides(self, line: int) -> None:
-        """The condition is complete: read what follows, or not."""
-        condition = self.condition or []
-        self.condition = None
-        if (
-            not self.branches
-            or self.branches[-1] is None
-            or not all(each is True for each in self.branches[:-1])
-        ):
+    def _inside(
+        self,
+        line: int,
+        text: str,
+        before: tuple[str, ...],
+        given: Sequence[tuple[str, str]],
+        arguments: Sequence[str],
+    ) -> None:
+        """Follow the argument of a shell."""
+        state = ShellState(self._passed(before), arguments=tuple(arguments[1:]))
+        state.functions = {**self.state.functions}
+        inner = _Script(self.level + 1, self.marks, self.told, state)
+        try:
+            inner.follow(text)
+        except ConfigError as error:
+            if PROGRAM in text:
+                self.told.doubts[f"line {line}: the shell is not followed: {error.reason}"] = None
             return
-        holds = self._holds(condition)
-        if holds is None:
-            # asks for files: ends early
-            holds = not any(re.fullmatch(r"-[defrswx]", word.plain) for word in condition)
-            part = (
-                "first part is read" if holds else "first part is not read, since it asks for files"
-            )
-            self.unknown[-1] = f"line {line}: the condition is not known here; its {part}"
-            self.notes[self.unknown[-1]] = None
-        self.branches[-1] = holds
+        for launch in inner.launches:
+            starter = Starter(tuple(given), before)
+            outer = replace(launch, line=line, shells=(starter, *launch.shells))
+            if arguments:
+                self.told.doubts[f"line {line}: what stands behind the shell's command"] = None
+            self._add(outer)
 
-    def _otherwise(self) -> None:
-        if self.branches:
-            self.branches[-1] = True if self.branches[-1] is False else None
+    def _passed(self, before: Sequence[str]) -> dict[str, Variable]:
+        """The variables that a shell finds which is started by these words."""
+        container = any(word.rsplit("/", 1)[-1] in _CONTAINERS for word in before)
+        named = {word.partition("=")[0] for word in before} if container else None
+        passed: dict[str, Variable] = {}
+        for name, variable in self.state.variables.items():
+            if variable.exported and (named is None or name in named):
+                blank = any(re.search(rf"\s|{PROGRAM}", value) for value in variable.values)
+                if variable.kind or (is_unknown(variable.values) and not blank):
+                    continue  # the shell has it in its environment
+                passed[name] = replace(variable, fixed=False, integer=False)
+            elif not variable.exported and container is False:
+                why = Unknown(f"the script sets {name} and does not export it")
+                known = not variable.items and variable.unknown is None
+                passed[name] = Variable() if known else Variable(unknown=why)
+        return passed
 
-    def _holds(self, condition: Sequence[Word]) -> bool | None:
-        """Whether a condition of tests in brackets holds; None if that is not known."""
-        result: bool | None = None
-        joined = ""
-        test: list[str] = []
-        for word in condition:
-            if not word.separator:
-                values = self.variables.fields(word) or [""]
-                open_ = test[:1] == ["[["] and any(
-                    set(piece.text) & set("*?[") for piece in word.pieces if not piece.quote
-                )
-                test += [_Pattern(values[0])] if open_ and test[1:] and len(values) == 1 else values
-                continue
-            if test:
-                value = _held(test, self.variables)
-                if joined == "||":
-                    result = (
-                        True
-                        if True in (result, value)
-                        else None
-                        if None in (result, value)
-                        else False
-                    )
-                elif joined == "&&":
-                    result = (
-                        False
-                        if False in (result, value)
-                        else None
-                        if None in (result, value)
-                        else True
-                    )
-                else:
-                    result = value
-            joined = word.separator
-            test = []
-        return result
-
-    def _simple(self, words: list[Word]) -> Launch | None:
-        """Run a command in mind: assignments are taken; a command that starts the program is
-        returned.
-        """
-        first = words[0].plain
-        line = words[0].line
-        if first in _DECLARES or all(_assigns(word) for word in words):
-            for word in words:
-                name = word.plain.partition("=")[0]
-                taken = name not in self.fixed and self.variables.assign(word)
-                self.fixed |= {name} if first == "readonly" else set()
-                if first == "export" and (taken or name in self.variables.values):
-                    self.exports[name] = None
-            return None
-        if first == "set":
-            self._positional(words)
-        elif first == "unset":
-            self.variables.values |= {
-                word.plain: [] for word in words[1:] if word.plain not in self.fixed
-            }
-        elif first == "let" or first.startswith("(("):
-            self._counts(words)
-        elif first in _UNREAD or first in self.functions:
-            kind = (
-                "is not followed"
-                if first in self.functions
-                else "is not read, and may set variables"
-            )
-            self._doubts(f"line {line}: {' '.join(word.plain for word in words)} {kind}")
-        fields = [each for word in words for each in self.variables.fields(word)]
-        if fields[:1] == ["eval"]:
-            self.variables.count(fields * self.evals)
-            self.evals += 1
-            inner = [
-                command[:-1] for command in commands(" ".join(fields[1:]).replace(LITERAL, "$"))
-            ]
-            launches = [self._simple(each) for each in inner if each]
-            return next((each for each in reversed(launches) if each is not None), None)
-        if not fields or fields[0] in ("echo", "printf"):
-            return None
-        for place, each in enumerate(fields):
-            if is_program(each) and (
-                place == 0 or any(_LAUNCHERS.fullmatch(word) for word in fields[:place])
-            ):
-                return _launch(line, fields, ())
-            if PROGRAM in each and place and re.fullmatch(r"-\w*c", fields[place - 1]):
-                return self._of_shell(line, each, fields[:place])
-        return None
-
-    def _of_shell(self, line: int, text: str, shell: Sequence[str]) -> Launch | None:
-        """A command in the argument of a shell: what the script's shell leaves in it is a
-        reference, what that shell replaces is LITERAL."""
-        parts = references(text)
-        marks = [chr(0xE100 + place) for place in range(len(parts) // 2)]
-        outer = dict(zip(marks, parts[1::2], strict=True))
-        inside = "".join(
-            each for pair in itertools.zip_longest(parts[::2], marks, fillvalue="") for each in pair
-        )
-        known = {
-            name: self.variables.values[name]
-            for name in self.exports
-            if name in self.variables.values
-        }
-        words = plain_words(inside.replace(LITERAL, "$"), known)
-        if not any(map(is_program, words)):
-            return None
-        if any(LITERAL in word for word in words):
-            self._doubts(
-                f"line {line}: a dollar sign in quotes inside of quotes is replaced by the inner "
-                "shell"
-            )
-        words = [word.replace("$", LITERAL) for word in words]
-        words = [re.sub("[\ue100-\uf8ff]", lambda match: outer[match[0]], word) for word in words]
-        return _launch(line, words, tuple(shell))
-
-    def _positional(self, words: Sequence[Word]) -> None:
-        """set -- WORD ...: the script's arguments; other options of set change none."""
-        plain = [word.plain for word in words]
-        if "--" not in plain:
-            return
-        arguments = [
-            each for word in words[plain.index("--") + 1 :] for each in self.variables.fields(word)
-        ]
-        self.variables.values |= {"@": arguments, "*": arguments, "#": [str(len(arguments))]}
-        self.variables.values |= {str(place): [each] for place, each in enumerate(arguments, 1)}
-
-    def _counts(self, words: Sequence[Word]) -> None:
-        """let NAME=EXPRESSION, (( NAME = EXPRESSION )): the variable has a value, or one that is
-        not known.
-        """
-        texts = (
-            [word.plain for word in words[1:]]
-            if words[0].plain == "let"
-            else [words[0].plain[2:-2]]
-        )
-        for text in texts:
-            match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=(?!=)(.*)", text)
-            if match is None:
-                for name in re.findall(
-                    r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]=)|(?:\+\+|--)\s*([A-Za-z_]\w*)", text
-                ):
-                    self.variables.forget(name[0] or name[1])
-                continue
-            number = arithmetic(match[2], self.variables.value)
-            if number is None:
-                self.variables.forget(match[1])
+    def _add(self, launch: Launch) -> None:
+        """Keep a launch, with what has to stand before it in this shell."""
+        words = [*launch.before, *launch.flags, *(value for _, value in launch.given)]
+        words += [word for shell in launch.shells for word in shell.words]
+        words += [value for shell in launch.shells for _, value in shell.given]
+        words += [line for setup in launch.setup for line in setup]
+        texts = [text for text in words if self._own(text)]
+        own = launch.shells[0].given if launch.shells else launch.given
+        setup = _Setup(self, texts, [name for name, _ in own])
+        needs = {name: [*reasons] for name, reasons in launch.needs.items()}
+        doubts = dict.fromkeys([*launch.doubts, *setup.doubts])
+        notes = dict.fromkeys([*launch.notes, *(f"it may end before: {e.text}" for e in self.ends)])
+        unknown = [(f"whether {PROGRAM} is started", each) for each in self.conditions]
+        for what, why in [*unknown, *setup.unknown]:
+            if why.mild and what.startswith("whether"):
+                notes[f"{what} depends on the command before it"] = None
+            elif why.needs:
+                for name in why.needs:
+                    plain = name if re.match("[A-Za-z_]", name) else ARGUMENTS
+                    reason = f"it decides {what} ({why.text})"
+                    reasons = needs.setdefault(plain, [])
+                    reasons += [] if reason in reasons else [reason]
             else:
-                self.variables.values[match[1]] = [str(number)]
-
-
-def _launch(line: int, words: Sequence[str], shell: tuple[str, ...]) -> Launch:
-    """The launch in a command that has the program; what follows after a separator is left out."""
-    place = next(place for place, word in enumerate(words) if is_program(word))
-    flags = itertools.takewhile(lambda word: word not in SEPARATORS, words[place + 1 :])
-    return Launch(line, tuple(words[:place]), tuple(flags), shell)
-
-
-def _assigns(word: Word) -> bool:
-    return (
-        bool(word.pieces)
-        and not word.pieces[0].quote
-        and bool(re.match(r"\w+(\[[^]]*\])?\+?=", word.pieces[0].text))
-    )
-
-
-def _held(test: Sequence[str], variables: Variables) -> bool | None:
-    """Whether one test holds, such as [[ a == b ]]; None if a value is not known or it is of
-    another kind.
-    """
-    parts = [each for each in test if each not in ("[", "]", "[[", "]]", "test")]
-    negated = False
-    while parts[:1] == ["!"]:
-        parts = parts[1:]
-        negated = not negated
-    if len(parts) == 1 and parts[0].startswith("(("):
-        number = arithmetic(parts[0][2:-2], variables.value)
-        return None if number is None else (number != 0) != negated
-    if any("$" in part or "`" in part for part in parts):
-        return None
-    result: bool | None = None
-    if len(parts) == 2 and parts[0] in ("-z", "-n"):
-        result = (parts[1] == "") == (parts[0] == "-z")
-    elif len(parts) == 3 and parts[1] in _TESTS:
-        alike = (
-            fnmatchcase(parts[0], parts[2])
-            if isinstance(parts[2], _Pattern)
-            else parts[0] == parts[2]
+                doubts[f"{what}: {why.text}"] = None
+        above = launch.setup if launch.shells else ()
+        self.launches.append(
+            replace(
+                launch,
+                setup=(tuple(setup.lines), *above),
+                doubts=tuple(doubts),
+                needs={name: tuple(reasons) for name, reasons in needs.items()},
+                notes=tuple(notes),
+            )
         )
-        result = alike == (parts[1] != "!=")
-    elif (
-        len(parts) == 3
-        and parts[1] in _NUMBERS
-        and all(re.fullmatch(r"-?[0-9]{1,18}", each) for each in parts[::2])
-    ):
-        result = _NUMBERS[parts[1]](int(parts[0]), int(parts[2]))
-    return None if result is None else result != negated
+
+    def _own(self, text: str) -> list[Left]:
+        """What a text leaves to this shell."""
+        return [left for left in self.marks.all(text) if left.level == self.level]
+
+    def told_of(self) -> Launch | None:
+        """The last launch, with all that there is to know."""
+        if not self.launches:
+            return None
+        last = self.launches[-1]
+        doubts = {**self.told.doubts, **dict.fromkeys(last.doubts)}
+        for other in self.launches[:-1]:
+            doubts[
+                f"line {other.line}: this command starts {PROGRAM} too, and is not converted"
+            ] = None
+        assumed = ", ".join(
+            f"{'$' * name.isdigit()}{name}={value or repr('')}"
+            for name, value in self.told.assumed.items()
+        )
+        notes = {**self.told.notes, **dict.fromkeys(last.notes)}
+        notes |= {f"defaults of the script are used: {assumed}": None} if assumed else {}
+        return replace(last, doubts=tuple(doubts), notes=tuple(notes))
+
+
+class _Setup:
+    """The lines that have to stand before texts in a shell.
+
+    unknown: (what is not known, why) of them.
+    doubts:  where a reference would find another value than in the script.
+    """
+
+    def __init__(self, shell: _Script, texts: Sequence[str], given: Sequence[str]) -> None:
+        self.shell = shell
+        self.given = given
+        self.lines: list[str] = []
+        self.doubts: dict[str, None] = {}
+        self.unknown: list[tuple[str, Unknown]] = []
+        self._now: dict[str, int] = {}  # of each variable that was written, the line that did so
+        exports = self._exports()
+        values = [value for _, variable, _ in exports for value in variable.values]
+        moves = shell.state.moves
+        needed = self._needed([*texts, *values, *(word for words in moves for word in words)])
+        for move in range(len(moves) + 1):
+            if move:
+                self._move(moves[move - 1], move - 1)
+            for place in needed:
+                line = shell.lines[place]
+                if line.moves == move:
+                    self._check(line.variable.values, move)
+                    self.lines.append(self._line(line.name, line.variable))
+                    self._now[line.name] = place
+        for name, variable, word in exports:
+            self._export(name, variable, word)
+        self._check(texts, len(moves))
+
+    def _exports(self) -> list[tuple[str, Variable, str]]:
+        """(name, variable, word in front) of what programs may find in their environment."""
+        found = []
+        for name, variable in self.shell.state.variables.items():
+            inherited = _INHERITED.fullmatch(name) is not None
+            same = self.shell._first.get(name) == variable or name in self.given
+            if same or variable.kind or not (variable.exported or inherited):
+                continue
+            if variable.perhaps:
+                self.unknown.append((f"whether {name} is exported", variable.perhaps))
+            if variable.unknown:
+                word = f"{name}, which programs may find in their environment"
+                self.unknown.append((word, variable.unknown))
+            else:
+                found.append((name, variable, "export " if variable.exported else ""))
+        return found
+
+    def _needed(self, texts: Sequence[str]) -> list[int]:
+        """The lines on which texts depend."""
+        needed: set[int] = set()
+        left = [*texts]
+        while left:
+            for each in self.shell._own(left.pop()):
+                new = [place for place in each.lines if place not in needed]
+                needed.update(new)
+                left += [v for place in new for v in self.shell.lines[place].variable.values]
+        return sorted(needed)
+
+    def _move(self, words: Sequence[str], move: int) -> None:
+        if words:
+            level = self.shell.level
+            self._check(words, move)
+            self.lines.append(" ".join(self.shell.marks.quoted(word, level) for word in words))
+        else:
+            self.doubts["the directory is changed by what is not known here"] = None
+
+    def _line(self, name: str, variable: Variable) -> str:
+        level = self.shell.level
+        if not variable.items and not variable.kind:
+            return f"unset {name}"
+        quoted = [self.shell.marks.quoted(value, level) for value in variable.values]
+        if not variable.kind:
+            return f"{name}={quoted[0]}"
+        plain = [*variable.items] == [str(place) for place in range(len(quoted))]
+        keys = [self.shell.marks.quoted(key, level) for key in variable.items]
+        if variable.kind != TABLE and plain:
+            return f"{name}=({' '.join(quoted)})"
+        pairs = [f"[{key}]={value}" for key, value in zip(keys, quoted, strict=True)]
+        word = "declare -A " if variable.kind == TABLE else ""
+        return f"{word}{name}=({' '.join(pairs)})"
+
+    def _export(self, name: str, variable: Variable, word: str) -> None:
+        if not variable.items:
+            self.lines.append(f"unset {name}")
+            self._now[name] = -1
+            return
+        value = variable.values[0]
+        own = self.shell._own(value)
+        if len(value) == 1 and own and own[0].source == f"${name}" and name in self._now:
+            self.lines += [f"{word}{name}"] if word else []
+            return
+        self._check([value], len(self.shell.state.moves))
+        place = self._now.get(name, -1)
+        same = place >= 0 and self.shell.lines[place].variable.values == [value]
+        self.lines.append(f"{word}{name}={self.shell.marks.quoted(value, self.shell.level)}")
+        if not same:
+            self._now[name] = -1
+
+    def _check(self, texts: Sequence[str], moves: int) -> None:
+        """Note the references that find something else here than in the script."""
+        for left in (left for text in texts for left in self.shell._own(text)):
+            source = self.shell.marks.shown(left.source)
+            if left.unknown:
+                self.unknown.append((source, left.unknown))
+                continue
+            lines = self.shell.lines
+            later = any(self._now.get(lines[place].name) != place for place in left.lines)
+            if later or any(name in self._now for name in left.reads):
+                self.doubts[f"{source} is read before the script sets a variable in it anew"] = None
+            if left.moves is not None and left.moves != moves and len(self.shell.state.moves):
+                self.doubts[f"{source} is read in another directory than in the script"] = None
+
+
+def _is_shell(word: str) -> bool:
+    return word.rsplit("/", 1)[-1] in _SHELLS

@@ -1,66 +1,216 @@
-"""A shell script taken apart without running it: commands as words, and what words become where
-variables are known.
-"""
+"""A shell script taken apart into words and operators, with the quotes and references of words."""
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
-from .shell_values import LARGEST, arithmetic, braced
 
-LITERAL = "\ue000"  # a dollar sign that its quotes keep from a shell
-SEPARATORS = ("\n", ";", "&", "|", "(", ")", "&&", "||", ";;")
-_REFERENCE = r"`[^`]*`|\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}"
-_PART = re.compile(rf"(?:{_REFERENCE}|\S)+")  # commands in a value are not split
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=")
+FIRST_MARK = 0xF0000  # characters from here on stand for what is left to a shell (shell_left.py)
+LAST_MARK = 0xFFFFD
+MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
+
+TEXT = "text"
+VALUE = "value"  # text that is split as a variable's value is
+VARIABLE = "variable"
+COMMAND = "command"
+PROCESS = "process"
+ARITHMETIC = "arithmetic"
+LEFT = "left"
+
+_BLANKS = re.compile(r"(?:[ \t]|\\\n)+")
+_REDIRECT = re.compile(r"\d*(?:<<<|<<-?|<>|<&|>&|>>|>\||<(?!\()|>(?!\())|&>>?")
+_OPERATOR = re.compile(r";;&|;&|;;|&&|\|\||\|&|[\n;&|()]")
+_STOPS = " \t\n;&|()<>"
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[(.*)\])?(\+?)=", re.ASCII | re.DOTALL)
+_NAMED = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])", re.ASCII)
+_ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "a": "\a",
+    "b": "\b",
+    "e": "\x1b",
+    "f": "\f",
+    "v": "\v",
+}
 
 
 @dataclass(frozen=True)
 class WordPart:
-    """A part of a word. quote: ' or ", or empty; in ' nothing is replaced, and in " what replaces
-    is not split.
+    """A part of a word.
+
+    kind:   TEXT, VALUE, or what a shell replaces.
+    text:   the text; of a reference what is between its braces or parentheses.
+    quoted: whether what it becomes is kept in one piece, and patterns in it are text.
+    source: the reference as it stands.
     """
 
+    kind: str
     text: str
-    quote: str = ""
+    quoted: bool = False
+    source: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Word:
-    """A word of a command, or a separator.
-
-    line: where it stands, from 1.
-    pieces: its parts, none for a separator.
-    separator: one of SEPARATORS, else empty.
-    items: the words between the parentheses of NAME=( ... ); None for other words.
-    """
+    """A word. line: where it stands, from 1. items: the words of NAME=( ... ), else None."""
 
     line: int
-    pieces: list[WordPart] = field(default_factory=list)
-    separator: str = ""
-    items: "list[Word] | None" = None
+    parts: tuple[WordPart, ...] = ()
+    items: "tuple[Word, ...] | None" = None
 
     @property
     def plain(self) -> str:
         """The text as it stands, without quotes."""
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(part.source or part.text for part in self.parts)
+
+    @property
+    def bare(self) -> str:
+        """The text if nothing in it is quoted or replaced, as of the words that steer a script."""
+        bare = all(part.kind == TEXT and not part.quoted for part in self.parts)
+        return self.plain if bare else ""
+
+
+@dataclass(frozen=True)
+class Separator:
+    """A separator of commands."""
+
+    line: int
+    text: str
+
+
+@dataclass
+class Redirect:
+    """Where a command reads or writes: < FILE. body: the text behind << and <<<."""
+
+    line: int
+    operator: str
+    target: Word
+    body: Word | None = None
+
+
+Token = Word | Separator | Redirect
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """NAME[index]+=value."""
+
+    name: str
+    index: str | None
+    more: bool
+    value: Word
+
+
+def assignment(word: Word) -> Assignment | None:
+    """Return what a word assigns; None if it is no assignment."""
+    head = ""
+    for place, part in enumerate(word.parts):
+        if part.quoted and "[" not in head:
+            return None
+        head += part.source or part.text
+        match = _ASSIGNED.match(head)
+        if match and part.kind == TEXT and not part.quoted:
+            rest = replace(part, text=head[match.end() :])
+            parts = (rest, *word.parts[place + 1 :])
+            value = Word(word.line, parts if rest.text else parts[1:], word.items)
+            return Assignment(match[1], match[2], bool(match[3]), value)
+        if not re.match(r"[A-Za-z_]\w*(\[|$)", head, re.ASCII):
+            return None
+    return None
 
 
 class Reader:
-    """Reads the words of a script, one after the other."""
+    """Reads a script, one token after the other."""
 
-    def __init__(self, text: str):
-        self.text = text.replace("\r\n", "\n")
+    def __init__(self, text: str, line: int = 1):
+        self.text = text
         self.at = 0
-        self.line = 1
+        self.line = line
+        self._documents: list[tuple[Redirect, bool, bool]] = []
 
-    def words(self, end: str = "") -> Iterator[Word]:
-        """All words up to the separator ``end``, or to the end of the script."""
-        while (word := self._next()) is not None:
-            if word.separator and word.separator == end:
-                return
-            yield word
+    def next(self) -> Token | None:
+        """The next word, operator or redirection; None at the end."""
+        while self.at < len(self.text):
+            if match := _BLANKS.match(self.text, self.at):
+                self._take(match.end() - self.at)
+            elif self.text[self.at] == "#":
+                end = self.text.find("\n", self.at)
+                self.at = end if end >= 0 else len(self.text)
+            elif match := _REDIRECT.match(self.text, self.at):
+                return self._redirect(match.group().lstrip("0123456789"), match.end())
+            elif match := _OPERATOR.match(self.text, self.at):
+                line = self.line
+                operator = self._take(match.end() - self.at)
+                if operator == "\n":
+                    self._read_documents()
+                return Separator(line, operator)
+            else:
+                return self.word()
+        self._read_documents()
+        return None
+
+    def word(self, stops: str = _STOPS) -> Word:
+        """A word. stops: the characters before which it ends."""
+        line = self.line
+        parts: list[WordPart] = []
+        head = ""
+        while self.at < len(self.text) and (letter := self.text[self.at]):
+            if letter == "(" and stops and head and re.fullmatch(r"\w+(\[.*\])?\+?=", head):
+                self._take()
+                return Word(line, tuple(parts), tuple(self._items()))
+            if letter in "<>" and self.text.startswith("(", self.at + 1) and "<" in stops:
+                start = self.at
+                source = self._take(self._closing(start + 1, "(", ")") - start)
+                parts.append(WordPart(PROCESS, source[2:-1], False, source))
+            elif letter == "(" and stops and head[-1:] in tuple("@!+?*"):
+                # ?(a|b), a pattern
+                text = self._take(self._closing(self.at, "(", ")") - self.at)
+                parts.append(WordPart(TEXT, text))
+            elif letter in stops:
+                break
+            else:
+                parts += self._part(letter, stops)
+            head = "".join(part.source or part.text for part in parts)
+            if parts and parts[-1].quoted:
+                head += "'"
+        return Word(line, tuple(parts))
+
+    def arithmetic(self) -> str | None:
+        """What is between (( and )), of which the first parenthesis is read; None if it is no
+        arithmetic but a shell in a shell.
+        """
+        start = self.at - 1
+        end = self._closing(start, "(", ")")
+        text = self.text[start:end]
+        if not (text.startswith("((") and text.endswith("))")):
+            return None
+        self._take(end - self.at)
+        return text[2:-2]
+
+    def quoted(self, end: str = "") -> list[WordPart]:
+        """The parts of a text in double quotes, up to ``end`` or to the end of the text."""
+        parts = []
+        plain = ""
+        while self.at < len(self.text) and (letter := self.text[self.at]) != end:
+            if letter == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('$`"\\\n'):
+                plain += self._take(2)[1].replace("\n", "")
+                continue
+            if letter in "$`" or MARK.match(letter):
+                reference = self._reference(True)
+                if reference.kind == TEXT:
+                    plain += reference.text
+                    continue
+                parts += [WordPart(TEXT, plain, True)] if plain else []
+                parts.append(reference)
+                plain = ""
+            else:
+                plain += self._take()
+        if end and self.at >= len(self.text):
+            raise self._open(end)
+        self._take(len(end))
+        return parts + ([WordPart(TEXT, plain, True)] if plain or not parts else [])
 
     def _take(self, length: int = 1) -> str:
         taken = self.text[self.at : self.at + length]
@@ -68,264 +218,181 @@ class Reader:
         self.line += taken.count("\n")
         return taken
 
-    def _next(self) -> Word | None:
-        while self.at < len(self.text):
-            if match := re.compile(r"[ \t]+|\\\n").match(self.text, self.at):
-                self._take(len(match.group()))
-            elif self.text[self.at] == "#":
-                self._take(len(self.text[self.at :].split("\n", 1)[0]))
-            elif match := re.compile(r"\(\((?:[^()]|\([^()]*\))*\)\)").match(self.text, self.at):
-                # arithmetic
-                return Word(self.line, [WordPart(self._take(len(match.group())), '"')])
-            elif match := re.compile(
-                r"\d*(?:<<<|[<>]{1,2})&?[ \t]*[^\s;&|()]*|&>>?[ \t]*[^\s;&|()]*"
-            ).match(self.text, self.at):
-                self._redirect(match.group())
-            elif match := re.compile(r"&&|\|\||;;|[\n;&|()]").match(self.text, self.at):
-                return Word(self.line, separator=self._take(len(match.group())))
-            else:
-                return self._word()
-        return None
-
-    def _redirect(self, text: str) -> None:
-        """Skip where a command reads or writes; with << also the text that follows."""
-        self._take(len(text))
-        document = re.fullmatch(r"\d*<<-?[ \t]*['\"]?(\w+)['\"]?", text)
-        if document:
-            body = re.compile(rf".*?^[ \t]*{document.group(1)}[ \t]*$", re.DOTALL | re.MULTILINE)
-            if match := body.match(self.text, self.at):
-                self._take(len(match.group()))
-
-    def _word(self) -> Word:
-        word = Word(self.line)
-        while self.at < len(self.text):
-            letter = self.text[self.at]
-            if letter == "(" and re.fullmatch(r"\w+\+?=", word.plain) and not word.pieces[-1].quote:
-                self._take()
-                word.items = [each for each in self.words(")") if not each.separator]
-            elif letter in " \t\n;&|()<>":
-                break
-            elif letter == "\\":
-                escaped = self._take(2)
-                word.pieces += [WordPart(escaped[1:], "'")] if escaped != "\\\n" else []
-            elif letter == "'":
-                word.pieces.append(WordPart(self._to("'"), "'"))
-            elif letter == '"':
-                word.pieces += self._quoted()
-            else:
-                word.pieces.append(WordPart(self._reference() if letter in "$`" else self._plain()))
-        return word
-
-    def _plain(self) -> str:
-        match = re.compile(r"[^ \t\n;&|()<>\\'\"$`]+").match(self.text, self.at)
-        assert match is not None, "called at a plain letter"
-        return self._take(len(match.group()))
+    def _part(self, letter: str, stops: str) -> list[WordPart]:
+        following = self.text[self.at + 1 : self.at + 2]
+        if letter == "\\":
+            escaped = self._take(2)
+            return [WordPart(TEXT, escaped[1:], True)] if escaped != "\\\n" else []
+        if letter == "'":
+            return [WordPart(TEXT, self._to("'"), True)]
+        if letter == '"' or (letter == "$" and following == '"'):
+            self._take(1 + (letter == "$"))
+            return self.quoted('"')
+        if letter == "$" and following == "'":
+            self._take()
+            return [WordPart(TEXT, self._escaped(), True)]
+        if letter in "$`" or MARK.match(letter):
+            return [self._reference(False)]
+        end = self.at
+        while end < len(self.text) and (
+            self.text[end] not in stops + "\\'\"$`"
+            and not MARK.match(self.text[end])
+            and not (self.text[end] in "<>" and "<" in stops)
+        ):
+            end += 1
+        # an operator where words do not end at it
+        return [WordPart(TEXT, self._take(max(1, end - self.at)))]
 
     def _to(self, quote: str) -> str:
         """What is between two quotes."""
         end = self.text.find(quote, self.at + 1)
-        taken = self._take((end if end >= 0 else len(self.text)) + 1 - self.at)
-        return taken[1:].removesuffix(quote)
+        if end < 0:
+            raise self._open(quote)
+        return self._take(end + 1 - self.at)[1:-1]
 
-    def _reference(self) -> str:
-        """A variable, or a command or arithmetic that is left as it stands."""
-        if self.text[self.at] == "`":
-            return f"`{self._to('`')}`"
-        opening = self.text[self.at + 1 : self.at + 2]
-        if opening not in ("{", "("):
-            match = re.compile(r"\$(?:[A-Za-z_]\w*|[\d@*#?$!-])?").match(self.text, self.at)
-            assert match is not None, "called at a dollar"
-            return self._take(len(match.group()))
-        closing = {"{": "}", "(": ")"}[opening]
+    def _escaped(self) -> str:
+        """What $'...' is, behind the dollar sign."""
+        match = re.compile(r"'((?:[^\\']|\\.)*)'", re.DOTALL).match(self.text, self.at)
+        if match is None:
+            raise self._open("'")
+        self._take(match.end() - self.at)
+
+        def plain(found: re.Match[str]) -> str:
+            code = found[1]
+            if code[0] in "xuU":
+                return chr(int(code[1:], 16))
+            return chr(int(code, 8)) if code[0].isdigit() else _ESCAPES.get(code, code)
+
+        codes = r"\\(x[\da-fA-F]{1,2}|u[\da-fA-F]{1,4}|[0-7]{1,3}|.)"
+        return re.sub(codes, plain, match[1], flags=re.DOTALL)
+
+    def _reference(self, quoted: bool) -> WordPart:
+        start = self.at
+        letter = self.text[start]
+        if MARK.match(letter):
+            return WordPart(LEFT, self._take(), quoted)
+        if letter == "`":
+            inner = self._backticks()
+            return WordPart(COMMAND, inner, quoted, self.text[start : self.at])
+        for opening, closing in ("{}", "()", "[]"):
+            if not self.text.startswith(opening, start + 1):
+                continue
+            singles = opening != "{" or not quoted
+            end = self._closing(start + 1, opening, closing, singles)
+            source = self._take(end - start)
+            if source.startswith("$((") and source.endswith("))"):
+                return WordPart(ARITHMETIC, source[3:-2], quoted, source)
+            kind = {"{": VARIABLE, "(": COMMAND, "[": ARITHMETIC}[opening]
+            return WordPart(kind, source[2:-1], quoted, source)
+        if match := _NAMED.match(self.text, start):
+            return WordPart(VARIABLE, match[1], quoted, self._take(len(match.group())))
+        return WordPart(TEXT, self._take(), quoted)
+
+    def _backticks(self) -> str:
+        match = re.compile(r"`((?:[^\\`]|\\.)*)`", re.DOTALL).match(self.text, self.at)
+        if match is None:
+            raise self._open("`")
+        self._take(match.end() - self.at)
+        return re.sub(r"\\([\\`$])", r"\1", match[1])
+
+    def _closing(self, at: int, opening: str, closing: str, singles: bool = True) -> int:
+        """The place behind the parenthesis that closes the one at ``at``."""
+        start = at
         depth = 0
-        end = self.at + 1
-        while end < len(self.text):
-            depth += {opening: 1, closing: -1}.get(self.text[end], 0)
-            end += 1
-            if depth == 0:
+        while at < len(self.text):
+            letter = self.text[at]
+            if letter == "\\":
+                at += 1
+            elif letter == "'" and singles:
+                at = self.text.find("'", at + 1)
+            elif letter == '"':
+                at = self._behind(at) - 1
+            elif letter == "$" and self.text[at + 1 : at + 2] in ("(", "{"):
+                inner = self.text[at + 1]
+                at = self._closing(at + 1, inner, ")" if inner == "(" else "}", singles) - 1
+            elif letter == opening:
+                depth += 1
+            elif letter == closing:
+                depth -= 1
+            if at < start:
                 break
-        return self._take(end - self.at)
+            at += 1
+            if depth == 0:
+                return at
+        raise self._open(opening)
 
-    def _quoted(self) -> Iterator[WordPart]:
-        """The pieces between double quotes."""
-        self._take()
-        yield WordPart("", '"')  # so that "" is a word
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            if self.text[self.at] in "$`":
-                yield WordPart(self._reference(), '"')
-            elif self.text[self.at] == "\\" and self.text[self.at + 1 : self.at + 2] in (
-                "$",
-                "`",
-                '"',
-                "\\",
-                "\n",
-            ):
-                escaped = self._take(2)[1]
-                yield WordPart(escaped if escaped != "\n" else "", "'")
-            else:
-                yield WordPart(self._take(), '"')
-        self._take()
+    def _behind(self, at: int) -> int:
+        """The place behind the text in double quotes that begins at ``at``."""
+        at += 1
+        while at < len(self.text) and self.text[at] != '"':
+            if self.text[at] == "\\":
+                at += 1
+            elif self.text[at] == "$" and self.text[at + 1 : at + 2] in ("(", "{"):
+                inner = self.text[at + 1]
+                closing = ")" if inner == "(" else "}"
+                at = self._closing(at + 1, inner, closing, inner == "(") - 1
+            at += 1
+        if at >= len(self.text):
+            raise self._open('"')
+        return at + 1
+
+    def _open(self, quote: str) -> ConfigError:
+        return broken(self.line, f"{quote} is not closed")
+
+    def _items(self) -> Iterable[Word]:
+        while (token := self.next()) is not None:
+            if isinstance(token, Word):
+                yield token
+            elif isinstance(token, Separator) and token.text == ")":
+                return
+            elif not isinstance(token, Separator) or token.text != "\n":
+                raise broken(token.line, "what is between ( and ) is no list")
+        raise self._open("(")
+
+    def _redirect(self, operator: str, end: int) -> Redirect:
+        line = self.line
+        self._take(end - self.at)
+        if match := _BLANKS.match(self.text, self.at):
+            self._take(match.end() - self.at)
+        redirect = Redirect(line, operator, self.word())
+        if operator == "<<<":
+            redirect.body = redirect.target
+        elif operator.startswith("<<"):
+            quoted = any(part.quoted for part in redirect.target.parts)
+            self._documents.append((redirect, quoted, operator == "<<-"))
+        return redirect
+
+    def _read_documents(self) -> None:
+        """Read the texts that << announced in the line that ends here."""
+        for redirect, quoted, tabs in self._documents:
+            line = self.line
+            lines = []
+            delimiter = "".join(part.text for part in redirect.target.parts)
+            while self.at < len(self.text):
+                end = self.text.find("\n", self.at) + 1 or len(self.text)
+                each = self._take(end - self.at)
+                each = each.lstrip("\t") if tabs else each
+                if each.rstrip("\n") == delimiter:
+                    break
+                lines.append(each)
+            body = "".join(lines)
+            parts = [WordPart(TEXT, body, True)] if quoted else Reader(body, line).quoted()
+            redirect.body = Word(line, tuple(parts))
+        self._documents = []
 
 
-class Variables:
-    """The variables of a script, as far as its text gives them.
+def broken(line: int, reason: str) -> ConfigError:
+    """The error for a script that bash would not read either."""
+    return ConfigError("script", f"line {line}", reason, "Correct it")
 
-    values: the words of a variable; of one that is no array there is one, and of one that is not
-            set there is none.
-    assumed: variables whose default, in ${NAME:-default}, was used.
-    lost: variables that the script sets to what is not known.
+
+def argument_parts(text: str, quoted: bool) -> list[WordPart]:
+    """The parts of an operator's argument, as in ${NAME:-argument}, which is split unless the whole
+    is quoted.
     """
-
-    def __init__(self, values: dict[str, list[str]] | None = None) -> None:
-        self.values: dict[str, list[str]] = dict(values or {})
-        self.assumed: dict[str, str] = {}
-        self.lost: set[str] = set()
-        self._made = 0  # characters that references have become
-
-    def assign(self, word: Word) -> bool:
-        """Take an assignment; return whether the word is one."""
-        match = _ASSIGNED.match(word.pieces[0].text) if word.pieces else None
-        if match is None or word.pieces[0].quote:
-            return False
-        name = match.group(1)
-        index = match.group(2)
-        more = bool(match.group(3))
-        if word.items is not None:
-            values = [value for item in word.items for value in self.fields(item)]
-            self.values[name] = [*self.values.get(name, []), *values] if more else values
-            return True
-        rest = [WordPart(word.pieces[0].text[match.end() :]), *word.pieces[1:]]
-        value = "".join(self._replaced(piece) for piece in rest)
-        before = self.values.get(name, [])
-        if index is not None:
-            place = arithmetic(index, self.value)
-            if more or place is None or not 0 <= place <= len(before):
-                self.forget(name)
-            else:
-                self.values[name] = [*before[:place], value, *before[place + 1 :]]
-            return True
-        before = before or [""]
-        self.values[name] = [*before[:-1], before[-1] + value] if more else [value]
-        return True
-
-    def forget(self, name: str) -> None:
-        """The script sets a variable to what is not known."""
-        self.values.pop(name, None)
-        self.lost.add(name)
-
-    def value(self, name: str) -> str | None:
-        """The value of a variable; None if it is not known."""
-        return " ".join(self.values[name]) if name in self.values else None
-
-    def fields(self, word: Word) -> list[str]:
-        """The words that a word becomes: variables replaced, and split at blanks outside
-        of quotes.
-        """
-        fields = [""]
-        open_ = bool(word.pieces) and all(piece.quote for piece in word.pieces)
-        for piece in word.pieces:
-            array = (
-                re.fullmatch(r"\$(?:\{(\w+)\[@\]\}|(@))", piece.text)
-                if piece.quote == '"'
-                else None
-            )
-            if array and (array[1] or array[2]) in self.values:
-                parts = list(self.values[array[1] or array[2]])
-                self.count(parts)
-                open_ = bool(parts)
-            elif piece.quote or not piece.text.startswith("$"):
-                parts = [self._replaced(piece)]
-            else:
-                value = self._replaced(piece)
-                parts = [value] if value == piece.text else _PART.findall(value)
-                if value[:1].isspace() and fields[-1]:
-                    fields.append("")
-                if value[-1:].isspace():
-                    parts.append("")
-            if parts:
-                fields[-1] += parts[0]
-                fields += parts[1:]
-        return fields if open_ else [each for each in fields if each]
-
-    def count(self, texts: Sequence[str]) -> None:
-        """Count what references have become. Raises ConfigError if it is too much, as of A=$A$A$A,
-        repeated.
-        """
-        self._made += sum(map(len, texts)) + len(texts)
-        if self._made > LARGEST:
-            reason = f"its variables become more than {LARGEST:,} characters"
-            raise ConfigError("script", "(variables)", reason, "Write the command by itself")
-
-    def _replaced(self, piece: WordPart) -> str:
-        """The value of a piece; a variable that is not known, and what is no variable, as it
-        stands.
-
-        Raises ConfigError for a script that makes too much of its variables.
-        """
-        text = self._value(piece)
-        self.count([text])
-        return text
-
-    def _value(self, piece: WordPart) -> str:
-        text = piece.text
-        if piece.quote == "'":
-            return text.replace("$", LITERAL)
-        if not text.startswith("$") or len(text) == 1:
-            return text
-        if text.startswith("$(("):
-            number = arithmetic(text[3:-2], self.value)
-            return text if number is None else str(number)
-        if not text.startswith("${"):
-            return text if (value := self.value(text[1:])) is None else value
-        name = re.match(r"#?(\w*)", text[2:-1])
-        lost = name is not None and name[1] in self.lost
-        value = (
-            None
-            if lost
-            else braced(text[2:-1], self.values, self._expanded, self.assumed.__setitem__)
-        )
-        return text if value is None else value
-
-    def _expanded(self, text: str) -> str:
-        return " ".join(each for word in Reader(text).words() for each in self.fields(word))
-
-
-def references(text: str) -> list[str]:
-    """A text with variables, commands and arithmetic in it, taken apart: text and reference in
-    turns.
-    """
-    parts = [""]
-    reader = Reader(text)
-    while reader.at < len(text):
-        if text[reader.at] in "$`":
-            parts += [reader._reference(), ""]
-        else:
-            parts[-1] += reader._take()
-    return parts
-
-
-def plain_words(text: str, values: dict[str, list[str]] | None = None) -> list[str]:
-    """The words of a command, with the separators between commands; values: variables that are
-    known in it.
-    """
-    variables = Variables(values)
-    words = (word for word in Reader(text).words() if word.separator != "\n")
+    if quoted:
+        return Reader(re.sub(r'(?<!\\)"', "", text)).quoted()
+    parts = Reader(text).word("").parts
     return [
-        each
-        for word in words
-        for each in ([word.separator] if word.separator else variables.fields(word))
+        replace(each, kind=VALUE) if each == WordPart(TEXT, each.text) else each for each in parts
     ]
-
-
-def commands(text: str) -> Iterator[list[Word]]:
-    """The simple commands of a script in order, each with the separator that ends it as its last
-    word.
-    """
-    command: list[Word] = []
-    for word in Reader(text).words():
-        command.append(word)
-        if word.separator:
-            yield command
-            command = []
-    if command:
-        yield [*command, Word(command[-1].line, separator="\n")]

@@ -26,7 +26,7 @@ def _of(optimizer: str) -> Needs:
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate and weight-decay schedules."""
 
-    optimizer: str = setting("adam", choices=("adam", "sgd", "lion"), not_yet=("muon",))
+    optimizer: str = setting("adam", choices=("adam", "sgd", "lion"), not_yet={"muon": ""})
     """The optimizer; adam is AdamW."""
     lr: float | None = setting(None, above=0)
     """Peak learning rate."""

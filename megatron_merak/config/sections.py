@@ -23,6 +23,17 @@ _FP16 = Needs("fp16")
 _LOAD = Needs("load", remedy="Give --load DIRECTORY, or leave it out")
 _SAVE = Needs("save", remedy="Give --save DIRECTORY, or leave it out")
 
+# What takes the place of Megatron-LM's tokenizers, for people.
+_GPT2_FILES = (
+    "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory that has the "
+    "--vocab-file as vocab.json, the --merge-file as merges.txt, and a tokenizer_config.json of "
+    '{"tokenizer_class": "GPT2Tokenizer"}'
+)
+_SAVED = (
+    "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory with the "
+    "tokenizer.json of that vocabulary, as transformers' AutoTokenizer saves it"
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
@@ -51,7 +62,7 @@ class ModelConfig(Section):
     position_embedding_type: str = setting(
         "learned_absolute",
         choices=("learned_absolute", "rope", "none"),
-        not_yet=("yarn", "mrope", "relative"),
+        not_yet={"yarn": "", "mrope": "", "relative": ""},
     )
     """Position embedding: a learned table, rotary embedding, or none."""
     rotary_base: int = setting(10000, least=1, needs=_ROTARY)
@@ -275,7 +286,13 @@ class DataConfig(Section):
     tokenizer_type: str | None = setting(
         None,
         choices=("HuggingFaceTokenizer", "NullTokenizer"),
-        not_yet=("GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"),
+        not_yet={
+            "GPT2BPETokenizer": _GPT2_FILES,
+            "SentencePieceTokenizer": _SAVED,
+            "GPTSentencePieceTokenizer": _SAVED,
+            "Llama2Tokenizer": _SAVED,
+            "TikTokenizer": _SAVED,
+        },
     )
     """HuggingFaceTokenizer reads --tokenizer-model; NullTokenizer is for data of numbers below
     --vocab-size.

@@ -84,7 +84,7 @@ def setting(default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
     least, most:  inclusive bounds.
     above, below: exclusive bounds.
     choices:      the possible values.
-    not_yet:      choices of Megatron-LM that do not exist here.
+    not_yet:      choices of Megatron-LM that do not exist here, and what to do instead of each.
     megatron:     its default, where ours differs.
     ours:         whether Megatron-LM has no such flag.
     bare:         what the flag without a value means.
@@ -133,8 +133,11 @@ def _check_choice(field: dataclasses.Field, value: str) -> None:
     if value in field.metadata["choices"]:
         return
     reason = "is not one of the choices"
-    if value in field.metadata.get("not_yet", ()):
+    instead = field.metadata.get("not_yet", {}).get(value)
+    if instead is not None:
         reason = "is a choice of Megatron-LM that megatron_merak does not have yet"
+    if instead:
+        raise ConfigError(flag_name(field.name), value, reason, instead)
     unset = ", or leave the flag out" if field.default is None else ""
     raise ConfigError(
         flag_name(field.name), value, reason, f"Use {' or '.join(field.metadata['choices'])}{unset}"

@@ -2,16 +2,18 @@
 refused.
 """
 
-from .refused import FAMILIES, NOT_YET, REFUSED, RENAMED, remedy
-from .taken import TAKEN, Taken, without_effect
+from .refused import FAMILIES, NOT_YET, REFUSED, RENAMED, changes_numbers, remedy
+from .taken import FORMER, TAKEN, Taken, without_effect
 
 __all__ = [
     "FAMILIES",
+    "FORMER",
     "NOT_YET",
     "REFUSED",
     "RENAMED",
     "TAKEN",
     "Taken",
+    "changes_numbers",
     "remedy",
     "without_effect",
 ]

@@ -7,6 +7,15 @@ from types import MappingProxyType
 
 from .taken import TAKEN
 
+# Names of earlier versions.
+_FORMER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "--activations-checkpoint-method": "--recompute-method",
+        "--activations-checkpoint-num-layers": "--recompute-num-layers",
+        "--checkpoint-num-layers": "--recompute-num-layers",
+    }
+)
+
 # Name -> flag here. One with a value replaces a switch; others keep the value that was passed.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -21,11 +30,23 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "--use-rotary-position-embeddings": "--position-embedding-type rope",
         "--recompute-activations": "--recompute-granularity selective",
         "--checkpoint-activations": "--recompute-granularity full",
+        **_FORMER_NAMES,
     }
 )
 
 _SHAPE = "Use pretrain_hf.py with a model of that shape"
-_TOKENIZER = "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model"
+_GPT2_FILES = (
+    "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory that has this "
+    "file, as vocab.json or merges.txt, the other one, and a tokenizer_config.json of "
+    '{"tokenizer_class": "GPT2Tokenizer"}'
+)
+_TIKTOKEN = (
+    "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory with the "
+    "tokenizer.json of that vocabulary"
+)
+_TOKENIZER = (
+    "Leave it out: the files of --tokenizer-model say which tokens there are and how text is cut"
+)
 _STATE = "Use --use-distributed-optimizer, or shard more with --data-parallel-sharding-strategy"
 _FP8 = (
     "Leave it out: products are computed in the dtype of --bf16 or --fp16, which takes more "
@@ -71,7 +92,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (
         "Leave it out: the embedding, the layers and the output head are cut into stages by cost",
         """--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout
-        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""",
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+        --standalone-embedding-stage""",
     ),
     (
         _SHAPE,
@@ -264,8 +286,12 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--save-wgrads-interval --save-dgrads-interval",
     ),
     (
+        _GPT2_FILES,
+        "--vocab-file --merge-file",
+    ),
+    (
         _TOKENIZER,
-        """--vocab-file --merge-file --vocab-extra-ids --legacy-tokenizer --tokenizer-metadata
+        """--vocab-extra-ids --legacy-tokenizer --tokenizer-metadata
         --tokenizer-special-tokens --tokenizer-sentencepiece-legacy --tokenizer-hf-use-fast
         --tokenizer-hf-include-special-tokens --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens""",
     ),
@@ -320,6 +346,26 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
 )
 
+# Remedies of flags without which the same numbers are computed.
+_SAME_NUMBERS = frozenset(
+    told
+    for told, names in _GROUPS
+    if any(
+        name in names.split()
+        for name in """
+        --no-overlap-p2p-communication --dist-ckpt-strictness --timing-log-option --logging-level
+        --decoder-first-pipeline-num-layers --no-initialization --recompute-modules
+        --fine-grained-activation-offloading --enable-cuda-graph --tp-comm-overlap-cfg
+        --defer-embedding-wgrad-compute --pipeline-model-parallel-comm-backend --high-priority-stream-groups
+        --use-nccl-ub --disable-gloo-process-groups --distributed-timeout-seconds-after-init
+        --optimizer-cpu-offload --fsdp-double-buffer --dump-param-to-param-group-map --train-sync-interval
+        --manual-gc --enable-ft-package --use-persistent-ckpt-worker --ckpt-format --replication
+        --save-wgrads-interval --object-storage-cache-path --log-params-norm --profile
+        --max-tokens-to-oom
+        """.split()
+    )
+)
+
 REFUSED: Mapping[str, str] = MappingProxyType(
     {name: told for told, names in _GROUPS for name in names.split()}
 )
@@ -343,7 +389,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             "--non-persistent- --ckpt-convert- --ckpt-fully-parallel-".split(), _FORMAT
         ),
-        "--tiktoken-": _TOKENIZER,
+        "--tiktoken-": _TIKTOKEN,
         "--fim-": "Leave it out: samples are taken as they are in the data",
         "--wandb-": "Use --tensorboard-dir, --metrics for JSON lines, or --run-dir for "
         "merak-report",
@@ -369,6 +415,17 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         },
     }
 )
+
+
+def changes_numbers(name: str) -> bool:
+    """Whether other numbers are computed without a flag that is refused, as far as is known.
+
+    name: the flag, with a value that is refused.
+    """
+    if name in TAKEN:
+        return not TAKEN[name].same_numbers
+    told = remedy(name)
+    return told not in _SAME_NUMBERS and not name.startswith("--wandb-")
 
 
 def remedy(name: str) -> str | None:

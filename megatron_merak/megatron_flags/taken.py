@@ -14,12 +14,14 @@ class Taken:
     beside: the flag that must also be given; without it this flag would request something.
     otherwise: the remedy where the flag would request something (empty: leave it out, or use one of
                the values).
+    same_numbers: whether the same numbers are computed with any other value, too.
     """
 
     why: str
     values: tuple[str, ...] = ()
     beside: str = ""
     otherwise: str = ""
+    same_numbers: bool = False
 
     def fits(self, flags: Container[str]) -> bool:
         """Whether this flag changes nothing beside the other flags of a command line."""
@@ -35,8 +37,43 @@ _GPT = Taken("there is one GPT model")
 _WHEN_FULL = Taken("each stage communicates a bucket as soon as it can")
 _MASTER = Taken("master weights, gradients and the optimizer's state are fp32", _FP32)
 
+# Flags of earlier versions of Megatron-LM, in scripts that were written for those.
+FORMER: Mapping[str, Taken] = MappingProxyType(
+    {
+        "--data-impl": Taken(
+            "it was Megatron-LM's, and data files are mapped into memory",
+            ("mmap", "infer", "lazy", "cached"),
+        ),
+        "--mmap-warmup": Taken("it was Megatron-LM's, and files are read when they are needed"),
+        "--DDP-impl": Taken(
+            "it was Megatron-LM's, and there is one implementation", ("local", "torch")
+        ),
+        "--fp32-allreduce": Taken(
+            "it was Megatron-LM's, and gradients are sent in fp32 unless --grad-reduce-in-bf16"
+        ),
+        "--no-query-key-layer-scaling": Taken(
+            "it was Megatron-LM's, and scores of fp16 queries and keys are fp32"
+        ),
+        **dict.fromkeys(
+            """--use-contiguous-buffers-in-local-ddp --no-contiguous-buffers-in-local-ddp
+        --delay-grad-reduce --delay-param-gather --no-delay-grad-reduce""".split(),
+            Taken("it was Megatron-LM's, and gradients are reduced in buckets as they get ready"),
+        ),
+        **dict.fromkeys(
+            """--scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion
+        --no-scaled-masked-softmax-fusion --bias-gelu-fusion --bias-dropout-fusion""".split(),
+            Taken("it was Megatron-LM's, and operations are fused or plain with the same formula"),
+        ),
+        **dict.fromkeys(
+            """--encoder-tensor-model-parallel-size --encoder-pipeline-model-parallel-size""".split(),
+            Taken("it was Megatron-LM's, and there is no encoder", ("0",)),
+        ),
+    }
+)
+
 TAKEN: Mapping[str, Taken] = MappingProxyType(
     {
+        **FORMER,
         "--overlap-grad-reduce": Taken(
             "gradients are reduced during the backward unless --no-overlap-grad-reduce"
         ),
@@ -125,11 +162,13 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         ),
         "--transformer-impl": Taken("there is one implementation", ("local", "transformer_engine")),
         "--attention-backend": Taken("torch chooses the attention kernel", ("auto",)),
-        "--cuda-graph-impl": Taken("there are no CUDA graphs", ("none",)),
-        "--cpu-offloading-num-layers": Taken("activations stay on the device", ("0",)),
+        "--cuda-graph-impl": Taken("there are no CUDA graphs", ("none",), same_numbers=True),
+        "--cpu-offloading-num-layers": Taken(
+            "activations stay on the device", ("0",), same_numbers=True
+        ),
         "--dataloader-type": Taken("samples are always read in that order", ("single",)),
         "--num-dataset-builder-threads": Taken(
-            "a rank builds its datasets one after the other", _ONE
+            "a rank builds its datasets one after the other", _ONE, same_numbers=True
         ),
         "--no-create-attention-mask-in-dataloader": Taken(
             "attention is causal, and no mask is loaded"
@@ -138,13 +177,15 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
             "only TikTokenizer reads it, which does not exist here", ("v1", "v2")
         ),
         "--disable-msc": Taken("files are read from the file system"),
-        "--timing-log-level": Taken("there are no further timers", ("0",)),
-        "--tensorboard-log-interval": Taken("every iteration is written", _ONE),
+        "--timing-log-level": Taken("there are no further timers", ("0",), same_numbers=True),
+        "--tensorboard-log-interval": Taken("every iteration is written", _ONE, same_numbers=True),
         "--log-validation-ppl-to-tensorboard": Taken(
             "the perplexity of every evaluation is written"
         ),
         "--no-one-logger": Taken("there is no one_logger"),
-        "--empty-unused-memory-level": Taken("the memory cache of the device is kept", ("0",)),
+        "--empty-unused-memory-level": Taken(
+            "the memory cache of the device is kept", ("0",), same_numbers=True
+        ),
     }
 )
 

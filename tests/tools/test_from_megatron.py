@@ -12,9 +12,8 @@ import pytest
 
 from megatron_merak.arguments import build_parser, read
 from megatron_merak.cli.converted import converted
-from megatron_merak.cli.from_megatron import main, quoted
+from megatron_merak.cli.from_megatron import main
 from megatron_merak.cli.launch_script import find
-from megatron_merak.cli.shell_words import LITERAL, Variables, commands
 
 SCRIPTS = Path(__file__).with_name("megatron")
 SMALL = """--num-layers 32 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
@@ -33,6 +32,13 @@ def launched(capsys, name: str) -> tuple[int, list[str], list[str]]:
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in lines
     command = [line for line in lines if line not in comments and not line.startswith("export ")]
     return status, comments, shlex.split(" ".join(line.removesuffix("\\") for line in command))
+
+
+def listed(comments: list[str], title: str) -> list[str]:
+    """The flags of a section of the report."""
+    lines = comments[comments.index(f"# {title}:") + 1 :]
+    end = next((at for at, line in enumerate(lines) if not line.startswith("#   ")), len(lines))
+    return [line.removeprefix("#   ").split(":")[0] for line in lines[:end]]
 
 
 def test_a_script_of_gpt_3(capsys):
@@ -55,11 +61,13 @@ def test_a_script_of_gpt_3(capsys):
         and config.logging.tensorboard_dir == "$2"
     )
     assert status == 1
-    refused = comments[comments.index("# CANNOT BE HONOURED:") + 1 :][:2]
-    assert refused == [
-        "#   --vocab-file $3: Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
-        "#   --merge-file $4: Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model",
-    ]
+    refused = comments[comments.index("# CHANGES NUMBERS:") + 1 :][:2]
+    told = (
+        "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory that has "
+        "this file, as vocab.json or merges.txt, the other one, and a tokenizer_config.json of "
+        '{"tokenizer_class": "GPT2Tokenizer"}'
+    )
+    assert refused == [f"#   --vocab-file $3: {told}", f"#   --merge-file $4: {told}"]
     assert "#   --attention-backend auto: torch chooses the attention kernel" in comments
     assert "# note: defaults of the script are used: HOST=localhost" in comments
 
@@ -82,24 +90,22 @@ def test_a_script_of_llama_3_in_fp8(capsys):
     assert config.data.data_cache_path == "${PWD}/cache" and not config.train.fp16
     config.validate(8)
     assert status == 1
-    refused = [
-        line.split(":")[0] for line in comments[comments.index("# CANNOT BE HONOURED:") + 1 :]
-    ]
-    refused = refused[: next(at for at, line in enumerate(refused) if not line.startswith("#   "))]
-    assert [line.removeprefix("#   ") for line in refused] == [
-        "--attention-backend fused",
-        "--apply-layernorm-1p",
+    assert listed(comments, "changes no numbers, and is lost") == [
         "--manual-gc",
         "--empty-unused-memory-level 1",
+        "--profile",
+        "--profile-step-start 4",
+        "--profile-step-end 6",
+        "--ckpt-format torch_dist",
+    ]
+    assert listed(comments, "CHANGES NUMBERS") == [
+        "--attention-backend fused",
+        "--apply-layernorm-1p",
         "--exit-duration-in-mins 235",
         "--fp8-format hybrid",
         "--fp8-amax-history-len 1024",
         "--fp8-amax-compute-algo max",
         "--fp8-param-gather",
-        "--profile",
-        "--profile-step-start 4",
-        "--profile-step-end 6",
-        "--ckpt-format torch_dist",
     ]
     dropped = "#   --use-rotary-position-embeddings: --position-embedding-type rope says the same"
     assert (
@@ -141,48 +147,12 @@ def test_a_script_that_cannot_be_read_ends_with_status_2(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ('A=1; B="x $A"\np \'$A\' "$B" $B', ["p", f"{LITERAL}A", "x 1", "x", "1"]),
-        ('p ${A:-d} ${B:-"two words"} "${C:-two words}"', ["p", "d", "two", "words", "two words"]),
-        (
-            "A=(a 'b c'  # of it\n d)\nA+=(e)\np ${A[@]} \"${A[@]}\"",
-            ["p", *"a b c d e".split(), "a", "b c", "d", "e"],
-        ),
-        ('A=()\np ${A[@]} "${A[@]}" x', ["p", "x"]),
-        ("p a\\\nb \\\n c # d\n", ["p", "ab", "c"]),
-        (
-            "p $U ${U} ${U[@]} $(date +%s) $((2*3)) `x y` \\$A",
-            ["p", "$U", "${U}", "${U[@]}", "$(date +%s)", "6", "`x y`", f"{LITERAL}A"],
-        ),
-        ("export A=1\nA+=2\np $A$A-", ["p", "1212-"]),
-        ('p "a#b" a#b >log 2>&1 c < in', ["p", "a#b", "a#b", "c"]),
-        ("cat <<EOF\np x\nEOF\np y", ["p", "y"]),
-        ('p "$(f "$A" b)" ""', ["p", '$(f "$A" b)', ""]),
-        ('A="--x 1\n --y 2"\np $A', ["p", "--x", "1", "--y", "2"]),
-        (
-            'A="--x `date +%s` --y $(f $(g h) i)"\np $A',
-            ["p", "--x", "`date +%s`", "--y", "$(f $(g h) i)"],
-        ),
-    ],
-)
-def test_words_are_those_of_a_shell(script, words):
-    variables, found = Variables(), []
-    for command in commands(script):
-        plain = [word for word in command[:-1] if not variables.assign(word)]
-        if plain and plain[0].plain == "p":
-            found = [each for word in plain for each in variables.fields(word)]
-    assert found == words
-
-
 RUN = "torchrun pretrain_gpt.py"
 
 
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        (f"if [ $X = 1 ]; then A=--bf16; else A=--fp16; fi\n{RUN} $A", "--bf16"),
         (f"X=2\nif [ $X = 1 ]; then A=--bf16; else A=--fp16; fi\n{RUN} $A", "--fp16"),
         (f"X=2\nif [[ $X == 1 ]] || [[ $X -gt 1 ]]\nthen\n A=--bf16\nfi\n{RUN} $A", "--bf16"),
         (
@@ -193,7 +163,7 @@ RUN = "torchrun pretrain_gpt.py"
             f"X=2\nif [[ $X == 1 ]]; then if [[ a == a ]]; then A=a; else A=b; fi; else A=c; fi\n{RUN} $A",
             "c",
         ),
-        (f"A=a\nif [ ! -f x ]; then A=b; fi\nif ! [[ $A == b ]]; then {RUN} $A; fi", "a"),
+        (f"A=a\nif [ 1 = 2 ]; then A=b; fi\nif ! [[ $A == b ]]; then {RUN} $A; fi", "a"),
         (f'A="{RUN} --bf16"\necho $A\neval $A', "--bf16"),
         (f'srun -N 2 bash -c "cd /x && {RUN} --bf16"', "--bf16"),
         (f"{RUN} --bf16\npython other.py --fp16 &", "--bf16"),
@@ -203,24 +173,83 @@ def test_the_command_that_starts_the_program_is_found(script, flags):
     assert " ".join(find(script).flags) == flags
 
 
-def test_what_cannot_be_decided_is_told():
-    script = f"if [ $X = 1 ]; then A=1; fi\nfor i in 1 2; do B=$i; done\n[ -z $C ] && C=${{D:-d}}\n{RUN} $C"
+def test_what_cannot_be_decided_is_told_with_what_it_decides():
+    script = f"if [ $X = 1 ]; then A=1; fi\nfor i in $Y; do B=$i; done\n[ -f z ] && C=${{D:-d}}\n{RUN} $A $C"
     launch = find(script)
-    assert launch.doubts == (
-        "line 1: the condition is not known here; its first part is read",
-        "line 2: for is not followed, its commands are read once",
-        "line 3: C=${D:-d} is read whatever the command before it does",
-    )
+    assert launch.doubts == ("$C: line 3: -f z is not known here",)
+    assert launch.needs == {"X": ("it decides $A (line 1: $X is not known here)",)}
     assert launch.notes == ("defaults of the script are used: D=d",)
-    asks = find(f"if [ ! -d x ]; then mkdir x; fi\n{RUN}")
-    # it decides nothing
-    assert asks.doubts == () and "the condition is not known here" in asks.notes[0]
+    asks = find(f"if [ ! -d x ]; then mkdir x; fi\nif [ -z $X ]; then echo no; fi\n{RUN}")
+    # they decide nothing
+    assert (asks.doubts, asks.needs, asks.notes) == ((), {}, ())
+
+
+def run_on(tmp_path, capsys, script: str, *words: str) -> tuple[int, list[str]]:
+    """The exit status for a script, and what is printed."""
+    (tmp_path / "train.sh").write_text(script)
+    status = main([str(tmp_path / "train.sh"), *words])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_values_are_asked_for_by_name_and_taken(tmp_path, capsys):
+    script = (
+        f'if [ -z "$X" ]; then S=1; else S=$X; fi\n[ $1 = long ] && T=--bf16\n{TRAIN} --seed $S $T'
+    )
+    status, lines = run_on(tmp_path, capsys, script)
+    assert status == 1 and lines[lines.index("# NEEDS A VALUE:") + 1 :][:2] == [
+        "#   X: it decides $S (line 1: $X is not known here). Give --set X=VALUE",
+        "#   the script's arguments: it decides $T (line 2: $1 is not known here). "
+        "Give them behind the script's name",
+    ]
+    status, lines = run_on(tmp_path, capsys, script, "long", "--set", "X=7")
+    assert status == 0 and lines[-1].endswith("--seed 7 --bf16")
+    status, lines = run_on(tmp_path, capsys, script, "short", "--set", "X")
+    assert status == 0 and lines[-1].endswith("--seed 1 $T")
+
+
+@pytest.mark.parametrize("word", ["", "=1", "2=3", "a b=1"])
+def test_what_is_set_has_a_name(word, tmp_path, capsys):
+    (tmp_path / "train.sh").write_text(TRAIN)
+    assert main([str(tmp_path / "train.sh"), "--set", word]) == 2
+    told = capsys.readouterr().err
+    assert f"--set {word}: has no name of a variable. Write NAME=VALUE." in told
+
+
+def test_where_only_logging_is_lost_the_status_is_0(tmp_path, capsys):
+    lost = "--log-timers-to-tensorboard --wandb-project p --timing-log-level 2 --manual-gc"
+    status, lines = run_on(tmp_path, capsys, f"{TRAIN} {lost} --data-impl mmap")
+    assert status == 0 and "CHANGES NUMBERS" not in str(lines)
+    at = lines.index("# changes no numbers, and is lost:")
+    assert [line.split(":")[0] for line in lines[at + 1 :][:4]] == [
+        "#   --log-timers-to-tensorboard",
+        "#   --wandb-project p",
+        "#   --timing-log-level 2",
+        "#   --manual-gc",
+    ]
+    assert (
+        "#   --data-impl mmap: it was Megatron-LM's, and data files are mapped into memory" in lines
+    )
+    status, lines = run_on(tmp_path, capsys, f"{TRAIN} {lost} --fp8-format hybrid")
+    assert status == 1 and "# CHANGES NUMBERS:" in lines
+
+
+def test_digits_may_have_underscores_between_them(tmp_path, capsys):
+    script = f"{TRAIN} --train-samples 220_000_000 --seed 1_2"
+    status, lines = run_on(tmp_path, capsys, script)
+    assert status == 0 and "--train-samples 220_000_000" in str(lines)
+    status, lines = run_on(tmp_path, capsys, f"{TRAIN} --seed 1__2")
+    assert status == 1 and "#   --seed 1__2: it is not a whole number" in str(lines)
 
 
 TRAIN = f"torchrun --nproc-per-node 2 pretrain_gpt.py {' '.join(SMALL.split())}"
 # Scripts that are followed to the end: the command gets the flags that the script gives, as bash
 # runs both.
 FOLLOWED = {
+    "computed": f"S=$(($(nproc)*2))\nlet S=$S+1\n{TRAIN} --seed $S",
+    "sparse": f"A=()\nA[8]=--bf16\n{TRAIN} ${{A[@]}}",
+    "a function": f"run() {{ {TRAIN} --seed $1; }}\nrun 4",
+    "a command": f"G=4\n{TRAIN} --seed $(expr $G \\* 2)",
+    "a pattern for a letter": f"G=4\n{TRAIN} --save ${{G/?/x}}",
     "arithmetic": f"TP=2; M=4\nB=$((TP*M))\nlet K=TP+10/4\n{TRAIN} --global-batch-size $((B*2)) --seed $K",
     "operators": f"N=run-7b\n{TRAIN} --save ck/${{N%%-*}} --tensorboard-dir tb/${{N//-/_}} --seed ${{#N}}",
     "more operators": f"N=a.b.c\n{TRAIN} --save ${{N#*.}}/${{N##*.}}/${{N%.*}}/${{N:2:3}}/${{N^^}}/${{Z:+no}}",
@@ -288,33 +317,26 @@ def test_what_is_followed_is_what_bash_makes_of_it(name, tmp_path, capsys):
             "line 1: source common.sh is not read, and may set variables",
         ),
         (
-            f"S=$(($(nproc)*2))\nlet S=$S+1\n{TRAIN} --seed $S",
-            "$S is left as it is written, but the script sets it",
+            f"case $X in a) P=--bf16;; esac\n{TRAIN} $P",
+            "X: it decides $P (line 1: $X is not known here). Give --set X=VALUE",
         ),
         (
-            f"A=()\nA[8]=--bf16\n{TRAIN} ${{A[@]}}",
-            "$A is left as it is written, but the script sets it",
+            f"f() {{ echo 4; }}\n{TRAIN} --seed $(f)",
+            "$(f): $(f) calls a function of the script",
         ),
-        (f"run() {{ {TRAIN} --seed $1; }}\nrun 4", "line 2: run 4 is not followed"),
-        (f"case $X in a) P=--bf16;; esac\n{TRAIN} $P", "line 1: case is not followed"),
-        (
-            f"G=4\n{TRAIN} --seed $(expr $G \\* 2)",
-            "$G is left as it is written, but the script sets it",
-        ),
-        (f"G=4\n{TRAIN} --save ${{G/?/x}}", "$G is left as it is written, but the script sets it"),
         (f"{TRAIN} --seed 1\n{TRAIN} --seed 2", "line 1: this command starts pretrain_gpt.py too"),
         (
             f"grep -q x y && P=--bf16\n{TRAIN} $P",
-            "line 1: P=--bf16 is read whatever the command before it does",
+            "$P: line 1: whether grep -q x y succeeds is not known here",
         ),
-        (f"read X\n{TRAIN} --seed $X", "line 1: read X is not read"),
+        (f"read X\n{TRAIN} --seed $X", "$X: what is read is not known here"),
     ],
 )
 def test_what_is_not_followed_is_told_and_ends_with_status_1(script, told, tmp_path, capsys):
     (tmp_path / "train.sh").write_text(script)
     assert main([str(tmp_path / "train.sh")]) == 1
     said = capsys.readouterr().out
-    assert "# NOT FOLLOWED, look at it:" in said and told in said
+    assert told in said
 
 
 def test_a_word_of_another_command_starts_nothing():
@@ -404,7 +426,6 @@ def test_a_second_name_of_a_setting_has_to_say_the_same():
             "--my-own-flag 3",
             "it is no flag of Megatron-LM or of merak-pretrain. ",
         ),
-        ("--dist-ckpt-workers 2", "--dist-ckpt-workers 2", "with --async-save a thread"),
         ("--trust-remote-code", "--trust-remote-code", "there is no such setting"),
     ],
 )
@@ -420,27 +441,19 @@ def test_what_the_settings_would_be_refused_for_on_so_many_ranks_is_told():
 
 
 def test_variables_that_are_not_known_stay_and_numbers_in_them_are_not_guessed():
-    result = converted_of("--global-batch-size $BATCH --optimizer ${OPT} --bf16 $MORE", 4)
-    assert [str(each) for each in result.flags[-4:]] == [
+    small = " ".join(SMALL.split())
+    launch = find(f"{RUN} {small} --global-batch-size $BATCH --optimizer ${{OPT}} --bf16 $MORE")
+    result = converted(launch.flags, 4)
+    assert [launch.marks.shown(str(each)) for each in result.flags[-4:]] == [
         "--global-batch-size $BATCH",
         "--optimizer ${OPT}",
         "--bf16",
         "$MORE",
     ]
     assert result.refused == []
-    assert result.notes == [("$MORE", "it is not known here, and what it holds is not converted")]
-
-
-def test_words_are_quoted_so_that_variables_are_still_replaced():
-    assert [quoted(word) for word in ("a=b", "$X/c", "${X[@]}", "a b", "$(x y)", "it's", "")] == [
-        "a=b",
-        "$X/c",
-        "${X[@]}",
-        "'a b'",
-        '"$(x y)"',
-        "'it'\"'\"'s'",
-        "''",
-    ]
+    ((name, told),) = result.notes
+    assert launch.marks.shown(name) == "$MORE"
+    assert told == "it is not known here, and what it holds is not converted"
 
 
 def test_a_command_that_is_an_argument_of_a_shell_stays_one(tmp_path, capsys):
@@ -452,10 +465,11 @@ def test_a_command_that_is_an_argument_of_a_shell_stays_one(tmp_path, capsys):
     )
     assert main([str(script)]) == 0
     said = capsys.readouterr().out
-    flags += ' --save \\"$(pwd)\\"'
-    assert said.splitlines()[-1] == (
-        f'srun "--output=$HOME/`date +%F`.log" sh -c "cd \'/a b\' && python -u -m megatron_merak pretrain {flags}"'
-    )
+    assert said.splitlines()[-3:] == [
+        'LOG="`date +%F`"',
+        'CMD_2="$(pwd)"',
+        f"srun --output=$HOME/$LOG.log sh -c \"cd '/a b'; python -u -m megatron_merak pretrain {flags} --save $CMD_2\"",
+    ]
     assert (
         "#   srun: a rank reads the variables of torchrun or MPI; let it start torchrun once per node"
         in said
