@@ -26,6 +26,7 @@ LEVELS = {
     "megatron_flags": 1,
     "other_flags": 1,
     "durable": 1,
+    "shell": 1,
     "arguments": 2,
     "plan": 2,
     "planner": 3,

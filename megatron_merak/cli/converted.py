@@ -13,7 +13,7 @@ from ..config import Config
 from ..config.settings import checked
 from ..errors import ConfigError
 from ..megatron_flags import RENAMED, TAKEN, changes_numbers
-from .shell_left import is_left
+from ..shell.left import is_left
 
 LAYERS = "--num-layers-per-virtual-pipeline-stage"
 STAGES = "--num-virtual-stages-per-pipeline-rank"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ..errors import ConfigError
-from .shell_left import Left, Marks, Unknown
-from .shell_run import Shell
-from .shell_state import TABLE, ShellState, Variable
-from .shell_values import Told, is_unknown
-from .shell_words import MARK
+from ..shell.left import Left, Marks, Unknown
+from ..shell.run import Shell
+from ..shell.state import TABLE, ShellState, Variable
+from ..shell.values import Told, is_unknown
+from ..shell.words import MARK
 
 PROGRAM = "pretrain_gpt.py"
 ARGUMENTS = "@"  # the script's own, among what needs a value
@@ -41,7 +41,7 @@ class Starter:
 @dataclass(frozen=True)
 class Launch:
     """A command that starts the program. Of its words, characters that stand for what is left to a
-    shell (see shell_left.py) are in ``marks``.
+    shell (see shell/left.py) are in ``marks``.
 
     line:   where it stands in the script, from 1.
     before: the words before the program: launcher and its flags.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_merak.cli import from_megatron, plan, report, report_memory, simulate, verify
-from megatron_merak.cli.shell_values import LARGEST
+from megatron_merak.shell.values import LARGEST
 from megatron_merak.strict_json import parse
 
 ROOT = Path(__file__).parents[2]

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError
-from .shell_arithmetic import Calculator, NotKnownError, assigned
-from .shell_left import Left, Marks, Unknown
-from .shell_patterns import cased, cut, escaped, replaced
-from .shell_state import ARRAY, TABLE, SetupLine, ShellState, Variable
-from .shell_words import (
+from .arithmetic import Calculator, NotKnownError, assigned
+from .left import Left, Marks, Unknown
+from .patterns import cased, cut, escaped, replaced
+from .state import ARRAY, TABLE, SetupLine, ShellState, Variable
+from .words import (
     ARITHMETIC,
     COMMAND,
     LEFT,

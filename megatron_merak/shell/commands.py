@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from .shell_words import Reader, Redirect, Separator, Token, Word, broken
+from .words import Reader, Redirect, Separator, Token, Word, broken
 
 
 @dataclass(frozen=True)

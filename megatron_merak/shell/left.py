@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
-from .shell_words import FIRST_MARK, LAST_MARK, MARK
+from .words import FIRST_MARK, LAST_MARK, MARK
 
 
 @dataclass(frozen=True)

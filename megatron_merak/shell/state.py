@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from .shell_commands import Command
-from .shell_left import Unknown
+from .commands import Command
+from .left import Unknown
 
 ARRAY = "array"
 TABLE = "table"

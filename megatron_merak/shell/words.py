@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
 
-FIRST_MARK = 0xF0000  # characters from here on stand for what is left to a shell (shell_left.py)
+FIRST_MARK = 0xF0000  # characters from here on stand for what is left to a shell (left.py)
 LAST_MARK = 0xFFFFD
 MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
 

@@ -5,13 +5,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from .shell_arithmetic import NotKnownError
-from .shell_commands import Test
-from .shell_left import Unknown
-from .shell_patterns import compiled
-from .shell_state import ARRAY, Variable
-from .shell_values import WordValues, is_unknown
-from .shell_words import MARK, Word
+from .arithmetic import NotKnownError
+from .commands import Test
+from .left import Unknown
+from .patterns import compiled
+from .state import ARRAY, Variable
+from .values import WordValues, is_unknown
+from .words import MARK, Word
 
 Held = bool | Unknown
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
-from .shell_arithmetic import NotKnownError
-from .shell_commands import (
+from .arithmetic import NotKnownError
+from .commands import (
     AndOr,
     ArithmeticCommand,
     CaseCommand,
@@ -22,12 +22,12 @@ from .shell_commands import (
     While,
     parsed,
 )
-from .shell_left import Marks, Unknown
-from .shell_patterns import compiled
-from .shell_state import ARRAY, TABLE, ShellState, Variable
-from .shell_tests import Held, both, inverted, matched, tested
-from .shell_values import Told, WordValues, braced, is_unknown
-from .shell_words import Assignment, Word, assignment
+from .conditions import Held, both, inverted, matched, tested
+from .left import Marks, Unknown
+from .patterns import compiled
+from .state import ARRAY, TABLE, ShellState, Variable
+from .values import Told, WordValues, braced, is_unknown
+from .words import Assignment, Word, assignment
 
 _ROUNDS = 1000  # of a loop that are followed
 _STEPS = 300_000  # commands of a script that are followed
