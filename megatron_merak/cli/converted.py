@@ -21,7 +21,7 @@ INTERLEAVED = ("--pipeline-schedule", "interleaved")
 # Flags that are kept and do something else here, and how so.
 _OTHERWISE: Mapping[str, str] = MappingProxyType(
     {
-        "--load": "checkpoints of Megatron-LM are not read; without one of its own, the run "
+        "--load": "convert a checkpoint of Megatron-LM by merak-convert first; without any, the run "
         "starts at iteration 0",
         "--tp-comm-overlap": "the cost model chooses what overlaps tensor-parallel collectives",
         "--recompute-granularity selective": "the input of each MLP's second matrix is "
