@@ -45,6 +45,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..config.command_line import CommandParser
 from ..errors import ConfigError, MerakError, ScheduleError
 from ..pipeline_parallel.builders import BUILDERS, build_schedule
 from ..pipeline_parallel.check import peak_in_flight
@@ -79,9 +80,7 @@ _MOST = 1024  # ranks, and stages of each
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     text = described(__doc__, "merak-simulate")
-    parser = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what to show (any number of each)")
     names = ", ".join([*BUILDERS, AUTO])
     schedules = f"schedules by name ({names}: searched), or schedule files, as text or as CSV of "
