@@ -100,6 +100,9 @@ def main() -> int:
         help="where everything is written",
     )
     options = flags.parse_args()
+    if options.samples < BATCH:
+        reason = f"it is below a batch of {BATCH}"
+        flags.error(f"--samples {options.samples}: {reason}. Give at least {BATCH}.")
     try:
         stdlib_corpus.build(options.directory / "corpus", vocab_size=2048, max_bytes=8_000_000)
     except MerakError as error:

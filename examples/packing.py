@@ -106,6 +106,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--directory", type=Path, default=Path("runs/packing"))
     asked = parser.parse_args()
+    if asked.steps < 1:
+        parser.error(f"--steps {asked.steps}: it is below 1. Give at least 1.")
     data = samples()[: asked.steps * BATCH]
     lengths = [len(row["input_ids"]) for row in data]
     batches = [lengths[n : n + BATCH] for n in range(0, len(lengths), BATCH)]

@@ -16,11 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import trl
-from datasets import Dataset
-from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from megatron_merak.extras import installed_by
+
+try:
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+except ImportError as error:
+    raise SystemExit(f"{error.name} is not installed: {installed_by('trl')}") from None
 
 from megatron_merak.trl import parallelize
 
@@ -83,7 +89,10 @@ def main() -> None:
     pretrained, tuned, preferring = (
         str(root / name) for name in ("pretrained", "tuned", "preferring")
     )
-    settings = COMMON | degrees
+    preferring_steps = max(1, options.steps // 2)
+    # so that short runs log, too
+    interval = min(COMMON["logging_steps"], preferring_steps)
+    settings = COMMON | degrees | {"logging_steps": interval}
 
     args = SFTConfig(tuned, max_steps=options.steps, learning_rate=5e-3, **settings)
     with args.main_process_first():
@@ -99,7 +108,7 @@ def main() -> None:
         {"prompt": p["prompt"], "chosen": p["word"].upper(), "rejected": p["word"]} for p in pairs
     ]
     args = DPOConfig(
-        preferring, max_steps=options.steps // 2, learning_rate=1e-3, beta=0.5, **settings
+        preferring, max_steps=preferring_steps, learning_rate=1e-3, beta=0.5, **settings
     )
     adapters = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
     learning = DPOTrainer(

@@ -17,11 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import trl
-from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, LoraConfig
-from preferences import COMMON, WORDS, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+
+from megatron_merak.extras import installed_by
+
+try:
+    import trl
+    from datasets import Dataset
+    from peft import AutoPeftModelForCausalLM, LoraConfig
+except ImportError as error:
+    raise SystemExit(f"{error.name} is not installed: {installed_by('trl')}") from None
+
+from preferences import COMMON, WORDS, write_model
 
 from megatron_merak.trl import parallelize
 

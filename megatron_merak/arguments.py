@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from .config import Config, HFConfig, RunConfig, flag_name, nearest, value_type
+from .config.command_line import CommandParser, mistake
 from .config.file import FLAG, FileSetting, contents_of
 from .config.settings import checked
 from .errors import ConfigError, MerakError
@@ -158,11 +159,10 @@ def build_parser(
     """Return a parser of all flags, one group per section; a tool may add its own flags before
     ``read``.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         usage="torchrun --nproc-per-node RANKS %(prog)s FLAGS",
         description=description,
         allow_abbrev=False,
-        exit_on_error=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="The default is shown in brackets, with Megatron-LM's where it differs.",
@@ -398,9 +398,7 @@ def read(
             raise ConfigError(
                 f"{error.argument_name}", "with a value", "is a switch", "Give it alone"
             ) from None
-        raise ConfigError(
-            f"{error.argument_name}", "(no value)", error.message, "Give its value after it"
-        ) from None
+        raise mistake(error.argument_name, error.message) from None
     if rest:
         known = [name for name in parser._option_string_actions if name.startswith("--")]
         first, *others = unknown_flags(rest, known, config)

@@ -18,6 +18,7 @@ NAME = "megatron_merak"
 LEVELS = {
     "errors": 0,
     "_native": 0,
+    "extras": 0,
     "counting": 0,
     "strict_json": 0,
     "config": 1,

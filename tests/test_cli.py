@@ -185,3 +185,24 @@ def test_an_error_that_was_not_foreseen_comes_with_its_traceback(monkeypatch, ca
     with pytest.raises(SystemExit):
         pretrain._train(None, None, ())
     assert capsys.readouterr().err == f"{error.trace}\nrank ?: {error}\n"
+
+
+SHOWN = """show --world-size 2 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+    --vocab-size 100 --micro-batch-size 2"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "--version", "plan --help", f"plan {SHOWN}", f"memory {SHOWN[5:]}", "simulate"],
+    ids=lambda words: " ".join(words.split()[:2]) or "(none)",
+)
+def test_a_reader_that_leaves_ends_a_command_without_a_word(words):
+    """``| head -1``: what is written into a pipe that nobody reads."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "megatron_merak", *words.split()]
+    with os.fdopen(writes, "w") as output:
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60
+        )
+    assert done.stderr == "" and done.returncode in (0, 128 + signal.SIGPIPE)

@@ -90,6 +90,18 @@ REFUSED = [
     (
         {"parallel": {TP: 3}},
         3,
+        "--tensor-model-parallel-size 3: does not divide --num-attention-heads 8. Use 1, or 2 or 4 "
+        "on another number of ranks.",
+    ),
+    (
+        {"parallel": {TP: 3, PP: 2}},
+        4,
+        "--tensor-model-parallel-size 3: does not divide --num-attention-heads 8. Use 2, or 4 on "
+        "another number of ranks.",
+    ),
+    (
+        {"parallel": {TP: 3}},
+        4,
         "--tensor-model-parallel-size 3: does not divide --num-attention-heads 8. Use 2 or 4.",
     ),
     (
@@ -119,7 +131,7 @@ REFUSED = [
         {"parallel": {PP: 7}},
         7,
         "--pipeline-model-parallel-size 7: is more stages than the 6 units "
-        "(embedding, 4 layers, output head). Use at most 6.",
+        "(embedding, 4 layers, output head). Use 1, or 6 on another number of ranks.",
     ),
     (
         {"parallel": {TP: 2, PP: 2}},

@@ -295,3 +295,18 @@ def test_every_library_that_is_imported_is_declared():
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(node.module.split(".")[0])
     assert imported - set(sys.stdlib_module_names) - {"megatron_merak"} <= declared
+
+
+def test_what_is_installed_is_named_as_a_clone_takes_it():
+    """No package index has this project, and an extra that is named is one."""
+    files = [*ROOT.glob("megatron_merak/**/*.py"), *ROOT.glob("examples/*.py")]
+    files += [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
+    wrong = [path for path, text in texts.items() if re.search(r"megatron[-_]merak\[", text)]
+    assert not wrong
+    named = {
+        extra
+        for text in texts.values()
+        for extra in re.findall(r"installed_by\(['\"](\w+)|'\.\[(\w+)\]'", text)
+    }
+    assert {one or other for one, other in named} <= PROJECT["optional-dependencies"].keys()

@@ -154,12 +154,13 @@ def _candidates(
     `Iterations.candidates`.
     """
     iterations = Iterations(root)
-    requested = [] if iteration is None else [_requested_directory(iterations, iteration)]
+    requested = [] if iteration is None else [requested_directory(iterations, iteration)]
     for directory in requested or iterations.candidates(faults):
         yield directory.name, read_manifest(directory)[0].decode()
 
 
-def _requested_directory(iterations: Iterations, iteration: int) -> Path:
+def requested_directory(iterations: Iterations, iteration: int) -> Path:
+    """Return the complete checkpoint of an iteration. Raises `CheckpointError` if there is none."""
     directory = iterations.locate(iteration)
     if directory is None:
         root = iterations.root

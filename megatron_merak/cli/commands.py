@@ -9,6 +9,7 @@ from types import MappingProxyType
 from .. import __version__
 from ..config import nearest
 from ..errors import ConfigError
+from .door import command
 
 MODULE = "python -m megatron_merak"
 
@@ -81,17 +82,25 @@ def listing() -> str:
     return "\n".join([*head, *lines, "", f"{MODULE} COMMAND --help shows the flags of a command."])
 
 
+@command
+def _list(_words: Sequence[str] | None) -> None:
+    print(listing())
+
+
+@command
+def _version(_words: Sequence[str] | None) -> None:
+    print(__version__)
+
+
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Run the command named by the first argument with the other arguments; return its
     exit status.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("--help", "-h", "help"):
-        print(listing())
-        return 0
+        return _list([])
     if words[0] == "--version":
-        print(__version__)
-        return 0
+        return _version([])
     if words[0] not in COMMANDS:
         close = nearest(words[0], COMMANDS)
         remedy = f"The nearest is {close}" if close else f"{MODULE} lists them"

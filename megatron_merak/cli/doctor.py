@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 
 from .._native import REMEDY
+from ..config.command_line import CommandParser
 from .door import command
 from .words import described
 
@@ -93,9 +94,7 @@ def attention_kernel(device) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     text = described(__doc__, "merak-doctor")
-    parser = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--json", action="store_true", help="one JSON object: part -> active, detail"
     )

@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config.command_line import CommandParser
 from ..errors import ConfigError
 from .door import command
 from .foreign import own_checkpoint
@@ -35,7 +36,7 @@ DIFF_ROWS = 10
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description=described(__doc__, "merak-inspect"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

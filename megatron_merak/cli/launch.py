@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..arguments import expanded
+from ..config.command_line import CommandParser
 from ..errors import LaunchError, MerakError
 from .door import command
 from .launcher import FLAG, run_agent
@@ -38,7 +39,7 @@ _PATIENCE = 600
 
 
 def _arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=program(),
         description=described(__doc__, "merak-launch"),
         formatter_class=argparse.RawDescriptionHelpFormatter,

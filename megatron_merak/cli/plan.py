@@ -62,7 +62,9 @@ USAGE = """merak-plan show --world-size N [--device NAME] [--save FILE.json] TRA
 def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
     flags, own = planned_parser(described(__doc__, NAME), described(USAGE, NAME), kind)
     flags.add_argument(
-        "command", choices=("show", "diff"), help="print a plan, or the differences between two"
+        "command",
+        choices=("show", "search", "diff"),
+        help="print a plan, find one, or print the differences between two",
     )
     own.add_argument(
         "--json",

@@ -10,17 +10,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..config.command_line import CommandParser
 from ..counting import counted
-from ..errors import MerakError
+from ..errors import ConfigError, MerakError
 from .door import command
 from .words import described
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     text = described(__doc__, "merak-preprocess")
-    flags = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = CommandParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = flags.add_argument
     add(
         "--input",
@@ -70,8 +69,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser()
     options = flags.parse_args(arguments)
-    if options.workers < 1 or options.skip_bad < 0:
-        flags.error("--workers must be at least 1 and --skip-bad at least 0")
+    numbers = (("--workers", options.workers, 1), ("--skip-bad", options.skip_bad, 0))
+    for flag, value, least in numbers:
+        if value < least:
+            flags.end(ConfigError(flag, value, f"it is below {least}", f"Give at least {least}"))
     from ..data.preprocess import EncoderConfig, preprocess
 
     config = EncoderConfig(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from ..arguments import build_parser, expanded, read
 from ..config import Config, HFConfig, RunConfig
 from ..errors import ConfigError, MerakError
+from ..extras import installed_by
 from ..megatron_flags import without_effect
 from ..parallel.position import launched, position, tell
 from .door import check_words, occupy_closed_streams
@@ -221,7 +222,7 @@ def _train(config: Run, job: RankJob[Run], notices: tuple[str, ...]) -> None:
     except ModuleNotFoundError as error:
         if error.name not in LIBRARIES:
             raise
-        tell(f"{program()}: {error.name} is not installed. Install it: pip install {error.name}.")
+        tell(f"{program()}: {error.name} is not installed. Install it: {installed_by()}.")
         _abandon(1)
     leave(world)
     if status:

@@ -15,15 +15,16 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..config.command_line import CommandParser
 from ..errors import MerakError
 from .door import command
 from .words import described, program
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line."""
     text = described(__doc__, "merak-report")
-    flags = argparse.ArgumentParser(
+    flags = CommandParser(
         prog=program(),
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,

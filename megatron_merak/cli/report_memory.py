@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..arguments import expanded
+from ..config.command_line import CommandParser, mistake
 from ..counting import counted
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import without_effect
@@ -123,11 +124,14 @@ def show(arguments: Sequence[str]) -> None:
         help="draw one bar per rank into this PNG file [unset]",
     )
     own.add_argument("--classic", action="store_true", help="print well-known figures and exit")
-    alone = argparse.ArgumentParser(add_help=False)
+    alone = CommandParser(add_help=False)
     alone.add_argument("--plan")
     alone.add_argument("--picture")
     alone.add_argument("--classic", action="store_true")
-    options, rest = alone.parse_known_args(arguments)
+    try:
+        options, rest = alone.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise mistake(error.argument_name, error.message) from None
     if options.classic or options.plan is not None:
         if rest:
             reason = "training flags have no effect with it"

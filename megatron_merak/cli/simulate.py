@@ -45,10 +45,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..config.command_line import CommandParser
 from ..errors import ConfigError, MerakError, ScheduleError
 from ..pipeline_parallel.builders import BUILDERS, build_schedule
 from ..pipeline_parallel.check import peak_in_flight
-from ..pipeline_parallel.ops import Schedule
+from ..pipeline_parallel.ops import Kind, Schedule
 from ..pipeline_parallel.passes import add_communication
 from ..pipeline_parallel.pictures.draw import draw_text
 from ..pipeline_parallel.pictures.files import check_suffix, write
@@ -79,9 +80,7 @@ _MOST = 1024  # ranks, and stages of each
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     text = described(__doc__, "merak-simulate")
-    parser = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what to show (any number of each)")
     names = ", ".join([*BUILDERS, AUTO])
     schedules = f"schedules by name ({names}: searched), or schedule files, as text or as CSV of "
@@ -326,8 +325,24 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
     else:
         reason = f"it is neither a file nor one of {', '.join([*BUILDERS, 'auto'])}"
         raise ScheduleError("--schedule", name, reason, "Use one of these names, or a file")
-    timeline = simulate(schedule, stage_costs(arguments, schedule), arguments.overlap)
-    return View(timeline, detail=words(arguments))
+    costs = stage_costs(arguments, schedule)
+    timeline = simulate(schedule, costs, arguments.overlap)
+    detail = "; ".join([words(arguments), *without_gain(schedule, costs)])
+    return View(timeline, detail=detail)
+
+
+def without_gain(schedule: Schedule, costs: StageCosts) -> list[str]:
+    """Return a sentence for each kind of op that a schedule moves, and that takes no time here."""
+    kinds = {op.kind for rank in schedule.ranks for op in rank}
+    times = (
+        (Kind.R, "recomputations", "--recompute", costs.recompute),
+        (Kind.W, "weight gradients", "--weight", costs.weight),
+    )
+    return [
+        f"its order moves {name}, which take no time here: give {flag} to see what that gains"
+        for kind, name, flag, seconds in times
+        if kind in kinds and not any(seconds)
+    ]
 
 
 def planned(path: str) -> View:

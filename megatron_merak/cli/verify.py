@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..config.command_line import CommandParser
 from ..errors import CheckpointError
 from .door import command
 from .foreign import foreign
@@ -51,9 +52,7 @@ def verify(path: Path) -> None:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     text = described(__doc__, "merak-verify")
-    parser = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
     directories = parser.parse_args(arguments).directories
     from ..checkpoint.found import DIRECTORY, check_directory

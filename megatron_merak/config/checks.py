@@ -30,6 +30,29 @@ def divisors(value: int) -> list[int]:
     return [d for d in range(1, value + 1) if value % d == 0]
 
 
+def degrees(value: int, fitting: Iterable[int], most: int | None) -> str:
+    """Return what to use in place of a degree: the nearest that divide ``most``, and beside them
+    nearer ones that do not.
+
+    most: what the ranks of the job leave for it; None: the number of ranks is not known, or no
+          degree divides it.
+    """
+    fitting = list(fitting)
+    here = [each for each in fitting if most is not None and most % each == 0]
+    near = closest(value, fitting)
+    others = [each for each in near.split(" or ") if int(each) not in here]
+    if not here or not others:
+        return f"Use {near}"
+    return f"Use {closest(value, here)}, or {' or '.join(others)} on another number of ranks"
+
+
+def left(ranks: int, others: int) -> int | None:
+    """Return what a number of ranks leaves for a degree beside the product of the others; None: it
+    is not a multiple of theirs.
+    """
+    return ranks // others if ranks > 0 and ranks % others == 0 else None
+
+
 def check_needs(section: Section) -> None:
     """Raise ConfigError for a setting that has no effect as long as another one is what it is; see
     ``Needs``.
@@ -93,7 +116,10 @@ def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:
     )
 
 
-def check_tensor_parallel(model: ModelConfig, size: int) -> None:
+def check_tensor_parallel(model: ModelConfig, size: int, most: int | None = None) -> None:
+    """Raise ConfigError for a degree that the model's layers cannot be sharded by. most: see
+    ``degrees``.
+    """
     if tensor_parallel_fits(model, size):
         return
     heads = model.num_attention_heads
@@ -104,8 +130,9 @@ def check_tensor_parallel(model: ModelConfig, size: int) -> None:
         reason = f"does not divide the MLP width {model.ffn_size}"
     else:
         reason = f"does not divide --num-query-groups {groups}"
-    fitting = closest(size, (d for d in divisors(heads) if tensor_parallel_fits(model, d)))
-    raise ConfigError("--tensor-model-parallel-size", size, reason, f"Use {fitting}")
+    fitting = (d for d in divisors(heads) if tensor_parallel_fits(model, d))
+    remedy = degrees(size, fitting, most)
+    raise ConfigError("--tensor-model-parallel-size", size, reason, remedy)
 
 
 def check_sequence_parallel(length: int, most: int | None, parallel: ParallelConfig) -> None:
@@ -129,14 +156,16 @@ def check_sequence_parallel(length: int, most: int | None, parallel: ParallelCon
         )
 
 
-def check_pipeline(model: ModelConfig, size: int) -> None:
+def check_pipeline(model: ModelConfig, size: int, most: int | None = None) -> None:
+    """Raise ConfigError for more stages than the model has units. most: see ``degrees``."""
     if size > model.num_layers + 2:
+        fitting = range(1, model.num_layers + 3)
         raise ConfigError(
             "--pipeline-model-parallel-size",
             size,
             f"is more stages than the {model.num_layers + 2} units (embedding, "
             f"{model.num_layers} layers, output head)",
-            f"Use at most {model.num_layers + 2}",
+            degrees(size, fitting, most),
         )
 
 

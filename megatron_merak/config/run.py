@@ -24,6 +24,7 @@ from .checks import (
     check_sources,
     check_tensor_parallel,
     check_tokenizer_model,
+    left,
 )
 from .hf import HFModelConfig
 from .instances import check_instances
@@ -102,7 +103,7 @@ class RunConfig:
 
         Raises ConfigError; the remedy names the nearest values that work.
         """
-        self.check_model()
+        self.check_model(world_size)
         check_precision(self.train)
         check_needs(self.parallel)
         check_servers(
@@ -130,9 +131,9 @@ class RunConfig:
             check_optimizer(self.optimizer, self.train)
             self.check_data()
 
-    def check_model(self) -> None:
+    def check_model(self, world_size: int) -> None:
         """Check the model section by itself and against the degrees of parallelism. Raises
-        ConfigError.
+        ConfigError, whose remedies work on as many ranks.
         """
         raise NotImplementedError
 
@@ -201,14 +202,18 @@ class Config(RunConfig):
 
     model: ModelConfig
 
-    def check_model(self) -> None:
+    def check_model(self, world_size: int) -> None:
         check_model(self.model)
-        check_tensor_parallel(self.model, self.parallel.tensor_model_parallel_size)
+        parallel = self.parallel
+        tensor = parallel.tensor_model_parallel_size
+        stages = parallel.pipeline_model_parallel_size
+        ranks = world_size - parallel.num_parameter_servers
+        check_tensor_parallel(self.model, tensor, left(ranks, parallel.ranks_of_replica // tensor))
         check_native(self.parallel)
         check_sequence_parallel(
             self.model.seq_length, self.model.max_position_embeddings, self.parallel
         )
-        check_pipeline(self.model, self.parallel.pipeline_model_parallel_size)
+        check_pipeline(self.model, stages, left(ranks, parallel.layer_ranks))
 
     def check_data(self) -> None:
         check_data(self.data, self.model)
@@ -223,7 +228,7 @@ class HFConfig(RunConfig):
     model: HFModelConfig
     checkpoint: HFCheckpointConfig = HFCheckpointConfig()
 
-    def check_model(self) -> None:
+    def check_model(self, world_size: int) -> None:
         """Check what can be checked before the model is read."""
         check_sequence_parallel(self.model.seq_length, None, self.parallel)
 

@@ -10,11 +10,11 @@ from ..config import DataConfig, RunConfig
 from ..errors import DataError
 from . import tokenizer as tokenizers
 from .blend import BlendedDataset, normalized, parse_blend, samples_per_dataset
-from .files import regular_file_size
 from .gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSource
 from .gpt_index import SPLITS, split_bounds
-from .indexed_dataset import IndexedDataset, data_path, index_path
+from .indexed_dataset import IndexedDataset
 from .mock import MockIndexedDataset
+from .prefixes import check_dataset
 from .tokenizer import NullTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,21 @@ def build_tokenizer(config: RunConfig) -> Tokenizer:
     """
     data = config.data
     vocab_size = config.model.vocab_size
-    if data.tokenizer_type is None and data.mock_data and vocab_size is not None:
+    if _is_generated(config) and vocab_size is not None:
         return NullTokenizer(vocab_size - 1)
     return tokenizers.build_tokenizer(data.tokenizer_type, data.tokenizer_model, vocab_size)
+
+
+def check_tokenizer(config: RunConfig) -> None:
+    """Check that what --tokenizer-model names is there, before it is read. Raises `DataError`."""
+    data = config.data
+    numbers = data.tokenizer_type == "NullTokenizer" or _is_generated(config)
+    if data.tokenizer_model is not None and not numbers:
+        tokenizers.tokenizer_file(Path(data.tokenizer_model))
+
+
+def _is_generated(config: RunConfig) -> bool:
+    return config.data.mock_data and config.data.tokenizer_type is None
 
 
 def vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
@@ -87,8 +99,7 @@ def check_files(config: RunConfig) -> None:
         flag, values = _source_of(config.data, part)
         prefixes = parse_blend(flag, values)[0] if samples and values else []
         for prefix in prefixes:
-            regular_file_size(index_path(prefix), "index file", flag)
-            regular_file_size(data_path(prefix), "data file", flag)
+            check_dataset(prefix, flag)
 
 
 def _source_of(data: DataConfig, part: int) -> tuple[str, tuple[str, ...]]:

@@ -183,6 +183,14 @@ class IndexedDataset:
         return type(self), (self.prefix, self._tokens is not None)
 
 
+def check_header(path: Path, size: int) -> None:
+    """Raise `DataError` unless an index of `size` bytes begins as one, and has the size that it
+    says.
+    """
+    with open(path, "rb") as file:
+        _parse_header(path, file.read(HEADER.size), size)
+
+
 def _map(path: Path, size: int) -> memory_map.mmap | bytes:
     if size == 0:
         return b""

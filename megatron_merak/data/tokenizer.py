@@ -69,10 +69,20 @@ def build_tokenizer(
             "Give a tokenizer.json, or a directory that contains one",
         )
     path = Path(tokenizer_model)
+    file = tokenizer_file(path)
+    return HuggingFaceTokenizer(path) if file is None else FileTokenizer(file)
+
+
+def tokenizer_file(path: Path) -> Path | None:
+    """Return the bare tokenizer.json that ``--tokenizer-model`` names; None: a directory of
+    transformers. Raises `DataError` where neither is there.
+    """
     settings = ("tokenizer_config.json", "config.json")
     if path.is_dir() and any((path / name).exists() for name in settings):
-        return HuggingFaceTokenizer(path)
-    return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path)
+        return None
+    file = path / "tokenizer.json" if path.is_dir() else path
+    regular_file_size(file, "--tokenizer-model", "--tokenizer-model")
+    return file
 
 
 class FileTokenizer:
@@ -80,7 +90,6 @@ class FileTokenizer:
 
     def __init__(self, path: Path):
         self.path = path
-        regular_file_size(path, "--tokenizer-model", "--tokenizer-model")
         try:
             self._tokenizer = TokenizerFile.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower

@@ -99,7 +99,8 @@ from .run.loop import TrainingLoop, saves_for_signals
 from .run.parameter_groups import ParameterGroups
 from .run.rates import LearningRate, schedule
 from .run.recapture import Moments, check_model, check_reached, check_step, check_training
-from .run.run_directory import TRAINING_ARGUMENTS, RunDirectory, write_text
+from .run.resumption import check_before_capture
+from .run.run_directory import TRAINING_ARGUMENTS, TRAINING_STATE, RunDirectory, write_text
 from .searched import choose
 
 
@@ -462,6 +463,8 @@ class MerakTrainer:
         ):
             align_special_tokens(self.model, self.processing_class)
         check_training(self)
+        if resume is not None:
+            check_before_capture(resume / TRAINING_STATE, self.model, self.control_group)
         refuse_override(self, MerakTrainer, self.args)
         sampler = self._get_train_sampler(self.train_dataset)
         self.callback_handler.train_dataloader = self.feed.training(self.train_dataset, sampler)

@@ -78,21 +78,33 @@ def check(
     data:  see ``data.identity``.
     batch: samples per step.
     """
-    refused, changes = _model_changes(config, saved, model)
-    for change in refused:
-        reason = (
-            f"the checkpoint's run had {_text(change.saved)}; another value makes another model"
-        )
-        raise CheckpointError(change.flag, _text(change.now), reason, change.undone())
+    changes = check_run(config, saved, model)
     lines = []
     if not config.checkpoint.finetune:
-        lines += _check_seed_and_data(config, saved, data)
+        lines += _check_data(config, saved, data)
         changes += _run_changes(config, saved)
         if saved.global_batch_size not in (None, batch):
             changes.append(Change("--global-batch-size", batch, saved.global_batch_size))
     if changes:
         lines.insert(0, f"Changed since the checkpoint was written: {'; '.join(map(str, changes))}")
     return lines
+
+
+def check_run(config: RunConfig, saved: SavedRun, model: Mapping[str, Any] | None) -> list[Change]:
+    """Return the model's settings that have changed and may. Raises CheckpointError for others, and
+    for another seed.
+
+    model: see ``TrainedModel.settings``.
+    """
+    refused, changes = _model_changes(config, saved, model)
+    for change in refused:
+        reason = (
+            f"the checkpoint's run had {_text(change.saved)}; another value makes another model"
+        )
+        raise CheckpointError(change.flag, _text(change.now), reason, change.undone())
+    if not config.checkpoint.finetune:
+        _check_seed(config, saved)
+    return changes
 
 
 def schedule_of(saved: SavedRun, config: RunConfig) -> OptimizerConfig:
@@ -210,12 +222,15 @@ def _run_changes(config: RunConfig, saved: SavedRun) -> list[Change]:
     ]
 
 
-def _check_seed_and_data(config: RunConfig, saved: SavedRun, data: Mapping) -> list[str]:
+def _check_seed(config: RunConfig, saved: SavedRun) -> None:
     seed = config.train.seed
     before = saved.config["train"].get("seed")
     if before is not None and seed != before:  # converted weights have none
         remedy = f"Give --seed {before}, or --finetune to start a new run from these weights"
         raise CheckpointError("--seed", seed, f"the checkpoint's run has seed {before}", remedy)
+
+
+def _check_data(config: RunConfig, saved: SavedRun, data: Mapping) -> list[str]:
     if saved.data is None:
         return ["The checkpoint does not say which data its run read: it is not compared."]
     lines = []

@@ -25,7 +25,6 @@ from ..data.build import Datasets
 from ..data.identity import difference, identity, sample_digests
 from ..data.loader import BatchLoader
 from ..errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     DoubtfulResultError,
@@ -43,6 +42,7 @@ from ..plan import Plan, plan_table
 from ..planner.growth import growth_table
 from ..stages.devices import peak_device, stand_in
 from .increments import IncrementsBehind
+from .load_check import absent
 from .pictures import draw_curve, step_view
 from .report import Progress, Report, Throughput
 from .same_files import check_same_files
@@ -291,12 +291,7 @@ class Job:
             return None
         if step is None and store.latest(options.load, self.mesh.control) is None:
             if options.exit_on_missing_checkpoint:
-                remedy = (
-                    "Name a directory that holds one, or leave out --exit-on-missing-checkpoint"
-                )
-                raise CheckpointError(
-                    "--load", options.load, "it has no complete checkpoint", remedy
-                )
+                raise absent(options.load)
             self.say(f"no checkpoint in {options.load}: starting at iteration 0")
             return None
         loaded = self.trainer.load(options.load, step, self.say, state=state)

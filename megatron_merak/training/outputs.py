@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..config import HFCheckpointConfig, RunConfig
 from ..errors import ConfigError
+from ..extras import installed_by, is_installed
 from ..pipeline_parallel.pictures.files import check_suffix
 from ..pipeline_parallel.pictures.library import check_drawing
 from ..report.run_files import starts_before
@@ -48,6 +49,10 @@ def check_outputs(config: RunConfig, reports: bool) -> None:
         return
     logging = config.logging
     if logging.tensorboard_dir is not None:
+        if not is_installed("tensorboard"):
+            reason = "TensorBoard is not installed"
+            remedy = f"Install it: {installed_by('tracking')}"
+            raise ConfigError("--tensorboard-dir", logging.tensorboard_dir, reason, remedy)
         check_directory("--tensorboard-dir", logging.tensorboard_dir, Path(logging.tensorboard_dir))
     if logging.run_dir is not None:
         check_directory("--run-dir", logging.run_dir, Path(logging.run_dir))

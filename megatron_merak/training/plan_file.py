@@ -18,26 +18,64 @@ from ..plan import Plan
 from ..plan.fit import check_ranks
 from ..planner.memory import overflowing_ranks
 from ..planner.predict import priced
+from ..strict_json import parse
+
+_PARTS = ("grid", "units", "stages", "schedule")  # of every plan
 
 
 def stored(path: str) -> Plan:
     """Return the plan of a JSON file, with new predictions, as it may have been edited. Raises
     PlanError.
     """
-    remedy = "Use a file written by tools/plan.py"
+    text = _text_of(path)
+    _check_kind(path, text)
     try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise OSError("it is not a regular file")
-        plan = Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        plan = Plan.from_json(text)
         check(plan.schedule)
         executable(plan.schedule, "plan", path)
-    except (OSError, ValueError) as error:
-        raise PlanError("plan", path, f"it cannot be read ({error})", remedy) from error
     except (PlanError, ScheduleError) as error:
         raise PlanError(
             "plan", path, f"{error.what} {error.value}: {error.reason}", error.remedy
         ) from error
     return priced(plan)
+
+
+def _text_of(path: str) -> str:
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is not a regular file")
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PlanError("plan", path, f"it cannot be read ({reason})", _instead(path)) from error
+
+
+def _check_kind(path: str, text: str) -> None:
+    """Raise PlanError for what is no JSON, or JSON of something else than a plan."""
+    try:
+        values = parse(text)
+    except ValueError as error:
+        reason = f"it does not parse as JSON ({error})"
+        raise PlanError("plan", path, reason, _instead(path)) from error
+    missing = [name for name in _PARTS if not isinstance(values, dict) or name not in values]
+    if len(missing) == len(_PARTS):
+        reason = f"it is JSON of something else, without {', '.join(_PARTS)}"
+        raise PlanError("plan", path, reason, _instead(path))
+    if missing:
+        raise PlanError("plan", path, f"it has no {', '.join(missing)}", "Make the plan anew")
+
+
+def _instead(path: str) -> str:
+    """Return what to give in place of a file that is no plan: that of its run, where there is
+    one.
+    """
+    place = Path(path) if Path(path).is_dir() else Path(path).parent
+    near = place / "plan.json"
+    if near.is_file() and near != Path(path):
+        return f"Give {near}"
+    return (
+        "Give a file that merak-plan show --save FILE.json wrote, or the plan.json of a --run-dir"
+    )
 
 
 def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:

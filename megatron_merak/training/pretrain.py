@@ -19,9 +19,10 @@ from ..stages.native import check_native_shardings, tensors
 from ..stages.native_model import NativeModel
 from ..stages.optimizer_state import OptimizerOf
 from .job import Job
+from .load_check import check_load
 from .plan_file import plan_of
 from .searched import resolved
-from .session import run_session
+from .session import open_session, run_session
 from .strategy import ALONE, Strategy
 from .trainer import Trainer
 
@@ -37,9 +38,12 @@ def pretrain(
     """
     if config.parallel.parallel is None:
         strategy.own(config).validate(world.size)
-    tokenizer = build_tokenizer(config)
-    shape = dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
+    ranks = open_session(config, world, strategy)
+    with together(ranks.control, "cpu"):
+        tokenizer = build_tokenizer(config)
+        shape = dataclasses.replace(config.model, vocab_size=vocabulary(config, tokenizer))
     complete = dataclasses.replace(config, model=shape)
+    check_load(complete, None, ranks.control)
 
     def planning(ranks: Ranks, cluster: Cluster) -> PlannedNative:
         with (
@@ -55,6 +59,7 @@ def pretrain(
         complete,
         as_passed=config,
         world=world,
+        ranks=ranks,
         tokenizer=tokenizer,
         notices=notices,
         strategy=strategy,

@@ -25,10 +25,11 @@ from ..stages.optimizer_state import OptimizerOf
 from .hf_batches import TokenBatches
 from .hf_model import beyond_positions, blueprint_of, build_model, known_tokens, traced_of
 from .job import Job
+from .load_check import check_load
 from .searched import resolved
-from .session import run_session
+from .session import open_session, run_session
 from .strategy import ALONE, Strategy
-from .token_model import TokenModel
+from .token_model import TokenModel, settings_of
 from .trainer import Trainer
 
 TOKENIZER_FILES = (
@@ -51,8 +52,11 @@ def pretrain_hf(
     """
     if config.parallel.parallel is None:
         strategy.own(config).validate(world.size)
-    model = build_model(config.model)
-    complete, tokenizer = with_tokenizer(config, model)
+    ranks = open_session(config, world, strategy)
+    with together(ranks.control, "cpu"):
+        model = build_model(config.model)
+        complete, tokenizer = with_tokenizer(config, model)
+    check_load(complete, settings_of(model), ranks.control)
 
     def planning(ranks: Ranks, cluster: Cluster) -> PlannedTokens:
         with SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress:
@@ -69,6 +73,7 @@ def pretrain_hf(
         complete,
         as_passed=config,
         world=world,
+        ranks=ranks,
         tokenizer=tokenizer,
         notices=(*notices, *beyond_positions(model, complete.model.seq_length)),
         strategy=strategy,

@@ -11,7 +11,6 @@ from datetime import datetime
 from typing import TextIO
 
 from ..config import LoggingConfig
-from ..errors import ConfigError
 from ..pipeline_parallel.pictures.view import View
 from ..report.line_file import LineFile
 from ..report.run_files import RunFiles
@@ -25,8 +24,8 @@ class Report:
 
     files: of --run-dir; None without it.
 
-    Raises ConfigError if TensorBoard is requested but not installed; that files can be written was
-    checked before.
+    That TensorBoard is installed where it is requested, and that files can be written, was checked
+    before.
     """
 
     def __init__(
@@ -55,13 +54,8 @@ class Report:
     def _tensorboard(self, directory: str | None):
         if directory is None:
             return None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            remedy = "Install megatron-merak[tracking], or leave it out"
-            raise ConfigError(
-                "--tensorboard-dir", directory, "TensorBoard is not installed", remedy
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         return SummaryWriter(directory)
 
     def note(self, kind: str, iteration: int, **values: float) -> None:

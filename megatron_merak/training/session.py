@@ -1,6 +1,7 @@
 """How a pretraining job is opened, whichever command asks for it.
 
-    ranks meet > files are checked > the model is captured > its plan, made or stored > groups of
+    ranks meet > files are checked > the tokenizer, and the model without memory > what --load holds
+    is checked > the model is captured > its plan, made or stored > groups of
     the plan's grid > data > the model on this rank, with its optimizer > the loop
 
 What comes late takes the numbers of what came before: the plan's are the only ones from then on.
@@ -12,7 +13,7 @@ from typing import Protocol
 
 from ..cluster import Cluster
 from ..config import RunConfig
-from ..data.build import Datasets, build_datasets, check_files
+from ..data.build import Datasets, build_datasets, check_files, check_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..parallel.agree import together
 from ..parallel.launch import World
@@ -61,11 +62,28 @@ class Planning(Protocol):
     def __call__(self, ranks: Ranks, cluster: Cluster) -> Planned: ...
 
 
+def open_session(config: RunConfig, world: World, strategy: Strategy = ALONE) -> Ranks:
+    """Return the ranks of a job, which have met and agree on its settings, once what they read and
+    write was looked at: nothing here needs a model, and takes as long as one does.
+
+    Raises a MerakError on every rank alike.
+    """
+    ranks = meet(world, timedelta(minutes=config.parallel.distributed_timeout_minutes))
+    agree(config, ranks.control)
+    with together(ranks.control, "cpu"):
+        check_outputs(config, world.is_last)
+        strategy.check_outputs()
+        check_files(config)
+        check_tokenizer(config)
+    return ranks
+
+
 def run_session(
     planning: Planning,
     config: RunConfig,
     as_passed: RunConfig,
     world: World,
+    ranks: Ranks,
     tokenizer: Tokenizer,
     notices: tuple[str, ...] = (),
     strategy: Strategy = ALONE,
@@ -74,17 +92,13 @@ def run_session(
 
     config:    with everything that data and model decide.
     as_passed: before that was filled in.
+    ranks:     see `open_session`.
     notices:   further lines for the first rank to print at the start.
     strategy:  what the job is to others that train the same model.
 
     Raises a MerakError on every rank alike, before training where that can be known.
     """
-    ranks = meet(world, timedelta(minutes=config.parallel.distributed_timeout_minutes))
-    agree(config, ranks.control)
     with together(ranks.control, "cpu"):
-        check_outputs(config, world.is_last)
-        strategy.check_outputs()
-        check_files(config)
         cluster = located(cluster_of(world, config.parallel.device_profile), ranks.nodes)
     planned = planning(ranks, cluster)
     config = planned.config

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import HFConfig
 from ..graph.ir.operators import flops
@@ -85,5 +85,10 @@ class TokenModel(CapturedModel):
         return (sums[0] / sums[1].clamp(min=1)).item()
 
     def settings(self) -> dict[str, Any] | None:
-        config = getattr(self.model, "config", None)
-        return None if config is None else json.loads(config.to_json_string(use_diff=False))
+        return settings_of(self.model)
+
+
+def settings_of(model: nn.Module) -> dict[str, Any] | None:
+    """Return the configuration of a model of transformers, JSON-safe; None for other models."""
+    config: Any = getattr(model, "config", None)
+    return None if config is None else json.loads(config.to_json_string(use_diff=False))

@@ -1,11 +1,10 @@
 """TRL's trainers under a plan: ``from megatron_merak.trl import parallelize``."""
 
-from importlib.util import find_spec
+from ..extras import installed_by, is_installed
 
-if find_spec("trl") is None:
+if not is_installed("trl"):
     raise ImportError(
-        "megatron_merak.trl needs the package trl, which is not installed: pip install "
-        "'megatron_merak[trl]'"
+        f"megatron_merak.trl needs the package trl, which is not installed: {installed_by('trl')}"
     )
 
 from .parallelize import parallelize  # noqa: E402

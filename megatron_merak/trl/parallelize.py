@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import PredictionOutput
 
 from ..errors import ConfigError
+from ..extras import installed_by
 from ..hf_trainer.arguments.merak_arguments import MerakArguments
 from ..hf_trainer.batches.leaner import in_rows
 from ..hf_trainer.batches.model_facts import ModelFacts
@@ -59,7 +60,7 @@ def parallelize(kind: type) -> type:
     Raises ConfigError for other classes.
     """
     if not trl.__version__.startswith(SERIES):
-        remedy = f"Install trl {SERIES}*: pip install 'megatron_merak[trl]'"
+        remedy = f"Install trl {SERIES}*: {installed_by('trl')}"
         raise ConfigError(
             "trl", trl.__version__, f"what its trainers do is known of {SERIES}* alone", remedy
         )

@@ -202,6 +202,19 @@ def test_another_model_of_the_same_shapes_is_refused_by_name(saved, name, value)
         with_config(saved.parent, **{name: value}).train(str(saved))
 
 
+def test_another_model_is_refused_before_it_is_captured(tmp_path, monkeypatch):
+    def trainer(**changes):
+        args = MerakArguments(str(tmp_path), **{**RUN, "max_steps": 1, "save_steps": 1})
+        model = tiny_llama()
+        changed = type(model)(type(model.config)(**{**model.config.to_dict(), **changes}))
+        return MerakTrainer(changed, args, masked, samples(4))
+
+    trainer().train()
+    monkeypatch.setattr(MerakTrainer, "_build", lambda *_: pytest.fail("it was captured"))
+    with pytest.raises(CheckpointError, match=r"config\.rms_norm_eps 0\.001: the checkpoint's mod"):
+        trainer(rms_norm_eps=1e-3).train(resume_from_checkpoint=True)
+
+
 def test_another_number_of_heads_is_refused_by_name(saved):
     """The projections have the same shapes."""
     with pytest.raises(CheckpointError, match=r"config\.(head_dim|num_attention_heads)"):

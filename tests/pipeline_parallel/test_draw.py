@@ -61,7 +61,7 @@ def test_the_suffix_says_what_is_written(tmp_path):
 def test_a_picture_that_nothing_can_draw_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(
-        ConfigError, match=r"--timeline a.png: .* pip install 'megatron-merak\[pictures\]'\.$"
+        ConfigError, match=r"--timeline a.png: .* pip install -e '\.\[pictures\]' in a clone\.$"
     ):
         check_suffix("--timeline", "a.png")
     write([view("1f1b")], tmp_path / "a.html")

@@ -201,7 +201,7 @@ def test_a_tied_weight_is_held_where_it_is_used(run, tmp_path):
         ([*FLAGS[:1], *FLAGS[3:]], "--world-size (missing)"),
         (["show", "nowhere.json"], "plan nowhere.json: it cannot be read"),
         (["diff", "nowhere.json"], "diff nowhere.json: it compares two stored plans"),
-        (["show", __file__], f"plan {__file__}: plan JSON: it does not parse"),
+        (["show", __file__], f"plan {__file__}: it does not parse as JSON"),
         ([*FLAGS, "--json", f"{__file__}/plan.json"], f"--json {__file__}/plan.json: it cannot be written"),
         ([*FLAGS, "--save", f"{__file__}/plan.json"], f"--save {__file__}/plan.json: it cannot be written"),
         ([*FLAGS, "--timeline", str(ROOT)], f"--timeline {ROOT}: it is a directory"),

@@ -210,3 +210,11 @@ def test_mistakes_are_told_without_a_traceback(run, tmp_path, arguments, message
                 for argument in arguments
             )
         )
+
+
+def test_a_schedule_that_moves_what_takes_no_time_says_so(run):
+    told = "its order moves recomputations, which take no time here: give --recompute"
+    text = run("--schedule", "1f1b", "shifted")
+    assert text.count(told) == 1 and told in text.partition("shifted: ")[2]
+    assert told not in run("--schedule", "shifted", "--recompute", "10")
+    assert "give --weight" in run("--schedule", "zb-h1", "--weight", "0")

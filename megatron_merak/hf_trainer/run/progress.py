@@ -94,6 +94,17 @@ class RunPosition:
         return progress
 
 
+def model_of(saved: object) -> Mapping[str, Any] | None:
+    """Return class and configuration of the model in a saved position; None: it has none that can
+    be read.
+    """
+    try:
+        model = _decode(saved)["model"]
+        return model if _CHECKS["model"](model) else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
 def _is_pair(check: Check, other: Check) -> Check:
     return lambda value: (
         isinstance(value, list) and len(value) == 2 and check(value[0]) and other(value[1])

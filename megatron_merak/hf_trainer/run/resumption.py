@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from ...checkpoint.directory import Iterations, read_manifest
 from ...errors import CheckpointError
-from .progress import as_json
+from ...parallel.agree import together
+from .progress import as_json, model_of
 
 # Arguments that make a resumed run another one; transformers.Trainer goes on without a word about
 # most of them.
@@ -97,6 +100,23 @@ def check_model(saved: Mapping, present: Mapping) -> list[str]:
         )
         raise CheckpointError(f"config.{name}", here.get(name), reason, remedy)
     return notes
+
+
+def check_before_capture(
+    directory: Path, model: nn.Module, group: dist.ProcessGroup | None
+) -> None:
+    """Raise CheckpointError, on every rank, if a checkpoint is of another model than the one that
+    is to be captured. Collective.
+
+    directory: the training state; what cannot be read in it is told by what loads it.
+    """
+    with together(group, "cpu"):
+        if group is None or dist.get_rank(group) == 0:
+            newest = next(Iterations(directory).newest_first(), None)
+            extra = None if newest is None else read_manifest(newest)[1].meta.get("extra")
+            saved = model_of(extra)
+            if saved is not None:
+                check_model(saved, describe(model))
 
 
 def argument_changes(directory: Path, arguments: Mapping) -> list[str]:

@@ -1,14 +1,13 @@
 """The optional library that draws pictures; text, pages and traces need none."""
 
-import importlib.util
-
 from megatron_merak.errors import ConfigError
+from megatron_merak.extras import installed_by, is_installed
 
 
 def check_drawing(what: str, value: object) -> None:
     """Raise ConfigError, naming ``what`` and its ``value``, if a picture is requested without
     matplotlib.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if not is_installed("matplotlib"):
         reason = "pictures are drawn by matplotlib, which is not installed"
-        raise ConfigError(what, value, reason, "Install it: pip install 'megatron-merak[pictures]'")
+        raise ConfigError(what, value, reason, f"Install it: {installed_by('pictures')}")
