@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_merak.checkpoint import unit
 from megatron_merak.checkpoint.directory import Iterations, iteration_of, read_manifest
+from megatron_merak.checkpoint.foreign import foreign
 from megatron_merak.checkpoint.manifest import NAME, Manifest
 from megatron_merak.checkpoint.unit_directories import Units, step_of
 from megatron_merak.durable import Directories
@@ -140,6 +141,9 @@ def _chosen(root: Path, iteration: int | None, what: str) -> Path:
         known = ", ".join(str(number_of(path)) for path in found.paths)
         remedy = "Give one of these, or leave it out"
         raise CheckpointError("--ckpt-step", iteration, f"{root} has {known}", remedy)
+    other = foreign(root, what)
+    if other is not None:
+        raise other
     if found.faults:
         raise found.faults[0]
     if (root / "config.json").is_file() or any(root.glob("*.safetensors")):

@@ -217,10 +217,10 @@ def _understand(options: argparse.Namespace) -> None:
 
 
 def _format_of(source: Path, iteration: int | None) -> str:
+    from ..checkpoint.foreign import is_dcp, is_megatron
     from ..formats.adapters import CONFIG
-    from ..formats.dcp import is_dcp
     from ..formats.hf import is_hf
-    from ..formats.megatron_directory import chosen_megatron, has_rank_files, is_megatron
+    from ..formats.megatron_directory import chosen_megatron, has_rank_files
 
     if not source.is_dir():
         reason = "it is not a directory"

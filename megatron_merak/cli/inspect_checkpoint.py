@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from ..config.command_line import CommandParser
 from ..errors import ConfigError
 from .door import command
-from .foreign import own_checkpoint
 from .inspected_facts import Picked, difference_of, facts_of, health_of, tensors_of
 from .inspected_text import difference_text, inspected_text
 from .words import described
@@ -85,10 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from ..checkpoint.found import DIRECTORY, find
+    from ..checkpoint.found import find
 
-    with own_checkpoint(options.directory, DIRECTORY):
-        found = find(options.directory, options.ckpt_step)
+    found = find(options.directory, options.ckpt_step)
     picked = _picked(options.tensors, [found])
     facts = facts_of(found)
     if options.tensors is not None:
@@ -104,14 +102,12 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     from ..checkpoint.difference import difference
-    from ..checkpoint.found import DIRECTORY, find, is_checkpoint
+    from ..checkpoint.found import find, is_checkpoint
     from .inspected_run import changed, of_one, settings
 
-    with own_checkpoint(options.directory, DIRECTORY):
-        one = find(options.directory, options.ckpt_step)
+    one = find(options.directory, options.ckpt_step)
     step = None if is_checkpoint(options.diff) else options.ckpt_step
-    with own_checkpoint(options.diff, "--diff"):
-        other = find(options.diff, step, "--diff")
+    other = find(options.diff, step, "--diff")
     picked = _picked(options.tensors, [one, other])
     most = DIFF_ROWS if options.most is None else options.most
     kinds = difference(one, other, picked)

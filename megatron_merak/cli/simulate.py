@@ -49,7 +49,7 @@ from ..config.command_line import CommandParser
 from ..errors import ConfigError, MerakError, ScheduleError
 from ..pipeline_parallel.builders import BUILDERS, build_schedule
 from ..pipeline_parallel.check import peak_in_flight
-from ..pipeline_parallel.ops import Kind, Schedule
+from ..pipeline_parallel.ops import Kind, Schedule, ops_of
 from ..pipeline_parallel.passes import add_communication
 from ..pipeline_parallel.pictures.draw import draw_text
 from ..pipeline_parallel.pictures.files import check_suffix, write
@@ -333,7 +333,7 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
 
 def without_gain(schedule: Schedule, costs: StageCosts) -> list[str]:
     """Return a sentence for each kind of op that a schedule moves, and that takes no time here."""
-    kinds = {op.kind for rank in schedule.ranks for op in rank}
+    kinds = {op.kind for entry in schedule.entries() for op in ops_of(entry)}
     times = (
         (Kind.R, "recomputations", "--recompute", costs.recompute),
         (Kind.W, "weight gradients", "--weight", costs.weight),

@@ -14,7 +14,6 @@ from pathlib import Path
 from ..config.command_line import CommandParser
 from ..errors import CheckpointError
 from .door import command
-from .foreign import foreign
 from .words import described
 
 
@@ -55,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
     directories = parser.parse_args(arguments).directories
+    from ..checkpoint.foreign import foreign
     from ..checkpoint.found import DIRECTORY, check_directory
 
     count = 0

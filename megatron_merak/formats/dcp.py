@@ -24,12 +24,13 @@ import torch
 
 from ..checkpoint import in_place
 from ..checkpoint.files import disk_errors
+from ..checkpoint.foreign import METADATA, MODEL_DIRECTORY
 from ..checkpoint.hf_build import CONFIG, build_empty
 from ..checkpoint.hf_files import read_json
 from ..errors import CheckpointError, ConfigError
-from .dcp_files import METADATA, SUFFIX, write_dcp
-from .dcp_names import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY, TORCHTITAN
-from .dcp_reading import DcpReading, DcpSource, DcpStores, is_dcp
+from .dcp_files import SUFFIX, write_dcp
+from .dcp_names import OPTIMIZER_DIRECTORY, TORCHTITAN
+from .dcp_reading import DcpReading, DcpSource, DcpStores
 from .dcp_writing import ACCELERATE, FLAVOURS, PLAIN, DcpWriting
 from .state import PortableState
 
@@ -39,7 +40,6 @@ __all__ = [
     "PLAIN",
     "TORCHTITAN",
     "DcpSource",
-    "is_dcp",
     "read_dcp",
     "write_dcp_state",
 ]

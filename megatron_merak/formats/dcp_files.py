@@ -25,6 +25,7 @@ from typing import IO, Any, TypeGuard
 import torch
 
 from ..checkpoint.files import disk_errors
+from ..checkpoint.foreign import METADATA
 from ..checkpoint.shard import Intervals, local_shape
 from ..durable import check_free, make_directory, rename, replaced, sync_directory, written
 from ..errors import CheckpointError, DamagedError, MerakError
@@ -33,7 +34,6 @@ from .dcp_pickle import RESTORE, classes_of_values, read_metadata, why
 
 __all__ = ["METADATA", "SUFFIX", "DcpFiles", "DcpTensor", "StoredChunk", "write_dcp"]
 
-METADATA = ".metadata"
 SUFFIX = ".distcp"
 TEMPORARY = ".tmp"
 FILE_BYTES = 5 << 30  # of one file, unless a chunk is larger

@@ -26,7 +26,6 @@ _OF_OPTIMIZERS = frozenset(
 HUGGINGFACE = "HuggingFace"
 TORCHTITAN = "torchtitan"
 
-MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 OPTIMIZER_DIRECTORY = "optimizer_0"
 STEP = "step"
 SAMPLES = "consumed_samples"

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from ..checkpoint import hf_names
+from ..checkpoint.foreign import METADATA, MODEL_DIRECTORY
 from ..checkpoint.hf import Source
 from ..checkpoint.hf_patchwork import Patchwork, Range, part, read, sources, stored
 from ..checkpoint.shard import Intervals
 from ..errors import CheckpointError
-from .dcp_files import METADATA, DcpFiles
+from .dcp_files import DcpFiles
 from .dcp_names import (
     BUFFERS,
     HUGGINGFACE,
-    MODEL_DIRECTORY,
     OPTIMIZER_DIRECTORY,
     SAMPLES,
     STEP,
@@ -101,12 +101,6 @@ class DcpStores:
     def close(self) -> None:
         for files in self._files.values():
             files.close()
-
-
-def is_dcp(directory: Path) -> bool:
-    """Whether a directory is a store, or has those of accelerate or of a run of torchtitan."""
-    inside = ("", f"{MODEL_DIRECTORY}/", "step-*/")
-    return any(any(directory.glob(each + METADATA)) for each in inside)
 
 
 def _stores_in(directory: Path) -> list[Path]:

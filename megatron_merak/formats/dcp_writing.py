@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ..checkpoint import hf_names
+from ..checkpoint.foreign import MODEL_DIRECTORY
 from ..checkpoint.hf import Source
 from ..errors import CheckpointError, ConfigError
 from .dcp_files import DcpTensor, StoredChunk
 from .dcp_names import (
-    MODEL_DIRECTORY,
     OPTIMIZER_DIRECTORY,
     SAMPLES,
     STEP,

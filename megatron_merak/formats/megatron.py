@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from ..checkpoint.files import complete_or_absent
+from ..checkpoint.foreign import FORMAT
 from ..checkpoint.hf import Source
 from ..errors import CheckpointError, DamagedError
 from .dcp_files import DcpFiles, DcpTensor, StoredChunk, write_dcp
 from .megatron_args import check_arguments, common_state, optimizer_steps
-from .megatron_directory import FORMAT, chosen_megatron, has_rank_files, replaced_checkpoint
+from .megatron_directory import chosen_megatron, has_rank_files, replaced_checkpoint
 from .megatron_names import LAYERS, MegatronTable, MegatronTensor
 from .megatron_rows import RowsSource, rows_of
 from .model import CONFIG, config_beside, empty_model, shapes_of

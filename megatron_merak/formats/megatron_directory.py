@@ -11,23 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..checkpoint.files import complete_or_absent, disk_errors
+from ..checkpoint.foreign import FORMAT, RANK_FILE, RANKS, RELEASE
 from ..durable import make_directory, rename, sync_folders
 from ..errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-FORMAT = "metadata.json"
-RANK_FILE = "model_optim_rng.pt"
-RANKS = "mp_rank_*"
 
-_RELEASE = "release"
-_PLACES = ("", "iter_*/", f"{_RELEASE}/")
 _REMEDY = "Check the output directory, its permissions and its free space"
-
-
-def is_megatron(directory: Path) -> bool:
-    """Whether a directory has checkpoints of Megatron-LM in either format, or is one."""
-    files = (FORMAT, f"{RANKS}/{RANK_FILE}")
-    return any(any(directory.glob(each + file)) for each in _PLACES for file in files)
 
 
 def has_rank_files(path: Path) -> bool:
@@ -46,7 +36,7 @@ def chosen_megatron(directory: Path, iteration: int | None) -> Path:
     name = _tracked(directory) if iteration is None else f"iter_{iteration:07d}"
     path = directory / name
     if not _is_checkpoint(path):
-        every = [each for place in _PLACES[1:] for each in directory.glob(place)]
+        every = [each for place in ("iter_*", RELEASE) for each in directory.glob(place)]
         others = sorted(each.name for each in every if not each.suffix and _is_checkpoint(each))
         reason = f"{name} is not complete; {', '.join(others) or 'none'} is"
         raise CheckpointError("checkpoint directory", directory, reason, "Choose by --ckpt-step")
@@ -62,7 +52,7 @@ def replaced_checkpoint(directory: Path, iteration: int) -> Iterator[tuple[Path,
 
     Raises CheckpointError for what the disk refuses.
     """
-    name = f"iter_{iteration:07d}" if iteration else _RELEASE
+    name = f"iter_{iteration:07d}" if iteration else RELEASE
     path = directory / name
     fresh = directory / f"{name}.new"
     old = directory / f"{name}.old"
@@ -79,7 +69,7 @@ def replaced_checkpoint(directory: Path, iteration: int) -> Iterator[tuple[Path,
         if old.exists():
             shutil.rmtree(old)
         with complete_or_absent(directory / TRACKER) as file:
-            file.write((str(iteration) if iteration else _RELEASE).encode())
+            file.write((str(iteration) if iteration else RELEASE).encode())
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -94,7 +84,7 @@ def _tracked(directory: Path) -> str:
     except (OSError, ValueError) as error:
         reason = f"it does not say which checkpoint is the newest ({error})"
         raise CheckpointError("file", path, reason, "Choose one by --ckpt-step") from error
-    if text != _RELEASE and not text.isdecimal():
+    if text != RELEASE and not text.isdecimal():
         reason = f"it says {text!r:.40}, which is no iteration"
         raise CheckpointError("file", path, reason, "Choose one by --ckpt-step")
-    return text if text == _RELEASE else f"iter_{int(text):07d}"
+    return text if text == RELEASE else f"iter_{int(text):07d}"

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.foreign import RANKS
 from ..errors import CheckpointError
 from .megatron_args import check_arguments
-from .megatron_directory import RANKS, chosen_megatron, has_rank_files
+from .megatron_directory import chosen_megatron, has_rank_files
 from .megatron_names import MegatronTable, MegatronTensor
 from .megatron_rank_files import RankFile, read_ranks
 from .megatron_rank_names import EMBEDDING, ENDS, OUTPUT, layers_in, packed_names, rank_names

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from ..checkpoint.files import complete_or_absent
+from ..checkpoint.foreign import RANK_FILE
 from ..checkpoint.hf import Source
 from ..durable import check_free
 from ..errors import ConfigError
 from .megatron_args import VERSION, arguments
-from .megatron_directory import RANK_FILE, replaced_checkpoint
+from .megatron_directory import replaced_checkpoint
 from .megatron_names import MegatronTable, MegatronTensor
 from .megatron_rank_names import EMBEDDING, ENDS, OUTPUT, written_name
 from .megatron_ranks import RankGrid, RankPlace, is_divisible, part_of, part_shape

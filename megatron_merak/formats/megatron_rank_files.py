@@ -6,8 +6,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.foreign import RANK_FILE, RANKS
 from ..errors import CheckpointError, DamagedError
-from .megatron_directory import RANK_FILE, RANKS
 from .megatron_rank_names import core_name, flattened, is_old, layers_in
 from .megatron_ranks import RankGrid, RankPlace, numbers_of
 from .pickles import REMEDY

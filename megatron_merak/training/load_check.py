@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from ..checkpoint.directory import Iterations, read_manifest
 from ..checkpoint.files import disk_errors
+from ..checkpoint.foreign import foreign
+from ..checkpoint.hf_files import has_weights
 from ..checkpoint.increments import runs_of
 from ..checkpoint.load import requested_directory
-from ..config import RunConfig
+from ..config import Config, RunConfig
 from ..errors import CheckpointError
 from ..parallel.agree import together
 from ..stages.saved_run import SavedRun
@@ -48,6 +50,18 @@ def absent(load: str) -> CheckpointError:
     return CheckpointError("--load", load, "it has no complete checkpoint", remedy)
 
 
+def _refuse_foreign(config: RunConfig, root: Path) -> None:
+    """Raise CheckpointError for a directory in which the run would find nothing, and start anew."""
+    other = foreign(root, "--load")
+    if other is not None:
+        raise other
+    # weights of --model may lie where a captured model's run saves
+    if isinstance(config, Config) and has_weights(root):
+        reason = "it has a HuggingFace model, and no checkpoint"
+        remedy = "Convert it with merak-convert first, and add --finetune"
+        raise CheckpointError("--load", root, reason, remedy)
+
+
 def _directory(config: RunConfig, root: Path) -> Path | None:
     """Return the checkpoint that will be loaded; None: there is none, or a step behind one."""
     options = config.checkpoint
@@ -58,6 +72,8 @@ def _directory(config: RunConfig, root: Path) -> Path | None:
         return requested_directory(iterations, options.ckpt_step)
     faults: list[CheckpointError] = []
     newest = next(iterations.candidates(faults), None)
+    if newest is None:
+        _refuse_foreign(config, root)
     if newest is None and faults:
         raise faults[0]
     if newest is None and options.exit_on_missing_checkpoint:

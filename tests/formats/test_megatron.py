@@ -8,10 +8,11 @@ import pickle
 import pytest
 import torch
 
+from megatron_merak.checkpoint.foreign import FORMAT, METADATA
 from megatron_merak.errors import CheckpointError, ConfigError
-from megatron_merak.formats.dcp_files import METADATA, DcpFiles, DcpTensor, StoredChunk, write_dcp
+from megatron_merak.formats.dcp_files import DcpFiles, DcpTensor, StoredChunk, write_dcp
 from megatron_merak.formats.megatron import COMMON, read_megatron, write_megatron
-from megatron_merak.formats.megatron_directory import FORMAT, TRACKER
+from megatron_merak.formats.megatron_directory import TRACKER
 
 from .megatron_core import logits, their_model
 from .models import FAMILIES, assert_equal, state_of, tiny

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_merak.checkpoint.begun import MARK
+from megatron_merak.checkpoint.foreign import RANK_FILE
 from megatron_merak.cli import convert
 from megatron_merak.errors import CheckpointError, ConfigError
-from megatron_merak.formats.megatron_directory import RANK_FILE, TRACKER
+from megatron_merak.formats.megatron_directory import TRACKER
 from megatron_merak.formats.megatron_legacy import read_megatron_legacy
 from megatron_merak.formats.megatron_legacy_writing import RankFormat, write_megatron_legacy
 from megatron_merak.formats.megatron_ranks import RankGrid

@@ -328,8 +328,7 @@ REFUSED = {
     ),
     "Megatron-LM": (
         ["megatron"],
-        "DIRECTORY megatron: it is Megatron-LM's. Convert it with merak-convert first, which also finds "
-        "what is damaged.",
+        "DIRECTORY megatron: it has checkpoints of Megatron-LM. Convert them with merak-convert first.",
     ),
     "weights alone": (
         ["checkpoint-5"],

@@ -98,9 +98,12 @@ def test_what_has_no_checkpoint_is_told(tmp_path, tool, capsys):
 @pytest.mark.parametrize(
     ("file", "told"),
     [
-        ("release/metadata.json", "it is Megatron-LM's. Convert it with merak-convert"),
-        ("iter_0000002/mp_rank_00/model_optim_rng.pt", "it is Megatron-LM's"),
-        (".metadata", "it is torch.distributed.checkpoint's"),
+        (
+            "release/metadata.json",
+            "it has checkpoints of Megatron-LM. Convert them with merak-convert",
+        ),
+        ("iter_0000002/mp_rank_00/model_optim_rng.pt", "it has checkpoints of Megatron-LM"),
+        (".metadata", "it has checkpoints of torch.distributed.checkpoint"),
         ("config.json", "There is no checkpoint."),
     ],
 )

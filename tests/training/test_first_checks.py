@@ -29,6 +29,10 @@ def place(tmp_path_factory) -> Path:
     (root / "cut.bin").touch()
     (root / "raw.jsonl").write_text('{"text": "a"}\n')
     (root / "empty").mkdir()
+    (root / "megatron" / "release" / "mp_rank_00").mkdir(parents=True)
+    (root / "megatron" / "release" / "mp_rank_00" / "model_optim_rng.pt").touch()
+    (root / "weights").mkdir()
+    (root / "weights" / "model.safetensors").touch()
     LlamaConfig(
         vocab_size=61,
         hidden_size=32,
@@ -54,6 +58,7 @@ MISTAKES = {
     "no tokenizer": (f"{FILE} HERE/empty", "--tokenizer-model HERE/empty/tokenizer.json: No such"),
     "save": ("--save /proc/x", "--save /proc/x: it cannot be written"),
     "load": ("--load HERE/empty --exit-on-missing-checkpoint", "--load HERE/empty: it has no comp"),
+    "load of Megatron-LM": ("--load HERE/megatron", "it has checkpoints of Megatron-LM. Convert them"),
     "step": ("--load HERE/saved --ckpt-step 7", "of iteration 7 .complete are: 1."),
     "seed": ("--load HERE/saved --seed 7", "--seed 7: the checkpoint's run has seed 1234"),
     "board": ("--tensorboard-dir HERE/t", r"'\.\[tracking\]' in a clone"),
@@ -88,6 +93,7 @@ def test_nothing_is_planned_where_files_are_not_as_they_should(place, name, conf
 @pytest.mark.parametrize(
     ("config", "flags", "told"),
     [
+        (Config, "--load HERE/weights", "it has a HuggingFace model, and no checkpoint. Convert"),
         (Config, "--load HERE/saved --ffn-hidden-size 64", "--ffn-hidden-size 64: the checkpoint"),
         (HFConfig, "--model HERE/other --load HERE/saved_hf", "config.json intermediate_size 64"),
     ],
