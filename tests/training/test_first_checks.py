@@ -93,7 +93,7 @@ def test_nothing_is_planned_where_files_are_not_as_they_should(place, name, conf
 @pytest.mark.parametrize(
     ("config", "flags", "told"),
     [
-        (Config, "--load HERE/weights", "it has a HuggingFace model, and no checkpoint. Convert"),
+        (Config, "--load HERE/weights", "--load HERE/weights: it has a HuggingFace model"),
         (Config, "--load HERE/saved --ffn-hidden-size 64", "--ffn-hidden-size 64: the checkpoint"),
         (HFConfig, "--model HERE/other --load HERE/saved_hf", "config.json intermediate_size 64"),
     ],
