@@ -80,9 +80,9 @@ def choose(
     settings = replace(choice, mb=choice.mb * unit)
     if whole.accepts_num_items and not adds_up and args.gradient_accumulation_steps != before:
         notes.append(
-            "The loss gets num_items_in_batch, and is not a sum that is divided by it: as with "
-            f"transformers, it is that of {args.gradient_accumulation_steps} micro-batches, not "
-            f"of {before}."
+            "The loss is not plainly a sum that is divided by num_items_in_batch. If it depends on "
+            f"micro-batches, as some of transformers do: there are {args.gradient_accumulation_steps} "
+            f"in a step, not {before}."
         )
     return [f"{NAME} {text} chose {settings}.", *notes]
 

@@ -234,8 +234,6 @@ class MerakTrainer:
         self._engine: CapturedModel | None = None
         self._generator: Generator | None = None
         self.own_loss: LossOfTrainer | None = None
-        if args.parallel is not None:
-            self._choose()
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
         if getattr(self.model, "config", None) is not None:
             # as transformers does, for the config that is saved
@@ -243,6 +241,12 @@ class MerakTrainer:
 
     def _check(self) -> None:
         args = self.args
+        streamed = isinstance(self.train_dataset, IterableDataset)
+        if args.parallel is not None and (self.train_dataset is None or streamed):
+            kind = type(self.train_dataset).__name__
+            reason = "the search captures the first batch of a train_dataset that can be read again"
+            remedy = "Give one with a length, or search by merak-plan search and set plan"
+            raise ConfigError("parallel", args.parallel, f"{reason}, not of {kind}", remedy)
         args.refuse_changes()
         refuse_override(self, MerakTrainer, args)
         with together(self.mesh.control, "cpu"):
@@ -340,6 +344,7 @@ class MerakTrainer:
     def engine(self) -> CapturedModel:
         """This rank's part of the model; built at first use, from the first batch."""
         if self._engine is None:
+            self._choose()
             self._build(0)
         assert self._engine is not None
         return self._engine
@@ -378,13 +383,13 @@ class MerakTrainer:
         return engine
 
     def _choose(self) -> None:
-        """Search what ``parallel`` leaves open, and make the mesh and the feed of that. Collective."""
+        """Search what ``parallel`` leaves open, and make the mesh and the feed of that. Collective.
+
+        At the first use, not in the constructor: a loss may read what a subclass sets after that.
+        """
         args = self.args
-        if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
-            kind = type(self.train_dataset).__name__
-            reason = "the search captures the first batch of a train_dataset that can be read again"
-            remedy = "Give one with a length, or search by merak-plan search and set plan"
-            raise ConfigError("parallel", args.parallel, f"{reason}, not of {kind}", remedy)
+        if args.parallel is None:
+            return
         example = self.feed.example(self.train_dataset, None)
         (example,), *_ = self.feed.prepare([example], self.counts_items)
         own = self._loss_of_script()
@@ -446,6 +451,7 @@ class MerakTrainer:
     def _train(
         self, directory: RunDirectory, resume_from: str | bool | None, ignored: list[str] | None
     ) -> TrainOutput:
+        self._choose()
         resume = None
         if resume_from is True or saves_for_signals(self.args):
             directory.hold()
@@ -554,6 +560,7 @@ class MerakTrainer:
         ignore_keys: list[str] | None,
     ) -> EvalLoopOutput:
         attend("evaluate or predict", self.control_group)
+        self._choose()
         began = time.time()
         grid = self.mesh.grid
         self.model.eval()

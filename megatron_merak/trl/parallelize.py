@@ -173,6 +173,14 @@ class _Adapter(MerakTrainer, Trainer):  # type: ignore[misc]  # the first base r
                 "its tokens come before the model's layers",
                 remedy,
             )
+        self._follow_mesh()
+
+    def _choose(self) -> None:
+        super()._choose()
+        self._follow_mesh()
+
+    def _follow_mesh(self) -> None:
+        """Tell TRL's code how many replicas there are, and how many micro-batches."""
         self.accelerator = Accelerator(self.mesh)
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
 

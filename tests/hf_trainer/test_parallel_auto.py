@@ -74,13 +74,13 @@ def _losses(trainer):
 
 def _chosen_and_asked_for(rank, world, directory, pins):
     searched = _draws(_dropping(), parallel=f"auto{pins}")
+    found = _losses(searched)
     args = searched.args
     assert args.parallel is None
     asked = {name: getattr(args, name) for name in CHOSEN}
     replicas = searched.mesh.grid.dp
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * replicas
     assert batch == 2 * 2 * world
-    found = _losses(searched)
     return searched.mesh.grid, found, _losses(_draws(_dropping(), **asked))
 
 
@@ -113,6 +113,7 @@ def _micro_batches(rank, world, model, loss):
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         trainer = MerakTrainer(model(), arguments, collate, data, compute_loss_func=loss)
+        assert trainer.engine.mesh is trainer.mesh
     args = trainer.args
     assert not rank or not told.getvalue()
     return args.per_device_train_batch_size, args.gradient_accumulation_steps, told.getvalue()
@@ -123,7 +124,7 @@ def test_a_loss_of_micro_batches_keeps_their_size(model, loss):
     first, second = run_ranks(_micro_batches, 2, model, loss)
     assert first[:2] == second[:2] == (2, 4)
     assert "parallel auto,pp=2 chose tp=1,pp=2,mb=2" in first[2]
-    assert "it is that of 4 micro-batches, not of 2" in first[2]
+    assert "there are 4 in a step, not 2." in first[2]
 
 
 REFUSED = [
@@ -151,9 +152,9 @@ def test_searches_that_find_nothing_are_told():
 
     data = samples(16, ragged=False)
     with pytest.raises(ConfigError, match="batch of a step 4: no number of replicas on 1 ranks"):
-        trainer(data, parallel="auto,mb=3")
+        trainer(data, parallel="auto,mb=3").train()
     with pytest.raises(PlanError, match="fits into the memory"):
-        trainer(data, parallel="auto", device_memory_gb=1e-6)
+        trainer(data, parallel="auto", device_memory_gb=1e-6).train()
     with pytest.raises(ConfigError, match="not of NoneType"):
         trainer(parallel="auto")
     arguments = MerakArguments("unused", parallel="auto", **RUN)

@@ -58,7 +58,10 @@ MISTAKES = {
     "no tokenizer": (f"{FILE} HERE/empty", "--tokenizer-model HERE/empty/tokenizer.json: No such"),
     "save": ("--save /proc/x", "--save /proc/x: it cannot be written"),
     "load": ("--load HERE/empty --exit-on-missing-checkpoint", "--load HERE/empty: it has no comp"),
-    "load of Megatron-LM": ("--load HERE/megatron", "it has checkpoints of Megatron-LM. Convert them"),
+    "load of Megatron-LM": (
+        "--load HERE/megatron",
+        "it has checkpoints of Megatron-LM. Convert them",
+    ),
     "step": ("--load HERE/saved --ckpt-step 7", "of iteration 7 .complete are: 1."),
     "seed": ("--load HERE/saved --seed 7", "--seed 7: the checkpoint's run has seed 1234"),
     "board": ("--tensorboard-dir HERE/t", r"'\.\[tracking\]' in a clone"),
