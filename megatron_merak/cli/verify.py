@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
     directories = parser.parse_args(arguments).directories
-    from ..checkpoint.found import check_directory
+    from ..checkpoint.found import DIRECTORY, REMEDY, check_directory
 
     count = 0
     absent: list[CheckpointError] = []
@@ -80,5 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mistake in absent:
         print(mistake)
     if not count and not faults and not absent:
-        print("There is no checkpoint.")
+        for directory in directories:
+            reason = "there is no checkpoint in it"
+            print(CheckpointError(DIRECTORY, directory, reason, REMEDY))
     return int(bool(faults) or bool(absent) or not count)
