@@ -271,7 +271,7 @@ REFUSED = [
         {"data": {"mock_data": False, "data_path": ("a",)}},
         1,
         "--tokenizer-type (missing): is needed to know the "
-        "vocabulary. Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer with --vocab-size.",
+        "vocabulary. Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer.",
     ),
     (
         {"model": {"seq_length": 30}, "parallel": {TP: 4, "sequence_parallel": True}},

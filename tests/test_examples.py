@@ -13,11 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     ("name", "flags", "told"),
     [
-        ("packing", ["--steps", "0"], "--steps 0: it is below 1. Give at least 1."),
         ("growing_batch", ["--samples", "8"], "--samples 8: it is below a batch of 64."),
-        ("finetune", ["--max-steps", "0"], "--max-steps 0: it is below 1. Give at least 1."),
         ("preferences", [], "trl is not installed: pip install -e '.[trl]' in a clone"),
-        ("sft_lora", [], "trl is not installed: pip install -e '.[trl]' in a clone"),
     ],
 )
 def test_what_cannot_run_is_told_in_one_line(name, flags, told, tmp_path):

@@ -3,6 +3,7 @@ without the network.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -124,6 +125,9 @@ def _put(model: nn.Module, name: str, value: torch.Tensor) -> None:
     setattr(model.get_submodule(path), key, value)
 
 
+_GIVE = "Give a directory that save_pretrained of transformers wrote, or its config.json"
+
+
 def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any]):
     from transformers import AutoConfig
 
@@ -131,8 +135,10 @@ def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any])
         remedy = "Give the path of a local directory or config file; nothing is downloaded"
         raise CheckpointError("model directory", directory, "it does not exist", remedy)
     file = directory if directory.is_file() else directory / CONFIG
+    if not os.path.lexists(file):
+        raise CheckpointError("model directory", directory, f"it has no {CONFIG}", _GIVE)
     text = read_json(file)
-    _check_type(directory, text, trust_remote_code)
+    _check_type(directory, file, text, trust_remote_code)
     _check_values(file, text)
     if text.get("quantization_config"):
         reason = "its weights are quantized, and training needs floating-point weights"
@@ -159,7 +165,7 @@ def _config(directory: Path, trust_remote_code: bool, overrides: dict[str, Any])
     return config
 
 
-def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) -> None:
+def _check_type(directory: Path, file: Path, text: dict[str, Any], trust_remote_code: bool) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = text.get("model_type")
@@ -175,9 +181,7 @@ def _check_type(directory: Path, text: dict[str, Any], trust_remote_code: bool) 
         remedy = "Read that code, then allow it with --trust-remote-code (trust_remote_code=True)"
         raise CheckpointError("model directory", directory, reason, remedy)
     if not isinstance(kind, str):
-        raise CheckpointError(
-            "config", directory / CONFIG, "it has no model_type", "Copy the model directory again"
-        )
+        raise CheckpointError("config", file, "it has no model_type", _GIVE)
     near = get_close_matches(kind, list(CONFIG_MAPPING), 1, 0.0)
     remedy = f"The nearest known type is {near[0]}" if near else "Install a newer transformers"
     raise CheckpointError(

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..arguments import expanded
+from ..config import nearest
 from ..config.command_line import CommandParser
 from ..errors import LaunchError, MerakError
 from .door import command
@@ -97,12 +98,11 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
         remedy = "Use a free port from 1 to 65535"
         raise LaunchError("--master-port", options.master_port, "it is not a valid port", remedy)
     if options.script not in TRAINING and not Path(options.script).is_file():
-        raise LaunchError(
-            "script",
-            options.script,
-            "the file does not exist",
-            f"Use {', '.join(TRAINING)} or the path of a script",
-        )
+        close = nearest(options.script, TRAINING)
+        remedy = f"Use {', '.join(TRAINING)} or the path of a script"
+        if close:
+            remedy = f"The nearest command is {close}"
+        raise LaunchError("script", options.script, "the file does not exist", remedy)
     return options
 
 

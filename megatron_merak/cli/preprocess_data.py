@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if value < least:
             flags.end(ConfigError(flag, value, f"it is below {least}", f"Give at least {least}"))
     from ..data.preprocess import EncoderConfig, preprocess
+    from ..training.outputs import check_directory
 
     config = EncoderConfig(
         options.tokenizer_type,
@@ -83,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         append_eod=options.append_eod,
     )
     try:
+        prefix = options.output_prefix
+        check_directory("--output-prefix", prefix, Path(prefix).parent, "its directory")
         counts = preprocess(
             options.input, options.output_prefix, config, options.workers, skip_bad=options.skip_bad
         )

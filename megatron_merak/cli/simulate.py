@@ -45,6 +45,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..config import nearest
 from ..config.command_line import CommandParser
 from ..errors import ConfigError, MerakError, ScheduleError
 from ..pipeline_parallel.builders import BUILDERS, build_schedule
@@ -323,8 +324,11 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
     elif Path(name).exists():
         schedule = read_schedule(name, "--schedule")
     else:
-        reason = f"it is neither a file nor one of {', '.join([*BUILDERS, 'auto'])}"
-        raise ScheduleError("--schedule", name, reason, "Use one of these names, or a file")
+        names = [*BUILDERS, AUTO]
+        close = nearest(name, names)
+        remedy = f"The nearest is {close}" if close else "Use one of these names, or a file"
+        reason = f"it is neither a file nor one of {', '.join(names)}"
+        raise ScheduleError("--schedule", name, reason, remedy)
     costs = stage_costs(arguments, schedule)
     timeline = simulate(schedule, costs, arguments.overlap)
     detail = "; ".join([words(arguments), *without_gain(schedule, costs)])

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
     directories = parser.parse_args(arguments).directories
     from ..checkpoint.foreign import foreign
-    from ..checkpoint.found import DIRECTORY, check_directory
+    from ..checkpoint.found import DIRECTORY, REMEDY, check_directory
 
     count = 0
     absent: list[CheckpointError] = []
@@ -87,5 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mistake in absent:
         print(mistake)
     if not count and not faults and not absent:
-        print("There is no checkpoint.")
+        for directory in directories:
+            reason = "there is no checkpoint in it"
+            print(CheckpointError(DIRECTORY, directory, reason, REMEDY))
     return int(bool(faults) or bool(absent) or not count)

@@ -465,12 +465,10 @@ def _check_tokenizer(data: DataConfig, model: ModelConfig) -> None:
             "Give the number of token ids in the data",
         )
     if kind is None and not (data.mock_data and model.vocab_size is not None):
-        raise ConfigError(
-            "--tokenizer-type",
-            "(missing)",
-            "is needed to know the vocabulary",
-            "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer with --vocab-size",
-        )
+        remedy = "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer"
+        remedy += " with --vocab-size" if model.vocab_size is None else ""
+        reason = "is needed to know the vocabulary"
+        raise ConfigError("--tokenizer-type", "(missing)", reason, remedy)
 
 
 def check_tokenizer_model(data: DataConfig) -> None:

@@ -12,6 +12,8 @@ from .files import regular_file_size
 JSON_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIXES = (".txt",)
 
+_NAMED = 5  # keys of a document in one message
+
 
 class Raw(NamedTuple):
     """One document in a file: a line of JSON, or (`line` None) a text file."""
@@ -90,9 +92,9 @@ def parse_document(raw: Raw, keys: Sequence[str]) -> list[str]:
     for key in keys:
         value = document.get(key)
         if not isinstance(value, str):
-            raise ValueError(
-                f"key {key!r} is missing" if value is None else f"the value of {key!r} is no string"
-            )
+            there = ", ".join(repr(name) for name in list(document)[:_NAMED]) or "none"
+            missing = f"key {key!r} of --json-keys is missing, there is {there}"
+            raise ValueError(missing if value is None else f"the value of {key!r} is no string")
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise ValueError(f"the value of {key!r} holds half a surrogate pair")
         texts.append(value)

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from ..checkpoint.hf import from_pretrained
 from ..cluster import Cluster
 from ..config import HFConfig, HFModelConfig
-from ..errors import ConfigError, TraceError
+from ..errors import CheckpointError, ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
 from ..parallel.ranks import Members
@@ -37,12 +37,17 @@ def build_model(config: HFModelConfig) -> nn.Module:
     CheckpointError, and ConfigError for what the model cannot do.
     """
     path = Path(config.model)
-    model: Any = from_pretrained(
-        path,
-        trust_remote_code=config.trust_remote_code,
-        allow_pickle=config.allow_pickle,
-        attn_implementation=config.attn_implementation,
-    )
+    try:
+        model: Any = from_pretrained(
+            path,
+            trust_remote_code=config.trust_remote_code,
+            allow_pickle=config.allow_pickle,
+            attn_implementation=config.attn_implementation,
+        )
+    except CheckpointError as error:
+        inside = "" if error.value == path else f"{error.what} {error.value}: "
+        reason = f"{inside}{error.reason}"
+        raise type(error)("--model", config.model, reason, error.remedy) from error
     _check_causal(model, path)
     if config.init_weights == "random":
         model.merak_source = None

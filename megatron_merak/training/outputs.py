@@ -12,6 +12,8 @@ from ..pipeline_parallel.pictures.files import check_suffix
 from ..pipeline_parallel.pictures.library import check_drawing
 from ..report.run_files import starts_before
 
+_DRAWN = (".png", ".pdf", ".svg")  # what matplotlib draws by itself
+
 
 def check_directory(flag: str, value: str, directory: Path, what: str = "it") -> None:
     """Create ``directory`` and write into it. Raises ConfigError.
@@ -68,3 +70,6 @@ def check_outputs(config: RunConfig, reports: bool) -> None:
         check_suffix("--timeline", logging.timeline)
     if logging.curve is not None:
         check_drawing("--curve", logging.curve)
+        if Path(logging.curve).suffix.lower() not in _DRAWN:
+            reason = f"its suffix is none of {', '.join(_DRAWN)}"
+            raise ConfigError("--curve", logging.curve, reason, "Name a .png")

@@ -172,10 +172,12 @@ def _growth(plan: "Plan", config: RunConfig, ranks: int) -> tuple[str, ...]:
 
 def world_size(text: str | None, flag: str = "--world-size") -> int:
     """Return a number of ranks. Raises ConfigError, which names ``flag``."""
-    if text is None or not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
+    if text is None:
+        raise ConfigError(flag, "(missing)", "it is needed", "Give the number of ranks to plan for")
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
         raise ConfigError(
             flag,
-            text or "(missing)",
+            text,
             "it is not a number of ranks",
             "Give a whole number of at least 1",
         )

@@ -141,7 +141,9 @@ def _own_tokenizer(data: DataConfig, model: Path) -> DataConfig:
     if data.tokenizer_model is not None:
         return data
     if not any((model / name).is_file() for name in TOKENIZER_FILES):
-        remedy = "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer"
+        remedy = "Give --tokenizer-model, or use NullTokenizer"
+        if data.tokenizer_type is None:
+            remedy = "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer"
         raise DataError(
             "--tokenizer-type",
             data.tokenizer_type or "(missing)",

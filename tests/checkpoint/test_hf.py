@@ -319,7 +319,7 @@ DAMAGE = {
     "offsets": (entry(data_offsets=[4, 12292]), "of shape|leaves or overlaps"),
     "huge": (entry(shape=[1 << 40, 1 << 40]), "of shape"),
     "no shape": (entry(shape=None), "its header describes"),
-    "no config": (lambda d: (d / "config.json").unlink(), "No such file"),
+    "no config": (lambda d: (d / "config.json").unlink(), "it has no config.json"),
     "bad config": (lambda d: (d / "config.json").write_text("llama"), "not valid JSON"),
     "other sizes": (lambda d: set_config(d, vocab_size=95), "has shape"),
     "too few layers": (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_merak.cli import preprocess_data as command
 from megatron_merak.data.documents import input_files, read_documents
 from megatron_merak.data.indexed_dataset import IndexedDataset
 from megatron_merak.data.preprocess import EncoderConfig, preprocess
@@ -78,7 +79,7 @@ def test_directories_text_files_gzip_and_windows_lines(tmp_path):
 BAD_LINES = {
     b"{": "not JSON",
     b"[1]": "not a JSON object",
-    b'{"txt": "1"}': "key 'text' is missing",
+    b'{"txt": "1"}': "key 'text' of --json-keys is missing, there is 'txt'",
     b'{"text": 1}': "no string",
     b'{"text": "\xff"}': "not UTF-8",
     b'{"text": "\\ud800"}': "surrogate",
@@ -133,3 +134,9 @@ def test_nothing_to_read(tmp_path):
         input_files(tmp_path / "absent")
     with pytest.raises(DataError, match="nothing to write"):
         preprocess([tmp_path / "empty.jsonl"], str(tmp_path / "out"), NULL)
+
+
+def test_an_output_that_cannot_be_written_is_told_before_anything_is_read(capsys):
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--input", "nowhere.jsonl"]
+    assert command.main([*flags, "--output-prefix", "/proc/x/y"]) == 1
+    assert "--output-prefix /proc/x/y: its directory cannot be written" in capsys.readouterr().err

@@ -76,7 +76,8 @@ def test_what_has_no_checkpoint_is_told(tmp_path, tool, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     assert tool.main([str(tmp_path / "empty")]) == 1
-    assert capsys.readouterr().out == "There is no checkpoint.\n"
+    empty = f"DIRECTORY {tmp_path / 'empty'}: there is no checkpoint in it. "
+    assert capsys.readouterr().out.startswith(empty)
     remedy = (
         "Give a --save directory, an output_dir of MerakTrainer, or a checkpoint in one of these "
         "(iter_N or checkpoint-N)."

@@ -56,6 +56,7 @@ MISTAKES = {
     "cut off": (f"{NULL} HERE/cut", "index file HERE/cut.idx: 7 bytes are fewer"),
     "tokenizer": (f"{FILE} HERE/none", "--tokenizer-model HERE/none: No such file"),
     "no tokenizer": (f"{FILE} HERE/empty", "--tokenizer-model HERE/empty/tokenizer.json: No such"),
+    "curve": ("--curve HERE/curve.txt", "curve.txt: its suffix is none of .png, .pdf, .svg. Name"),
     "save": ("--save /proc/x", "--save /proc/x: it cannot be written"),
     "load": ("--load HERE/empty --exit-on-missing-checkpoint", "--load HERE/empty: it has no comp"),
     "load of Megatron-LM": (
@@ -81,6 +82,7 @@ def test_nothing_is_planned_where_files_are_not_as_they_should(place, name, conf
     monkeypatch.setattr(pretrain, "make_plan", lambda *_, **__: pytest.fail("it was planned"))
     monkeypatch.setattr(pretrain_hf, "traced_of", lambda *_: pytest.fail("it was captured"))
     monkeypatch.setattr("megatron_merak.training.outputs.is_installed", lambda _: False)
+    monkeypatch.setattr("megatron_merak.training.outputs.check_drawing", lambda *_: None)
     if not name.startswith(("load", "step", "seed")):
         built = lambda *_: pytest.fail("its model was built")  # noqa: E731
         monkeypatch.setattr(pretrain_hf, "build_model", built)

@@ -18,7 +18,7 @@ from megatron_merak.cluster import CLUSTERS
 from megatron_merak.config import DataConfig, HFConfig, HFModelConfig, OptimizerConfig, TrainConfig
 from megatron_merak.data.mock import MockIndexedDataset
 from megatron_merak.data.tokenizer import Tokenizer
-from megatron_merak.errors import DataError
+from megatron_merak.errors import CheckpointError, DataError
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.pipeline_parallel.pictures.trace import from_trace
 from megatron_merak.plan import Grid, held_parameters
@@ -130,7 +130,7 @@ def test_four_ranks_write_a_directory_that_transformers_opens(tmp_path, shape):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--model nowhere", "nowhere"),
+        ("--model nowhere", "--model nowhere: it does not exist"),
         ("--model SHAPE --save-hf /dev/null/x", "--save-hf /dev/null/x: it cannot be written"),
     ],
 )
@@ -145,6 +145,14 @@ def test_data_that_is_not_there_is_told_before_the_model_is_captured(shape, monk
     flags = "--train-iters 1 --tokenizer-type NullTokenizer --data-path nowhere"
     with pytest.raises(DataError, match="index file nowhere.idx"):
         job(0, 1, f"--model {shape} {flags}", HFConfig)
+
+
+def test_what_is_no_model_is_told_of_its_flag(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    told = {"": "it has no config.json.", "other.json": "it has no model_type"}
+    for name, reason in told.items():
+        with pytest.raises(CheckpointError, match=f"^--model {tmp_path / name}: {reason}"):
+            build_model(HFModelConfig(model=str(tmp_path / name), seq_length=16))
 
 
 def resolved(shape: Path, **data) -> tuple[HFConfig, Tokenizer]:

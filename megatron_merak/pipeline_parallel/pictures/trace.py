@@ -66,7 +66,8 @@ def from_trace(trace: Mapping) -> tuple[View, ...]:
     except MerakError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        reason = f"it does not describe a pipeline's timeline ({error!r})"
+        found = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+        reason = f"it does not describe a pipeline's timeline ({found})"
         remedy = (
             "Give a file that --timeline FILE.json of a run or --perfetto of "
             "tools/simulate.py wrote"
