@@ -105,7 +105,7 @@ def test_what_has_no_checkpoint_is_told(tmp_path, tool, capsys):
         ),
         ("iter_0000002/mp_rank_00/model_optim_rng.pt", "it has checkpoints of Megatron-LM"),
         (".metadata", "it has checkpoints of torch.distributed.checkpoint"),
-        ("config.json", "There is no checkpoint."),
+        ("config.json", "there is no checkpoint in it"),
     ],
 )
 def test_checkpoints_of_other_programs_are_told(file, told, tmp_path, tool, capsys):
