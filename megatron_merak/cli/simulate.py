@@ -50,7 +50,7 @@ from ..config.command_line import CommandParser
 from ..errors import ConfigError, MerakError, ScheduleError
 from ..pipeline_parallel.builders import BUILDERS, build_schedule
 from ..pipeline_parallel.check import peak_in_flight
-from ..pipeline_parallel.ops import Kind, Schedule
+from ..pipeline_parallel.ops import Kind, Schedule, ops_of
 from ..pipeline_parallel.passes import add_communication
 from ..pipeline_parallel.pictures.draw import draw_text
 from ..pipeline_parallel.pictures.files import check_suffix, write
@@ -337,7 +337,7 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
 
 def without_gain(schedule: Schedule, costs: StageCosts) -> list[str]:
     """Return a sentence for each kind of op that a schedule moves, and that takes no time here."""
-    kinds = {op.kind for rank in schedule.ranks for op in rank}
+    kinds = {op.kind for rank in schedule.ranks for entry in rank for op in ops_of(entry)}
     times = (
         (Kind.R, "recomputations", "--recompute", costs.recompute),
         (Kind.W, "weight gradients", "--weight", costs.weight),
