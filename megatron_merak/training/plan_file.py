@@ -71,7 +71,7 @@ def _instead(path: str) -> str:
     """
     place = Path(path) if Path(path).is_dir() else Path(path).parent
     near = place / "plan.json"
-    if near.is_file() and near != Path(path):
+    if Path(path).exists() and near.is_file() and near != Path(path):
         return f"Give {near}"
     return (
         "Give a file that merak-plan show --save FILE.json wrote, or the plan.json of a --run-dir"

@@ -23,7 +23,14 @@ from ..stages.blueprint import Blueprint
 from ..stages.captured import CapturedModel
 from ..stages.optimizer_state import OptimizerOf
 from .hf_batches import TokenBatches
-from .hf_model import beyond_positions, blueprint_of, build_model, known_tokens, traced_of
+from .hf_model import (
+    beyond_positions,
+    blueprint_of,
+    build_model,
+    known_tokens,
+    rules_text,
+    traced_of,
+)
 from .job import Job
 from .load_check import check_load
 from .searched import resolved
@@ -54,6 +61,7 @@ def pretrain_hf(
         strategy.own(config).validate(world.size)
     ranks = open_session(config, world, strategy)
     with together(ranks.control, "cpu"):
+        rules_text(config.model.tensor_parallel_rules)
         model = build_model(config.model)
         complete, tokenizer = with_tokenizer(config, model)
     check_load(complete, settings_of(model), ranks.control)

@@ -218,3 +218,9 @@ def test_a_schedule_that_moves_what_takes_no_time_says_so(run):
     assert text.count(told) == 1 and told in text.partition("shifted: ")[2]
     assert told not in run("--schedule", "shifted", "--recompute", "10")
     assert "give --weight" in run("--schedule", "zb-h1", "--weight", "0")
+
+
+def test_ops_that_run_together_in_a_file_are_shown(run, tmp_path):
+    text = "pairs stages=2 microbatches=2\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1|1B0 1B1\n"
+    (tmp_path / "pairs.txt").write_text(text)
+    assert run("--schedule", tmp_path / "pairs.txt").startswith("pairs: 2 stages on 2 ranks")

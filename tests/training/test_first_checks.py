@@ -88,6 +88,8 @@ def test_nothing_is_planned_where_files_are_not_as_they_should(place, name, conf
         monkeypatch.setattr(pretrain_hf, "build_model", built)
     flags, told = MISTAKES[name]
     if config is HFConfig:
+        rules = "--model HERE/model --mock-data --tensor-parallel-rules nope"
+        assert refused(place, rules, config).startswith("--tensor-parallel-rules nope: ")
         flags = f"--model HERE/model {flags.replace('saved', 'saved_hf')}"
         flags += " --vocab-size 60" if NULL in flags else ""
     text = refused(place, flags, config)
