@@ -144,6 +144,12 @@ class ConvertToMegatron(Convert):
         return self.last
 
 
+class ConvertToRankFiles(ConvertToMegatron):
+    """`merak-convert` from a HuggingFace directory to Megatron-LM's files for each of two ranks."""
+
+    flags = ("--to", "megatron-legacy", "--target-tensor-parallel-size", "2")
+
+
 class ConvertToStore(ConvertToMegatron):
     """`merak-convert` from a HuggingFace directory to torch.distributed.checkpoint."""
 
@@ -240,6 +246,7 @@ DOORS: dict[str, type[Door]] = {
     "merak-convert": Convert,
     "merak-convert back": ConvertBack,
     "merak-convert to megatron": ConvertToMegatron,
+    "merak-convert to megatron-legacy": ConvertToRankFiles,
     "merak-convert to dcp": ConvertToStore,
     "parameter server": Snapshot,
     "index cache": IndexCache,

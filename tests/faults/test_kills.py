@@ -20,6 +20,7 @@ EXPECTED = {
     "merak-convert": (17, 40),
     "merak-convert back": (11, 30),
     "merak-convert to megatron": (160, 900),
+    "merak-convert to megatron-legacy": (90, 300),
     "merak-convert to dcp": (160, 900),
     "parameter server": (1, 3),
     "index cache": (2, 10),
