@@ -85,7 +85,7 @@ def _chosen_and_asked_for(rank, world, directory, pins):
 
 
 @pytest.mark.parametrize(
-    "pins", [",tp=2", pytest.param("", marks=pytest.mark.long), ",pp=2,mb=1,sharding=no_shard"]
+    "pins", [",tp=2", *(pytest.param(pins, marks=pytest.mark.long) for pins in ("", ",pp=2,mb=1"))]
 )
 def test_what_is_found_is_trained_as_if_it_had_been_asked_for(pins, tmp_path):
     (grid, found, expected), *others = run_ranks(_chosen_and_asked_for, 2, str(tmp_path), pins)
@@ -119,7 +119,10 @@ def _micro_batches(rank, world, model, loss):
     return args.per_device_train_batch_size, args.gradient_accumulation_steps, told.getvalue()
 
 
-@pytest.mark.parametrize(("model", "loss"), [(tiny_llama, _smoothed), (_averaged, None)])
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [(tiny_llama, _smoothed), pytest.param(_averaged, None, marks=pytest.mark.long)],
+)
 def test_a_loss_of_micro_batches_keeps_their_size(model, loss):
     first, second = run_ranks(_micro_batches, 2, model, loss)
     assert first[:2] == second[:2] == (2, 4)
