@@ -151,6 +151,8 @@ def disagreement(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the first row whose losses are not those of the first of its model; "" for none."""
     for shape in SHAPES:
         of_shape = {name: row for name, row in rows.items() if name.startswith(f"{shape}, ")}
+        if not of_shape:
+            continue
         first = next(iter(of_shape.values()))["losses"][0]
         for name, row in of_shape.items():
             for losses in row["losses"]:
