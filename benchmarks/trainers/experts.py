@@ -13,12 +13,9 @@ two ranks share a mixture. It is an error if losses disagree.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,16 +23,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import ROOT
-from benchmarks.runs import add_options, circumstances, heading, show, spread
-from benchmarks.step.launcher import free_port
-from benchmarks.trainers.two_lines import CHANGES, MEASURED
+from benchmarks.runs import add_options, show, spread
+from benchmarks.trainers.rows import OURS, Row, disagreement, page, save
+from benchmarks.trainers.two_lines import measure
 
 SCRIPT = Path(__file__).resolve().with_name("experts_script.py")
 BEGIN = "<!-- written by: python -m benchmarks experts -->"
 END = "<!-- end of experts -->"
-TOLERANCE = 1e-4
-OURS = "MerakTrainer"
 COMMON = {"vocab_size": 8192, "num_hidden_layers": 4, "max_position_embeddings": 2048}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": (
@@ -71,7 +65,8 @@ TINY = {
     "intermediate_size": 96,
     "head_dim": 16,
 }
-# contestant -> options of the script; the second half of names are settings
+DEFAULTS: dict[str, Any] = {"replicas": 1, "distributed": {}, "degrees": {}, "more": {}}
+# contestant -> options of the script
 WAYS: dict[str, dict[str, Any]] = {
     "HF Trainer, FSDP2": {"replicas": 2, "distributed": {"fsdp_size": 2}},
     "HF Trainer, EP over FSDP2": {
@@ -79,16 +74,16 @@ WAYS: dict[str, dict[str, Any]] = {
         "distributed": {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"},
     },
     f"{OURS}, experts": {
-        "more": {
+        "degrees": {
             "tensor_model_parallel_size": 2,
             "sequence_parallel": True,
             "expert_model_parallel_size": 2,
         }
     },
-    f"{OURS}, tensor": {"more": {"tensor_model_parallel_size": 2}},
-    f"{OURS}, context": {"more": {"context_parallel_size": 2}},
-    f"{OURS}, pipeline": {"more": {"pipeline_model_parallel_size": 2}},
-    f"{OURS}, fsdp full_shard": {"replicas": 2, "more": {"fsdp": "full_shard"}},
+    f"{OURS}, tensor": {"degrees": {"tensor_model_parallel_size": 2}},
+    f"{OURS}, context": {"degrees": {"context_parallel_size": 2}},
+    f"{OURS}, pipeline": {"degrees": {"pipeline_model_parallel_size": 2}},
+    f"{OURS}, fsdp full_shard": {"replicas": 2, "degrees": {"fsdp": "full_shard"}},
 }
 FULL = {"steps": 5, "sequence": 512, "micro_batches": 8}
 QUICK = {"steps": 3, "sequence": 32, "micro_batches": 4}
@@ -102,65 +97,21 @@ def save_models(directory: Path, quick: bool) -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
 
 
-def run(shape: str, way: str, directory: Path, options: Mapping[str, Any], timeout: float) -> dict:
-    """Run the script as a user starts it; return what it measured. Raises RuntimeError if it
-    fails.
-    """
-    text = SCRIPT.read_text(encoding="utf-8")
-    if way.startswith(OURS):
-        for before, after in CHANGES.items():
-            assert text.count(before) == 1, before
-            text = text.replace(before, after.replace(', **options["degrees"]', ""))
-    script = directory / "script.py"
-    script.write_text(text, encoding="utf-8")
-    given = {
-        **options,
-        **WAYS[way],
-        "model": str(directory / shape),
-        "directory": str(directory / "out"),
-    }
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    port = ["--master-port", str(free_port())]
-    command = [sys.executable, *launcher, *port, str(script), json.dumps(given)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    said = [line for line in done.stdout.splitlines() if line.startswith(MEASURED)]
-    if done.returncode or len(said) != 1:
-        end = f"{done.stdout[-1000:]}{done.stderr[-3000:]}"
-        raise RuntimeError(f"{shape}, {way} ended with status {done.returncode}:\n{end}")
-    return json.loads(said[0].removeprefix(MEASURED))
-
-
-def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     """A row per model and way: tokens per second, its ratio to the fastest of HuggingFace's, and
     the peak of a rank.
     """
     lines = ["| two ranks | | tokens/s | | peak of a rank, MiB |", "|---|---|--:|--:|--:|"]
-    for shape in SHAPES:
-        of_shape = {way: rows[f"{shape}, {way}"] for way in WAYS if f"{shape}, {way}" in rows}
-        theirs = [median(row["rates"]) for way, row in of_shape.items() if not way.startswith(OURS)]
-        for way, row in of_shape.items():
-            ratio = f"{median(row['rates']) / max(theirs):.2f}x" if theirs else ""
-            peak = f"{median(row['peaks']):.0f}"
-            lines.append(f"| {shape} | {way} | {spread(row['rates'])} | {ratio} | {peak} |")
+    for row in rows:
+        theirs = [
+            median(each.rates)
+            for each in rows
+            if each.layout == row.layout and not each.contestant.startswith(OURS)
+        ]
+        ratio = f"{median(row.rates) / max(theirs):.2f}x" if theirs else ""
+        cells = (row.layout, row.contestant, spread(row.rates), ratio, f"{median(row.peaks):.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def disagreement(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the first row whose losses are not those of the first of its model; "" for none."""
-    for shape in SHAPES:
-        of_shape = {name: row for name, row in rows.items() if name.startswith(f"{shape}, ")}
-        if not of_shape:
-            continue
-        first = next(iter(of_shape.values()))["losses"][0]
-        for name, row in of_shape.items():
-            for losses in row["losses"]:
-                if not torch.allclose(
-                    torch.tensor(losses), torch.tensor(first), rtol=TOLERANCE, atol=0.0
-                ):
-                    return f"{name}: {losses}, and not {first}"
-    return ""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -178,32 +129,24 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, or show what was measured; 1 where losses disagree, 2 for a page without marks."""
     given = parse(argv)
     if given.saved:
-        saved = json.loads(given.saved.read_text(encoding="utf-8"))
-        runs = len(next(iter(saved["rows"].values()))["rates"])
-        text = f"{heading(saved, runs, 'all')}\n\n{table(saved['rows'])}"
-        return show(text, given.into, BEGIN, END)
+        return show(page(given.saved, table), given.into, BEGIN, END)
     options = QUICK if given.quick else FULL
-    names = [(shape, way) for shape in SHAPES for way in WAYS if given.only in f"{shape}, {way}"]
-    rows: dict[str, dict[str, list]] = {
-        f"{shape}, {way}": {"rates": [], "losses": [], "peaks": []} for shape, way in names
-    }
+    rows = [Row("fp32", shape, way) for shape, way in product(SHAPES, WAYS)]
+    rows = [row for row in rows if given.only in f"{row.layout}, {row.contestant}"]
     with tempfile.TemporaryDirectory(prefix="experts_") as place:
         save_models(Path(place), given.quick)
         for repeat in range(1 if given.quick else given.repeats):
-            for shape, way in names:
-                found = run(shape, way, Path(place), options, given.timeout)
-                row = rows[f"{shape}, {way}"]
-                tokens = options["sequence"] * options["micro_batches"]
-                row["rates"].append(tokens / median(found["seconds"]))
-                row["losses"].append(found["losses"])
-                row["peaks"].append(found["peak_mib"])
-                text = f"[{repeat + 1}] {shape}, {way}: {row['rates'][-1]:.0f} tokens/s"
+            for row in rows:
+                asked = DEFAULTS | options | WAYS[row.contestant]
+                asked["model"] = f"{place}/{row.layout}"
+                measure(row, SCRIPT, asked, ranks=2, warmup=0, timeout=given.timeout)
+                text = f"[{repeat + 1}] {row.name}: {row.rates[-1]:.0f} tokens/s"
                 print(text, file=sys.stderr, flush=True)
-            if given.json:
-                saved = {**circumstances(), "options": options, "rows": rows}
-                given.json.write_text(json.dumps(saved, indent=1), encoding="utf-8")
+                if given.json:
+                    save(given.json, rows, options)
     print(table(rows))
-    if wrong := disagreement(rows):
-        print(f"Losses differ. {wrong}")
-        return 1
+    for shape in SHAPES:
+        if wrong := disagreement([row for row in rows if row.layout == shape]):
+            print(f"Losses differ. {wrong}")
+            return 1
     return 0

@@ -35,6 +35,7 @@ from benchmarks.step.cases import (
     ModelShape,
 )
 from benchmarks.step.launcher import Settings, free_port, run_case
+from benchmarks.trainers.measuring import MEASURED
 from benchmarks.trainers.rows import HEADER, OURS, Row, beside, disagreement, page, save
 from benchmarks.two_lines_page import versions
 
@@ -44,8 +45,8 @@ CHANGES = {
     "from transformers import Trainer, TrainingArguments  # 1": (
         "from megatron_merak import MerakArguments as TrainingArguments, MerakTrainer as Trainer  # 1"
     ),
-    "arguments = TrainingArguments(**settings)  # 2": (
-        'arguments = TrainingArguments(**settings, **options["degrees"])  # 2'
+    "arguments = TrainingArguments(**settings_of(options))  # 2": (
+        'arguments = TrainingArguments(**settings_of(options), **options["degrees"])  # 2'
     ),
 }
 PEERS = {ONE: "HF Trainer", DATA: "HF Trainer (DDP)", PIPELINE: "torch 1F1B", TENSOR: "torch TP"}
@@ -59,7 +60,6 @@ FULL = {
     "micro_batches": 8,
 }
 QUICK = {"vocabulary": 512, "hidden": 64, "layers": 2, "mlp": 128, "sequence": 32}
-MEASURED = "measured "
 
 
 def changed(text: str) -> str:
@@ -77,35 +77,37 @@ def run_script(row: Row, options: dict, warmup: int, timeout: float) -> None:
     options: those of the script; "more" are further training arguments.
     """
     tp, pp, dp = LAYOUTS[row.layout]
-    ranks = tp * pp * dp
-    text = SCRIPT.read_text(encoding="utf-8")
-    degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    given = {
+        **options,
+        "bf16": row.precision == "bf16",
+        "degrees": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp},
+        "replicas": dp,
+    }
+    measure(row, SCRIPT, given, ranks=tp * pp * dp, warmup=warmup, timeout=timeout)
+
+
+def measure(row: Row, script: Path, options: dict, ranks: int, warmup: int, timeout: float) -> None:
+    """Run a script as a user starts it, two lines changed if it is ours, and add what it measured.
+
+    options: those of the script, but for its directory.
+    warmup:  steps that are not counted.
+
+    Raises RuntimeError when it fails.
+    """
+    text = script.read_text(encoding="utf-8")
     unset = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    )
+    paths = [str(ROOT), str(script.parent), os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory(prefix="two_lines_") as directory:
-        script = Path(directory) / "script.py"
-        script.write_text(
+        copy = Path(directory) / "script.py"
+        copy.write_text(
             changed(text) if row.contestant.startswith(OURS) else text, encoding="utf-8"
         )
-        given = {
-            **options,
-            "bf16": row.precision == "bf16",
-            "degrees": degrees,
-            "replicas": dp,
-            "directory": directory,
-        }
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(ranks),
-            "--master-port",
-            str(free_port()),
-        ]
-        command = [sys.executable, *(launcher if ranks > 1 else []), str(script), json.dumps(given)]
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        launcher += ["--master-port", str(free_port())]
+        given = json.dumps({**options, "directory": directory})
+        command = [sys.executable, *(launcher if ranks > 1 else []), str(copy), given]
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout
         )

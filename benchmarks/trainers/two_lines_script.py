@@ -7,14 +7,11 @@ steps took.
 """
 
 import json
-import resource
 import sys
-import time
 
-import torch
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+from measuring import Stopwatch, Tokens, settings_of  # isort: skip
 from transformers import Trainer, TrainingArguments  # 1  # isort: skip
 
 options = {
@@ -28,54 +25,11 @@ options = {
 options |= {"vocabulary": 32000, "hidden": 512, "layers": 8, "mlp": 1376, "degrees": {}, "more": {}}
 options |= json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
 
-
-class Tokens(Dataset):
-    def __len__(self):
-        return options["steps"] * options["micro_batches"]
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(options["vocabulary"], (options["sequence"],), generator=generator)
-        return {"input_ids": tokens, "labels": tokens}
-
-
-class Stopwatch(TrainerCallback):
-    ends, losses = [], []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.ends.append(time.perf_counter())
-
-    def on_log(self, args, state, control, logs, **kwargs):
-        self.losses += [float(logs["loss"])] if "loss" in logs else []
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            seconds = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-            found = {"seconds": seconds, "losses": self.losses, "peak_mib": peak}
-            print("\nmeasured " + json.dumps(found), flush=True)
-
-
 set_seed(1)
 config = LlamaConfig(
     vocab_size=options["vocabulary"], hidden_size=options["hidden"], num_hidden_layers=options["layers"],
     intermediate_size=options["mlp"], num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=2048,
 )  # fmt: skip
-settings = {
-    "output_dir": options["directory"],
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": options["micro_batches"] // options["replicas"],
-    "max_steps": options["steps"],
-    "learning_rate": 3e-4,
-    "weight_decay": 0.1,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "bf16": options["bf16"],
-    "use_cpu": not torch.cuda.is_available(),
-    **options["more"],
-}
-arguments = TrainingArguments(**settings)  # 2
-Trainer(LlamaForCausalLM(config), arguments, train_dataset=Tokens(), callbacks=[Stopwatch]).train()
+arguments = TrainingArguments(**settings_of(options))  # 2
+tokens = Tokens(options["steps"] * options["micro_batches"], options["sequence"], config.vocab_size)
+Trainer(LlamaForCausalLM(config), arguments, train_dataset=tokens, callbacks=[Stopwatch]).train()
