@@ -136,8 +136,12 @@ def judged(
     broken = bash.broken if bash else judge.broken
     launch = find(script, known)
     if launch is None:
-        return Verdict(theirs, [], (), (), "", broken)
+        return Verdict(theirs, ours=[], told=(), notes=(), text="", broken=broken)
     text = converted(launch)
     ours = judge.run(text, given)
-    told = (*launch.doubts, *(f"{n}: {r}" for n, rs in launch.needs.items() for r in rs))
-    return Verdict(theirs, ours, told, launch.notes, text, broken)
+    told = [*launch.doubts]
+    for name, reasons in launch.needs.items():
+        told += [f"{name}: {reason}" for reason in reasons]
+    return Verdict(
+        theirs, ours=ours, told=tuple(told), notes=launch.notes, text=text, broken=broken
+    )

@@ -164,18 +164,24 @@ def read_adapter(directory: Path, model: nn.Module) -> Adapter:
     for module in sorted(firsts["A"].keys() | firsts["B"].keys()):
         first = firsts["A"].get(module)
         second = firsts["B"].get(module)
-        if first is None or second is None or first.dim() != 2 or second.dim() != 2:
-            reason = f"{module} has no two matrices in it"
+        if first is None or second is None or not _is_pair(first, second):
+            reason = f"{module} has no two matrices of one rank in it"
             raise CheckpointError("--adapter", directory, reason, _MERGE)
         embedding = module in embeddings
         added[f"{module}.weight"] = LowRank(
             first=first,
             second=second,
-            scale=_scale(settings, module, len(first)),
+            scale=_scale(directory, settings, module, rank=len(first)),
             transposed=embedding or _is_transposed(model, module),
             embedding=embedding,
         )
+    if not added and not replaced:
+        raise DamagedError("--adapter", directory, "it changes nothing", _COPY)
     return Adapter(directory, _canonical(model, added), _canonical(model, replaced))
+
+
+def _is_pair(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.dim() == second.dim() == 2 and 0 < first.shape[0] == second.shape[1]
 
 
 def _stored(directory: Path) -> dict[str, torch.Tensor]:
@@ -209,14 +215,17 @@ def _is_transposed(model: nn.Module, module: str) -> bool:
         return False
 
 
-def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return what the product of a module's factors is multiplied by."""
-    alpha = settings.get("lora_alpha", rank)
-    for pattern, value in (settings.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-            break
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return what the product of a module's factors is multiplied by. Raises DamagedError."""
+    patterns = settings.get("alpha_pattern") or {}
+    try:
+        named = (each for each in patterns if re.match(rf"(.*\.)?({each})$", module))
+        found = next(named, None)
+        alpha = settings["lora_alpha"] if found is None else patterns[found]
+        return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    except (KeyError, TypeError, ValueError, re.error) as error:
+        reason = f"{CONFIG} has no lora_alpha and alpha_pattern that can be read ({error})"
+        raise DamagedError("--adapter", directory, reason, _COPY) from error
 
 
 def _canonical(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:

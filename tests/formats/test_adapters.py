@@ -1,5 +1,6 @@
 """LoRA adapters are merged as peft merges them, into every format."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,11 @@ def _first(tensors: dict, end: str) -> str:
 BAD: dict[str, tuple[Any, str]] = {
     "nan": (lambda t: t[_first(t, "lora_B.weight")].fill_(float("nan")), "NaN"),
     "no second": (lambda t: t.pop(_first(t, "lora_B.weight")), "no two matrices"),
+    "other rank": (
+        lambda t: t.update({_first(t, "lora_B.weight"): torch.ones(32, 3)}),
+        "no two matrices of one rank",
+    ),
+    "nothing": (lambda t: t.clear(), "it changes nothing"),
     "unknown": (lambda t: t.update({"base_model.model.x": torch.ones(2)}), "base_model.model.x"),
     "shape": (
         lambda t: t.update({_first(t, "lora_B.weight"): torch.ones(5, 4)}),
@@ -116,6 +122,18 @@ def test_adapters_that_do_not_fit_are_refused(case, tmp_path, capsys):
     assert _convert(tmp_path / "base", tmp_path / "out", "--adapter", tmp_path / "lora") == 1
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lora_alpha": "x"}, {"alpha_pattern": {"(": 1}}, {"alpha_pattern": 3}]
+)
+def test_settings_that_cannot_be_read_are_refused(changes, tmp_path, capsys):
+    _save(tmp_path, *CASES["plain"])
+    path = tmp_path / "lora" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert _convert(tmp_path / "base", tmp_path / "out", "--adapter", tmp_path / "lora") == 1
+    assert "no lora_alpha and alpha_pattern that can be read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -202,14 +202,11 @@ def _virtual(path):
     saved = _load(path / "mp_rank_00")
     shutil.rmtree(path / "mp_rank_00")
     model = saved["model"]
-    layers = [
-        {
-            re.sub(r"layers\.\d", "layers.0", name): value
-            for name, value in model.items()
-            if f"layers.{number}." in name
-        }
-        for number in range(3)
-    ]
+    layers: list[dict] = [{}, {}, {}]
+    for name, value in model.items():
+        found = re.search(r"layers\.(\d)", name)
+        if found:
+            layers[int(found[1])][name.replace(found[0], "layers.0")] = value
     first = {name: value for name, value in model.items() if name.startswith("embedding")}
     last = {name: model[name] for name in model if re.match(r"decoder\.final|output", name)}
     chunks = [[first | layers[0], layers[2]], [layers[1], last]]

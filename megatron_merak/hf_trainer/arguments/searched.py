@@ -8,6 +8,7 @@ from ...errors import ConfigError
 from ...planner.search import Choice
 from ...planner.search.choice import SEARCHED
 from ...training.searched import pins_in
+from .shared import SHARED
 
 NAME = "parallel"
 # other names for what a search decides -> how a pin calls it
@@ -49,11 +50,8 @@ def apply_choice(args: Any, choice: Choice, rows: int, micro_batches: int) -> No
     micro_batches: of a step, on each replica.
     """
     parallel = choice.applied(ParallelConfig())
-    for name in SEARCHED:
-        if name in ("micro_batch_size", "use_tp_pp_dp_mapping") or not hasattr(args, name):
-            continue
-        if name != "recompute_granularity":
-            setattr(args, name, getattr(parallel, name))
+    for name in SEARCHED.keys() & SHARED.keys():
+        setattr(args, name, getattr(parallel, name))
     args.gradient_checkpointing = parallel.recompute_granularity == "full"
     args.recompute_activations = parallel.recompute_granularity == "selective"
     args.per_device_train_batch_size = rows
