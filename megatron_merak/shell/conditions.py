@@ -64,18 +64,24 @@ def matched(values: WordValues, test: Test) -> Held:
 
 
 def _any(values: WordValues, tokens: list[Word | str]) -> Held:
-    held = _all(values, tokens)
-    while tokens and tokens[0] == "||":
-        del tokens[0]
-        held = either(held, _all(values, tokens))
-    return held
+    return _joined(values, tokens, "||", either, part=_all)
 
 
 def _all(values: WordValues, tokens: list[Word | str]) -> Held:
-    held = _one(values, tokens)
-    while tokens and tokens[0] == "&&":
+    return _joined(values, tokens, "&&", both, part=_one)
+
+
+def _joined(
+    values: WordValues,
+    tokens: list[Word | str],
+    sign: str,
+    join: Callable[[Held, Held], Held],
+    part: Callable[[WordValues, list[Word | str]], Held],
+) -> Held:
+    held = part(values, tokens)
+    while tokens and tokens[0] == sign:
         del tokens[0]
-        held = both(held, _one(values, tokens))
+        held = join(held, part(values, tokens))
     return held
 
 
