@@ -138,6 +138,10 @@ def merge_adapter(state: PortableState, directory: Path) -> PortableState:
 
 def read_adapter(directory: Path, model: nn.Module) -> Adapter:
     """Return an adapter of a model. Raises CheckpointError."""
+    for name in (CONFIG, _FILE):
+        if not (directory / name).is_file():
+            remedy = "Give a directory that save_pretrained of a PeftModel wrote"
+            raise CheckpointError("--adapter", directory, f"{name} is not in it", remedy)
     settings = read_json(directory / CONFIG)
     _refuse_kinds(directory, settings)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -186,9 +190,6 @@ def _is_pair(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _stored(directory: Path) -> dict[str, torch.Tensor]:
     path = directory / _FILE
-    if not path.is_file():
-        reason = f"{_FILE} is not in it"
-        raise CheckpointError("--adapter", directory, reason, "Save it with save_pretrained")
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

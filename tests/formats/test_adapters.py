@@ -148,5 +148,7 @@ def test_what_is_no_lora_is_refused(tmp_path, capsys):
     assert _convert(tmp_path / "base", tmp_path / "out", "--adapter", lora) == 1
     assert "adapter_config.json" in capsys.readouterr().err
     assert _convert(tmp_path / "base", tmp_path / "out", "--adapter", tmp_path / "no") == 1
+    capsys.readouterr()
     assert _convert(tmp_path / "base", tmp_path / "out", "--adapter", tmp_path / "base") == 1
+    assert "adapter_config.json is not in it. Give a directory" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
