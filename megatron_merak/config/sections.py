@@ -396,6 +396,20 @@ class LoggingConfig(Section):
     """Add TFLOP/s per GPU and MFU to the console line."""
     tensorboard_dir: str | None = setting(None)
     """Directory for TensorBoard event files."""
+    report_to: tuple[str, ...] = setting(
+        (), ours=True, choices=("tensorboard", "wandb", "mlflow", "opentelemetry")
+    )
+    """Trackers that get the numbers of every iteration, beside those whose own settings are given.
+    opentelemetry gets spans of steps, evaluations and saves. Their libraries read the rest, such as
+    WANDB_MODE, MLFLOW_TRACKING_URI and OTEL_EXPORTER_OTLP_ENDPOINT, from the environment."""
+    wandb_project: str | None = setting(None)
+    """Project of Weights & Biases that gets the numbers of every iteration."""
+    wandb_exp_name: str | None = setting(None)
+    """Name of the run in Weights & Biases."""
+    wandb_entity: str | None = setting(None)
+    """User or team of the project."""
+    wandb_save_dir: str | None = setting(None)
+    """Directory for what Weights & Biases keeps on this machine (default: wandb in --save)."""
     log_num_zeros_in_grad: bool = setting(False)
     """Count the zeros in the gradient."""
     timeline: str | None = setting(None, ours=True)

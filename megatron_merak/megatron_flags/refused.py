@@ -391,8 +391,6 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         ),
         "--tiktoken-": _TIKTOKEN,
         "--fim-": "Leave it out: samples are taken as they are in the data",
-        "--wandb-": "Use --tensorboard-dir, --metrics for JSON lines, or --run-dir for "
-        "merak-report",
         **dict.fromkeys("--profile- --pytorch-profiler- --straggler-".split(), _PROFILE),
         "--flight-recorder-": _NCCL,
         **dict.fromkeys(
@@ -425,7 +423,7 @@ def changes_numbers(name: str) -> bool:
     if name in TAKEN:
         return not TAKEN[name].same_numbers
     told = remedy(name)
-    return told not in _SAME_NUMBERS and not name.startswith("--wandb-")
+    return told not in _SAME_NUMBERS
 
 
 def remedy(name: str) -> str | None:

@@ -104,6 +104,11 @@ def launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def restarts() -> int:
+    """Return how often torchrun has started the ranks of this job again."""
+    return number("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def tell(text: str, alike: str | None = None) -> None:
     """Write a line to stderr, once for all ranks of this host that torchrun started and that report
     the same.

@@ -294,7 +294,9 @@ class Job:
                 raise absent(options.load)
             self.say(f"no checkpoint in {options.load}: starting at iteration 0")
             return None
+        began = time.perf_counter()
         loaded = self.trainer.load(options.load, step, self.say, state=state)
+        self._timed("resume", time.perf_counter() - began, load=str(options.load))
         repeated = self.trainer.repeated
         steps = f", and the steps to iteration {loaded}" if repeated else ""
         self.say(
@@ -327,6 +329,11 @@ class Job:
             self.say(
                 f"{text} until this run has saved a later one; --save elsewhere keeps them apart"
             )
+
+    def _timed(self, what: str, seconds: float, **values: float | str) -> None:
+        """Tell trackers how long something took that has just ended, on the rank that prints."""
+        if self.report is not None:
+            self.report.timed(what, self.trainer.iteration, seconds, **values)
 
     def say(self, text: str) -> None:
         """Print a line, on the rank that prints."""
@@ -543,7 +550,9 @@ class Job:
         began = time.perf_counter()
         self._confirm_directory(self.mesh.control, self.say)
         path = self.trainer.save(directory)
-        self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        seconds = time.perf_counter() - began
+        self.say(f"saved {path} in {seconds:.1f} s")
+        self._timed("save", seconds, path=str(path))
 
     def _confirm_directory(
         self, group: dist.ProcessGroup | None, say: Callable[[str], object]
@@ -581,6 +590,7 @@ class Job:
             lambda consumed: trainer.global_batch_size,
             consumed_samples=0,
         )
+        began = time.perf_counter()
         losses = [
             trainer.model.mean_loss(batches)
             for _, batches in zip(range(iterations), loader, strict=False)
@@ -591,6 +601,7 @@ class Job:
             loss = sum(known) / len(known)
             perplexity = math.exp(min(loss, 700))
             self.report.note(kind, trainer.iteration, loss=loss, perplexity=perplexity)
+            self._timed("evaluate", time.perf_counter() - began, kind=kind, loss=loss)
             name = {"valid": "validation", "test": "test"}[kind]
             values = f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E}"
             self.report.print(f" {name} loss at iteration {trainer.iteration} | {values} |")

@@ -132,4 +132,9 @@ def _report(job: Job, world: World) -> Report | None:
         return None
     flops = job.trainer.model.flops()
     of_sample = throughput(job.config, job.plan, world, flops, replicas=job.mesh.replicas)
-    return Report(job.config.logging, of_sample, files=files_of(job.trainer, world, of_sample))
+    return Report(
+        job.config.logging,
+        of_sample,
+        files=files_of(job.trainer, world, of_sample),
+        settings=job.settings,
+    )

@@ -216,13 +216,13 @@ def test_what_is_set_has_a_name(word, tmp_path, capsys):
 
 
 def test_where_only_logging_is_lost_the_status_is_0(tmp_path, capsys):
-    lost = "--log-timers-to-tensorboard --wandb-project p --timing-log-level 2 --manual-gc"
+    lost = "--log-timers-to-tensorboard --log-params-norm --timing-log-level 2 --manual-gc"
     status, lines = run_on(tmp_path, capsys, f"{TRAIN} {lost} --data-impl mmap")
     assert status == 0 and "CHANGES NUMBERS" not in str(lines)
     at = lines.index("# changes no numbers, and is lost:")
     assert [line.split(":")[0] for line in lines[at + 1 :][:4]] == [
         "#   --log-timers-to-tensorboard",
-        "#   --wandb-project p",
+        "#   --log-params-norm",
         "#   --timing-log-level 2",
         "#   --manual-gc",
     ]
