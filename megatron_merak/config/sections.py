@@ -20,6 +20,7 @@ _ROTARY = Needs(
 )
 _SCALING = Needs("use_rope_scaling", reason="has no effect without scaling")
 _FP16 = Needs("fp16")
+_STRAGGLER = Needs("log_straggler")
 _LOAD = Needs("load", remedy="Give --load DIRECTORY, or leave it out")
 _SAVE = Needs("save", remedy="Give --save DIRECTORY, or leave it out")
 
@@ -412,6 +413,13 @@ class LoggingConfig(Section):
     """Directory for what Weights & Biases keeps on this machine (default: wandb in --save)."""
     log_num_zeros_in_grad: bool = setting(False)
     """Count the zeros in the gradient."""
+    log_straggler: bool = setting(False)
+    """Tell at each log interval which ranks computed longest and shortest beside those that compute
+    the same, waits for other ranks left out. On a GPU ranks that compute a layer together have
+    one time, and each step waits for the device once more.
+    """
+    straggler_minmax_count: int = setting(1, least=1, needs=_STRAGGLER)
+    """Ranks that --log-straggler names on either side."""
     timeline: str | None = setting(None, ours=True)
     """Draw the timeline of the last step: a .png, a zoomable .html page, or a .json trace for
     Perfetto.

@@ -327,8 +327,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         _PROFILE,
-        """--profile --use-pytorch-profiler --record-memory-history --memory-snapshot-path --log-straggler
-        --disable-straggler-on-startup --run-workload-inspector-server --record-shapes --nvtx-ranges""",
+        """--profile --use-pytorch-profiler --record-memory-history --memory-snapshot-path
+        --disable-straggler-on-startup --straggler-ctrlr-port --run-workload-inspector-server --record-shapes --nvtx-ranges""",
     ),
     (_LOOP, "--perform-rl-step --refit-method"),
     (
@@ -391,7 +391,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         ),
         "--tiktoken-": _TIKTOKEN,
         "--fim-": "Leave it out: samples are taken as they are in the data",
-        **dict.fromkeys("--profile- --pytorch-profiler- --straggler-".split(), _PROFILE),
+        **dict.fromkeys("--profile- --pytorch-profiler-".split(), _PROFILE),
         "--flight-recorder-": _NCCL,
         **dict.fromkeys(
             "--retro- --retriever- --bert- --biencoder- --ict- --indexer- --vision- --swin- "

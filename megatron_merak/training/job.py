@@ -49,6 +49,7 @@ from .same_files import check_same_files
 from .saves_behind import SavesBehind
 from .settings_file import store_settings
 from .skips import SkippedSteps
+from .stragglers import Stragglers
 from .trainer import Trainer
 
 # Settings that may name a file, of which hosts may have copies of their own.
@@ -193,6 +194,9 @@ class Job:
                 trainer, self._confirm_directory, self._received, self._tell
             )
         self._loaded: int | None = None  # the checkpoint whose state this is
+        self.stragglers: Stragglers | None = None
+        if self.config.logging.log_straggler:
+            self.stragglers = Stragglers(self.config.logging, self.mesh)
         interval = self.config.checkpoint.save_increment_interval
         if interval is not None:
             trainer.increments = IncrementsBehind(
@@ -477,11 +481,14 @@ class Job:
         drawn = (
             self.config.logging.timeline is not None and trainer.iteration + 1 == trainer.iterations
         )
-        executor.trace = [] if drawn else None
+        timed = drawn or self.stragglers is not None
+        executor.trace = [] if timed else None
         began = self.mesh.clock.now()
         with self.mesh.clock.kernels():
             result = trainer.step(batches)
         seconds = self.mesh.clock.now() - began
+        if self.stragglers is not None:
+            self.stragglers.add(executor.last.computing())
         if self.report is not None:
             progress = Progress(
                 trainer.iteration,
@@ -491,6 +498,10 @@ class Job:
                 batch=part_of,
             )
             self.report.step(progress, seconds, result)
+        interval = self.config.logging.log_interval
+        last = trainer.iteration == trainer.iterations
+        if self.stragglers is not None and (last or trainer.iteration % interval == 0):
+            self.say(self.stragglers.report(trainer.iteration))
         self._count_skipped(result.skipped, batches)
         if drawn and executor.trace is not None:
             self._draw_timeline(resize(self.plan.schedule, len(batches)), executor.trace)
