@@ -328,7 +328,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (
         _PROFILE,
         """--profile --use-pytorch-profiler --record-memory-history --memory-snapshot-path
-        --disable-straggler-on-startup --straggler-ctrlr-port --run-workload-inspector-server --record-shapes --nvtx-ranges""",
+        --disable-straggler-on-startup --straggler-ctrlr-port --run-workload-inspector-server
+        --record-shapes --nvtx-ranges""",
     ),
     (_LOOP, "--perform-rl-step --refit-method"),
     (
