@@ -410,6 +410,16 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
     _check_tokenizer(data, model)
 
 
+def check_conversations(data: DataConfig, train: TrainConfig) -> None:
+    """Check a run on conversations (--sft). Raises ConfigError."""
+    if data.eod_mask_loss:
+        reason = "the targets of conversations are the tokens of the assistant"
+        raise ConfigError("--eod-mask-loss", "on", reason, "Leave it out")
+    if not train.calculate_per_token_loss:
+        reason = "micro-batches of conversations have unequal numbers of targets"
+        raise ConfigError("--sft", "on", reason, "Add --calculate-per-token-loss")
+
+
 def check_sources(data: DataConfig) -> None:
     parts = {
         "--train-data-path": data.train_data_path,

@@ -320,6 +320,15 @@ class DataConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HFDataConfig(DataConfig):
+    """Datasets and tokenizer."""
+
+    sft: bool = setting(False)
+    """Train on conversations, as merak-preprocess --chat-template writes them: whole ones are packed
+    into samples, each is read by itself, and the targets are the tokens of the assistant."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
     """Saving and resuming."""
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import DataConfig, RunConfig
+from ..config import DataConfig, HFDataConfig, RunConfig
 from ..errors import DataError
 from . import tokenizer as tokenizers
 from .blend import BlendedDataset, normalized, parse_blend, samples_per_dataset
+from .chat_dataset import ChatDataset
 from .gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSource
 from .gpt_index import SPLITS, split_bounds
 from .indexed_dataset import IndexedDataset
@@ -18,7 +19,8 @@ from .prefixes import check_dataset
 from .tokenizer import NullTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
-Dataset = GPTDataset | BlendedDataset
+Samples = GPTDataset | ChatDataset
+Dataset = Samples | BlendedDataset
 
 
 class Datasets(NamedTuple):
@@ -143,6 +145,8 @@ class DatasetBuilder:
             else None
         )
         self._sources: dict[str, IndexedDataset] = {}
+        packs = isinstance(self.data, HFDataConfig) and self.data.sft
+        self._kind = ChatDataset if packs else GPTDataset
 
     def build(self, part: int, samples: int) -> Dataset | None:
         """Return the part `SPLITS[part]` with at least `samples` samples."""
@@ -165,14 +169,14 @@ class DatasetBuilder:
             self._sources[prefix] = IndexedDataset(prefix, mmap=not self.data.no_mmap_bin_files)
         return self._sources[prefix]
 
-    def _single(self, source: TokenSource, part: int, samples: int | None) -> GPTDataset | None:
+    def _single(self, source: TokenSource, part: int, samples: int | None) -> Samples | None:
         bounds = self._bounds(source, part)
         if bounds is None:
             return None
-        cache = self.data.data_cache_path or f"{source.prefix}/cache/{GPTDataset.__name__}_indices"
+        cache = self.data.data_cache_path or f"{source.prefix}/cache/{self._kind.__name__}_indices"
         path_to_cache = None if self._mock is not None else Path(cache)
         config = dataclasses.replace(self.shared, path_to_cache=path_to_cache)
-        return GPTDataset(source, bounds, samples, SPLITS[part], config=config)
+        return self._kind(source, bounds, samples, SPLITS[part], config=config)
 
     def _bounds(self, source: TokenSource, part: int) -> tuple[int, int] | None:
         """Return the part's range of sequences.
@@ -241,9 +245,9 @@ class DatasetBuilder:
         self,
         flag: str,
         sources: Sequence[TokenSource],
-        datasets: Sequence[GPTDataset | None],
+        datasets: Sequence[Samples | None],
         part: int,
-    ) -> list[GPTDataset]:
+    ) -> list[Samples]:
         """Return ``datasets``. Raises DataError if one has no data of that part."""
         complete = []
         for source, dataset in zip(sources, datasets, strict=True):

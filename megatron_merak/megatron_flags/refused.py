@@ -315,7 +315,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("Start a run with --finetune for every phase", "--phase-transition-iterations"),
     (
         "Use MerakTrainer or TRL's SFTTrainer with a script",
-        "--sft --sft-tokenizer-prompt-format --sft-mock-dataset-config-json",
+        "--sft-tokenizer-prompt-format --sft-mock-dataset-config-json",
     ),
     (
         _BOARD,

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..checkpoint.save import check_finite
 from ..cluster import Cluster
-from ..config import DataConfig, HFConfig
+from ..config import HFConfig, HFDataConfig
 from ..data.build import Datasets, build_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError
@@ -144,7 +144,7 @@ def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokeni
     return config, tokenizer
 
 
-def _own_tokenizer(data: DataConfig, model: Path) -> DataConfig:
+def _own_tokenizer(data: HFDataConfig, model: Path) -> HFDataConfig:
     """Use the tokenizer in the model's directory, if none is named."""
     if data.tokenizer_model is not None:
         return data
