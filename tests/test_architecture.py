@@ -34,6 +34,7 @@ LEVELS = {
     "segment": 3,
     "ops": 3,
     "parallel": 3,
+    "preflight": 4,
     "report": 4,
     "tensor_parallel": 4,
     "models": 5,

@@ -33,6 +33,7 @@ from .pretrain import check_command
 from .supervised import TRAINING, supervised
 from .words import described, error_text, program
 
+_COMMANDS = (*TRAINING, "preflight")
 _PORT = 29500
 # seconds that ranks have to complete a step and save after a signal, as long as a collective may
 # take
@@ -72,7 +73,7 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
         "ranks (default: 0)"
     )
     parser.add_argument("--max-restarts", type=int, default=None, help=restarts)
-    parser.add_argument("script", help="pretrain, pretrain-hf, or a script")
+    parser.add_argument("script", help="pretrain, pretrain-hf, preflight, or a script")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
     return parser.parse_args(words)
 
@@ -97,9 +98,9 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     if not 0 < options.master_port < 1 << 16:
         remedy = "Use a free port from 1 to 65535"
         raise LaunchError("--master-port", options.master_port, "it is not a valid port", remedy)
-    if options.script not in TRAINING and not Path(options.script).is_file():
-        close = nearest(options.script, TRAINING)
-        remedy = f"Use {', '.join(TRAINING)} or the path of a script"
+    if options.script not in _COMMANDS and not Path(options.script).is_file():
+        close = nearest(options.script, _COMMANDS)
+        remedy = f"Use {', '.join(_COMMANDS)} or the path of a script"
         if close:
             remedy = f"The nearest command is {close}"
         raise LaunchError("script", options.script, "the file does not exist", remedy)
@@ -111,7 +112,7 @@ def _served(script: str, flags: Sequence[str]) -> bool:
     so it may.
     """
     words = {part for flag in flags for part in flag.split("=")}
-    unknown = script not in TRAINING and "--config" in words
+    unknown = script not in _COMMANDS and "--config" in words
     return unknown or not words.isdisjoint(("ps-sync", "ps-async", "--num-parameter-servers"))
 
 
@@ -124,7 +125,9 @@ def _torchrun(options: argparse.Namespace) -> list[str]:
         words += [f"--nnodes={options.nnodes}", f"--node-rank={options.node_rank}"]
         words += [f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"]
     script = (
-        ["-m", "megatron_merak", options.script] if options.script in TRAINING else [options.script]
+        ["-m", "megatron_merak", options.script]
+        if options.script in _COMMANDS
+        else [options.script]
     )
     return [*words, *script, *options.flags]
 
