@@ -24,7 +24,7 @@ from .checks import (
     check_sharding,
     check_sources,
     check_tensor_parallel,
-    check_tokenizer_model,
+    check_tokenizer_files,
     left,
 )
 from .hf import HFModelConfig
@@ -237,7 +237,7 @@ class HFConfig(RunConfig):
 
     def check_data(self) -> None:
         check_sources(self.data)
-        check_tokenizer_model(self.data)
+        check_tokenizer_files(self.data)
         if self.data.sft:
             check_conversations(self.data, self.train)
 

@@ -16,7 +16,7 @@ from .gpt_index import SPLITS, split_bounds
 from .indexed_dataset import IndexedDataset
 from .mock import MockIndexedDataset
 from .prefixes import check_dataset
-from .tokenizer import NullTokenizer, Tokenizer
+from .tokenizer import NullTokenizer, Tokenizer, TokenizerDetails
 
 logger = logging.getLogger(__name__)
 Samples = GPTDataset | ChatDataset
@@ -42,19 +42,29 @@ def build_tokenizer(config: RunConfig) -> Tokenizer:
     vocab_size = config.model.vocab_size
     if _is_generated(config) and vocab_size is not None:
         return NullTokenizer(vocab_size - 1)
-    return tokenizers.build_tokenizer(data.tokenizer_type, data.tokenizer_model, vocab_size)
+    return tokenizers.build_tokenizer(
+        data.tokenizer, data.tokenizer_model, vocab_size, details_of(data)
+    )
+
+
+def details_of(data: DataConfig) -> TokenizerDetails:
+    """Return what a run's tokenizer is made from beside --tokenizer-model and --vocab-size."""
+    return TokenizerDetails(
+        data.vocab_file,
+        data.merge_file,
+        data.tiktoken_pattern,
+        data.tiktoken_num_special_tokens,
+    )
 
 
 def check_tokenizer(config: RunConfig) -> None:
-    """Check that what --tokenizer-model names is there, before it is read. Raises `DataError`."""
+    """Check that the files of the tokenizer are there, before they are read. Raises `DataError`."""
     data = config.data
-    numbers = data.tokenizer_type == "NullTokenizer" or _is_generated(config)
-    if data.tokenizer_model is not None and not numbers:
-        tokenizers.tokenizer_file(Path(data.tokenizer_model))
+    tokenizers.tokenizer_paths(data.tokenizer, data.tokenizer_model, details_of(data))
 
 
 def _is_generated(config: RunConfig) -> bool:
-    return config.data.mock_data and config.data.tokenizer_type is None
+    return config.data.mock_data and config.data.tokenizer is None
 
 
 def vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:

@@ -35,15 +35,6 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 )
 
 _SHAPE = "Use pretrain_hf.py with a model of that shape"
-_GPT2_FILES = (
-    "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory that has this "
-    "file, as vocab.json or merges.txt, the other one, and a tokenizer_config.json of "
-    '{"tokenizer_class": "GPT2Tokenizer"}'
-)
-_TIKTOKEN = (
-    "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory with the "
-    "tokenizer.json of that vocabulary"
-)
 _TOKENIZER = (
     "Leave it out: the files of --tokenizer-model say which tokens there are and how text is cut"
 )
@@ -286,14 +277,15 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--save-wgrads-interval --save-dgrads-interval",
     ),
     (
-        _GPT2_FILES,
-        "--vocab-file --merge-file",
-    ),
-    (
         _TOKENIZER,
-        """--vocab-extra-ids --legacy-tokenizer --tokenizer-metadata
+        """--vocab-extra-ids --tokenizer-metadata --tiktoken-special-tokens
         --tokenizer-special-tokens --tokenizer-sentencepiece-legacy --tokenizer-hf-use-fast
         --tokenizer-hf-include-special-tokens --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens""",
+    ),
+    (
+        "Leave it out: SentencePieceTokenizer adds no ids to those of its file, and Llama2Tokenizer "
+        "begins no document with <s>, as in Megatron-LM without it",
+        "--legacy-tokenizer",
     ),
     ("Use --vocab-size with --make-vocab-size-divisible-by", "--padded-vocab-size"),
     (
@@ -390,7 +382,6 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             "--non-persistent- --ckpt-convert- --ckpt-fully-parallel-".split(), _FORMAT
         ),
-        "--tiktoken-": _TIKTOKEN,
         "--fim-": "Leave it out: samples are taken as they are in the data",
         **dict.fromkeys("--profile- --pytorch-profiler-".split(), _PROFILE),
         "--flight-recorder-": _NCCL,
