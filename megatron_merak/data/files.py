@@ -1,6 +1,7 @@
 """Files that are either complete or absent."""
 
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,10 @@ from ..errors import DataError
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a name beside `path` that no other live process of this host writes."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Return a name beside `path` that no other process writes, of whatever host: numbers of
+    processes are alike in containers.
+    """
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Arrays that one process builds and all processes of the host map."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,6 +17,9 @@ from .files import atomic_writer
 
 logger = logging.getLogger(__name__)
 
+# of file systems without locks, such as Lustre where it is mounted without them
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+
 
 def cached_arrays(
     directory: Path,
@@ -30,7 +34,8 @@ def cached_arrays(
     Files are `{md5}-{kind}-{name}.npy` and `{md5}-{kind}-description.txt`, md5 being that of the
     description as JSON. The builder holds a lock of the kernel, which a killed process gives back,
     and renames complete files into place, the description last: without it the arrays do not count.
-    Safe to call from any number of processes.
+    Safe to call from any number of processes, of any number of hosts that share the directory; on
+    a file system without locks several of them build at the same time.
 
     Raises `DataError` if the directory cannot be written or a cached array is damaged.
     """
@@ -62,6 +67,11 @@ def _locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             logger.info("waiting for another process that builds %s", path.stem)
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            # Then several may build: each renames complete files, which are equal, into place.
+            logger.info("%s has no locks: every host builds %s", path.parent, path.stem)
         yield
 
 

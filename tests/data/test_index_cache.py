@@ -22,6 +22,15 @@ from megatron_merak.data.index_cache import cached_arrays
 
 directory, seconds = Path(sys.argv[1]), float(sys.argv[2])
 
+if "without-locks" in sys.argv:
+    import errno, fcntl, os
+
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    fcntl.flock = flock
+    os.getpid = lambda: 7  # as in containers of two hosts
+
 def build():
     with open(directory / "builds", "a") as file:
         file.write("x")
@@ -33,8 +42,8 @@ print(int(first.sum()), float(second.sum()))
 """
 
 
-def start(directory, seconds):
-    command = [sys.executable, "-c", BUILDER, str(directory), str(seconds)]
+def start(directory, seconds, *more):
+    command = [sys.executable, "-c", BUILDER, str(directory), str(seconds), *more]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
@@ -50,6 +59,13 @@ def test_one_process_builds_and_all_read(tmp_path):
     outputs = [child.communicate(timeout=60)[0] for child in children]
     assert outputs == ["499500 3.0\n"] * 3
     assert (tmp_path / "builds").read_text() == "x"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_builders_on_a_disk_without_locks_do_not_disturb_each_other(tmp_path):
+    children = [start(tmp_path, 0.5, "without-locks") for _ in range(3)]
+    outputs = [child.communicate(timeout=60)[0] for child in children]
+    assert outputs == ["499500 3.0\n"] * 3
     assert not list(tmp_path.glob(".*"))
 
 
