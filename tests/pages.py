@@ -26,7 +26,7 @@ from megatron_merak.errors import MerakError
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 WRITTEN = """index quickstart supported install configuration troubleshooting from_megatron_lm from_huggingface
-    comparison api report plans""".split()
+    comparison api report plans several_hosts""".split()
 QUOTING = ("extending",)
 SOURCE = "source: "
 SMALL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4
@@ -103,11 +103,15 @@ def answer(command: str) -> str:
         return ""
     module, _, function = COMMANDS[program.removeprefix("merak-")].target.partition(":")
     main = getattr(__import__(module, fromlist=[function]), function)
+    started = sys.argv
+    sys.argv = [program]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             main(given)
         except SystemExit as end:
             return f"{out.getvalue()}{end.code or ''}\n"
+        finally:
+            sys.argv = started
     return out.getvalue()
 
 

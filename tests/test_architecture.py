@@ -28,6 +28,7 @@ LEVELS = {
     "other_flags": 1,
     "durable": 1,
     "shell": 1,
+    "job_files": 1,
     "arguments": 2,
     "plan": 2,
     "planner": 3,

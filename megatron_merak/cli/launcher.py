@@ -8,8 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..errors import LaunchError
+
+if TYPE_CHECKING:
+    from .hosts import HostPlace, Meetings
+
+EMIT = "--emit"  # writes the files of a job instead of starting one
 FLAG = "--nproc-per-node"
 STANDALONE = "--standalone"  # a job of this host alone
 # the agent passes them on, waits for its ranks and ends
@@ -46,14 +54,19 @@ def start(ranks: int, command: str, arguments: Sequence[str], patience: int | No
     return run_agent([STANDALONE, f"{FLAG}={ranks}", *script, *without_flag(arguments)], patience)
 
 
-def run_agent(words: Sequence[str], patience: int | None = None) -> int:
+def run_agent(
+    words: Sequence[str], patience: int | None = None, place: "HostPlace | None" = None
+) -> int:
     """Run torchrun's agent in this process and return the exit status of its ranks, see ``start``.
 
     words: torchrun's command line.
+    place: of this host among those of the job, which meet again after a failure; None: ``words``
+           say it.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from ..parallel.listening import LOOPBACK, listen, serve_store
     from ..parallel.position import LAUNCHER, pass_to_ranks
@@ -63,13 +76,24 @@ def run_agent(words: Sequence[str], patience: int | None = None) -> int:
     # the agent's own words on ranks that have spoken for themselves
     logging.disable(logging.CRITICAL)
     store = None
-    if STANDALONE in words:
+    notices = _Notices()
+    meetings: Sequence[Meetings] = ()
+    if STANDALONE in words or (place is not None and not place.port):
         listener = listen(LOOPBACK)
         port = listener.getsockname()[1]
         # the agent opens it by its port; one that it made would listen on all interfaces
         store = serve_store(listener)
+    if STANDALONE in words:
         meeting = ["--rdzv-backend=static", f"--master-addr={LOOPBACK}", f"--master-port={port}"]
         words = [*meeting, *(word for word in words if word != STANDALONE)]
+    if place is not None:
+        from .hosts import register
+
+        if not place.port:
+            place = replace(place, port=port)
+        name = f"megatron-merak-{id(notices)}"  # torch takes a name once in a process
+        meetings = register(name, place, notices.number)
+        words = [*place.words(name), *words]
     options = run.parse_args([*words])
     if patience is not None:
         options.shutdown_timeout = patience  # read by versions of torch that let it be chosen
@@ -81,7 +105,7 @@ def run_agent(words: Sequence[str], patience: int | None = None) -> int:
     options.signals_to_handle = ",".join(handled)  # likewise
     for number in _NOTICES:
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _pass_on)
+            signal.signal(number, notices.pass_on)
     try:
         run.run(options)
     except ChildFailedError as error:
@@ -93,23 +117,56 @@ def run_agent(words: Sequence[str], patience: int | None = None) -> int:
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
+    except RendezvousError as error:
+        raise _apart(error, place) from error
     finally:
+        for each in meetings:
+            with contextlib.suppress(SignalException):  # the job has ended already
+                each.leave()
         del store
     return 0
 
 
-def _pass_on(number: int, _frame: object) -> None:
-    """Give ranks notice, and wait for them as before; without ranks, end as for other signals."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+def _apart(error: Exception, place: "HostPlace | None") -> LaunchError:
+    """What to tell where hosts do not meet."""
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-    ranks = _ranks_here()
-    for pid in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-    if not ranks:
-        raise SignalException(
-            f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number)
-        )
+    where = "" if place is None else f"{place.address}:{place.port}"
+    if isinstance(error, RendezvousClosedError):
+        reason = "the job has failed on another host as often as --max-restarts allows"
+        remedy = "Read that host's output; with --load the next start goes on from the checkpoint"
+    elif isinstance(error, RendezvousTimeoutError):
+        reason = "not all hosts came in time"
+        remedy = "Look for those that did not start, and give all the same --nnodes"
+    else:
+        reason = "the connection to the host that keeps the rendezvous is lost"
+        remedy = "If that host is gone, start the job again on all hosts"
+    return LaunchError("rendezvous", where, reason, remedy)
+
+
+class _Notices:
+    """Signals that tell this launcher to let its ranks save and end."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def number(self) -> int:
+        """The last one that was passed on; 0 without."""
+        return self._number
+
+    def pass_on(self, number: int, _frame: object) -> None:
+        """Give ranks notice, and wait for them as before; without ranks, end as for other signals."""
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        ranks = _ranks_here()
+        self._number = number
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if not ranks:
+            raise SignalException(
+                f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number)
+            )
 
 
 def _ranks_here() -> list[int]:

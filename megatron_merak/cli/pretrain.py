@@ -130,13 +130,15 @@ def _start(config: RunConfig, ranks: int, command: str, words: Sequence[str]) ->
     return supervise(ranks, command, without_flag(words), config.parallel.num_parameter_servers)
 
 
-def check_command(command: str, words: Sequence[str], ranks: int) -> None:
-    """Raise a MerakError if a command line of "pretrain" or "pretrain-hf" cannot run on ``ranks``
-    ranks.
+def check_command(command: str, words: Sequence[str], ranks: int) -> RunConfig:
+    """Return the configuration of a command line of "pretrain" or "pretrain-hf". Raises a
+    MerakError if it cannot run on ``ranks`` ranks.
     """
-    kind = Config if command == "pretrain" else HFConfig
+    kind: type[RunConfig] = Config if command == "pretrain" else HFConfig
     flags = expanded(words, kind)
-    _check(read(build_parser("", kind), flags, kind, _decided(kind, flags))[0], ranks)
+    config = read(build_parser("", kind), flags, kind, _decided(kind, flags))[0]
+    _check(config, ranks)
+    return config
 
 
 def _ranks(text: str) -> int:

@@ -531,6 +531,8 @@ def leave(world: World) -> None:
     if watchdog is not None:
         watchdog.stop()
     _destroy()
+    if watchdog is not None:
+        watchdog.leave_store()
 
 
 def _destroy() -> None:
@@ -572,6 +574,8 @@ def _end(watchdog: Watchdog | None) -> None:
         except RuntimeError:
             abandon(1)  # other ranks have ended, or wait for this one elsewhere
         _destroy()
+        if watchdog is not None:
+            watchdog.leave_store()
 
 
 def end_interrupted(number: int) -> NoReturn:

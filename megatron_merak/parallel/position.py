@@ -18,6 +18,8 @@ from .rendezvous import ADDRESS, PORT, Rendezvous, derived
 SECRET = "MERAK_JOB_SECRET"  # environment variable of a launcher's secret for one job
 # environment variable of the place of a launcher of ours, see ``places``
 LAUNCHER = "MERAK_LAUNCHER"
+# environment variables in which gloo and NCCL read the network interface between hosts
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PATIENCE = 5.0  # seconds to wait for another rank to write its line
 
 

@@ -53,6 +53,7 @@ _WAITING = (".wait(", ".item()", ".tolist()", ".synchronize(", ".cpu()")
 _FRAMES = 16  # innermost frames of a stack that is shown
 _NAMED = 8  # ranks of which a verdict says where they are
 _ANSWER = 10.0  # seconds after which the store counts as lost
+_LAST_OUT = 5.0  # seconds that the first rank waits for the others to leave the store
 _READERS = 8.0  # seconds for all ranks to print a verdict; a host with too much to do needs some
 _TIMEOUT = "--distributed-timeout-minutes (ddp_timeout of MerakArguments)"
 # of the timeout of collectives: so much sooner, since their own error would name nobody
@@ -223,6 +224,20 @@ class Watchdog(threading.Thread):
         if self.is_alive() and threading.current_thread() is not self:
             self.join(2 * self._poll)
         self._ask.close()
+
+    def leave_store(self) -> None:
+        """Use the job's store no more, behind ``stop``; the first rank waits for the others, since
+        on its host the store is.
+
+        Where a store ends while a rank is in a call to it, torch prints the stack of its C++ code.
+        """
+        end = time.monotonic() + _LAST_OUT
+        with contextlib.suppress(RuntimeError, ValueError, OSError):
+            if self.rank:
+                self._store.add("left", 1)
+                return
+            while self._store.add("left", 0) < self.size - 1 and time.monotonic() < end:
+                time.sleep(_LAST_OUT / 500)
 
     def gone(self, patience: float = 1.0) -> str | None:
         """Return a line that names the ranks that have ended; None if none has.

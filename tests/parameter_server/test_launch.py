@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from megatron_merak.cli.launch import _arguments, _served, _torchrun, main
+from megatron_merak.cli.hosts import HostPlace
+from megatron_merak.cli.launch import _arguments, _place, _served, _torchrun, main
 from megatron_merak.errors import LaunchError
 from megatron_merak.parameter_server.supervisor import Hosts, servers_of
 
@@ -187,9 +188,10 @@ def test_jobs_without_servers_are_torchrun_s():
         "--strategy=dp",
     ]
     assert _torchrun(_arguments(script)) == alone
+    assert _place(_arguments(script)) is None
     hosts = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "first", "--master-port", "7"]
-    place = ["--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=7"]
-    assert (
-        _torchrun(_arguments([*hosts, "--nproc-per-node", "2", "pretrain", "--lr", "1"]))[2:6]
-        == place
-    )
+    options = _arguments([*hosts, "--nproc-per-node", "2", "pretrain", "--lr", "1"])
+    assert _torchrun(options)[2:] == ["-m", "megatron_merak", "pretrain", "--lr", "1"]
+    assert _place(options) == HostPlace(1, 2, "first", 7)
+    again = _arguments(["--max-restarts", "2", *script])
+    assert _place(again) == HostPlace(0, 1, "127.0.0.1", 0), "its ranks meet again"
