@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from megatron_merak.preflight.findings import Disk, Findings, RankLink, RankFacts
+from megatron_merak.preflight.findings import Disk, Findings, RankFacts, RankLink
 from megatron_merak.preflight.judge import judge, suspects
 from megatron_merak.preflight.table import summary, table
 
