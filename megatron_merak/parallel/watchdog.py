@@ -471,7 +471,10 @@ class Watchdog(threading.Thread):
         """The store has failed: end this process if it stands still for long."""
         still = time.monotonic() - self._still_since
         place = self.pulse.place()
-        if still < self._limit(place.in_step) or not (place.in_step or _waits(self._calls())):
+        limit = self._limit(place.in_step)
+        # The next look would come too late, after the error of a collective, which names nobody.
+        limit -= min(_ANSWER, limit / 5)
+        if still < limit or not (place.in_step or _waits(self._calls())):
             return
         reason = (
             f"it does not answer ({str(error).splitlines()[0]}), and rank {self.rank} has "
