@@ -11,11 +11,12 @@ from ..errors import DataError
 from . import tokenizer as tokenizers
 from .blend import BlendedDataset, normalized, parse_blend, samples_per_dataset
 from .chat_dataset import ChatDataset
-from .gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSource
+from .gpt_dataset import GPTDataset
 from .gpt_index import SPLITS, split_bounds
 from .indexed_dataset import IndexedDataset
 from .mock import MockIndexedDataset
 from .prefixes import check_dataset
+from .source_part import GPTDatasetConfig, TokenSource
 from .tokenizer import NullTokenizer, Tokenizer, TokenizerDetails
 
 logger = logging.getLogger(__name__)

@@ -7,15 +7,13 @@ reads such a file as plain text. A dataset without negative numbers has targets 
 
 import bisect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import DataError
-from .gpt_dataset import GPTDatasetConfig, TokenSource
-from .index_cache import cached_arrays
+from .source_part import GPTDatasetConfig, SourcePart, TokenSource
 
 
 class Packing(NamedTuple):
@@ -57,7 +55,7 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return rows
 
 
-class ChatDataset:
+class ChatDataset(SourcePart):
     """Map-style data set of at least ``num_samples`` rows (None: one pass) of the conversations
     [first, last) of ``source``.
 
@@ -66,7 +64,8 @@ class ChatDataset:
     without targets. A conversation that is longer than a row is cut at its end. Every pass has its
     own order of rows, drawn from the seed.
 
-    Raises `DataError` when the range has no conversation.
+    Raises `DataError` when the range has no conversation, and on reading a token outside the
+    vocabulary.
     """
 
     def __init__(
@@ -77,40 +76,9 @@ class ChatDataset:
         index_split: str,
         config: GPTDatasetConfig,
     ):
-        self.source = source
-        self.bounds = bounds
-        self.num_samples = num_samples
-        self.index_split = index_split
-        self.config = config
-        first, last = bounds
-        if not source.sequence_lengths[first:last].any():
-            reason = f"its {index_split} part, [{first}, {last}) of {len(source)}, is empty"
-            remedy = "Change --split, or give more conversations"
-            raise DataError("dataset of conversations", source.prefix, reason, remedy)
-        self.document_index, self.sample_index, self.shuffle_index = self._indices()
-
-    def description(self) -> dict[str, object]:
-        """Return everything that the indices depend on, JSON-safe."""
-        return {
-            "class": type(self).__name__,
-            "dataset_path": self.source.prefix,
-            "fingerprint": self.source.fingerprint(),
-            "index_split": self.index_split,
-            "bounds": list(self.bounds),
-            "num_samples": self.num_samples,
-            "sequence_length": self.config.sequence_length,
-            "random_seed": self.config.random_seed,
-        }
-
-    def _indices(self) -> Packing:
-        directory: Path | None = self.config.path_to_cache
-        if directory is None:
-            return self._build()
-        kind = f"{type(self).__name__}-{self.index_split}"
-        arrays = cached_arrays(
-            directory, kind, self.description(), Packing._fields, build=self._build
-        )
-        return Packing(*arrays)
+        super().__init__(source, bounds, num_samples, index_split, config=config)
+        packing = Packing(*self.cached(Packing._fields, self._build))
+        self.document_index, self.sample_index, self.shuffle_index = packing
 
     def _build(self) -> Packing:
         first, last = self.bounds

@@ -1,50 +1,16 @@
 """Samples of a fixed length from a stream of shuffled documents."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..errors import DataError
 from .gpt_index import Indices, build_indices
-from .index_cache import cached_arrays
+from .source_part import GPTDatasetConfig, SourcePart, TokenSource
 
 
-class TokenSource(Protocol):
-    """What a GPTDataset reads: an IndexedDataset, or generated tokens."""
-
-    prefix: str
-    sequence_lengths: np.ndarray
-
-    def __len__(self) -> int: ...
-
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
-
-    def fingerprint(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class GPTDatasetConfig:
-    """What the samples of every split and every file of a run share.
-
-    `pad` fills up a partial sample and is masked wherever it is a label; -1 is no token and masks
-    nothing else. `masked_eod`, an end-of-document id, is left out of the loss where it is an input.
-    `path_to_cache` None keeps the indices in memory.
-    """
-
-    sequence_length: int
-    random_seed: int
-    vocab_size: int
-    pad: int = -1
-    masked_eod: int | None = None
-    path_to_cache: Path | None = None
-    drop_last_partial_sequence: bool = True
-
-
-class GPTDataset:
+class GPTDataset(SourcePart):
     """Map-style data set of at least `num_samples` samples (None: one pass) from sequences [first,
     last) of `source`.
 
@@ -62,68 +28,26 @@ class GPTDataset:
         index_split: str,
         config: GPTDatasetConfig,
     ):
-        self.source = source
-        self.bounds = bounds
-        self.num_samples = num_samples
-        self.config = config
-        self.index_split = index_split
-        first, last = bounds
-        if not source.sequence_lengths[first:last].any():
-            reason = (
-                f"its {index_split} part, sequences [{first}, {last}) of {len(source)}, has "
-                "no tokens"
-            )
-            raise DataError(
-                "dataset", source.prefix, reason, "Change --split, or give a larger dataset"
-            )
-        self.document_index, self.sample_index, self.shuffle_index = self._indices()
+        super().__init__(source, bounds, num_samples, index_split, config=config)
+        indices = Indices(*self.cached(Indices._fields, self._build))
+        self.document_index, self.sample_index, self.shuffle_index = indices
         self._position_ids = torch.arange(config.sequence_length)
-
-    def __reduce__(self) -> tuple:
-        """Pickle what rebuilds it, for the worker processes of a loader; they map cached
-        indices.
-        """
-        return type(self), (
-            self.source,
-            self.bounds,
-            self.num_samples,
-            self.index_split,
-            self.config,
-        )
 
     def description(self) -> dict[str, object]:
         """Return everything that the indices depend on, JSON-safe."""
-        return {
-            "class": type(self).__name__,
-            "dataset_path": self.source.prefix,
-            "fingerprint": self.source.fingerprint(),
-            "index_split": self.index_split,
-            "bounds": list(self.bounds),
-            "num_samples": self.num_samples,
-            "sequence_length": self.config.sequence_length,
-            "random_seed": self.config.random_seed,
-            "drop_last_partial_sequence": self.config.drop_last_partial_sequence,
-        }
+        drop_last = self.config.drop_last_partial_sequence
+        return super().description() | {"drop_last_partial_sequence": drop_last}
 
-    def _indices(self) -> Indices:
-        def build() -> Indices:
-            config = self.config
-            documents = np.arange(*self.bounds, dtype=np.int32)
-            return build_indices(
-                self.source.sequence_lengths,
-                documents,
-                self.num_samples,
-                config.sequence_length,
-                seed=config.random_seed,
-                drop_last=config.drop_last_partial_sequence,
-            )
-
-        directory = self.config.path_to_cache
-        if directory is None:
-            return build()
-        kind = f"{type(self).__name__}-{self.index_split}"
-        return Indices(
-            *cached_arrays(directory, kind, self.description(), Indices._fields, build=build)
+    def _build(self) -> Indices:
+        config = self.config
+        documents = np.arange(*self.bounds, dtype=np.int32)
+        return build_indices(
+            self.source.sequence_lengths,
+            documents,
+            self.num_samples,
+            config.sequence_length,
+            seed=config.random_seed,
+            drop_last=config.drop_last_partial_sequence,
         )
 
     def __len__(self) -> int:

@@ -13,8 +13,9 @@ from megatron_merak.data.blend import (
     parse_blend,
     samples_per_dataset,
 )
-from megatron_merak.data.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron_merak.data.gpt_dataset import GPTDataset
 from megatron_merak.data.mock import MockIndexedDataset
+from megatron_merak.data.source_part import GPTDatasetConfig
 from megatron_merak.errors import DataError
 
 

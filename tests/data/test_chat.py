@@ -7,8 +7,8 @@ from transformers import AutoTokenizer
 
 from megatron_merak.data.chat import ChatEncoder
 from megatron_merak.data.chat_dataset import ChatDataset, pack
-from megatron_merak.data.gpt_dataset import GPTDatasetConfig
 from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_merak.data.source_part import GPTDatasetConfig
 from megatron_merak.errors import DataError
 from tests.data.chats import MARKED, PLAIN, conversation, tokenizer_directory
 

@@ -8,10 +8,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron_merak.data.blend import BlendedDataset
-from megatron_merak.data.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron_merak.data.gpt_dataset import GPTDataset
 from megatron_merak.data.gpt_index import build_indices, count_epochs, split_bounds
 from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_merak.data.mock import MockIndexedDataset
+from megatron_merak.data.source_part import GPTDatasetConfig
 from megatron_merak.errors import DataError
 
 EOD = 99

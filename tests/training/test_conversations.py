@@ -65,8 +65,8 @@ def losses(rank, size, place, model, more):
 def alone(place, model):
     """The loss of the first step: the mean over the targets of its conversations, each by itself."""
     from megatron_merak.data.chat_dataset import ChatDataset
-    from megatron_merak.data.gpt_dataset import GPTDatasetConfig
     from megatron_merak.data.indexed_dataset import IndexedDataset
+    from megatron_merak.data.source_part import GPTDatasetConfig
 
     kind = LlamaForCausalLM if model == "llama" else GPT2LMHeadModel
     network = kind.from_pretrained(place / model).eval()
