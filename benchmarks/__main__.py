@@ -60,6 +60,9 @@ BENCHMARKS = {
         "modelled.calibrate", "the planner's predictions beside published steps (2 min)"
     ),
     "paper": Benchmark("modelled.paper", "Merak's paper on modelled clusters (5 min)"),
+    "crossing": Benchmark(
+        "modelled.crossing", "where techniques of Merak's paper cross, modelled (1 min)"
+    ),
     "data_parallel_modelled": Benchmark(
         "modelled.data_parallel", "what replicas share of a Llama, modelled (1 min)"
     ),

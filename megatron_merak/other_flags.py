@@ -62,9 +62,6 @@ MEANT: Mapping[str, str] = MappingProxyType(
         ),
         "--tokenizer-name-or-path": "Use --tokenizer-type HuggingFaceTokenizer with "
         "--tokenizer-model",
-        **dict.fromkeys(
-            "--wandb --report-to".split(),
-            "Use --tensorboard-dir, or --metrics for a line per iteration",
-        ),
+        "--wandb": "Use --wandb-project, or --report-to wandb",
     }
 )

@@ -35,6 +35,7 @@ LEVELS = {
     "segment": 3,
     "ops": 3,
     "parallel": 3,
+    "preflight": 4,
     "report": 4,
     "tensor_parallel": 4,
     "models": 5,
@@ -44,6 +45,7 @@ LEVELS = {
     "data": 6,
     "checkpoint": 6,
     "stages": 7,
+    "megatron": 7,
     "training": 8,
     "hf_trainer": 9,
     "formats": 8,
@@ -200,7 +202,8 @@ def cycles(modules: list[Module]) -> list[str]:
 
 def state(modules: list[Module]) -> list[str]:
     """``global``, an empty module-level container (something will fill it), or a module-level table
-    that changes.
+    that changes. What an object keeps is not seen: ``PROCESS`` of megatron/process.py is the one
+    that a whole process shares, as Megatron-LM's interface asks.
     """
     found = []
     for module in modules:
@@ -382,9 +385,11 @@ def names_of_servers(modules: list[Module]) -> list[str]:
 
 
 def classes_of_one_name(modules: list[Module]) -> list[str]:
-    """Classes that share a name: nobody who reads it knows which one is meant."""
+    """Classes that share a name: nobody who reads it knows which one is meant. Layers of
+    megatron/tensor_parallel have Megatron-LM's names because they are Megatron-LM's.
+    """
     found: dict[str, list[str]] = {}
-    for module in modules:
+    for module in (module for module in modules if module.room != "megatron"):
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(module.path)

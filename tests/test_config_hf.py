@@ -40,6 +40,7 @@ def make_hf(
         {"mock_data": False, "data_path": ["a"], "tokenizer_type": "NullTokenizer"},
         {"mock_data": False, "data_path": ["a"], "tokenizer_type": "HuggingFaceTokenizer"},
         {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"},
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"},
     ],
 )
 def test_the_directory_of_a_captured_model_knows_its_vocabulary_and_tokenizer(data):
@@ -58,7 +59,7 @@ def test_the_directory_of_a_captured_model_knows_its_vocabulary_and_tokenizer(da
         (
             {"data": {"tokenizer_model": "t"}},
             1,
-            "--tokenizer-model t: is read only by a HuggingFaceTokenizer",
+            "--tokenizer-model t: is read only with --tokenizer-type HuggingFaceTokenizer",
         ),
         ({"train": {"global_batch_size": 3}}, 1, "--global-batch-size 3: is not a multiple"),
         ({"optimizer": {"lr": None}}, 1, "--lr (missing)"),

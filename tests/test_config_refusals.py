@@ -258,8 +258,33 @@ REFUSED = [
     (
         {"data": {"tokenizer_model": "t"}},
         1,
-        "--tokenizer-model t: is read only by a HuggingFaceTokenizer. "
-        "Add --tokenizer-type HuggingFaceTokenizer, or leave it out.",
+        "--tokenizer-model t: is read only with --tokenizer-type HuggingFaceTokenizer, "
+        "SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer or TikTokenizer. "
+        "Give one of these types, or leave it out.",
+    ),
+    (
+        {
+            "data": {
+                "tokenizer_type": "HuggingFaceTokenizer",
+                "tokenizer_model": "t",
+                "vocab_file": "v",
+            }
+        },
+        1,
+        "--vocab-file v: is read only with --tokenizer-type GPT2BPETokenizer. "
+        "Give this type, or leave it out.",
+    ),
+    (
+        {"data": {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}},
+        1,
+        "--merge-file (missing): is needed with --tokenizer-type GPT2BPETokenizer. "
+        "Give the merges.txt of the vocabulary.",
+    ),
+    (
+        {"data": {"tokenizer_type": "Llama2Tokenizer"}},
+        1,
+        "--tokenizer-model (missing): is needed with --tokenizer-type Llama2Tokenizer. "
+        "Give the .model file of sentencepiece.",
     ),
     (
         {"model": {"vocab_size": None}, "data": {"tokenizer_type": "NullTokenizer"}},

@@ -146,6 +146,8 @@ def test_public_names_are_in_the_reference():
             if name not in megatron_merak.__all__
         }
     listed |= {"::: megatron_merak.tensor_parallel", "::: megatron_merak.errors"}
+    names = ("ModelParallelConfig", "parallel_state", "tensor_parallel")
+    listed |= {f"::: megatron_merak.megatron.{name}" for name in names}
     assert set(re.findall(r"^::: .*$", page, re.MULTILINE)) == listed
 
 

@@ -11,8 +11,10 @@ measured here.
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from benchmarks import EVIDENCE
+from benchmarks.modelled.premises import Premises, section
 from megatron_merak.cluster import GIB, find_cluster
 from megatron_merak.config import ModelConfig, ParallelConfig
 from megatron_merak.errors import MerakError
@@ -114,9 +116,20 @@ def cases(size: str) -> Iterator[Case]:
                         yield case
 
 
+@cache
+def best_case(size: str) -> Case | None:
+    """The layout on which full recomputation is fastest; None where everything fits."""
+    return min(cases(size), key=lambda case: case.plan("full", "1f1b").predicted_time, default=None)
+
+
+def premises_of(case: Case) -> Premises:
+    aware, shifted = (case.plan("stage-aware", schedule) for schedule in SCHEDULES)
+    return Premises(aware, shifted, MEMORY_GB * GIB)
+
+
 def rows(size: str) -> list[list[str]]:
     """The layout on which full recomputation is fastest, under each schedule."""
-    best = min(cases(size), key=lambda case: case.plan("full", "1f1b").predicted_time, default=None)
+    best = best_case(size)
     if best is None:
         return [[size, "everything fits"]]
     found = []
@@ -174,6 +187,8 @@ and the drain of the pipeline get shorter. With rebalanced stages the later ones
 schedule, full recomputation already lets the last stage keep its activations, and recomputing ahead of a backward
 stores all activations of a stage at once, which leaves less memory to keep others.
 
+{premises}
+
 Regenerate: `python -m benchmarks recompute --write`
 """
 
@@ -192,7 +207,15 @@ def page() -> str:
     ]
     lines = [head, ["---"] * len(head), *(row for size in SIZES for row in rows(size))]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return TEXT.format(memory=MEMORY_GB, sequence=SEQUENCE, batch=GLOBAL_BATCH, table=table)
+    best = {size: best_case(size) for size in SIZES}
+    found = {size: premises_of(case) for size, case in best.items() if case is not None}
+    return TEXT.format(
+        memory=MEMORY_GB,
+        sequence=SEQUENCE,
+        batch=GLOBAL_BATCH,
+        table=table,
+        premises=section(found),
+    )
 
 
 def main() -> None:

@@ -61,6 +61,10 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "convert": Command(
             "megatron_merak.cli.convert:main", "convert weights from and to HuggingFace directories"
         ),
+        "preflight": Command(
+            "megatron_merak.cli.preflight:main",
+            "let all ranks of a job meet before it starts: slow hosts and links, clocks, versions",
+        ),
         "doctor": Command(
             "megatron_merak.cli.doctor:main",
             "show which kernels and backends are active, and why others are not",

@@ -2,6 +2,8 @@
 
     merak-doctor            a table
     merak-doctor --json     the same as JSON
+    merak-doctor --flight-recorder /tmp/nccl_trace_rank_
+                            what torch recorded when a collective ran out of time, in words
 
 The exit status is 1 if a compiled part cannot be used, unless MERAK_EXT=0 disables compiled parts.
 """
@@ -10,13 +12,17 @@ import argparse
 import importlib.util
 import json
 import platform
+import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from .._native import REMEDY
 from ..config.command_line import CommandParser
+from ..counting import counted
+from ..errors import MerakError
 from .door import command
-from .words import described
+from .words import described, error_text, program
 
 ROWS = {
     "python": "Python",
@@ -91,6 +97,20 @@ def attention_kernel(device) -> str:
     return SDPBackend(torch._fused_sdp_choice(heads, heads, heads, None, 0.0, True)).name.lower()
 
 
+def _explain(place: Path) -> int:
+    from ..report.flight_recorder import explained, read_dumps
+
+    try:
+        dumps = read_dumps(place)
+    except MerakError as error:
+        print(f"{program()}: {error_text(error)}", file=sys.stderr)
+        return 1
+    print(f"{counted(len(dumps), 'rank')} recorded collectives")
+    for line in explained(dumps):
+        print(line)
+    return 0
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     text = described(__doc__, "merak-doctor")
@@ -98,7 +118,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object: part -> active, detail"
     )
+    parser.add_argument(
+        "--flight-recorder",
+        type=Path,
+        metavar="DUMPS",
+        help="directory of the dumps of torch's flight recorder, or what their names begin with: "
+        "tell which ranks did not begin a collective that others wait in",
+    )
     options = parser.parse_args(arguments)
+    if options.flight_recorder is not None:
+        return _explain(options.flight_recorder)
     parts = findings()
     if options.json:
         print(

@@ -72,10 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launcher, changes = launcher_of(launch)
     result = converted(launch.flags, ranks_of(launch.before))
     result.renamed[:0] = changes
-    outer = [word for starter in launch.shells for word in starter.words]
-    if "srun" in (*outer, *launch.before) and not by_torch(launch.before):
-        remedy = "let it start torchrun once per node, unless its MPI tells ranks who they are"
-        result.notes.append(("srun", f"a rank reads the variables of torchrun or MPI; {remedy}"))
     if "deepspeed" in launch.before:
         result.notes.append(("deepspeed", "its launcher takes a script; use torchrun"))
     print(report(path, launch, result))

@@ -94,7 +94,7 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
         "ranks (default: 0)"
     )
     parser.add_argument("--max-restarts", type=int, default=None, help=restarts)
-    parser.add_argument("script", help="pretrain, pretrain-hf, or a script")
+    parser.add_argument("script", help="pretrain, pretrain-hf, preflight, or a script")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
     return parser.parse_args(words)
 
@@ -133,7 +133,7 @@ def _served(script: str, flags: Sequence[str]) -> bool:
     so it may.
     """
     words = {part for flag in flags for part in flag.split("=")}
-    unknown = script not in TRAINING and "--config" in words
+    unknown = script not in _COMMANDS and "--config" in words
     return unknown or not words.isdisjoint(("ps-sync", "ps-async", "--num-parameter-servers"))
 
 

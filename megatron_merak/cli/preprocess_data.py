@@ -14,6 +14,7 @@ from ..config.command_line import CommandParser
 from ..counting import counted
 from ..errors import ConfigError, MerakError
 from .door import command
+from .tokenizer_flags import add_tokenizer_flags, details, tokenizer_flags
 from .words import described
 
 
@@ -46,9 +47,7 @@ def parser() -> CommandParser:
         action="store_true",
         help="append the end-of-document token to every document",
     )
-    add("--tokenizer-type", required=True, choices=["HuggingFaceTokenizer", "NullTokenizer"])
-    add("--tokenizer-model", help="tokenizer.json, or a directory written by save_pretrained")
-    add("--vocab-size", type=int, help="number of token ids, for NullTokenizer")
+    add_tokenizer_flags(flags, required=True)
     add(
         "--workers",
         type=int,
@@ -73,15 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for flag, value, least in numbers:
         if value < least:
             flags.end(ConfigError(flag, value, f"it is below {least}", f"Give at least {least}"))
+    try:
+        tokenizer = tokenizer_flags(options)
+    except ConfigError as error:
+        flags.end(error)
     from ..data.preprocess import EncoderConfig, preprocess
     from ..training.outputs import check_directory
 
     config = EncoderConfig(
-        options.tokenizer_type,
-        options.tokenizer_model,
-        options.vocab_size,
+        tokenizer.kind,
+        tokenizer.model,
+        tokenizer.vocab_size,
         tuple(options.json_keys),
         append_eod=options.append_eod,
+        details=details(tokenizer),
     )
     try:
         prefix = options.output_prefix

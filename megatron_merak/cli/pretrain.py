@@ -16,7 +16,7 @@ from ..config import Config, HFConfig, RunConfig
 from ..errors import ConfigError, MerakError
 from ..extras import installed_by
 from ..megatron_flags import without_effect
-from ..parallel.position import launched, position, tell
+from ..parallel.position import launched, launcher, position, tell
 from .door import check_words, occupy_closed_streams
 from .launcher import FLAG, start, without_flag
 from .supervised import supervise
@@ -146,12 +146,15 @@ def _ranks(text: str) -> int:
         raise ConfigError(
             FLAG, text, "it is not a number of ranks", "Give a whole number of at least 1"
         )
-    if launched():
+    by = launcher().name
+    if launched() or position()[1] > 1:
         raise ConfigError(
             FLAG,
             text,
-            "torchrun has already started this process",
-            f"Give {FLAG} only to torchrun, or only to this command",
+            f"{by} has already started this process",
+            f"Give {FLAG} only to torchrun, or only to this command"
+            if launched()
+            else f"Let {by} start one process, or every rank",
         )
     return int(text)
 

@@ -13,6 +13,9 @@ def check_backend(parallel: ParallelConfig, train: TrainConfig) -> None:
         reason = f"torch's {backend.name.upper()} backend has no 16-bit numbers"
         raise ConfigError(flag, True, reason, "Leave it out, or use --distributed-backend gloo")
     _check_emulation(parallel)
+    if parallel.preflight and parallel.distributed_backend == "emu":
+        reason = "links of an emulated cluster are modelled, and there is nothing to measure"
+        raise ConfigError("--preflight", True, reason, "Leave it out")
 
 
 def _check_emulation(parallel: ParallelConfig) -> None:

@@ -10,6 +10,7 @@ from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
 from .sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
 from .settings import Section, flag_name
+from .tokenizers import check_given, check_needed
 
 
 def closest(value: int, candidates: Iterable[int]) -> str:
@@ -410,6 +411,16 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
     _check_tokenizer(data, model)
 
 
+def check_conversations(data: DataConfig, train: TrainConfig) -> None:
+    """Check a run on conversations (--sft). Raises ConfigError."""
+    if data.eod_mask_loss:
+        reason = "the targets of conversations are the tokens of the assistant"
+        raise ConfigError("--eod-mask-loss", "on", reason, "Leave it out")
+    if not train.calculate_per_token_loss:
+        reason = "micro-batches of conversations have unequal numbers of targets"
+        raise ConfigError("--sft", "on", reason, "Add --calculate-per-token-loss")
+
+
 def check_sources(data: DataConfig) -> None:
     parts = {
         "--train-data-path": data.train_data_path,
@@ -448,37 +459,23 @@ def check_sources(data: DataConfig) -> None:
 
 
 def _check_tokenizer(data: DataConfig, model: ModelConfig) -> None:
-    kind = data.tokenizer_type
-    if kind == "HuggingFaceTokenizer" and data.tokenizer_model is None:
-        raise ConfigError(
-            "--tokenizer-model",
-            "(missing)",
-            "is needed with --tokenizer-type HuggingFaceTokenizer",
-            "Give the tokenizer's directory or tokenizer.json",
-        )
-    check_tokenizer_model(data)
-    if kind == "NullTokenizer" and model.vocab_size is None:
-        raise ConfigError(
-            "--vocab-size",
-            "(missing)",
-            "is needed with --tokenizer-type NullTokenizer",
-            "Give the number of token ids in the data",
-        )
-    if kind is None and not (data.mock_data and model.vocab_size is not None):
+    kind = data.tokenizer
+    check_given(kind, data.tokenizer_files)
+    if kind is not None:
+        check_needed(kind, {**data.tokenizer_files, "--vocab-size": model.vocab_size})
+    elif not (data.mock_data and model.vocab_size is not None):
         remedy = "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer"
         remedy += " with --vocab-size" if model.vocab_size is None else ""
         reason = "is needed to know the vocabulary"
         raise ConfigError("--tokenizer-type", "(missing)", reason, remedy)
 
 
-def check_tokenizer_model(data: DataConfig) -> None:
-    if data.tokenizer_type != "HuggingFaceTokenizer" and data.tokenizer_model is not None:
-        raise ConfigError(
-            "--tokenizer-model",
-            data.tokenizer_model,
-            "is read only by a HuggingFaceTokenizer",
-            "Add --tokenizer-type HuggingFaceTokenizer, or leave it out",
-        )
+def check_tokenizer_files(data: DataConfig) -> None:
+    """Check the tokenizer of a run whose model's directory has one, and knows its vocabulary."""
+    kind = data.tokenizer
+    check_given(kind, data.tokenizer_files)
+    if kind is not None and kind not in ("HuggingFaceTokenizer", "NullTokenizer"):
+        check_needed(kind, data.tokenizer_files)
 
 
 def check_checkpoint(checkpoint: CheckpointConfig, parallel: ParallelConfig) -> None:

@@ -114,6 +114,10 @@ class ParallelConfig(Section):
     """Minutes after which an unfinished collective is an error. A training step may stand still for
     as long (with the
     default: 10 minutes in the first one, then ten times the longest one, at least 1)."""
+    preflight: bool = setting(False, ours=True)
+    """Before the model is built let every rank exchange messages with the others, as
+    merak-preflight does, and end the job if a host or a link is slow, or the directory of --save
+    is not the same on all hosts."""
     no_overlap_grad_reduce: bool = setting(
         False, megatron=True, ours=True, plan=InPlan("overlap_grad_reduce", on=False, taken=True)
     )

@@ -8,6 +8,7 @@ from .batches import Batches, batches_of, check_length, check_sizes
 from .checks import (
     check_checkpoint,
     check_context_parallel,
+    check_conversations,
     check_data,
     check_experts,
     check_model,
@@ -23,7 +24,7 @@ from .checks import (
     check_sharding,
     check_sources,
     check_tensor_parallel,
-    check_tokenizer_model,
+    check_tokenizer_files,
     left,
 )
 from .hf import HFModelConfig
@@ -35,6 +36,7 @@ from .sections import (
     CheckpointConfig,
     DataConfig,
     HFCheckpointConfig,
+    HFDataConfig,
     LoggingConfig,
     ModelConfig,
     TrainConfig,
@@ -226,6 +228,7 @@ class HFConfig(RunConfig):
     """
 
     model: HFModelConfig
+    data: HFDataConfig = HFDataConfig()
     checkpoint: HFCheckpointConfig = HFCheckpointConfig()
 
     def check_model(self, world_size: int) -> None:
@@ -234,7 +237,9 @@ class HFConfig(RunConfig):
 
     def check_data(self) -> None:
         check_sources(self.data)
-        check_tokenizer_model(self.data)
+        check_tokenizer_files(self.data)
+        if self.data.sft:
+            check_conversations(self.data, self.train)
 
 
 Run = TypeVar("Run", bound=RunConfig)

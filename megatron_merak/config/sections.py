@@ -7,6 +7,7 @@ import math
 
 from ..errors import ConfigError
 from .settings import InPlan, Needs, Section, setting
+from .tokenizers import FILES, TIKTOKEN_PATTERNS, TOKENIZERS
 
 ON_FULL_DISK = ("wait", "stop")  # what a run does that cannot save for want of space
 RERUN_MODES = ("disabled", "validate_results", "report_stats")
@@ -20,19 +21,16 @@ _ROTARY = Needs(
 )
 _SCALING = Needs("use_rope_scaling", reason="has no effect without scaling")
 _FP16 = Needs("fp16")
+_STRAGGLER = Needs("log_straggler")
 _LOAD = Needs("load", remedy="Give --load DIRECTORY, or leave it out")
 _SAVE = Needs("save", remedy="Give --save DIRECTORY, or leave it out")
 
-# What takes the place of Megatron-LM's tokenizers, for people.
-_GPT2_FILES = (
+# What takes the place of Megatron-LM's other tokenizers, for people.
+_WORD_PIECES = (
     "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory that has the "
-    "--vocab-file as vocab.json, the --merge-file as merges.txt, and a tokenizer_config.json of "
-    '{"tokenizer_class": "GPT2Tokenizer"}'
+    'vocabulary as vocab.txt, and a tokenizer_config.json of {"tokenizer_class": "BertTokenizer"}'
 )
-_SAVED = (
-    "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory with the "
-    "tokenizer.json of that vocabulary, as transformers' AutoTokenizer saves it"
-)
+_TEXT_ONLY = "Use HuggingFaceTokenizer with --tokenizer-model: data is text without roles or images"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,20 +283,37 @@ class DataConfig(Section):
     """Fraction of extra samples built per blended dataset, so that rounding never exhausts one."""
     tokenizer_type: str | None = setting(
         None,
-        choices=("HuggingFaceTokenizer", "NullTokenizer"),
+        choices=tuple(TOKENIZERS),
         not_yet={
-            "GPT2BPETokenizer": _GPT2_FILES,
-            "SentencePieceTokenizer": _SAVED,
-            "GPTSentencePieceTokenizer": _SAVED,
-            "Llama2Tokenizer": _SAVED,
-            "TikTokenizer": _SAVED,
+            "BertWordPieceLowerCase": _WORD_PIECES,
+            "BertWordPieceCase": _WORD_PIECES,
+            "MultimodalTokenizer": _TEXT_ONLY,
+            "NullMultimodalTokenizer": _TEXT_ONLY,
+            "SFTTokenizer": _TEXT_ONLY,
         },
     )
-    """HuggingFaceTokenizer reads --tokenizer-model; NullTokenizer is for data of numbers below
-    --vocab-size.
+    """GPT2BPETokenizer reads --vocab-file and --merge-file, others --tokenizer-model; NullTokenizer
+    is for data of numbers below --vocab-size (unset: GPT2BPETokenizer if its files are given).
     """
     tokenizer_model: str | None = setting(None)
-    """Directory or tokenizer.json of the HuggingFace tokenizer."""
+    """Directory or tokenizer.json for HuggingFaceTokenizer, .model file of sentencepiece, or .json
+    file for TikTokenizer.
+    """
+    vocab_file: str | None = setting(None)
+    """The vocab.json for GPT2BPETokenizer."""
+    merge_file: str | None = setting(None)
+    """The merges.txt for GPT2BPETokenizer."""
+    tiktoken_pattern: str = setting("v2", choices=TIKTOKEN_PATTERNS)
+    """How TikTokenizer cuts text into words; other tokenizers do not read it."""
+    tiktoken_num_special_tokens: int = setting(1000, least=1)
+    """Ids before those of TikTokenizer's vocabulary; other tokenizers do not read it."""
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The kind of tokenizer: --tokenizer-type, or that of the two files if they are given."""
+        if self.tokenizer_type is None and (self.vocab_file or self.merge_file):
+            return "GPT2BPETokenizer"
+        return self.tokenizer_type
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
@@ -316,6 +331,21 @@ class DataConfig(Section):
             )
         train, valid, test = (weights + [0.0, 0.0])[:3]
         return train, valid, test
+
+    @property
+    def tokenizer_files(self) -> dict[str, str | None]:
+        """The flags that name files of a tokenizer, with their values."""
+        values = (self.tokenizer_model, self.vocab_file, self.merge_file)
+        return dict(zip(FILES, values, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HFDataConfig(DataConfig):
+    """Datasets and tokenizer."""
+
+    sft: bool = setting(False)
+    """Train on conversations, as merak-preprocess --chat-template writes them: whole ones are packed
+    into samples, each is read by itself, and the targets are the tokens of the assistant."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -396,8 +426,29 @@ class LoggingConfig(Section):
     """Add TFLOP/s per GPU and MFU to the console line."""
     tensorboard_dir: str | None = setting(None)
     """Directory for TensorBoard event files."""
+    report_to: tuple[str, ...] = setting(
+        (), ours=True, choices=("tensorboard", "wandb", "mlflow", "opentelemetry")
+    )
+    """Trackers that get the numbers of every iteration, beside those whose own settings are given.
+    opentelemetry gets spans of steps, evaluations and saves. Their libraries read the rest, such as
+    WANDB_MODE, MLFLOW_TRACKING_URI and OTEL_EXPORTER_OTLP_ENDPOINT, from the environment."""
+    wandb_project: str | None = setting(None)
+    """Project of Weights & Biases that gets the numbers of every iteration."""
+    wandb_exp_name: str | None = setting(None)
+    """Name of the run in Weights & Biases."""
+    wandb_entity: str | None = setting(None)
+    """User or team of the project."""
+    wandb_save_dir: str | None = setting(None)
+    """Directory for what Weights & Biases keeps on this machine (default: wandb in --save)."""
     log_num_zeros_in_grad: bool = setting(False)
     """Count the zeros in the gradient."""
+    log_straggler: bool = setting(False)
+    """Tell at each log interval which ranks computed longest and shortest beside those that compute
+    the same, waits for other ranks left out. On a GPU ranks that compute a layer together have
+    one time, and each step waits for the device once more.
+    """
+    straggler_minmax_count: int = setting(1, least=1, needs=_STRAGGLER)
+    """Ranks that --log-straggler names on either side."""
     timeline: str | None = setting(None, ours=True)
     """Draw the timeline of the last step: a .png, a zoomable .html page, or a .json trace for
     Perfetto.

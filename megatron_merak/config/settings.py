@@ -170,7 +170,8 @@ def checked(cls: type, field: dataclasses.Field, value: Any) -> Any:
     if kind in (int, float) and (remedy := _range_remedy(field.metadata, value)):
         raise ConfigError(flag, value, "is out of range", remedy)
     if "choices" in field.metadata:
-        _check_choice(field, value)
+        for item in value if kind is tuple else (value,):
+            _check_choice(field, item)
     return value
 
 

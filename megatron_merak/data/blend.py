@@ -11,6 +11,7 @@ import torch
 
 from .. import _native
 from ..errors import DataError
+from .chat_dataset import ChatDataset
 from .gpt_dataset import GPTDataset
 from .index_cache import cached_arrays
 
@@ -121,7 +122,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[GPTDataset | ChatDataset],
         weights: Sequence[float],
         size: int | None,
         path_to_cache: Path | None = None,

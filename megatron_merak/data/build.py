@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import DataConfig, RunConfig
+from ..config import DataConfig, HFDataConfig, RunConfig
 from ..errors import DataError
 from . import tokenizer as tokenizers
 from .blend import BlendedDataset, normalized, parse_blend, samples_per_dataset
+from .chat_dataset import ChatDataset
 from .gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSource
 from .gpt_index import SPLITS, split_bounds
 from .indexed_dataset import IndexedDataset
 from .mock import MockIndexedDataset
 from .prefixes import check_dataset
-from .tokenizer import NullTokenizer, Tokenizer
+from .tokenizer import NullTokenizer, Tokenizer, TokenizerDetails
 
 logger = logging.getLogger(__name__)
-Dataset = GPTDataset | BlendedDataset
+Samples = GPTDataset | ChatDataset
+Dataset = Samples | BlendedDataset
 
 
 class Datasets(NamedTuple):
@@ -40,19 +42,29 @@ def build_tokenizer(config: RunConfig) -> Tokenizer:
     vocab_size = config.model.vocab_size
     if _is_generated(config) and vocab_size is not None:
         return NullTokenizer(vocab_size - 1)
-    return tokenizers.build_tokenizer(data.tokenizer_type, data.tokenizer_model, vocab_size)
+    return tokenizers.build_tokenizer(
+        data.tokenizer, data.tokenizer_model, vocab_size, details_of(data)
+    )
+
+
+def details_of(data: DataConfig) -> TokenizerDetails:
+    """Return what a run's tokenizer is made from beside --tokenizer-model and --vocab-size."""
+    return TokenizerDetails(
+        data.vocab_file,
+        data.merge_file,
+        data.tiktoken_pattern,
+        data.tiktoken_num_special_tokens,
+    )
 
 
 def check_tokenizer(config: RunConfig) -> None:
-    """Check that what --tokenizer-model names is there, before it is read. Raises `DataError`."""
+    """Check that the files of the tokenizer are there, before they are read. Raises `DataError`."""
     data = config.data
-    numbers = data.tokenizer_type == "NullTokenizer" or _is_generated(config)
-    if data.tokenizer_model is not None and not numbers:
-        tokenizers.tokenizer_file(Path(data.tokenizer_model))
+    tokenizers.tokenizer_paths(data.tokenizer, data.tokenizer_model, details_of(data))
 
 
 def _is_generated(config: RunConfig) -> bool:
-    return config.data.mock_data and config.data.tokenizer_type is None
+    return config.data.mock_data and config.data.tokenizer is None
 
 
 def vocabulary(config: RunConfig, tokenizer: Tokenizer) -> int:
@@ -143,6 +155,8 @@ class DatasetBuilder:
             else None
         )
         self._sources: dict[str, IndexedDataset] = {}
+        packs = isinstance(self.data, HFDataConfig) and self.data.sft
+        self._kind = ChatDataset if packs else GPTDataset
 
     def build(self, part: int, samples: int) -> Dataset | None:
         """Return the part `SPLITS[part]` with at least `samples` samples."""
@@ -165,14 +179,14 @@ class DatasetBuilder:
             self._sources[prefix] = IndexedDataset(prefix, mmap=not self.data.no_mmap_bin_files)
         return self._sources[prefix]
 
-    def _single(self, source: TokenSource, part: int, samples: int | None) -> GPTDataset | None:
+    def _single(self, source: TokenSource, part: int, samples: int | None) -> Samples | None:
         bounds = self._bounds(source, part)
         if bounds is None:
             return None
-        cache = self.data.data_cache_path or f"{source.prefix}/cache/{GPTDataset.__name__}_indices"
+        cache = self.data.data_cache_path or f"{source.prefix}/cache/{self._kind.__name__}_indices"
         path_to_cache = None if self._mock is not None else Path(cache)
         config = dataclasses.replace(self.shared, path_to_cache=path_to_cache)
-        return GPTDataset(source, bounds, samples, SPLITS[part], config=config)
+        return self._kind(source, bounds, samples, SPLITS[part], config=config)
 
     def _bounds(self, source: TokenSource, part: int) -> tuple[int, int] | None:
         """Return the part's range of sequences.
@@ -241,9 +255,9 @@ class DatasetBuilder:
         self,
         flag: str,
         sources: Sequence[TokenSource],
-        datasets: Sequence[GPTDataset | None],
+        datasets: Sequence[Samples | None],
         part: int,
-    ) -> list[GPTDataset]:
+    ) -> list[Samples]:
         """Return ``datasets``. Raises DataError if one has no data of that part."""
         complete = []
         for source, dataset in zip(sources, datasets, strict=True):

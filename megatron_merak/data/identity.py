@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .build import Dataset, Datasets
-from .gpt_dataset import GPTDataset
+from .blend import BlendedDataset
+from .build import Dataset, Datasets, Samples
 
 _PREFIX = 1 << 12  # entries of an index that are hashed for its order
 # samples whose values are hashed: the first ones, and some of all
@@ -58,14 +58,14 @@ def _identity(dataset: Dataset) -> dict:
     samples: how they are cut.
     order:   digest of their order.
     """
-    parts = [dataset] if isinstance(dataset, GPTDataset) else dataset.datasets
+    parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     indices = [
         index
         for part in parts
         for index in (part.document_index, part.sample_index, part.shuffle_index)
     ]
     weights = None
-    if not isinstance(dataset, GPTDataset):
+    if isinstance(dataset, BlendedDataset):
         indices += [dataset.dataset_index, dataset.dataset_sample_index]
         weights = dataset.weights
     order = hashlib.sha256()
@@ -83,7 +83,7 @@ def _identity(dataset: Dataset) -> dict:
     }
 
 
-def _source(part: GPTDataset) -> dict:
+def _source(part: Samples) -> dict:
     return {
         "prefix": part.source.prefix,
         "fingerprint": part.source.fingerprint(),

@@ -16,7 +16,7 @@ from ..counting import counted
 from ..errors import DataError, MerakError
 from .documents import Raw, input_files, parse_document, read_documents
 from .indexed_dataset import IndexedDatasetWriter, token_dtype
-from .tokenizer import Tokenizer, build_tokenizer
+from .tokenizer import DEFAULTS, NUMBERS, Tokenizer, TokenizerDetails, build_tokenizer
 
 CHUNK_BYTES = 1 << 20
 CHUNK_DOCUMENTS = 1024
@@ -24,18 +24,21 @@ CHUNK_DOCUMENTS = 1024
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """How a raw document becomes token ids: the tokenizer's three flags, the JSON keys, and whether
-    eod follows.
+    """How a raw document becomes token ids: the tokenizer's flags, the JSON keys, and whether eod
+    follows.
     """
 
-    tokenizer_type: str
+    tokenizer_type: str | None
     tokenizer_model: str | None
     vocab_size: int | None
     json_keys: tuple[str, ...]
     append_eod: bool
+    details: TokenizerDetails = DEFAULTS
 
     def build_tokenizer(self) -> Tokenizer:
-        return build_tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size)
+        return build_tokenizer(
+            self.tokenizer_type, self.tokenizer_model, self.vocab_size, self.details
+        )
 
 
 @dataclass
@@ -58,7 +61,7 @@ def encode_chunk(
     for raw in chunk:
         try:
             parsed = parse_document(raw, config.json_keys)
-            if config.tokenizer_type == "NullTokenizer":
+            if config.tokenizer_type == NUMBERS:
                 for text in parsed:
                     tokenizer.tokenize(text)
         except (ValueError, DataError) as error:

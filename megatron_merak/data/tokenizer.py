@@ -4,17 +4,38 @@ network.
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from tokenizers import Tokenizer as TokenizerFile
-
+from ..config.tokenizers import TOKENIZERS
 from ..errors import DataError
+from .fast_tokenizer import FileTokenizer, gpt2_tokenizer
 from .files import regular_file_size
+from .sentencepiece_tokenizer import SentencePieceTokenizer
+from .tiktoken_tokenizer import TikTokenizer
 
-# The token that ends a document, where a bare tokenizer.json leaves unsaid which one does: the
-# first that it has.
-EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+Value = TypeVar("Value")
+NUMBERS = "NullTokenizer"
+_TEXTS = (".json", ".txt", ".model")  # in a directory of transformers, what a tokenizer reads
+_SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+
+
+@dataclass(frozen=True)
+class TokenizerDetails:
+    """What some tokenizers are made from beside a model and a size.
+
+    vocab_file, merge_file: of GPT2BPETokenizer.
+    tiktoken_pattern, tiktoken_special_tokens: of TikTokenizer; ids before those of its file.
+    """
+
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tiktoken_pattern: str = "v2"
+    tiktoken_special_tokens: int = 1000
+
+
+DEFAULTS = TokenizerDetails()
 
 
 class Tokenizer(Protocol):
@@ -40,37 +61,62 @@ class Tokenizer(Protocol):
 
 
 def build_tokenizer(
-    tokenizer_type: str | None, tokenizer_model: str | Path | None, vocab_size: int | None
+    tokenizer_type: str | None,
+    tokenizer_model: str | Path | None,
+    vocab_size: int | None,
+    details: TokenizerDetails = DEFAULTS,
 ) -> Tokenizer:
-    """The tokenizer that `--tokenizer-type`, `--tokenizer-model` and `--vocab-size` describe.
-    Raises `DataError`.
-    """
-    if tokenizer_type == "NullTokenizer":
-        if vocab_size is None:
-            raise DataError(
-                "--vocab-size",
-                "(missing)",
-                "a NullTokenizer needs it",
-                "Give the number of token ids",
-            )
-        return NullTokenizer(vocab_size)
-    if tokenizer_type != "HuggingFaceTokenizer":
-        raise DataError(
-            "--tokenizer-type",
-            tokenizer_type,
-            "it is unknown",
-            "Use HuggingFaceTokenizer or NullTokenizer",
+    """Return the tokenizer that the flags of a command describe. Raises `DataError`."""
+    if tokenizer_type == NUMBERS:
+        return NullTokenizer(_given("--vocab-size", vocab_size, NUMBERS))
+    if tokenizer_type == "GPT2BPETokenizer":
+        return gpt2_tokenizer(
+            Path(_given("--vocab-file", details.vocab_file, tokenizer_type)),
+            Path(_given("--merge-file", details.merge_file, tokenizer_type)),
         )
-    if tokenizer_model is None:
-        raise DataError(
-            "--tokenizer-model",
-            "(missing)",
-            "HuggingFaceTokenizer needs it",
-            "Give a tokenizer.json, or a directory that contains one",
-        )
-    path = Path(tokenizer_model)
+    if tokenizer_type is None or tokenizer_type not in TOKENIZERS:
+        remedy = f"Use {' or '.join(TOKENIZERS)}"
+        raise DataError("--tokenizer-type", tokenizer_type, "it is unknown", remedy)
+    model = None if tokenizer_model is None else str(tokenizer_model)
+    path = Path(_given("--tokenizer-model", model, tokenizer_type))
+    if tokenizer_type in _SENTENCEPIECE:
+        return SentencePieceTokenizer(path)
+    if tokenizer_type == "TikTokenizer":
+        pattern = details.tiktoken_pattern
+        return TikTokenizer(path, pattern, details.tiktoken_special_tokens, vocab_size)
     file = tokenizer_file(path)
     return HuggingFaceTokenizer(path) if file is None else FileTokenizer(file)
+
+
+def _given(flag: str, value: Value | None, kind: str) -> Value:
+    if value is None:
+        remedy = TOKENIZERS[kind][flag]
+        raise DataError(flag, "(missing)", f"{kind} needs it", remedy)
+    return value
+
+
+def tokenizer_paths(
+    tokenizer_type: str | None, tokenizer_model: str | Path | None, details: TokenizerDetails
+) -> list[Path]:
+    """Return the files that say how text is cut and numbered. Raises `DataError` where one is
+    missing.
+    """
+    if tokenizer_type == "HuggingFaceTokenizer" and tokenizer_model is not None:
+        file = tokenizer_file(Path(tokenizer_model))
+        if file is not None:
+            return [file]
+        entries = sorted(Path(tokenizer_model).iterdir())
+        return [each for each in entries if each.is_file() and each.suffix in _TEXTS]
+    named = (
+        ("--tokenizer-model", tokenizer_model),
+        ("--vocab-file", details.vocab_file),
+        ("--merge-file", details.merge_file),
+    )
+    needed = {} if tokenizer_type is None else TOKENIZERS[tokenizer_type]
+    paths = [(flag, Path(path)) for flag, path in named if path is not None and flag in needed]
+    for flag, path in paths:
+        regular_file_size(path, flag, flag)
+    return [path for _, path in paths]
 
 
 def tokenizer_file(path: Path) -> Path | None:
@@ -83,51 +129,6 @@ def tokenizer_file(path: Path) -> Path | None:
     file = path / "tokenizer.json" if path.is_dir() else path
     regular_file_size(file, "--tokenizer-model", "--tokenizer-model")
     return file
-
-
-class FileTokenizer:
-    """A bare tokenizer.json, through the `tokenizers` library."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            self._tokenizer = TokenizerFile.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(
-                "--tokenizer-model",
-                path,
-                f"it cannot be read ({error})",
-                "Use a tokenizer.json saved by the tokenizers library",
-            ) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.pad = None
-        self._eod = next((vocabulary[token] for token in EOD_TOKENS if token in vocabulary), None)
-
-    @property
-    def eod(self) -> int:
-        if self._eod is None:
-            raise DataError(
-                "--tokenizer-model",
-                self.path,
-                f"it has none of {', '.join(EOD_TOKENS)} to end a document",
-                "Give a directory whose tokenizer_config.json names the eos_token",
-            )
-        return self._eod
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [
-            encoding.ids
-            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 class HuggingFaceTokenizer:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from .fast_tokenizer import EOD_TOKENS
 from .files import atomic_writer
-from .tokenizer import EOD_TOKENS
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:

@@ -1,11 +1,13 @@
 """The ranks of a job that ``MerakArguments`` describe."""
 
 import datetime
+import logging
 from typing import Any
 
 from ..errors import ConfigError
 from ..parallel.agree import gather_json
 from ..parallel.ranks import Ranks, meet
+from ..preflight.stage import passed
 from ..training.same_files import check_same_files
 from .arguments import deepspeed
 from .arguments.fields import FILES
@@ -47,5 +49,9 @@ def ranks_of(args: Any) -> Ranks:
                     f"rank {rank} has it, rank 0 has {first}",
                     "Start all ranks with the same arguments",
                 )
+    if args.preflight:
+        told = passed(ranks, args.output_dir or "")
+        if ranks.rank == 0:
+            logging.getLogger(__name__).warning("%s", told)
     check_same_files({name: path for name in FILES if (path := getattr(args, name))}, ranks.control)
     return ranks

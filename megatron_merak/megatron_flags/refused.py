@@ -35,15 +35,6 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 )
 
 _SHAPE = "Use pretrain_hf.py with a model of that shape"
-_GPT2_FILES = (
-    "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory that has this "
-    "file, as vocab.json or merges.txt, the other one, and a tokenizer_config.json of "
-    '{"tokenizer_class": "GPT2Tokenizer"}'
-)
-_TIKTOKEN = (
-    "Use --tokenizer-type HuggingFaceTokenizer with --tokenizer-model DIR, a directory with the "
-    "tokenizer.json of that vocabulary"
-)
 _TOKENIZER = (
     "Leave it out: the files of --tokenizer-model say which tokens there are and how text is cut"
 )
@@ -286,14 +277,15 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--save-wgrads-interval --save-dgrads-interval",
     ),
     (
-        _GPT2_FILES,
-        "--vocab-file --merge-file",
-    ),
-    (
         _TOKENIZER,
-        """--vocab-extra-ids --legacy-tokenizer --tokenizer-metadata
+        """--vocab-extra-ids --tokenizer-metadata --tiktoken-special-tokens
         --tokenizer-special-tokens --tokenizer-sentencepiece-legacy --tokenizer-hf-use-fast
         --tokenizer-hf-include-special-tokens --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens""",
+    ),
+    (
+        "Leave it out: SentencePieceTokenizer adds no ids to those of its file, and Llama2Tokenizer "
+        "begins no document with <s>, as in Megatron-LM without it",
+        "--legacy-tokenizer",
     ),
     ("Use --vocab-size with --make-vocab-size-divisible-by", "--padded-vocab-size"),
     (
@@ -315,7 +307,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("Start a run with --finetune for every phase", "--phase-transition-iterations"),
     (
         "Use MerakTrainer or TRL's SFTTrainer with a script",
-        "--sft --sft-tokenizer-prompt-format --sft-mock-dataset-config-json",
+        "--sft-tokenizer-prompt-format --sft-mock-dataset-config-json",
     ),
     (
         _BOARD,
@@ -327,8 +319,9 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         _PROFILE,
-        """--profile --use-pytorch-profiler --record-memory-history --memory-snapshot-path --log-straggler
-        --disable-straggler-on-startup --run-workload-inspector-server --record-shapes --nvtx-ranges""",
+        """--profile --use-pytorch-profiler --record-memory-history --memory-snapshot-path
+        --disable-straggler-on-startup --straggler-ctrlr-port --run-workload-inspector-server
+        --record-shapes --nvtx-ranges""",
     ),
     (_LOOP, "--perform-rl-step --refit-method"),
     (
@@ -389,11 +382,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             "--non-persistent- --ckpt-convert- --ckpt-fully-parallel-".split(), _FORMAT
         ),
-        "--tiktoken-": _TIKTOKEN,
         "--fim-": "Leave it out: samples are taken as they are in the data",
-        "--wandb-": "Use --tensorboard-dir, --metrics for JSON lines, or --run-dir for "
-        "merak-report",
-        **dict.fromkeys("--profile- --pytorch-profiler- --straggler-".split(), _PROFILE),
+        **dict.fromkeys("--profile- --pytorch-profiler-".split(), _PROFILE),
         "--flight-recorder-": _NCCL,
         **dict.fromkeys(
             "--retro- --retriever- --bert- --biencoder- --ict- --indexer- --vision- --swin- "
@@ -425,7 +415,7 @@ def changes_numbers(name: str) -> bool:
     if name in TAKEN:
         return not TAKEN[name].same_numbers
     told = remedy(name)
-    return told not in _SAME_NUMBERS and not name.startswith("--wandb-")
+    return told not in _SAME_NUMBERS
 
 
 def remedy(name: str) -> str | None:

@@ -173,9 +173,6 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         "--no-create-attention-mask-in-dataloader": Taken(
             "attention is causal, and no mask is loaded"
         ),
-        "--tiktoken-pattern": Taken(
-            "only TikTokenizer reads it, which does not exist here", ("v1", "v2")
-        ),
         "--disable-msc": Taken("files are read from the file system"),
         "--timing-log-level": Taken("there are no further timers", ("0",), same_numbers=True),
         "--tensorboard-log-interval": Taken("every iteration is written", _ONE, same_numbers=True),

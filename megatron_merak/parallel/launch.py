@@ -27,10 +27,20 @@ from . import emulated, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
 from .listening import loopback_interface, new_secret, open_server
 from .meeting import ATTEMPT, job_keys, name_attempt
-from .position import LAUNCHER, SECRET, launcher, position, tell
+from .position import (
+    LAUNCHER,
+    SECRET,
+    launcher,
+    local_rank,
+    position,
+    ranks_here,
+    rendezvous,
+    tell,
+)
 from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
 from .pulse import Pulse
+from .rendezvous import ADDRESS, PORT
 from .shared_segment import SegmentSettings
 from .team import Team
 from .watchdog import HangLimits, Watchdog, running
@@ -117,19 +127,19 @@ def _device(backend: str, size: int) -> torch.device:
             "there is no CUDA device",
             "Use --distributed-backend gloo",
         )
-    local_rank = _number(launcher().local_rank, "0" if size == 1 else "")
+    own = _number(launcher().local_rank, "0" if size == 1 else "")
     count = torch.cuda.device_count()
     if backend == staged.NAME:
-        return torch.device("cuda", local_rank % count)
-    if local_rank >= count:
+        return torch.device("cuda", own % count)
+    if own >= count:
         remedy = (
             f"Start at most {count} ranks on this host, or let them share by "
             f"--distributed-backend {staged.NAME}"
         )
         raise LaunchError(
-            "local rank", local_rank, f"this host has {counted(count, 'CUDA device')}", remedy
+            "local rank", own, f"this host has {counted(count, 'CUDA device')}", remedy
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", own)
 
 
 def _check_rendezvous(backend: str) -> None:
@@ -142,11 +152,13 @@ def _check_rendezvous(backend: str) -> None:
                 "--distributed-backend", MPI, reason, "Start them with mpirun, or use gloo"
             )
         return
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
+    place = rendezvous()
+    for name, known in ((ADDRESS, place.host), (PORT, place.port)):
+        if not known:
             reason = "ranks could not find each other"
             remedy = (
-                "Name the first rank's host and a free port"
+                f"Name the first rank's host and a free port of it: mpirun -x {ADDRESS}=HOST "
+                f"-x {PORT}=PORT, or -genv NAME VALUE with MPICH"
                 if by.by_mpi
                 else "Start ranks with torchrun"
             )
@@ -155,9 +167,8 @@ def _check_rendezvous(backend: str) -> None:
 
 def _environment() -> Environment:
     malloc = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
-    ranks_here = _number(launcher().local_size, "0")
     return Environment(
-        ranks_here, not _threads_by_torchrun(), any(name in os.environ for name in malloc)
+        ranks_here(), not _threads_by_torchrun(), any(name in os.environ for name in malloc)
     )
 
 
@@ -272,7 +283,7 @@ def launch(
         collectives=collectives,
         setup=setup,
         ranks_here=environment.ranks_here,
-        local_rank=_local_rank(),
+        local_rank=local_rank(),
         team=team,
         store=store,
         watchdog=watchdog,
@@ -313,19 +324,13 @@ def check_available(backend: str) -> None:
         raise LaunchError("backend", MPI, reason, "Use gloo, or build torch where MPI is installed")
 
 
-def _local_rank() -> int:
-    name = launcher().local_rank
-    return _number(name, "0") if name in os.environ else -1
-
-
 def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Return a key-value store of this attempt of the job, of its launcher or of rank 0. Raises
     LaunchError.
 
     Collective over all ranks, but for those of a launcher that starts single ranks again.
     """
-    host = os.environ["MASTER_ADDR"]
-    port = _number("MASTER_PORT", "")
+    host, port, job = rendezvous()
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     creates = rank == 0 and not of_launcher
     try:
@@ -334,16 +339,17 @@ def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         store = _open_store(host, port, creates, timeout)
     except (RuntimeError, ValueError, OSError) as error:
         reason = f"no store answers there ({str(error).splitlines()[0]})"
-        remedy = (
-            "Its launcher has ended: start the job again"
-            if of_launcher
-            else "Start ranks with torchrun"
-        )
+        remedy = "Start ranks with torchrun"
+        if of_launcher:
+            remedy = "Its launcher has ended: start the job again"
+        elif job:
+            remedy = f"Name a free port of that host in {PORT}, or another host in {ADDRESS}"
         raise LaunchError("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", reason, remedy) from error
     attempt = os.environ.get(ATTEMPT)
     if attempt is None:
+        # two jobs may derive one port
         attempt = name_attempt(
-            dist.PrefixStore("megatron_merak", store), rank, size, timeout, say=tell
+            dist.PrefixStore(f"megatron_merak {job}".rstrip(), store), rank, size, timeout, say=tell
         )
     return job_keys(store, attempt)
 
@@ -452,7 +458,7 @@ def adopt(
         setup=setup,
         watchdog=watchdog,
         ranks_here=environment.ranks_here,
-        local_rank=_local_rank(),
+        local_rank=local_rank(),
     )
 
 
@@ -482,9 +488,7 @@ def own_collectives(backend: str, device: torch.device, size: int) -> str | None
     if backend == "auto" and device.type == "cpu" and size > 1 and shared_memory.compiled():
         backend = shared_memory.NAME
     if backend == shared_memory.NAME:
-        shared_memory.register(
-            SegmentSettings(ranks_here=_number(launcher().local_size, "0")), one_host=requested
-        )
+        shared_memory.register(SegmentSettings(ranks_here=ranks_here()), one_host=requested)
     elif backend == peer_group.NAME:
         if device.type != "cuda":
             raise LaunchError(

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-LOOPBACK = "127.0.0.1"
+from .rendezvous import LOOPBACK as LOOPBACK
+
 SECRET_BYTES = 32
 
 

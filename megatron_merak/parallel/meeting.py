@@ -72,6 +72,10 @@ def name_attempt(
         seconds = timeout.total_seconds()
         reason = f"the first rank did not gather all ranks within {seconds:.0f} s"
         raise LaunchError("job", f"rank {rank} of {size}", reason, _REMEDY) from error
+    except dist.DistNetworkError as error:
+        reason = "the job's store was lost before all ranks had met: who keeps it has ended"
+        remedy = "Look at what the first rank and the launchers say"
+        raise LaunchError("job", f"rank {rank} of {size}", reason, remedy) from error
     name = store.get(f"attempt/{number}").decode()
     store.delete_key(f"attempt/{number}")
     return name

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import LaunchError
+from . import slurm
+from .rendezvous import ADDRESS, PORT, Rendezvous, derived
 
 SECRET = "MERAK_JOB_SECRET"  # environment variable of a launcher's secret for one job
 # environment variable of the place of a launcher of ours, see ``places``
@@ -24,6 +26,9 @@ _PATIENCE = 5.0  # seconds to wait for another rank to write its line
 class Launcher(NamedTuple):
     """The environment variables in which a launcher passes a process its rank in the job and on its
     host.
+
+    by_mpi: whether its ranks may be those of MPI.
+    sure:   a variable without which others may have set the rank; empty: none.
     """
 
     name: str
@@ -32,24 +37,31 @@ class Launcher(NamedTuple):
     local_rank: str
     local_size: str
     by_mpi: bool = True
+    sure: str = ""
 
 
 _TORCHRUN = Launcher(
     "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", by_mpi=False
 )
-# the first one whose variables are set; torchrun may itself be started by another one
+_OPEN_MPI = Launcher(
+    "mpirun",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_HYDRA = Launcher(
+    "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"
+)  # MPICH and Intel's MPI
+_SRUN = Launcher("srun", slurm.RANK, slurm.SIZE, slurm.LOCAL_RANK, local_size=slurm.TASKS_OF_NODES)
+# The first one whose variables are set. torchrun may itself be started by another one, and those of
+# MPI start theirs by srun, which in turn has the ranks of MPICH in variables, and not their hosts.
 _LAUNCHERS = (
     _TORCHRUN,
-    Launcher(
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Launcher(
-        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"
-    ),  # MPICH and Intel's MPI
+    _OPEN_MPI,
+    _HYDRA._replace(sure=_HYDRA.local_rank),
+    _SRUN,
+    _HYDRA,
 )
 
 _NUMERIC = (  # variables by which libraries choose how they compute
@@ -73,9 +85,13 @@ def number(name: str, default: str) -> int:
 
 def launcher() -> Launcher:
     """Return the launcher that started this process; torchrun if there is none."""
-    return next(
-        (each for each in _LAUNCHERS if {each.rank, each.size} & os.environ.keys()), _TORCHRUN
-    )
+    return next((each for each in _LAUNCHERS if _started(each)), _TORCHRUN)
+
+
+def _started(by: Launcher) -> bool:
+    if by is _SRUN:
+        return slurm.is_task(os.environ)
+    return bool({by.rank, by.size} & os.environ.keys()) and (not by.sure or by.sure in os.environ)
 
 
 def position() -> tuple[int, int]:
@@ -83,12 +99,37 @@ def position() -> tuple[int, int]:
     LaunchError.
     """
     by = launcher()
+    if by is _SRUN:
+        slurm.check_task(os.environ)
     rank = number(by.rank, "0")
     size = number(by.size, "1")
     if not 0 <= rank < size:
         what = f"environment variable {by.rank}"
         raise LaunchError(what, rank, f"{by.size} is {size}", f"Start ranks with {by.name}")
     return rank, size
+
+
+def ranks_here() -> int:
+    """Return the number of ranks of the job on this host, 0 where unknown."""
+    by = launcher()
+    return slurm.tasks_here(os.environ) if by is _SRUN else number(by.local_size, "0")
+
+
+def local_rank() -> int:
+    """Return the index of this rank on its host, -1 where unknown."""
+    name = launcher().local_rank
+    return number(name, "0") if name in os.environ else -1
+
+
+def rendezvous() -> Rendezvous:
+    """Return where the ranks of the job meet, by the user, the launcher, or what it tells."""
+    host = os.environ.get(ADDRESS, "")
+    port = number(PORT, "0") if os.environ.get(PORT) else 0
+    by = launcher()
+    if (host and port) or by is _TORCHRUN:
+        return Rendezvous(host, port)
+    found = derived(os.environ, by is _SRUN, ranks_here() == position()[1])
+    return Rendezvous(host or found.host, port or found.port, found.job)
 
 
 def environment() -> dict[str, str]:
@@ -106,17 +147,22 @@ def launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def tell(text: str, alike: str | None = None) -> None:
-    """Write a line to stderr, once for all ranks of this host that torchrun started and that report
-    the same.
+def restarts() -> int:
+    """Return how often torchrun has started the ranks of this job again."""
+    return number("TORCHELASTIC_RESTART_COUNT", "0")
 
-    The other ranks return when the first one has written its line, because torchrun ends all ranks
+
+def tell(text: str, alike: str | None = None) -> None:
+    """Write a line to stderr, once for all ranks of this host that report the same; those of MPICH
+    each write it.
+
+    The other ranks return when the first one has written its line, because launchers end all ranks
     once one exits.
 
     alike: text by which lines are compared; None: ``text``. Use it where ``text`` contains the
            rank.
     """
-    directory = _attempt_directory()
+    directory = _shared_directory()
     if directory is None:
         _write(text)
         return
@@ -142,12 +188,17 @@ def _write(text: str) -> None:
         stream.flush()
 
 
-def _attempt_directory() -> Path | None:
-    """Return torchrun's directory of this attempt of the job on this host, the parent of each
-    rank's; or None.
+def _shared_directory() -> Path | None:
+    """Return a directory of this attempt of the job on this host: torchrun's, the parent of each
+    rank's, Open MPI's, or one for a step of Slurm; or None.
     """
     directory = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
-    return directory if directory.name.startswith("attempt_") and directory.is_dir() else None
+    if directory.name.startswith("attempt_") and directory.is_dir():
+        return directory
+    by = launcher()
+    if by is _OPEN_MPI and (given := os.environ.get("PMIX_SERVER_TMPDIR")):
+        return Path(given) if Path(given).is_dir() else None
+    return slurm.directory(os.environ) if by is _SRUN else None
 
 
 def _wait_for(mark: Path) -> None:

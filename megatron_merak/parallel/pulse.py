@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..pipeline_parallel.ops import Op
+from .in_flight import Work
 
 
 class Place(NamedTuple):
@@ -24,6 +25,19 @@ class Place(NamedTuple):
 
     text: str
     in_step: bool
+
+
+class TimedWork:
+    """A work whose waits are added up in a pulse."""
+
+    def __init__(self, work: Work, pulse: "Pulse"):
+        self._work = work
+        self._pulse = pulse
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self._work.wait()
+        self._pulse.waited += time.perf_counter() - began
 
 
 class Pulse:
@@ -41,6 +55,8 @@ class Pulse:
     stage:       of this rank in a pipeline; None without one.
     thread:      the thread that trains.
     left:        where it was when an exception ended its last step; empty if none did.
+    times_waits: whether `timed` works add up how long they are waited for.
+    waited:      that time so far, in seconds. Waits do not block the host of a GPU.
     flag:        one byte, 1 where `place` is in a step. The watchdog puts it into memory that other
                  processes read: what it publishes itself is old once this process no longer runs.
     """
@@ -52,6 +68,8 @@ class Pulse:
         self.longest = 0.0
         self.aside = ""
         self.left = ""
+        self.times_waits = False
+        self.waited = 0.0
         self.flag: bytearray | mmap.mmap = bytearray(1)
         self.stage: int | None = None
         self.thread = threading.main_thread().ident
@@ -68,6 +86,10 @@ class Pulse:
         self.collective = kind
         self.collectives += 1
         self.beats += 1
+
+    def timed(self, work: Work) -> Work:
+        """Return a work whose waits are added up, if that is asked for."""
+        return TimedWork(work, self) if self.times_waits else work
 
     @contextmanager
     def in_step(self, number: int, completes: bool = False) -> Iterator[None]:

@@ -477,7 +477,7 @@ class Watchdog(threading.Thread):
             f"it does not answer ({str(error).splitlines()[0]}), and rank {self.rank} has "
             "stood still "
         )
-        reason += f"for {still:.0f} s in {place.text}"
+        reason += f"for {still:.0f} s {place.text}"
         remedy = "Look at the launcher, or at the host of rank 0"
         text = str(HangError("store", "of the job", reason, remedy))
         self._finish({"text": text, "stack": shown(self._calls(), _FRAMES), "readers": 0})

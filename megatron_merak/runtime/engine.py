@@ -419,6 +419,7 @@ class Interpreter:
         return self._launched(*exchange_rows(rows, counts, self._groups[axis]))
 
     def _launched(self, tensor: Tensor, work: Work) -> tuple[Tensor, Work]:
+        work = self._pulse.timed(work)
         if not self.overlap:
             work.wait()
             work = Done()

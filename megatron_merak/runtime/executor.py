@@ -43,6 +43,7 @@ class StepRun:
     results:      per micro-batch of the last stage, the model's outputs beside its loss.
     stopwatch:    times compute ops; None where nobody asked for a trace.
     marks:        (op, start, end) of each compute op, as the stopwatch marks them.
+    waited:       seconds that compute ops waited inside for other ranks, where waits are timed.
     """
 
     batches: Sequence[Batch] = ()
@@ -56,6 +57,7 @@ class StepRun:
     losses: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     results: list[dict[str, Tensor]] = field(default_factory=list)
     marks: list[tuple[str, Any, Any]] = field(default_factory=list)
+    waited: float = 0.0
 
     def trace(self) -> list[tuple[str, float, float]]:
         """Return (op, start, end) of each compute op, in seconds."""
@@ -63,6 +65,12 @@ class StepRun:
             return []
         read = self.stopwatch.seconds
         return [(op, read(began), read(ended)) for op, began, ended in self.marks]
+
+    def computing(self) -> float:
+        """Return the seconds that this rank computed, as far as waits inside ops are timed."""
+        # Ops that ran together have the same marks.
+        spans = {(began, ended) for _, began, ended in self.trace()}
+        return sum(ended - began for began, ended in spans) - self.waited
 
 
 class Executor:
@@ -197,6 +205,7 @@ class Executor:
         if stopwatch is not None:
             self._await(ops)
             began = stopwatch.mark()
+            waited = self.mesh.pulse.waited
         if ops[0].kind in self._handlers:
             for op in ops:
                 self._handlers[op.kind](self.stages[op.stage], op)
@@ -206,6 +215,7 @@ class Executor:
                 self._hand_over(self.stages[op.stage], op)
         if stopwatch is not None:
             ended = stopwatch.mark()
+            self.last.waited += self.mesh.pulse.waited - waited
             self.last.marks += [(str(op), began, ended) for op in ops]
 
     def _idle(self, entry: Entry) -> None:

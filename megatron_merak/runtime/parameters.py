@@ -78,6 +78,7 @@ class RankParameters:
                 replicate_group=replicate_group,
                 group=mesh.copies,
                 in_bf16=in_bf16,
+                pulse=mesh.pulse,
             )
         relay = None if replicate_group is None or by_unit else Relay(mesh.device, mesh.clock)
         self.reducer = GradientReducer(
@@ -89,7 +90,7 @@ class RankParameters:
             relay=relay,
             in_bf16=in_bf16,
         )
-        self.gatherer = ShardGatherer(buffer, shard_group, overlap_gathers)
+        self.gatherer = ShardGatherer(buffer, shard_group, overlap_gathers, mesh.pulse)
         self._replicated = replicated
         self._ties = ties
         self._shared = dict(shared or {})

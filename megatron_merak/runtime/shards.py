@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel.buffers import Bucket, Flat, ParameterBuffer, ShardedState
+from ..parallel.in_flight import Work
 from ..parallel.pieces import Pieces
+from ..parallel.pulse import Pulse
 from ..parallel.scattered import Scattered
 from ..tensor_parallel.sequence import gather_single
 
@@ -26,12 +28,18 @@ class ShardGatherer:
     group:   the data-parallel ranks that it is sharded over, in the order of their shards.
     overlap: whether `launch` returns at once, and the next forward waits for each bucket; otherwise
              `launch` waits.
+    pulse:   where waits are noted; None: nowhere.
     """
 
     def __init__(
-        self, buffer: ParameterBuffer, group: dist.ProcessGroup | None, overlap: bool = True
+        self,
+        buffer: ParameterBuffer,
+        group: dist.ProcessGroup | None,
+        overlap: bool = True,
+        pulse: Pulse | None = None,
     ):
         self.buffer = buffer
+        self._pulse = Pulse() if pulse is None else pulse
         self.group = group
         self.overlap = overlap
         # in the order of the forward
@@ -39,7 +47,7 @@ class ShardGatherer:
         self._bucket_of = {
             name: number for number, bucket in enumerate(self._buckets) for name in bucket.names
         }
-        self._works: dict[int, dist.Work] = {}
+        self._works: dict[int, Work] = {}
         self._preserves = False
         self._saved: list[Tensor] | None = None
 
@@ -140,7 +148,7 @@ class ShardGatherer:
                 own.copy_(saved)
             self._saved = None
 
-    def _gather(self, flat: Flat, buckets: Sequence[Bucket] | None = None) -> list[dist.Work]:
+    def _gather(self, flat: Flat, buckets: Sequence[Bucket] | None = None) -> list[Work]:
         works = []
         for bucket in self._buckets:
             if buckets is not None and bucket not in buckets:
@@ -149,5 +157,6 @@ class ShardGatherer:
             # `.data` has its own version counter: autograd may already use other buckets.
             full = flat[bucket.start : bucket.stop].data
             own = full[start - bucket.start : stop - bucket.start]
-            works.append(gather_single(full, own, group=self.group, async_op=True))
+            work = gather_single(full, own, group=self.group, async_op=True)
+            works.append(self._pulse.timed(work))
         return works

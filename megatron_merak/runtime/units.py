@@ -20,6 +20,7 @@ from torch import Tensor
 from ..parallel.buffers import Bucket, ParameterBuffer, ShardedState
 from ..parallel.in_flight import Work
 from ..parallel.pieces import in_pieces
+from ..parallel.pulse import Pulse
 from ..pipeline_parallel.ops import Kind
 from ..tensor_parallel.sequence import gather_single
 from .weights import Gradient
@@ -77,6 +78,7 @@ class UnitShards:
     replicate_group: the ranks that own the same shards; None: only this one.
     group:           all data-parallel ranks; None: those of ``shard_group``.
     in_bf16:         whether gradients are exchanged in bf16, see `Wire`.
+    pulse:           where waits are noted; None: nowhere.
 
     Attribute ``before_reduction``: called with each gradient of this rank before its reduction;
     None: nobody looks.
@@ -93,8 +95,10 @@ class UnitShards:
         replicate_group: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | None = None,
         in_bf16: bool = False,
+        pulse: Pulse | None = None,
     ):
         self.buffer = buffer
+        self._pulse = Pulse() if pulse is None else pulse
         self.shard_group = shard_group
         self.grads = grads
         self.overlap = overlap
@@ -115,7 +119,7 @@ class UnitShards:
             unit: sorted({number_of[name] for name in names}, reverse=True)
             for unit, names in reads.items()
         }
-        self._gathers: dict[int, dist.Work] = {}
+        self._gathers: dict[int, Work] = {}
         self._reduces: dict[int, tuple[Work, Tensor]] = {}
         # buckets whose ``own_grads`` already have gradients of this step
         self._begun: set[int] = set()
@@ -168,7 +172,8 @@ class UnitShards:
         data.allocate(number)
         full = data.piece(number).data
         own = self.buffer.own_data[number]
-        self._gathers[number] = gather_single(full, own, group=self.shard_group, async_op=True)
+        work = gather_single(full, own, group=self.shard_group, async_op=True)
+        self._gathers[number] = self._pulse.timed(work)
         if not self.overlap:
             self._wait_gather(number)
 
@@ -211,7 +216,7 @@ class UnitShards:
             else:
                 into = full
                 work = self._all.all_reduce(full)
-            self._reduces[number] = (work, into)
+            self._reduces[number] = (self._pulse.timed(work), into)
             if not self.overlap:
                 self._settle(number)
 

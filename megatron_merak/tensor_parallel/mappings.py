@@ -7,6 +7,8 @@ Recomputation in Large Transformer Models", 2022, section 4.2. ``group`` None, o
 each the identity.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from .sequence import gathered, own_part, reduce_scattered, stack
 
 Group = dist.ProcessGroup | None
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def group_size(group: Group) -> int:
@@ -66,28 +69,31 @@ class _Pair(torch.autograd.Function):
         return ctx.pair(grad, ctx.group), None, None, None
 
 
-def _apply(x: Tensor, group: Group, forward, backward) -> Tensor:
-    return x if group_size(group) == 1 else _Pair.apply(x, group, forward, backward)
+def paired(x: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
+    """Apply ``forward`` to x, and ``backward`` to its gradient; neither in a group of one rank."""
+    if group is None or group.size() == 1:
+        return x
+    return _Pair.apply(x, group, forward, backward)
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
     """Identity; backward sums the gradient over ``group``."""
-    return _apply(x, group, _identity, _reduce)
+    return paired(x, group, _identity, _reduce)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
     """Sum over ``group``; backward is the identity."""
-    return _apply(x, group, _reduce, _identity)
+    return paired(x, group, _reduce, _identity)
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
     """This rank's slice [..., h / n] of the last dimension of x [..., h]; backward gathers."""
-    return _apply(x, group, _split, _gather)
+    return paired(x, group, _split, _gather)
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
     """All slices x [..., h / n] side by side, [..., h]; backward takes this rank's slice."""
-    return _apply(x, group, _gather, _split)
+    return paired(x, group, _gather, _split)
 
 
 def stack_over_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
@@ -100,7 +106,7 @@ def stack_over_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
     """This rank's part [b, s / n, ...] of the sequence of x [b, s, ...]; backward gathers."""
-    return _apply(x, group, _own_part, gathered)
+    return paired(x, group, _own_part, gathered)
 
 
 def gather_from_sequence_parallel_region(
@@ -112,7 +118,7 @@ def gather_from_sequence_parallel_region(
     sharded region; without ``tensor_parallel_output_grad``, before a replicated one, it takes this
     rank's part.
     """
-    return _apply(
+    return paired(
         x, group, gathered, reduce_scattered if tensor_parallel_output_grad else _own_part
     )
 
@@ -121,4 +127,4 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tenso
     """This rank's part [b, s / n, ...] of the sum over ``group`` of x [b, s, ...]; backward
     gathers.
     """
-    return _apply(x, group, reduce_scattered, gathered)
+    return paired(x, group, reduce_scattered, gathered)

@@ -36,9 +36,14 @@ def token_count(batch: Mapping[str, Tensor]) -> int:
 
 @dataclass(frozen=True)
 class TokenBatches:
-    """Makes a model's batches. way: "shifted", "longer" or "plain"."""
+    """Makes a model's batches.
+
+    way:    "shifted", "longer" or "plain".
+    packed: whether samples have several documents, which positions tell apart.
+    """
 
     way: str = "shifted"
+    packed: bool = False
 
     @property
     def more(self) -> int:
@@ -62,7 +67,13 @@ class TokenBatches:
                 "input_ids": torch.cat([tokens, batch["labels"][:, -1:]], 1),
                 "labels": torch.cat([first, labels], 1),
             }
+        if self.packed:
+            prepared["position_ids"] = self._positions(batch["position_ids"])
         return prepared if num_items is None else prepared | {"num_items_in_batch": num_items}
+
+    def _positions(self, positions: Tensor) -> Tensor:
+        """Return the positions of the model's tokens: one behind a sample begins a document."""
+        return torch.cat([positions, positions.new_zeros(len(positions), self.more)], 1)
 
     def example(self, samples: int, length: int, num_items: bool = False) -> dict[str, Tensor]:
         """Return a batch of ``samples`` sequences of ``length`` tokens, of which only the shapes
@@ -70,4 +81,6 @@ class TokenBatches:
         """
         tokens = torch.zeros(samples, length, dtype=torch.long)
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(samples, length)}
+        if self.packed:
+            batch["position_ids"] = torch.arange(length).expand(samples, -1)
         return self(batch, torch.tensor(1.0) if num_items else None)

@@ -214,15 +214,16 @@ def with_example(
     def example(batches: TokenBatches) -> dict[str, Tensor]:
         return batches.example(config.train.micro_batch_size, config.model.seq_length, per_token)
 
-    batches = TokenBatches("shifted")
+    packed = config.data.sft
+    batches = TokenBatches("shifted", packed)
     try:
         return make(example(batches)), batches
     except TraceError as error:
         if (error.what, error.value) != ("batch entry", "shift_labels"):
             raise
-    batches = TokenBatches("plain")
+    batches = TokenBatches("plain", packed)
     if shifts_labels(capture(model, example(batches))):
-        batches = TokenBatches("longer")
+        batches = TokenBatches("longer", packed)
         _check_length(model, config.model.seq_length, batches.more)
     return make(example(batches)), batches
 

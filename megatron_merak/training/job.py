@@ -49,6 +49,7 @@ from .same_files import check_same_files
 from .saves_behind import SavesBehind
 from .settings_file import store_settings
 from .skips import SkippedSteps
+from .stragglers import Stragglers
 from .trainer import Trainer
 
 # Settings that may name a file, of which hosts may have copies of their own.
@@ -193,6 +194,9 @@ class Job:
                 trainer, self._confirm_directory, self._received, self._tell
             )
         self._loaded: int | None = None  # the checkpoint whose state this is
+        self.stragglers: Stragglers | None = None
+        if self.config.logging.log_straggler:
+            self.stragglers = Stragglers(self.config.logging, self.mesh)
         interval = self.config.checkpoint.save_increment_interval
         if interval is not None:
             trainer.increments = IncrementsBehind(
@@ -294,7 +298,9 @@ class Job:
                 raise absent(options.load)
             self.say(f"no checkpoint in {options.load}: starting at iteration 0")
             return None
+        began = time.perf_counter()
         loaded = self.trainer.load(options.load, step, self.say, state=state)
+        self._timed("resume", time.perf_counter() - began, load=str(options.load))
         repeated = self.trainer.repeated
         steps = f", and the steps to iteration {loaded}" if repeated else ""
         self.say(
@@ -327,6 +333,11 @@ class Job:
             self.say(
                 f"{text} until this run has saved a later one; --save elsewhere keeps them apart"
             )
+
+    def _timed(self, what: str, seconds: float, **values: float | str) -> None:
+        """Tell trackers how long something took that has just ended, on the rank that prints."""
+        if self.report is not None:
+            self.report.timed(what, self.trainer.iteration, seconds, **values)
 
     def say(self, text: str) -> None:
         """Print a line, on the rank that prints."""
@@ -470,11 +481,14 @@ class Job:
         drawn = (
             self.config.logging.timeline is not None and trainer.iteration + 1 == trainer.iterations
         )
-        executor.trace = [] if drawn else None
+        timed = drawn or self.stragglers is not None
+        executor.trace = [] if timed else None
         began = self.mesh.clock.now()
         with self.mesh.clock.kernels():
             result = trainer.step(batches)
         seconds = self.mesh.clock.now() - began
+        if self.stragglers is not None:
+            self.stragglers.add(executor.last.computing())
         if self.report is not None:
             progress = Progress(
                 trainer.iteration,
@@ -484,6 +498,10 @@ class Job:
                 batch=part_of,
             )
             self.report.step(progress, seconds, result)
+        interval = self.config.logging.log_interval
+        last = trainer.iteration == trainer.iterations
+        if self.stragglers is not None and (last or trainer.iteration % interval == 0):
+            self.say(self.stragglers.report(trainer.iteration))
         self._count_skipped(result.skipped, batches)
         if drawn and executor.trace is not None:
             self._draw_timeline(resize(self.plan.schedule, len(batches)), executor.trace)
@@ -543,7 +561,9 @@ class Job:
         began = time.perf_counter()
         self._confirm_directory(self.mesh.control, self.say)
         path = self.trainer.save(directory)
-        self.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        seconds = time.perf_counter() - began
+        self.say(f"saved {path} in {seconds:.1f} s")
+        self._timed("save", seconds, path=str(path))
 
     def _confirm_directory(
         self, group: dist.ProcessGroup | None, say: Callable[[str], object]
@@ -581,6 +601,7 @@ class Job:
             lambda consumed: trainer.global_batch_size,
             consumed_samples=0,
         )
+        began = time.perf_counter()
         losses = [
             trainer.model.mean_loss(batches)
             for _, batches in zip(range(iterations), loader, strict=False)
@@ -591,6 +612,7 @@ class Job:
             loss = sum(known) / len(known)
             perplexity = math.exp(min(loss, 700))
             self.report.note(kind, trainer.iteration, loss=loss, perplexity=perplexity)
+            self._timed("evaluate", time.perf_counter() - began, kind=kind, loss=loss)
             name = {"valid": "validation", "test": "test"}[kind]
             values = f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E}"
             self.report.print(f" {name} loss at iteration {trainer.iteration} | {values} |")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ..config import HFCheckpointConfig, RunConfig
 from ..errors import ConfigError
-from ..extras import installed_by, is_installed
 from ..pipeline_parallel.pictures.files import check_suffix
 from ..pipeline_parallel.pictures.library import check_drawing
 from ..report.run_files import starts_before
+from .trackers.chosen import check_trackers
 
 _DRAWN = (".png", ".pdf", ".svg")  # what matplotlib draws by itself
 
@@ -50,11 +50,11 @@ def check_outputs(config: RunConfig, reports: bool) -> None:
     if not reports:
         return
     logging = config.logging
+    if "tensorboard" in logging.report_to and logging.tensorboard_dir is None:
+        remedy = "Give --tensorboard-dir"
+        raise ConfigError("--report-to", "tensorboard", "it has no directory", remedy)
+    check_trackers(logging)
     if logging.tensorboard_dir is not None:
-        if not is_installed("tensorboard"):
-            reason = "TensorBoard is not installed"
-            remedy = f"Install it: {installed_by('tracking')}"
-            raise ConfigError("--tensorboard-dir", logging.tensorboard_dir, reason, remedy)
         check_directory("--tensorboard-dir", logging.tensorboard_dir, Path(logging.tensorboard_dir))
     if logging.run_dir is not None:
         check_directory("--run-dir", logging.run_dir, Path(logging.run_dir))

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..checkpoint.save import check_finite
 from ..cluster import Cluster
-from ..config import DataConfig, HFConfig
+from ..config import HFConfig, HFDataConfig
 from ..data.build import Datasets, build_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError
@@ -117,8 +117,8 @@ def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokeni
     data = config.data
     known_ids = known_tokens(model)
     ids = config.model.vocab_size
-    if data.tokenizer_type == "NullTokenizer" or (data.tokenizer_type is None and data.mock_data):
-        extra = data.tokenizer_type is not None  # a NullTokenizer adds the end of a document
+    if data.tokenizer == "NullTokenizer" or (data.tokenizer is None and data.mock_data):
+        extra = data.tokenizer is not None  # a NullTokenizer adds the end of a document
         ids = known_ids - extra if ids is None else ids
         if ids + extra > known_ids:
             reason = (
@@ -138,23 +138,26 @@ def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokeni
             f"it has ids up to {tokenizer.vocab_size - 1}, and the model's embedding has "
             f"{known_ids} rows"
         )
-        raise DataError(
-            "--tokenizer-model", data.tokenizer_model, reason, "Use the model's own tokenizer"
-        )
+        named = data.vocab_file or data.tokenizer_model
+        flag = "--vocab-file" if data.vocab_file else "--tokenizer-model"
+        raise DataError(flag, named, reason, "Use the model's own tokenizer")
     return config, tokenizer
 
 
-def _own_tokenizer(data: DataConfig, model: Path) -> DataConfig:
+def _own_tokenizer(data: HFDataConfig, model: Path) -> HFDataConfig:
     """Use the tokenizer in the model's directory, if none is named."""
-    if data.tokenizer_model is not None:
+    if data.tokenizer_model is not None or data.tokenizer not in (
+        None,
+        "HuggingFaceTokenizer",
+    ):
         return data
     if not any((model / name).is_file() for name in TOKENIZER_FILES):
         remedy = "Give --tokenizer-model, or use NullTokenizer"
-        if data.tokenizer_type is None:
+        if data.tokenizer is None:
             remedy = "Use HuggingFaceTokenizer with --tokenizer-model, or NullTokenizer"
         raise DataError(
             "--tokenizer-type",
-            data.tokenizer_type or "(missing)",
+            data.tokenizer or "(missing)",
             f"{model} has no tokenizer",
             remedy,
         )
@@ -178,9 +181,12 @@ class HFJob(Job):
 
     def _tokenizer(self):
         """Return the tokenizer to save with the model."""
-        source = self.config.data.tokenizer_model or self.config.model.model
-        if self.mesh.rank > 0 or not any(
-            (Path(source) / name).is_file() for name in TOKENIZER_FILES
+        data = self.config.data
+        source = data.tokenizer_model or self.config.model.model
+        if (
+            self.mesh.rank > 0
+            or data.vocab_file
+            or not any((Path(source) / name).is_file() for name in TOKENIZER_FILES)
         ):
             return None
         from transformers import AutoTokenizer

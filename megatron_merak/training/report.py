@@ -1,6 +1,4 @@
-"""The output of a run: console lines, a JSON line per iteration, TensorBoard, the files of
---run-dir.
-"""
+"""The output of a run: console lines, a JSON line per iteration, trackers, the files of --run-dir."""
 
 import json
 import math
@@ -11,10 +9,12 @@ from datetime import datetime
 from typing import TextIO
 
 from ..config import LoggingConfig
+from ..config.run import Run
 from ..pipeline_parallel.pictures.view import View
 from ..report.line_file import LineFile
 from ..report.run_files import RunFiles
 from .console import Interval, Progress, Throughput, console_line, fitted, put, short_line
+from .trackers.chosen import trackers_of
 
 __all__ = ["Progress", "Report", "Throughput"]
 
@@ -22,10 +22,11 @@ __all__ = ["Progress", "Report", "Throughput"]
 class Report:
     """Collects steps and writes lines, on one rank of the job.
 
-    files: of --run-dir; None without it.
+    files:    of --run-dir; None without it.
+    settings: of the run, for its trackers; None: there are no trackers.
 
-    That TensorBoard is installed where it is requested, and that files can be written, was checked
-    before.
+    That trackers are installed, and that files can be written, was checked before. Raises
+    ConfigError where a tracker cannot begin.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Report:
         work: Throughput,
         out: TextIO | None = None,
         files: RunFiles | None = None,
+        settings: Run | None = None,
     ):
         self.config = config
         self.work = work
@@ -49,14 +51,7 @@ class Report:
         self._pending: list[dict] = []
         self._before: int | None = None  # the iteration of the step before
         self._metrics = None if config.metrics is None else LineFile(config.metrics, self.print)
-        self._board = self._tensorboard(config.tensorboard_dir)
-
-    def _tensorboard(self, directory: str | None):
-        if directory is None:
-            return None
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(directory)
+        self.trackers = [] if settings is None else trackers_of(config, settings, self.print)
 
     def note(self, kind: str, iteration: int, **values: float) -> None:
         """Record values of one iteration: kind is 'train', 'valid' or 'test'."""
@@ -66,17 +61,13 @@ class Report:
             self._metrics.write(json.dumps(record))
         if self.files is not None:
             self.files.note(record)
-        if self._board is not None:
-            try:
-                for name, value in values.items():
-                    self._board.add_scalar(f"{kind}/{name}", value, iteration)
-            except OSError as error:  # of the thread that writes, which has ended
-                self._board = None
-                place = self.config.tensorboard_dir
-                self.print(
-                    f"{place} cannot be written ({error}): TensorBoard has nothing after "
-                    f"iteration {iteration}"
-                )
+        for tracker in self.trackers:
+            tracker.note(kind, iteration, values)
+
+    def timed(self, what: str, iteration: int, seconds: float, **values: float | str) -> None:
+        """Tell trackers how long a part of the run took that has just ended; see `Tracker.span`."""
+        for tracker in self.trackers:
+            tracker.span(what, iteration, seconds, values)
 
     def step(self, progress: Progress, seconds: float, report) -> None:
         """Record one training step, and print a line at each log interval. report: a StepReport
@@ -92,6 +83,7 @@ class Report:
         if self.files is not None:
             self.files.began(iteration - 1, progress.consumed_samples - progress.samples)
         self.note("train", iteration, consumed_samples=progress.consumed_samples, **time, **values)
+        self.timed("step", iteration, seconds, loss=report.loss)
         self._pending.append({"samples": progress.samples, "seconds": seconds, **values})
         if report.late:
             self.print(
@@ -174,12 +166,12 @@ class Report:
 
     def close(self) -> None:
         """Close the files and print their names."""
-        written = [self.config.metrics, self.config.tensorboard_dir, self.config.run_dir]
-        for path in filter(None, written):
+        for tracker in self.trackers:
+            tracker.close()
+        trackers = [tracker.place for tracker in self.trackers]
+        for path in filter(None, [self.config.metrics, *trackers, self.config.run_dir]):
             self.print(f"wrote {path}")
         if self.files is not None:
             self.files.close()
         if self._metrics is not None:
             self._metrics.close()
-        if self._board is not None:
-            self._board.close()

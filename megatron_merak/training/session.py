@@ -1,8 +1,9 @@
 """How a pretraining job is opened, whichever command asks for it.
 
-    ranks meet > files are checked > the tokenizer, and the model without memory > what --load holds
-    is checked > the model is captured > its plan, made or stored > groups of
-    the plan's grid > data > the model on this rank, with its optimizer > the loop
+    ranks meet > with --preflight they measure hosts and links > files are checked > the tokenizer,
+    and the model without memory > what --load holds is checked > the model is captured > its plan,
+    made or stored > groups of the plan's grid > data > the model on this rank, with its optimizer >
+    the loop
 
 What comes late takes the numbers of what came before: the plan's are the only ones from then on.
 """
@@ -21,6 +22,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.nodes import located
 from ..parallel.ranks import Ranks, meet
 from ..plan import Plan
+from ..preflight.stage import passed
 from ..stages.devices import cluster_of
 from ..stages.optimizer_state import OptimizerOf
 from ..stages.trained_model import TrainedModel
@@ -70,6 +72,10 @@ def open_session(config: RunConfig, world: World, strategy: Strategy = ALONE) ->
     """
     ranks = meet(world, timedelta(minutes=config.parallel.distributed_timeout_minutes))
     agree(config, ranks.control)
+    if config.parallel.preflight:
+        told = passed(ranks, config.checkpoint.save or "")
+        if world.rank == 0:
+            print(told, flush=True)
     with together(ranks.control, "cpu"):
         check_outputs(config, world.is_last)
         strategy.check_outputs()
@@ -132,4 +138,9 @@ def _report(job: Job, world: World) -> Report | None:
         return None
     flops = job.trainer.model.flops()
     of_sample = throughput(job.config, job.plan, world, flops, replicas=job.mesh.replicas)
-    return Report(job.config.logging, of_sample, files=files_of(job.trainer, world, of_sample))
+    return Report(
+        job.config.logging,
+        of_sample,
+        files=files_of(job.trainer, world, of_sample),
+        settings=job.settings,
+    )

@@ -91,7 +91,7 @@ def test_missing_and_damaged_tokenizers_are_named(file, tmp_path):
     with pytest.raises(DataError, match="--vocab-size"):
         build_tokenizer("NullTokenizer", None, None)
     with pytest.raises(DataError, match="--tokenizer-type"):
-        build_tokenizer("SentencePieceTokenizer", None, None)
+        build_tokenizer("ByteLevelTokenizer", None, None)
 
 
 def test_tokenizer_without_an_end_of_document(file, tmp_path):

@@ -81,7 +81,7 @@ def test_nothing_is_planned_where_files_are_not_as_they_should(place, name, conf
     """None of these needs the model; 'step' and 'seed' are of the kind's own checkpoint."""
     monkeypatch.setattr(pretrain, "make_plan", lambda *_, **__: pytest.fail("it was planned"))
     monkeypatch.setattr(pretrain_hf, "traced_of", lambda *_: pytest.fail("it was captured"))
-    monkeypatch.setattr("megatron_merak.training.outputs.is_installed", lambda _: False)
+    monkeypatch.setattr("megatron_merak.training.trackers.chosen.is_installed", lambda _: False)
     monkeypatch.setattr("megatron_merak.training.outputs.check_drawing", lambda *_: None)
     if not name.startswith(("load", "step", "seed")):
         built = lambda *_: pytest.fail("its model was built")  # noqa: E731

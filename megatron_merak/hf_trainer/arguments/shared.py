@@ -61,6 +61,13 @@ class SharedArguments:
     sequence_parallel: bool = shared(ParallelConfig, "sequence_parallel")
     expert_model_parallel_size: int = shared(ParallelConfig, "expert_model_parallel_size")
     expert_tensor_parallel_size: int | None = shared(ParallelConfig, "expert_tensor_parallel_size")
+    preflight: bool = shared(
+        ParallelConfig,
+        "preflight",
+        "When a trainer or an Engine is made let every rank exchange messages with the others, "
+        "as merak-preflight does, and raise an error if a host or a link is slow, or output_dir is not "
+        "the same on all hosts.",
+    )
     tp_comm_overlap: str = shared(
         ParallelConfig,
         "tp_comm_overlap",
