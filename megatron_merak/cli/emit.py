@@ -168,6 +168,7 @@ def _job(options: argparse.Namespace, own: Sequence[str]) -> ClusterJob:
         claim=options.claim or ClusterJob.claim,
         gpu=options.gpu or ClusterJob.gpu,
         preflight=options.preflight,
+        save=(_given(options.words[1:], "--save") or "") if options.words[0] in TRAINING else "",
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LAUNCH = "python3 -m megatron_merak launch"
-PREFLIGHT = "preflight"
+_PREFLIGHT = "preflight"
 _COLUMNS = 96
 
 
@@ -28,6 +28,7 @@ class ClusterJob:
     claim:     volume claim that holds it, where storage is claimed.
     gpu:       kind of GPU, where one is chosen by name.
     preflight: whether hosts and the links between them are measured before the run.
+    save:      directory that it saves to; empty: unknown.
     """
 
     written: str
@@ -45,6 +46,7 @@ class ClusterJob:
     claim: str = "shared"
     gpu: str = "H100"
     preflight: bool = False
+    save: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,14 @@ def timed(job: ClusterJob) -> list[str]:
 
 
 def check(job: ClusterJob, host: Host) -> str:
-    """Return the command of a host that measures the hosts and links before: the one place that
-    says it.
-    """
+    """Return the command of a host that measures the hosts and links before."""
     port = str(int(host.port) + 1) if host.port.isdigit() else f"$(({host.port.strip('$')} + 1))"
-    return wrapped([*_launch(job, host, port, restarts=0), PREFLIGHT])
+    return wrapped([*_launch(job, host, port, restarts=0), *map(shlex.quote, preflight(job))])
+
+
+def preflight(job: ClusterJob) -> list[str]:
+    """Return the command of ours that measures hosts and links, and its flags."""
+    return [_PREFLIGHT, *(["--save", job.save] if job.save else [])]
 
 
 def _launch(job: ClusterJob, host: Host, port: str, restarts: int) -> list[str]:

@@ -5,7 +5,7 @@ so that signals and the end of the process are the rank's.
 import json
 import shlex
 
-from .job import PREFLIGHT, ClusterJob, wrapped
+from .job import ClusterJob, preflight, wrapped
 
 _TEXT = '''"""Submit it with: python FILE, or ray job submit -- python FILE
 
@@ -72,7 +72,7 @@ def ray(job: ClusterJob) -> str:
     """Return the program."""
     script = job.words[0].endswith(".py")
     words = [*job.words] if script else ["-m", "megatron_merak", *job.words]
-    commands = [["-m", "megatron_merak", PREFLIGHT], words] if job.preflight else [words]
+    commands = [["-m", "megatron_merak", *preflight(job)], words] if job.preflight else [words]
     variables = {"OMP_NUM_THREADS": "1"}
     if job.interface:
         variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), job.interface)

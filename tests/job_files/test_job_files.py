@@ -72,10 +72,12 @@ def started(kind: str, written: str, folder: Path) -> list[list[str]]:
 )
 def test_every_host_starts_what_was_asked_for(kind, head, port, tmp_path):
     host = "-m megatron_merak launch --nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr"
-    written = SCHEDULERS[kind].write(job(preflight=True, seconds=7200, interface="ib0"))
+    written = SCHEDULERS[kind].write(
+        job(preflight=True, seconds=7200, interface="ib0", save="/a b")
+    )
     before, run = started(kind, written, tmp_path)
     common = [*host.split(), head, "--master-port"]
-    assert before == [*common, str(port + 1), "--interface", "ib0", "preflight"]
+    assert before == [*common, str(port + 1), "--interface", "ib0", "preflight", "--save", "/a b"]
     assert run == [*common, str(port), "--interface", "ib0", "--max-restarts", "3", *ODD]
     (run,) = started(kind, SCHEDULERS[kind].write(job(restarts=0)), tmp_path)
     assert run == [*common, str(port), *ODD]
