@@ -282,6 +282,7 @@ def test_every_library_that_is_imported_is_declared():
         *extras["pictures"],
         *extras["trl"],
         *extras["tokenizers"],
+        *extras["inputs"],
     ]
     declared = {
         re.match(r"[\w-]+", requirement).group().replace("-", "_") for requirement in requirements

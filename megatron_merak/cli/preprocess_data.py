@@ -3,19 +3,31 @@
     merak-preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json \\
         --append-eod --workers 8
+
+A run that was killed goes on where it was, started again with the same command.
+
+    merak-preprocess merge --input a b --output-prefix c    indexed datasets as one
+    merak-preprocess inspect PREFIX                         what is in one
+    merak-preprocess verify PREFIX                          whether one is sound
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from ..config.command_line import CommandParser
 from ..counting import counted
 from ..errors import ConfigError, MerakError
+from . import datasets
 from .door import command
 from .tokenizer_flags import add_tokenizer_flags, details, tokenizer_flags
 from .words import described
+
+_TOOLS = MappingProxyType(
+    {"merge": datasets.merge, "inspect": datasets.inspect, "verify": datasets.verify}
+)
 
 
 def parser() -> CommandParser:
@@ -27,9 +39,14 @@ def parser() -> CommandParser:
         nargs="+",
         required=True,
         type=Path,
-        help="files with one JSON object per line, .txt files with one document each (both "
-        "optionally .gz), or "
-        "directories",
+        help="files with one JSON object per line, .txt files with one document each (both may be "
+        ".gz or .zst), .parquet files, directories that save_to_disk of datasets wrote, or "
+        "directories of these",
+    )
+    add(
+        "--input-split",
+        metavar="NAME",
+        help="which split of a saved DatasetDict; needed where it has several",
     )
     add(
         "--json-keys",
@@ -61,13 +78,21 @@ def parser() -> CommandParser:
         metavar="N",
         help="skip up to N documents that cannot be read",
     )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="begin anew, whatever another command left unfinished under this prefix",
+    )
     return flags
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in _TOOLS:
+        return _TOOLS[words[0]](words[1:])
     flags = parser()
-    options = flags.parse_args(arguments)
+    options = flags.parse_args(words)
     numbers = (("--workers", options.workers, 1), ("--skip-bad", options.skip_bad, 0))
     for flag, value, least in numbers:
         if value < least:
@@ -91,7 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prefix = options.output_prefix
         check_directory("--output-prefix", prefix, Path(prefix).parent, "its directory")
         counts = preprocess(
-            options.input, options.output_prefix, config, options.workers, skip_bad=options.skip_bad
+            options.input,
+            options.output_prefix,
+            config,
+            options.workers,
+            skip_bad=options.skip_bad,
+            split=options.input_split,
+            overwrite=options.overwrite,
         )
     except MerakError as error:
         print(f"error: {error}", file=sys.stderr)

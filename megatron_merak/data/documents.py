@@ -1,75 +1,166 @@
 """Raw documents from files, each with its position."""
 
 import gzip
+import io
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from ..errors import DataError
+from ..extras import installed_by, is_installed
 from .files import regular_file_size
+from .saved_datasets import saved_dataset, saved_files
+from .table_rows import TABLE_SUFFIXES, table_rows
+from .zstd_file import ZstdFile
 
 JSON_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIXES = (".txt",)
+PACKED_SUFFIXES = (".gz", ".zst")
 
 _NAMED = 5  # keys of a document in one message
 
 
+class Place(NamedTuple):
+    """How far the files of a run are read.
+
+    file: number of files that are done with.
+    line: lines or rows of the next one that are done with.
+    end:  bytes of it on the disk that those took; of a packed file or a table, about.
+    """
+
+    file: int = 0
+    line: int = 0
+    end: int = 0
+
+
+BEGINNING = Place()
+
+
+Unpacked = IO[bytes] | io.BufferedIOBase
+
+
 class Raw(NamedTuple):
-    """One document in a file: a line of JSON, or (`line` None) a text file."""
+    """One document in a file: a line of JSON, or (`line` None) a text file.
+
+    after: how far the files are read with it.
+    """
 
     source: str
     line: int | None
     data: bytes
+    after: Place = BEGINNING
 
     @property
     def place(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
-def input_files(path: Path) -> list[Path]:
+def input_files(path: Path, split: str | None = None) -> list[Path]:
     """Return `path` itself, or every file of a known kind below a directory, sorted by name. Raises
     `DataError`.
+
+    split: of saved DatasetDicts, the one whose files are taken.
     """
     if not path.is_dir():
         regular_file_size(path, "--input", "--input")
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) is not None)
+    files = list(_below(path, split))
     if not files:
         known = ", ".join(JSON_SUFFIXES + TEXT_SUFFIXES)
+        tables = ", ".join(TABLE_SUFFIXES)
         raise DataError(
             "--input",
             path,
-            f"no file below it ends in {known}, with or without .gz",
+            f"no file below it ends in {known}, with or without {' or '.join(PACKED_SUFFIXES)}, or "
+            f"in {tables}",
             "Give other files",
         )
     return files
 
 
+def _below(directory: Path, split: str | None) -> Iterator[Path]:
+    if (saved := saved_dataset(directory, split)) is not None:
+        yield from saved_files(saved)
+        return
+    for entry in sorted(directory.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _below(entry, split)
+        elif entry.is_file() and _kind(entry) is not None:
+            yield entry
+
+
 def _kind(path: Path) -> str | None:
-    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    return suffix if suffix in JSON_SUFFIXES + TEXT_SUFFIXES else None
+    suffix = path.with_suffix("").suffix if path.suffix in PACKED_SUFFIXES else path.suffix
+    packed = suffix in JSON_SUFFIXES + TEXT_SUFFIXES
+    return suffix if packed or path.suffix in TABLE_SUFFIXES else None
 
 
-def read_documents(path: Path) -> Iterator[Raw]:
-    """Yield the documents of one file: a .txt file is one document, others have one JSON object per
-    line.
+def read_documents(
+    path: Path, keys: Sequence[str] = ("text",), start: Place = BEGINNING
+) -> Iterator[Raw]:
+    """Yield the documents of one file: a .txt file is one document, tables have one in a row, and
+    others one JSON object per line.
 
-    .gz is unpacked and blank lines are skipped. Raises `DataError` naming the line after which a
-    file cannot be read.
+    .gz and .zst are unpacked and blank lines are skipped. Raises `DataError` naming the line after
+    which a file cannot be read.
+
+    keys:  columns of a table that are read.
+    start: how far the files are read already; this is the one that is next.
     """
-    line = 0
+    if path.suffix in TABLE_SUFFIXES:
+        for row in table_rows(path, keys, start.line):
+            yield Raw(str(path), row.number, row.data, Place(start.file, row.number, row.end))
+        return
+    line = start.line
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+        with ExitStack() as stack:
+            disk = stack.enter_context(open(path, "rb"))
+            file = _unpacked(stack, disk, path)
             if _kind(path) in TEXT_SUFFIXES:
-                yield Raw(str(path), None, file.read())
+                yield Raw(str(path), None, file.read(), Place(start.file + 1))
                 return
-            for line, data in enumerate(file, start=1):
-                if data.strip():
-                    yield Raw(str(path), line, data)
+            if file is disk:
+                yield from _lines(path, disk, start)
+                return
+            for number, data in enumerate(file, start=1):
+                line = number
+                if number > start.line and data.strip():
+                    yield Raw(str(path), number, data, Place(start.file, number, disk.tell()))
     except (OSError, EOFError) as error:
-        reason = f"reading failed after line {line} ({error})"
-        raise DataError("--input", path, reason, "Copy or unpack the file again") from error
+        raise _broken_off(path, line, error) from error
+
+
+def _lines(path: Path, file: IO[bytes], start: Place) -> Iterator[Raw]:
+    """Yield the lines of a file that is not packed, from where it was left."""
+    line = start.line
+    end = start.end
+    try:
+        file.seek(end)
+        for data in file:
+            line += 1
+            end += len(data)
+            if data.strip():
+                yield Raw(str(path), line, data, Place(start.file, line, end))
+    except OSError as error:
+        raise _broken_off(path, line, error) from error
+
+
+def _broken_off(path: Path, line: int, error: Exception) -> DataError:
+    reason = f"reading failed after line {line} ({error})"
+    return DataError("--input", path, reason, "Copy or unpack the file again")
+
+
+def _unpacked(stack: ExitStack, disk: IO[bytes], path: Path) -> Unpacked:
+    if path.suffix == ".gz":
+        return stack.enter_context(gzip.GzipFile(fileobj=disk))
+    if path.suffix != ".zst":
+        return disk
+    if not is_installed("zstandard"):
+        remedy = f"Install it: {installed_by('inputs')}; or unpack the file"
+        raise DataError("--input", path, "zstandard is not installed", remedy)
+    return stack.enter_context(io.BufferedReader(ZstdFile(disk), 1 << 20))
 
 
 def parse_document(raw: Raw, keys: Sequence[str]) -> list[str]:
@@ -94,7 +185,9 @@ def parse_document(raw: Raw, keys: Sequence[str]) -> list[str]:
         if not isinstance(value, str):
             there = ", ".join(repr(name) for name in list(document)[:_NAMED]) or "none"
             missing = f"key {key!r} of --json-keys is missing, there is {there}"
-            raise ValueError(missing if value is None else f"the value of {key!r} is no string")
+            raise ValueError(
+                missing if key not in document else f"the value of {key!r} is no string"
+            )
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise ValueError(f"the value of {key!r} holds half a surrogate pair")
         texts.append(value)

@@ -18,13 +18,14 @@ import hashlib
 import mmap as memory_map
 import os
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
-from ..durable import make_directory, rename, sync_directory
+from ..durable import make_directory, rename, replaced, sync_directory
 from ..errors import DataError
 from .files import atomic_writer, regular_file_size, temporary_name
 
@@ -233,6 +234,32 @@ def _parse_header(path: Path, header: bytes, size: int) -> tuple[np.dtype, int, 
     return DTYPES[code], sequences, documents, sequences > 0 and size == expected + sequences
 
 
+def write_index(
+    prefix: str | Path,
+    dtype: np.dtype,
+    lengths: np.ndarray,
+    document_indices: np.ndarray,
+    aside: Path | None = None,
+) -> None:
+    """Write PREFIX.idx of sequences that lie back to back in PREFIX.bin.
+
+    lengths: int64, in tokens of ``dtype``.
+    aside:   the file's name until it is whole; None: one beside it.
+    """
+    codes = {known: code for code, known in DTYPES.items()}
+    longest = int(lengths.max(initial=0))
+    if longest > np.iinfo(np.int32).max:
+        reason = f"sequence {lengths.argmax()} has {longest} tokens, an index holds 2147483647"
+        raise DataError("dataset", prefix, reason, "Cut its document into several")
+    ends = np.cumsum(lengths) * dtype.itemsize
+    path = index_path(prefix)
+    with atomic_writer(path) if aside is None else replaced(path, aside) as file:
+        file.write(HEADER.pack(MAGIC, VERSION, codes[dtype], len(lengths), len(document_indices)))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write((ends - lengths * dtype.itemsize).astype("<i8").tobytes())
+        file.write(document_indices.astype("<i8").tobytes())
+
+
 class IndexedDatasetWriter:
     """Write PREFIX.bin and PREFIX.idx; use it as a context manager.
 
@@ -243,13 +270,11 @@ class IndexedDatasetWriter:
     def __init__(self, prefix: str | Path, dtype: np.dtype | type | str):
         self.prefix = prefix
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        codes = {known: code for code, known in DTYPES.items()}
-        assert self.dtype in codes and self.dtype.kind != "f", (
+        assert self.dtype in DTYPES.values() and self.dtype.kind != "f", (
             f"{dtype} is no integer type of the format"
         )
-        self._code = codes[self.dtype]
-        self._lengths: list[int] = []
-        self._document_indices = [0]
+        self._lengths = array("i")
+        self._document_indices = array("q", [0])
         self._temporary = temporary_name(data_path(prefix))
         make_directory(self._temporary.parent)
         self._file = open(self._temporary, "wb")
@@ -263,20 +288,14 @@ class IndexedDatasetWriter:
         self._append(tokens, [len(tokens)] if lengths is None else lengths)
         self._document_indices.append(len(self._lengths))
 
-    def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Append documents of one sequence each: `tokens` joined, `lengths` the tokens of each."""
-        first = len(self._lengths) + 1
-        self._append(tokens, lengths)
-        self._document_indices += range(first, len(self._lengths) + 1)
-
     def _append(
         self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray
     ) -> None:
-        array = np.asarray(tokens, dtype=np.int64 if len(tokens) == 0 else None)
+        ids = np.asarray(tokens, dtype=np.int64 if len(tokens) == 0 else None)
         limits = np.iinfo(self.dtype)
-        if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+        if ids.size and not limits.min <= ids.min() <= ids.max() <= limits.max:
             reason = (
-                f"token ids from {array.min()} to {array.max()}, at document "
+                f"token ids from {ids.min()} to {ids.max()}, at document "
                 f"{self.documents}, do not fit"
             )
             raise DataError(
@@ -286,11 +305,11 @@ class IndexedDatasetWriter:
                 "Pass a dtype for the complete vocabulary to the writer",
             )
         counts = [int(length) for length in lengths]
-        assert sum(counts) == array.size, (
-            f"sequence lengths {counts} do not add up to {array.size} tokens"
+        assert sum(counts) == ids.size, (
+            f"sequence lengths {counts} do not add up to {ids.size} tokens"
         )
-        self._file.write(array.astype(self.dtype).tobytes())
-        self._lengths += counts
+        self._file.write(ids.astype(self.dtype).tobytes())
+        self._lengths.extend(counts)
 
     def add_dataset(self, other: IndexedDataset) -> None:
         """Append every document of another dataset of the same dtype, in its order."""
@@ -302,8 +321,8 @@ class IndexedDatasetWriter:
             self._file.write(
                 b"".join(sequence.tobytes() for sequence in other[start : start + 1024])
             )
-        self._lengths += other.sequence_lengths.tolist()
-        self._document_indices += (other.document_indices[1:] + shift).tolist()
+        self._lengths.extend(other.sequence_lengths.tolist())
+        self._document_indices.extend((other.document_indices[1:] + shift).tolist())
 
     @property
     def documents(self) -> int:
@@ -318,14 +337,7 @@ class IndexedDatasetWriter:
         sync_directory(self._temporary.parent)  # no old index comes back beside the new tokens
         rename(self._temporary, data_path(self.prefix))
         lengths = np.array(self._lengths, dtype="<i8")
-        ends = np.cumsum(lengths) * self.dtype.itemsize
-        with atomic_writer(index_path(self.prefix)) as file:
-            file.write(
-                HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices))
-            )
-            file.write(lengths.astype("<i4").tobytes())
-            file.write((ends - lengths * self.dtype.itemsize).astype("<i8").tobytes())
-            file.write(np.array(self._document_indices, dtype="<i8").tobytes())
+        write_index(self.prefix, self.dtype, lengths, np.array(self._document_indices))
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self

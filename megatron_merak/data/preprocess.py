@@ -1,25 +1,36 @@
 """Tokenize documents into indexed datasets, in any number of processes."""
 
 import multiprocessing
-import sys
+import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..counting import counted
-from ..errors import DataError, MerakError
-from .documents import Raw, input_files, parse_document, read_documents
-from .indexed_dataset import IndexedDatasetWriter, token_dtype
-from .tokenizer import DEFAULTS, NUMBERS, Tokenizer, TokenizerDetails, build_tokenizer
+from ..errors import DataError, LaunchError, MerakError
+from .documents import Place, Raw, input_files, parse_document, read_documents
+from .indexed_dataset import token_dtype
+from .preprocess_progress import Ahead, PreprocessProgress
+from .tokenizer import (
+    DEFAULTS,
+    NUMBERS,
+    Tokenizer,
+    TokenizerDetails,
+    build_tokenizer,
+    tokenizer_paths,
+)
+from .unfinished import Unfinished
 
 CHUNK_BYTES = 1 << 20
 CHUNK_DOCUMENTS = 1024
+SEAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,8 @@ def encode_chunk(
             if batched
             else [tokenizer.tokenize(text) for text in column]
         )
-        rows = [np.array(row + tail, dtype=dtype) for row in ids]
+        # as Megatron-LM's tool has it, what is empty is not even an end of a document
+        rows = [np.array(row + tail if row else row, dtype=dtype) for row in ids]
         encoded.lengths.append(np.array([len(row) for row in rows], dtype=np.int64))
         encoded.tokens.append(np.concatenate(rows) if rows else np.empty(0, dtype))
     return encoded
@@ -99,49 +111,56 @@ def chunks(documents: Iterable[Raw]) -> Iterator[list[Raw]]:
         yield chunk
 
 
+class Read(NamedTuple):
+    """Of a chunk: its bytes of text, and how far the files are read with it."""
+
+    size: int
+    place: Place
+
+
 def encode(
     documents: Iterable[Raw], config: EncoderConfig, workers: int
-) -> Iterator[tuple[int, Encoded]]:
-    """Yield (raw bytes, encoded chunk) in the order of `documents`. One worker runs in this
-    process.
+) -> Iterator[tuple[Read, Encoded]]:
+    """Yield what was read and the encoded chunk, in the order of `documents`. One worker runs in
+    this process.
     """
     if workers == 1:
         tokenizer = config.build_tokenizer()
         for chunk in chunks(documents):
-            yield _size(chunk), encode_chunk(tokenizer, config, chunk, batched=True)
+            yield _read(chunk), encode_chunk(tokenizer, config, chunk, batched=True)
         return
     with _processes(config, workers) as idle:
         # One chunk under way per worker: a pipe then never has to hold data in both directions.
-        busy: deque[tuple[Connection, int]] = deque()
+        busy: deque[tuple[Connection, Read]] = deque()
         for chunk in chunks(documents):
             if not idle:
                 yield _receive(busy, idle)
             connection = idle.popleft()
             connection.send(chunk)
-            busy.append((connection, _size(chunk)))
+            busy.append((connection, _read(chunk)))
         while busy:
             yield _receive(busy, idle)
 
 
-def _size(chunk: Sequence[Raw]) -> int:
-    return sum(len(raw.data) for raw in chunk)
+def _read(chunk: Sequence[Raw]) -> Read:
+    return Read(sum(len(raw.data) for raw in chunk), chunk[-1].after)
 
 
-def _receive(busy: deque[tuple[Connection, int]], idle: deque[Connection]) -> tuple[int, Encoded]:
-    connection, size = busy.popleft()
+def _receive(busy: deque[tuple[Connection, Read]], idle: deque[Connection]) -> tuple[Read, Encoded]:
+    connection, read = busy.popleft()
     try:
         result = connection.recv()
     except (EOFError, ConnectionError) as error:
-        raise DataError(
+        raise LaunchError(
             "--workers",
             "process",
             "it died, possibly because it ran out of memory",
-            "Use fewer workers",
+            "Start the command again with fewer workers: it goes on from here",
         ) from error
     if isinstance(result, BaseException):
         raise result
     idle.append(connection)
-    return size, result
+    return read, result
 
 
 @contextmanager
@@ -188,13 +207,34 @@ def preprocess(
     config: EncoderConfig,
     workers: int = 1,
     skip_bad: int = 0,
+    split: str | None = None,
+    overwrite: bool = False,
+    seal_every: float = SEAL_SECONDS,
 ) -> dict[str, int]:
-    """`preprocess_documents` of every document below `inputs`. Raises `DataError` where there is
-    none.
+    """Write `{output_prefix}_{key}_document.{bin,idx}` for every JSON key, one sequence per
+    document, of every document below `inputs`.
+
+    Goes on from what an earlier call with the same arguments sealed before it was killed. Returns
+    the counts `documents`, `tokens` and `skipped`; progress goes to stderr. Raises `DataError`
+    naming file and line of a document that cannot be read, once more than `skip_bad` were skipped;
+    nothing is left of the output then.
+
+    split:      of saved DatasetDicts.
+    overwrite:  begin anew.
+    seal_every: seconds after which what is written is sealed.
     """
-    files = [file for path in inputs for file in input_files(path)]
-    documents = (raw for file in files for raw in read_documents(file))
-    return preprocess_documents(documents, output_prefix, config, workers, skip_bad=skip_bad)
+    files = [file for path in inputs for file in input_files(path, split)]
+    job = job_of(files, config)
+    run = Run(output_prefix, config, job, skip_bad=skip_bad, seal_every=seal_every)
+    with run.opened(overwrite):
+        start = run.work.progress.place
+
+        def documents() -> Iterator[Raw]:
+            for number, file in enumerate(files[start.file :], start=start.file):
+                place = start if number == start.file else Place(number)
+                yield from read_documents(file, config.json_keys, place)
+
+        return run.finish(documents(), workers, Ahead(files))
 
 
 def preprocess_documents(
@@ -204,71 +244,99 @@ def preprocess_documents(
     workers: int = 1,
     skip_bad: int = 0,
 ) -> dict[str, int]:
-    """Write `{output_prefix}_{key}_document.{bin,idx}` for every JSON key; one sequence per
-    document.
+    """Do what `preprocess` does with documents from elsewhere; it begins anew each time."""
+    run = Run(output_prefix, config, None, skip_bad=skip_bad)
+    with run.opened(overwrite=True):
+        return run.finish(documents, workers, Ahead([]))
 
-    Returns the counts `documents`, `tokens` and `skipped`; progress goes to stderr. Raises
-    `DataError` naming file and line of a document that cannot be read, once more than `skip_bad`
-    were skipped; no output appears then.
-    """
-    dtype = token_dtype(config.build_tokenizer().vocab_size)
-    counts = {"documents": 0, "tokens": 0, "skipped": 0}
-    progress = PreprocessProgress("preprocess")
-    with ExitStack() as stack:
-        writers = [
-            stack.enter_context(IndexedDatasetWriter(f"{output_prefix}_{key}_document", dtype))
-            for key in config.json_keys
-        ]
-        for size, encoded in encode(documents, config, workers):
-            counts["skipped"] += len(encoded.bad)
-            if counts["skipped"] > skip_bad:
-                place, reason = encoded.bad[skip_bad - counts["skipped"]]
+
+def job_of(files: Sequence[Path], config: EncoderConfig) -> dict[str, Any]:
+    """Return all that decides what is written."""
+    settings = asdict(config)
+    paths = tokenizer_paths(config.tokenizer_type, config.tokenizer_model, config.details)
+    details = settings.pop("details")
+    inputs = {}
+    for file in files:
+        status = os.stat(file)
+        inputs[os.path.abspath(file)] = [status.st_size, status.st_mtime_ns]
+    return {
+        "flags": settings | details,
+        "tokenizer": {path.name: sha256(path.read_bytes()).hexdigest() for path in paths},
+        "inputs": inputs,
+        "order of inputs": list(inputs),
+    }
+
+
+class Run:
+    """One run: documents in, data sets out."""
+
+    def __init__(
+        self,
+        prefix: str,
+        config: EncoderConfig,
+        job: dict[str, Any] | None,
+        skip_bad: int,
+        seal_every: float = SEAL_SECONDS,
+    ):
+        self.config = config
+        self.skip_bad = skip_bad
+        self.seal_every = seal_every
+        dtype = token_dtype(config.build_tokenizer().vocab_size)
+        prefixes = [f"{prefix}_{key}_document" for key in config.json_keys]
+        self.work = Unfinished(prefix, prefixes, dtype, job)
+
+    @contextmanager
+    def opened(self, overwrite: bool) -> Iterator[None]:
+        """Hold the files of the run; inputs that cannot be used leave nothing of them."""
+        try:
+            self.work.open(overwrite)
+            try:
+                yield
+            except DataError:
+                self.work.discard()
+                raise
+        finally:
+            self.work.close()
+
+    def finish(self, documents: Iterable[Raw], workers: int, ahead: "Ahead") -> dict[str, int]:
+        """Write the rest, and publish it."""
+        progress = self.work.progress
+        shown = PreprocessProgress("preprocess", progress, ahead)
+        if not progress.is_written:
+            if progress.documents:
+                shown.resumed()
+            self._write(documents, workers, shown)
+            if progress.documents == 0:
+                raise DataError(
+                    "--input", "of 0 documents", "there is nothing to write", "Give other files"
+                )
+            shown.done()
+        self.work.publish()
+        return {
+            "documents": progress.documents,
+            "tokens": progress.tokens,
+            "skipped": progress.skipped,
+        }
+
+    def _write(self, documents: Iterable[Raw], workers: int, shown: "PreprocessProgress") -> None:
+        progress = self.work.progress
+        sealed = time.monotonic()
+        for read, encoded in encode(documents, self.config, workers):
+            progress.skipped += len(encoded.bad)
+            if progress.skipped > self.skip_bad:
+                place, reason = encoded.bad[self.skip_bad - progress.skipped]
                 raise DataError(
                     "document", place, reason, "Repair it, or allow some with --skip-bad N"
                 )
-            for writer, lengths, tokens in zip(
-                writers, encoded.lengths, encoded.tokens, strict=True
+            for at, (tokens, lengths) in enumerate(
+                zip(encoded.tokens, encoded.lengths, strict=True)
             ):
-                writer.add_documents(tokens, lengths)
-                counts["tokens"] += len(tokens)
-            counts["documents"] += len(encoded.lengths[0])
-            progress.update(size, counts["documents"])
-        if counts["documents"] == 0:
-            raise DataError(
-                "--input", "of 0 documents", "there is nothing to write", "Give other files"
-            )
-        progress.done()
-    return counts
-
-
-class PreprocessProgress:
-    """One line on stderr, rewritten at most twice a second; on anything but a terminal, only the
-    last state.
-    """
-
-    def __init__(self, name: str):
-        self.name = name
-        self.size = self.documents = 0
-        self._start = self._shown = time.monotonic()
-
-    def update(self, size: int, documents: int) -> None:
-        self.size += size
-        self.documents = documents
-        if sys.stderr.isatty() and time.monotonic() - self._shown > 0.5:
-            self._shown = time.monotonic()
-            print(f"\r{self._line()}", end="", file=sys.stderr, flush=True)
-
-    def done(self) -> None:
-        print(
-            f"\r{self._line()}" if sys.stderr.isatty() else self._line(),
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def _line(self) -> str:
-        megabytes = self.size / 1e6
-        rate = megabytes / max(time.monotonic() - self._start, 1e-9)
-        return (
-            f"{self.name}: {counted(self.documents, 'document')}, {megabytes:.1f} MB, "
-            f"{rate:.1f} MB/s"
-        )
+                self.work.add(at, tokens, lengths)
+                progress.tokens += len(tokens)
+            progress.documents += len(encoded.lengths[0])
+            progress.read += read.size
+            progress.place = read.place
+            if time.monotonic() - sealed >= self.seal_every:
+                self.work.seal()
+                sealed = time.monotonic()
+            shown.update()

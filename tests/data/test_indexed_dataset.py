@@ -98,19 +98,6 @@ def test_merge_shifts_documents(tmp_path):
         writer.add_dataset(merged)
 
 
-def test_joined_documents_equal_single_ones(tmp_path):
-    write(tmp_path / "single", DOCUMENTS)
-    with IndexedDatasetWriter(tmp_path / "joined", "uint16") as writer:
-        writer.add_documents(np.array(sum(DOCUMENTS[:2], [])), [3, 0])
-        writer.add_documents(np.empty(0, np.int64), [])
-        writer.add_documents(np.array(sum(DOCUMENTS[2:], [])), [1, 4])
-        assert writer.documents == 4
-    for suffix in ("bin", "idx"):
-        assert (tmp_path / f"joined.{suffix}").read_bytes() == (
-            tmp_path / f"single.{suffix}"
-        ).read_bytes()
-
-
 def test_writer_refuses_ids_that_do_not_fit(tmp_path):
     for bad in ([65536], [-1]):
         with (

@@ -31,13 +31,13 @@ def test_documents_and_keys(tmp_path):
     config = EncoderConfig("NullTokenizer", None, 1000, ("text", "other"), append_eod=True)
     assert preprocess([path], str(tmp_path / "out"), config) == {
         "documents": 2,
-        "tokens": 9,
+        "tokens": 8,
         "skipped": 0,
     }
     assert [row.tolist() for row in IndexedDataset(tmp_path / "out_text_document")[:]] == [
         [1, 2, 1000],
-        [1000],
     ]
+    assert IndexedDataset(tmp_path / "out_text_document").document_indices.tolist() == [0, 1, 1]
     assert [row.tolist() for row in IndexedDataset(tmp_path / "out_other_document")[:]] == [
         [7, 1000],
         [8, 9, 1000],
