@@ -46,6 +46,9 @@ BENCHMARKS = {
     "schedules": Benchmark(
         "schedules.schedules", "every schedule: formula, simulated, measured (70 min)"
     ),
+    "unflushed": Benchmark(
+        "schedules.unflushed", "schedules that update weights without a flush, modelled (1 s)"
+    ),
     "search": Benchmark(
         "schedules.search", "searched schedules beside bounds and builders (2 min)"
     ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.schedules import unflushed
 from benchmarks.schedules.cells import Cell
 
 NEAR, FASTER = 0.03, 1.01  # of its own simulation; of torch's time
@@ -81,6 +82,7 @@ def page(
             f"### {ranks} ranks\n\n"
             + _modelled_table([c for c in cells if c.ranks == ranks], modelled)
         )
+    sections.append("## Without a flush\n\n" + unflushed.section())
     sections.append(
         MEASURED.format(
             forward=options.forward_ms, backward=2 * options.forward_ms, n=options.repeats

@@ -17,6 +17,7 @@ SCHEDULES = (
     "zb-v",
     "auto",
 )
+UNFLUSHED = ("pipedream", "pipedream-2bw")  # schedules that update weights on their way
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
 STRATEGIES = ("allreduce", "ps-sync", "ps-async")  # how data-parallel replicas combine gradients
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # cumulative, in this order
@@ -29,6 +30,7 @@ _SERVED = Needs(
     remedy="Add --data-parallel-strategy, or leave it out",
 )
 _FULL = Needs("recompute_granularity", ("full",))
+_TWO_VERSIONS = Needs("pipeline_schedule", ("pipedream-2bw",))
 _COUNTED = Needs(
     "recompute_method",
     ("uniform", "block"),
@@ -68,11 +70,19 @@ class ParallelConfig(Section):
     which a step of --global-batch-size takes least time on the ranks of the job; auto,tp=2,pp=4
     pins some, as --fix of merak-plan search does, which shows the choice before (unset: as the
     flags say)."""
-    pipeline_schedule: str | None = setting(None, choices=SCHEDULES, ours=True, makes_plan=True)
+    pipeline_schedule: str | None = setting(
+        None, choices=(*SCHEDULES, *UNFLUSHED), ours=True, makes_plan=True
+    )
     """Pipeline schedule: the order of forwards, backwards, recomputations and weight gradients.
     auto: the fastest by the model of all of these and of searched ones, within the memory of a rank
-    (see --device-memory-gb) or, where that is not known, what 1f1b needs (unset: 1f1b, or that of
-    --schedule-file)."""
+    (see --device-memory-gb) or, where that is not known, what 1f1b needs. pipedream and
+    pipedream-2bw update weights while micro-batches are in flight, with stale gradients; auto never
+    chooses them (unset: 1f1b, or that of --schedule-file)."""
+    pipeline_update_interval: int | None = setting(
+        None, least=1, ours=True, makes_plan=True, needs=_TWO_VERSIONS
+    )
+    """Micro-batches of each of the updates that a step has with --pipeline-schedule pipedream-2bw:
+    at least the pipeline-parallel size (unset: the pipeline-parallel size)."""
     schedule_file: str | None = setting(None, ours=True, makes_plan=True)
     """File with a pipeline schedule, instead of --pipeline-schedule: text, or CSV of
     torch.distributed.pipelining, with one line of ops per rank; see docs/schedule_files.md."""

@@ -30,7 +30,7 @@ from .checks import (
 from .hf import HFModelConfig
 from .instances import check_instances
 from .optimizer import OptimizerConfig
-from .parallel import ParallelConfig
+from .parallel import UNFLUSHED, ParallelConfig
 from .rank_order import check_order
 from .sections import (
     CheckpointConfig,
@@ -43,6 +43,7 @@ from .sections import (
 )
 from .servers import check_servers, check_workers, worker_note
 from .settings import known_keys
+from .unflushed import check_unflushed, refuse_unflushed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,6 +217,16 @@ class Config(RunConfig):
             self.model.seq_length, self.model.max_position_embeddings, self.parallel
         )
         check_pipeline(self.model, stages, left(ranks, parallel.layer_ranks))
+        if parallel.pipeline_schedule in UNFLUSHED:
+            check_unflushed(
+                parallel.pipeline_schedule,
+                self.model,
+                self.train,
+                self.optimizer,
+                checkpoint=self.checkpoint,
+                layer_ranks=parallel.layer_ranks,
+                replicas=self.data_parallel_size(world_size),
+            )
 
     def check_data(self) -> None:
         check_data(self.data, self.model)
@@ -234,6 +245,7 @@ class HFConfig(RunConfig):
     def check_model(self, world_size: int) -> None:
         """Check what can be checked before the model is read."""
         check_sequence_parallel(self.model.seq_length, None, self.parallel)
+        refuse_unflushed(self.parallel.pipeline_schedule)
 
     def check_data(self) -> None:
         check_sources(self.data)

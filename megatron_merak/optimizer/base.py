@@ -263,6 +263,14 @@ class LocalOptimizer(Optimizer):
             self._miss()
         return self._result(norm, factor is None)
 
+    @torch.no_grad()
+    def apply_unseen(self, rates: Rates) -> None:
+        """Update the parameters with `main_grad` as it is: no norm is taken, so that no rank waits
+        for others, and numbers that are not finite are not looked for.
+        """
+        self._update(rates, 1.0)
+        self._miss()
+
     def _update(self, rates: Rates, scale: float) -> None:
         """Update the parameters with ``scale`` times `main_grad`."""
         raise NotImplementedError

@@ -18,6 +18,7 @@ from megatron_merak.pipeline_parallel.ops import (
     ops_of,
 )
 from megatron_merak.pipeline_parallel.order import crosses_ranks, execution_order
+from megatron_merak.pipeline_parallel.unflushed import check_updates
 
 # (earlier, later) of one stage and micro-batch: if both exist, they are in this order, in different
 # entries.
@@ -42,14 +43,15 @@ def check(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
     micro-batch order, and its Ws, so that all schedules sum gradients alike, unless `ordered_sums`
     of the schedule is false; where there is communication, every boundary between ranks has its
     send and receive, after the producer and before the consumer, in the same order at both ends;
-    and the ranks never wait in a circle (sends buffered, receives posted). `in_flight[s]`, if
-    given, bounds the micro-batches stage s may hold.
+    the ranks never wait in a circle (sends buffered, receives posted); and every op finds the
+    version of the weights that `updates` says. `in_flight[s]`, if given, bounds the micro-batches stage s may hold.
     """
     _check_placement(schedule)
     _check_complete(schedule)
     _check_order(schedule)
     if schedule.ordered_sums:
         _check_sums(schedule)
+    check_updates(schedule)
     if schedule.has_communication:
         _check_pairs(schedule)
         _check_channels(schedule)

@@ -61,7 +61,8 @@ _OP = re.compile(f"{_NUMBER}(SEND_F|RECV_F|SEND_B|RECV_B|F|B|W|R){_NUMBER}")
 _PLACEMENT = "([0-9]{1,9}(?:,[0-9]{1,9})*)"
 UNORDERED = "sums=unordered"  # in the first line of a text
 _SIZE = f"stages={_NUMBER} microbatches={_NUMBER}"
-_HEADER = re.compile(rf"(\S+) {_SIZE}(?: placement={_PLACEMENT})?( {UNORDERED})?")
+_UPDATES = f"updates={_NUMBER}:{_PLACEMENT}"
+_HEADER = re.compile(rf"(\S+) {_SIZE}(?: placement={_PLACEMENT})?( {UNORDERED})?(?: {_UPDATES})?")
 _RANK = re.compile(f"rank {_NUMBER}:(.*)")
 
 
@@ -111,6 +112,30 @@ def parse_entry(text: str) -> Entry:
 
 
 @dataclass(frozen=True)
+class Updates:
+    """Updates of the weights inside a schedule, which no flush of the pipeline precedes.
+
+    every:  micro-batches whose gradients one update adds up.
+    delays: by stage, how many updates the weights of a micro-batch are older than those that its
+            own gradient is applied to, once so many were done.
+    """
+
+    every: int
+    delays: tuple[int, ...]
+
+    def version(self, op: Op) -> int:
+        """Return how many updates the weights have seen that an op computes with."""
+        return max(0, op.microbatch // self.every - self.delays[op.stage])
+
+    def staleness(self, op: Op) -> int:
+        """Return how many updates later the gradient of an op's micro-batch is applied to."""
+        return op.microbatch // self.every - self.version(op)
+
+    def __str__(self) -> str:
+        return f"updates={self.every}:{','.join(map(str, self.delays))}"
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Who computes (and sends, and receives) what, in which order.
 
@@ -121,6 +146,9 @@ class Schedule:
     With ``ordered_sums`` every stage adds gradients in the order of the micro-batches, so that all
     such schedules give equal bits. Without, backwards and weight gradients have any order, and
     gradients differ by rounding.
+
+    Without ``updates`` weights are updated once, after all ops. With them each stage also updates
+    its own after the last backward of every ``updates.every`` micro-batches but the last ones.
     """
 
     name: str
@@ -129,6 +157,7 @@ class Schedule:
     ranks: tuple[tuple[Entry, ...], ...]
     placement: tuple[int, ...] = ()
     ordered_sums: bool = True
+    updates: Updates | None = None
 
     def __post_init__(self):
         if not re.fullmatch(r"\S+", self.name):
@@ -180,8 +209,10 @@ class Schedule:
     def __str__(self) -> str:
         placement = f" placement={','.join(map(str, self.placement))}" if self.placement else ""
         sums = "" if self.ordered_sums else f" {UNORDERED}"
+        updates = "" if self.updates is None else f" {self.updates}"
         lines = [
             f"{self.name} stages={self.stages} microbatches={self.microbatches}{placement}{sums}"
+            f"{updates}"
         ]
         lines += [
             f"rank {r}: " + " ".join(map(entry_text, program))
@@ -213,7 +244,8 @@ class Schedule:
                 raise ScheduleError(
                     f"{error.what} in line {at}", error.value, error.reason, error.remedy
                 ) from None
-        placement = tuple(map(int, header[4].split(","))) if header[4] else ()
+        placement = _numbers(header[4]) if header[4] else ()
+        updates = Updates(int(header[6]), _numbers(header[7])) if header[6] else None
         return cls(
             header[1],
             int(header[2]),
@@ -221,18 +253,23 @@ class Schedule:
             tuple(programs),
             placement=placement,
             ordered_sums=not header[5],
+            updates=updates,
         )
 
     def to_dict(self) -> dict:
         """JSON-safe; inverse of ``from_dict``."""
-        values = {
+        values: dict = {
             "name": self.name,
             "stages": self.stages,
             "microbatches": self.microbatches,
             "ranks": [[entry_text(entry) for entry in program] for program in self.ranks],
             "placement": list(self.placement),
         }
-        return values if self.ordered_sums else values | {"ordered_sums": False}
+        if not self.ordered_sums:
+            values["ordered_sums"] = False
+        if self.updates is not None:
+            values["updates"] = {"every": self.updates.every, "delays": [*self.updates.delays]}
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping) -> "Schedule":
@@ -251,4 +288,18 @@ class Schedule:
             programs,
             placement=placement,
             ordered_sums=ordered,
+            updates=_updates(values.get("updates")),
         )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _updates(values: Mapping | None) -> Updates | None:
+    if values is None:
+        return None
+    numbers = (values["every"], *values["delays"])
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise TypeError(f"updates are {values!r:.40}")
+    return Updates(values["every"], tuple(values["delays"]))

@@ -16,7 +16,7 @@ def forward_only(schedule: Schedule) -> Schedule:
         [op for entry in program for op in ops_of(entry) if op.kind is Kind.F]
         for program in schedule.ranks
     ]
-    return replace(schedule, ranks=tuple(map(tuple, forwards)))
+    return replace(schedule, ranks=tuple(map(tuple, forwards)), updates=None)
 
 
 def without(schedule: Schedule, kind: Kind, stages: Collection[int] | None = None) -> Schedule:
@@ -43,8 +43,15 @@ def without(schedule: Schedule, kind: Kind, stages: Collection[int] | None = Non
 def resize(schedule: Schedule, microbatches: int) -> Schedule:
     """Return a schedule of compute ops for another number of micro-batches.
 
-    The last ones are left out, or the schedule is repeated for further ones.
+    The last ones are left out, or the schedule is repeated for further ones. Raises ScheduleError
+    for one that updates weights on its way.
     """
+    if schedule.updates is not None and microbatches != schedule.microbatches:
+        reason = (
+            f"it updates weights among its {schedule.microbatches} micro-batches, and this step "
+            f"has {microbatches}"
+        )
+        raise ScheduleError("schedule", schedule.name, reason, "Let all steps have as many")
     rounds = -(-microbatches // schedule.microbatches)
 
     def program_of(program: tuple[Entry, ...]) -> Iterator[Entry]:

@@ -229,7 +229,14 @@ def _build(request: Request) -> Schedule:
     if name == AUTO:
         name = "interleaved" if chunks and chunks > 1 else REFERENCE
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    return build_schedule(name, request.grid.pp, request.microbatches, chunks, group=group)
+    return build_schedule(
+        name,
+        request.grid.pp,
+        request.microbatches,
+        chunks,
+        group=group,
+        every=parallel.pipeline_update_interval,
+    )
 
 
 def _check_stages(schedule: Schedule, units: int, custom: bool) -> None:

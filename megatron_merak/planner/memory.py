@@ -5,6 +5,7 @@ from dataclasses import astuple, dataclass
 from math import ceil
 
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule, ops_of
+from megatron_merak.pipeline_parallel.unflushed import held_versions
 from megatron_merak.plan import (
     DTYPE_BYTES,
     UNSHARDED,
@@ -46,7 +47,7 @@ class StageMemory:
     Of what is sharded over replicas only this rank's shard counts; what is temporarily unsharded is
     in ``working``.
 
-    weights:     in the compute dtype.
+    weights:     in the compute dtype, all versions that the schedule holds of them.
     gradients:   fp32, of trained weights.
     optimizer:   its state, and fp32 weights beside 16-bit ones.
     activations: kept by the micro-batches in flight for their backwards.
@@ -74,8 +75,10 @@ class StageMemory:
         working: int,
         transfers: int,
         shards: Shards = UNSHARDED,
+        versions: int = 1,
     ) -> "StageMemory":
-        weights = -(-values.trained * DTYPE_BYTES[dtype] // shards.parameters) + ceil(values.frozen)
+        trained = values.trained * versions
+        weights = -(-trained * DTYPE_BYTES[dtype] // shards.parameters) + ceil(values.frozen)
         gradients = -(-values.trained * 4 // shards.gradients)
         kept = ceil(values.state) + (0 if dtype == "float32" else 4 * values.trained)
         optimizer = -(-kept // shards.optimizer)
@@ -158,6 +161,7 @@ class Ledger:
         ]
         self._unsharded = UnshardedUnits(units, schedule, dtype, shards)
         self.moments = [moments(schedule, rank) for rank in range(len(schedule.ranks))]
+        self._versions = held_versions(schedule)
         self._own = [
             of_stage(self.moments[schedule.rank_of(stage)], stage)
             for stage in range(schedule.stages)
@@ -182,7 +186,7 @@ class Ledger:
         footprints = {index: footprint(self.units, stage)}
         activations = peak(self._own[index], footprints)[index]
         values = self._values([stage])[0]
-        return self._memory(stage, activations, values, self._working(index, stage))
+        return self._memory(index, stage, activations, values, self._working(index, stage))
 
     def in_flight(self, index: int) -> int:
         """Return the most micro-batches of a stage that keep at least what its recomputation
@@ -217,7 +221,7 @@ class Ledger:
                 own, self._values([stages[index] for index in own]), strict=True
             ):
                 working = self._working(index, stages[index]) if index == busiest else 0
-                memories[index] = self._memory(stages[index], shares[index], values, working)
+                memories[index] = self._memory(index, stages[index], shares[index], values, working)
         return [memory for memory in memories if memory is not None]
 
     def _working(self, index: int, stage: StagePlan) -> int:
@@ -242,10 +246,17 @@ class Ledger:
         return 4 * bucket + 2 * before
 
     def _memory(
-        self, stage: StagePlan, activations: int, values: Values, working: int
+        self, index: int, stage: StagePlan, activations: int, values: Values, working: int
     ) -> StageMemory:
-        transfers = transfer_bytes(self.units, stage)
-        return StageMemory.of(values, self.dtype, activations, working, transfers, self.shards)
+        return StageMemory.of(
+            values,
+            self.dtype,
+            activations,
+            working,
+            transfers=transfer_bytes(self.units, stage),
+            shards=self.shards,
+            versions=self._versions[index],
+        )
 
     def _values(self, stages: Sequence[StagePlan]) -> list[Values]:
         """Return, per stage, the values that no earlier stage of the list has."""

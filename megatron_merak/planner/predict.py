@@ -128,7 +128,8 @@ def ending(plan: Plan) -> Ending:
     """Return the time that follows the pipeline on the slowest rank.
 
     It consists of the exposed data-parallel reductions of gradients, the exposed all-gathers of
-    sharded parameters, the all-reduces of tied tensors' gradients, and the optimizer step.
+    sharded parameters, the all-reduces of tied tensors' gradients, and the optimizer's updates, all
+    of them where a step has several.
     """
     units = _unit_costs(plan)
     waits = stage_waits(plan, units)
@@ -140,8 +141,14 @@ def ending(plan: Plan) -> Ending:
         own = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
         parameters = trained_parameters([plan.units[unit] for unit in own])
         reductions = _reductions(plan, rank, own, units, waits=waits) + ties[rank]
-        endings.append(Ending(reductions, parameters * update))
+        endings.append(Ending(reductions, parameters * update * _updates(plan)))
     return max(endings, key=lambda ending: ending.total)
+
+
+def _updates(plan: Plan) -> int:
+    """Return how often a step updates the weights."""
+    updates = plan.schedule.updates
+    return 1 if updates is None else plan.schedule.microbatches // updates.every
 
 
 def _reductions(

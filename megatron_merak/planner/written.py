@@ -53,6 +53,9 @@ def written(parallel: ParallelConfig, microbatches: int) -> Schedule | None:
             reason,
             "Add --recompute-granularity full (activation_checkpointing), or remove the R ops",
         )
+    if schedule.updates is not None:
+        reason = "it updates weights on its way, which a file cannot ask for"
+        _refuse(path, reason, "Use --pipeline-schedule pipedream or pipedream-2bw")
     paired = is_paired(schedule)
     if parallel.layer_ranks > 1:
         overlap = parallel.tp_comm_overlap

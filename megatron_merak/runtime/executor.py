@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +71,16 @@ class StepRun:
         # Ops that ran together have the same marks.
         spans = {(began, ended) for _, began, ended in self.trace()}
         return sum(ended - began for began, ended in spans) - self.waited
+
+
+class Between(Protocol):
+    """What happens around the compute ops of a schedule that updates weights on its way."""
+
+    def before(self, op: Op) -> None:
+        """Called before an op that computes."""
+
+    def after(self, op: Op) -> None:
+        """Called after it, when its results are handed over."""
 
 
 class Executor:
@@ -143,6 +153,7 @@ class Executor:
         loss_scale: float = 1.0,
         sum_losses: bool = False,
         task: Any = None,
+        between: Between | None = None,
     ) -> StepLoss | None:
         """Run every op in order. Return the losses on the last stage, None elsewhere.
 
@@ -159,6 +170,7 @@ class Executor:
                     divides sums over tokens by the step's tokens); else those of the mean over
                     micro-batches and replicas of their means.
         task:       what the stages' programs compute, see `Stage`; None: the model's loss.
+        between:    called around each compute op; None: nothing is.
         """
         stopwatch = None if self.trace is None else self._new_stopwatch()
         self.last = StepRun(
@@ -179,7 +191,14 @@ class Executor:
             if ops_of(entry)[0].microbatch >= len(batches):
                 self._idle(entry)
                 continue
+            around = between if ops_of(entry)[0].kind.is_compute else None
+            if around is not None:
+                for op in ops_of(entry):
+                    around.before(op)
             self._run(entry)
+            if around is not None:
+                for op in ops_of(entry):
+                    around.after(op)
             for op in ops_of(entry):
                 if self.ends[op.stage, op.microbatch] == op:
                     self.stages[op.stage].end(op.microbatch)
@@ -273,7 +292,9 @@ class Executor:
             return None
         run = self.last
         count = stage.count(op.microbatch).clamp(min=1)
-        replicas = len(run.batches) * self.mesh.summed
+        updates = self.schedule.updates
+        summed = len(run.batches) if updates is None else updates.every
+        replicas = summed * self.mesh.summed
         scale = torch.ones_like(count) if run.sum_losses else 1 / (count * replicas)
         scale = scale if run.loss_scale == 1.0 else scale * run.loss_scale
         return scale if run.weights is None else scale * run.weights[op.microbatch]

@@ -20,6 +20,7 @@ from ..config.checks import (
     check_schedule,
     check_sharding,
 )
+from ..config.unflushed import refuse_unflushed
 from ..errors import PlanError, TraceError
 from ..graph.capture.captured import Captured
 from ..graph.capture.fast_trace import gc_paused
@@ -75,6 +76,7 @@ def make_blueprint(
     check_experts(parallel)
     check_recompute(parallel)
     check_schedule(parallel)
+    refuse_unflushed(parallel.pipeline_schedule)
     check_sharding(parallel)
     samples, length = traced.size
     if request.sequence_length is None:
@@ -170,6 +172,9 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
             "it is a plan of the native model",
             "Make a plan of this model",
         )
+    if plan.schedule.updates is not None:
+        reason = "only the native model updates weights while micro-batches are in flight"
+        raise PlanError("plan: schedule.updates", plan.schedule.name, reason, "Use 1f1b")
     chain = cut(captured, plan.graph_sharding)
     check_chain(plan, chain.names)
     pins = {tensor.name: tensor for tensor in plan.shardings}

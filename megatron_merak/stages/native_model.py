@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..checkpoint.store import Shard
 from ..config import Config
+from ..config.unflushed import check_unflushed
+from ..optimizer.base import LocalOptimizer, Rates
 from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.agree import together
 from ..parallel.buffers import Flat
@@ -15,6 +17,7 @@ from ..parallel.mesh import Mesh
 from ..plan import Plan
 from ..planner.cost import model_flops
 from ..runtime.executor import StepLoss
+from ..runtime.versions import WeightVersions
 from .kernels import check_kernels
 from .native import build_stages
 from .optimizer_state import OptimizerOf, adamw_of
@@ -35,6 +38,16 @@ class NativeModel(TrainedModel):
     ):
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
+            if plan.schedule.updates is not None:
+                check_unflushed(
+                    plan.schedule.name,
+                    config.model,
+                    config.train,
+                    config.optimizer,
+                    checkpoint=config.checkpoint,
+                    layer_ranks=plan.grid.layer_ranks,
+                    replicas=mesh.replicas,
+                )
         check_same_plan(plan, mesh.control)
         built = build_stages(config, plan, mesh)
         train = config.train
@@ -51,6 +64,32 @@ class NativeModel(TrainedModel):
             optimizer_of=optimizer_of,
             replica_check_interval=train.check_weight_hash_across_dp_replicas_interval,
         )
+        self._rates: Rates | None = None
+        self.versions = self._versions_of(plan)
+
+    def _versions_of(self, plan: Plan) -> WeightVersions | None:
+        if plan.schedule.updates is None:
+            return None
+        (stage,) = self.stages
+        return WeightVersions(self.parameters, plan.schedule, stage, self._update_between)
+
+    def begin_step(self, rates: Rates) -> None:
+        self._rates = rates
+
+    def _update_between(self) -> None:
+        """Update the weights of this rank's stage, without a word with other ranks."""
+        assert self._rates is not None and isinstance(self.optimizer, LocalOptimizer)
+        self.parameters.finish_step()
+        self.optimizer.apply_unseen(self._rates)
+        self.parameters.start_step()
+
+    def first_not_finite(
+        self, batches: Sequence[Mapping[str, Tensor]], iteration: int | None = None
+    ) -> str:
+        """See `TrainedModel`; "" where the weights at the start of the step are no more."""
+        if self.versions is not None:
+            return ""
+        return super().first_not_finite(batches, iteration)
 
     def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
         with self.mesh.pulse.in_step(self.iteration + 1):
@@ -60,7 +99,18 @@ class NativeModel(TrainedModel):
         self.parameters.start_step()
         executor = self.executor(len(batches))
         scale = self.optimizer.begin()
-        loss = executor.run(batches, self.iteration, loss_scale=scale, sum_losses=self.per_token)
+        versions = self.versions
+        if versions is not None:
+            versions.start()
+        loss = executor.run(
+            batches,
+            self.iteration,
+            loss_scale=scale,
+            sum_losses=self.per_token,
+            between=versions,
+        )
+        if versions is not None:
+            versions.finish()
         self.mesh.pulse.at("gradient reduction")
         self.parameters.finish_step()
         if self.per_token:

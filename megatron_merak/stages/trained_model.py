@@ -78,6 +78,11 @@ class TrainedModel:
         """Return what `backward` takes, given micro-batches of a GPT data set."""
         return batches
 
+    def begin_step(self, rates: Rates) -> None:
+        """Called with the rates of a step before its `backward`, which uses them where its schedule
+        updates weights on its way.
+        """
+
     def backward(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
         """Compute one step's gradient, and return what its loss is made of without waiting for the
         device.

@@ -108,6 +108,7 @@ class Trainer:
         batches: this replica's micro-batches, on every rank of the replica.
         """
         rates = self.rates()
+        self.model.begin_step(rates)
         self.model.replicas.note_samples(batches)
         sums = self.rerun.backward(self.model.from_samples(batches))
         if self.increments is not None:

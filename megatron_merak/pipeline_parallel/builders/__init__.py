@@ -13,6 +13,7 @@ from megatron_merak.pipeline_parallel.builders.builder import Builder
 from megatron_merak.pipeline_parallel.builders.interleaved import interleaved
 from megatron_merak.pipeline_parallel.builders.plain import gpipe, naive, one_forward_one_backward
 from megatron_merak.pipeline_parallel.builders.recompute import early_recompute, shifted
+from megatron_merak.pipeline_parallel.builders.unflushed import pipedream, pipedream_2bw
 from megatron_merak.pipeline_parallel.builders.zero_bubble import zb_h1, zb_v
 from megatron_merak.pipeline_parallel.ops import Schedule
 
@@ -34,30 +35,45 @@ _TABLE = (
 )
 BUILDERS: Mapping[str, Builder] = MappingProxyType({builder.name: builder for builder in _TABLE})
 
+# They change what is computed, so that nothing chooses them but by name.
+_UNFLUSHED = (
+    Builder("pipedream", pipedream, least_ranks=2, updates=True),
+    Builder("pipedream-2bw", pipedream_2bw, least_ranks=2, updates=True),
+)
+UNFLUSHED: Mapping[str, Builder] = MappingProxyType(
+    {builder.name: builder for builder in _UNFLUSHED}
+)
+
 
 # forwards of all micro-batches: a schedule is a list of ops, which takes time and memory
 LARGEST = 1 << 20
 
 
 def build_schedule(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    group: int | None = None,
+    every: int | None = None,
 ) -> Schedule:
     """Return the compute ops of a named schedule over ``ranks`` pipeline ranks.
 
     chunks: (virtual) stages per rank, if the schedule leaves a choice.
     group:  number of micro-batches that an interleaved rank runs on one stage before it continues
             with the next.
+    every:  number of micro-batches of an update, where a schedule has several.
 
     Raises ScheduleError for an unknown name, and for arguments to which the schedule is not
     applicable.
     """
-    if name not in BUILDERS:
-        raise ScheduleError(
-            "schedule", name, "there is no such one", f"Use one of {', '.join(BUILDERS)}"
-        )
+    builder = {**BUILDERS, **UNFLUSHED}.get(name)
+    if builder is None:
+        names = ", ".join((*BUILDERS, *UNFLUSHED))
+        raise ScheduleError("schedule", name, "there is no such one", f"Use one of {names}")
     if microbatches * max(ranks, 1) * max(chunks or 1, 1) > LARGEST:
         reason = (
             f"{microbatches:,} micro-batches on {ranks:,} ranks are more than {LARGEST:,} forwards"
         )
         raise ScheduleError("schedule", name, reason, "Use fewer or larger micro-batches")
-    return BUILDERS[name].build(ranks, microbatches, chunks, group)
+    return builder.build(ranks, microbatches, chunks, group, every=every)

@@ -17,7 +17,8 @@ class Builder:
 
     make:                            (ranks, microbatches) -> schedule; if ``chunked``, also the
                                      number of stages per rank; if ``grouped``, then the number of
-                                     micro-batches of a group.
+                                     micro-batches of a group; if ``updates``, then that of an
+                                     update.
     recomputes, splits:              whether it has R ops, or W ops.
     chunks:                          stages of each rank; if ``chunked``, the default.
     least_ranks, least_microbatches: (of the ranks) the smallest numbers to which it is applicable.
@@ -30,17 +31,25 @@ class Builder:
     chunks: int = 1
     chunked: bool = False
     grouped: bool = False
+    updates: bool = False
     least_ranks: int = 1
     least_microbatches: Callable[[int], int] = _one
 
     def build(
-        self, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None
+        self,
+        ranks: int,
+        microbatches: int,
+        chunks: int | None = None,
+        group: int | None = None,
+        every: int | None = None,
     ) -> Schedule:
         """Return the compute ops of this schedule; raise ScheduleError if it is not applicable."""
         self._check_size(ranks, microbatches)
         self._check_options(chunks, group)
-        options = [chunks or self.chunks] if self.chunked else []
-        return self.make(ranks, microbatches, *options, *([group] if self.grouped else []))
+        options: list[int | None] = [chunks or self.chunks] if self.chunked else []
+        options += [group] if self.grouped else []
+        options += [every] if self.updates else []
+        return self.make(ranks, microbatches, *options)
 
     def _check_size(self, ranks: int, microbatches: int) -> None:
         if min(ranks, microbatches) < 1:
