@@ -98,6 +98,7 @@ def verify(words: Sequence[str]) -> int:
     )
     parser.add_argument("prefix", nargs="+", metavar="PREFIX", help="of .bin and .idx files")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="every id is to be below it")
+    parser.add_argument("--chat", action="store_true", help="they have conversations")
     options = parser.parse_args(words)
     if options.vocab_size is not None and options.vocab_size < 1:
         parser.end(ConfigError("--vocab-size", options.vocab_size, "it is below 1", "Give more"))
@@ -106,7 +107,7 @@ def verify(words: Sequence[str]) -> int:
 
     status = 0
     for prefix in options.prefix:
-        found = faults(prefix, options.vocab_size)
+        found = faults(prefix, options.vocab_size, options.chat)
         for fault in found:
             print(f"{prefix}: {fault}", file=sys.stderr)
         if len(found) == MOST:

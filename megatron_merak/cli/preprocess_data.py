@@ -51,8 +51,8 @@ def parser() -> CommandParser:
     add(
         "--json-keys",
         nargs="+",
-        default=["text"],
-        help="keys to extract; each key becomes a separate dataset",
+        help="keys to extract; each key becomes a separate dataset (default: text; with --chat: "
+        "messages)",
     )
     add(
         "--output-prefix",
@@ -63,6 +63,18 @@ def parser() -> CommandParser:
         "--append-eod",
         action="store_true",
         help="append the end-of-document token to every document",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="documents are conversations, lists of messages with role and content: write them by "
+        "the tokenizer's chat template for merak-pretrain-hf --sft",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        type=Path,
+        help="with --chat: a template in place of the tokenizer's",
     )
     add_tokenizer_flags(flags, required=True)
     add(
@@ -86,6 +98,31 @@ def parser() -> CommandParser:
     return flags
 
 
+def _chat(options: argparse.Namespace) -> str | None:
+    """Complete the keys of a command line; return the template that it names. Raises ConfigError."""
+    if options.json_keys is None:
+        options.json_keys = ["messages" if options.chat else "text"]
+    if not options.chat and options.chat_template is not None:
+        reason = "has no effect without --chat"
+        remedy = "Add --chat, or leave it out"
+        raise ConfigError("--chat-template", options.chat_template, reason, remedy)
+    if options.chat and len(options.json_keys) > 1:
+        reason = "conversations are under one key"
+        raise ConfigError("--json-keys", " ".join(options.json_keys), reason, "Give one")
+    if options.chat and options.append_eod:
+        reason = "the chat template writes the ends of conversations"
+        raise ConfigError("--append-eod", "on", reason, "Leave it out")
+    if options.chat_template is None:
+        return None
+    try:
+        return options.chat_template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
+        raise ConfigError(
+            "--chat-template", options.chat_template, reason, "Name a file with a template"
+        ) from error
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -99,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flags.end(ConfigError(flag, value, f"it is below {least}", f"Give at least {least}"))
     try:
         tokenizer = tokenizer_flags(options)
+        template = _chat(options)
     except ConfigError as error:
         flags.end(error)
     from ..data.preprocess import EncoderConfig, preprocess
@@ -111,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tuple(options.json_keys),
         append_eod=options.append_eod,
         details=details(tokenizer),
+        chat=options.chat,
+        chat_template=template,
     )
     try:
         prefix = options.output_prefix

@@ -344,7 +344,7 @@ class HFDataConfig(DataConfig):
     """Datasets and tokenizer."""
 
     sft: bool = setting(False)
-    """Train on conversations, as merak-preprocess --chat-template writes them: whole ones are packed
+    """Train on conversations, as merak-preprocess --chat writes them: whole ones are packed
     into samples, each is read by itself, and the targets are the tokens of the assistant."""
 
 

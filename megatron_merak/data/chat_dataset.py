@@ -16,6 +16,12 @@ from ..errors import DataError
 from .source_part import GPTDatasetConfig, SourcePart, TokenSource
 
 
+def ids_of(stored: np.ndarray) -> np.ndarray:
+    """Return the token ids of what is stored."""
+    # floating-point datasets have no conversations
+    return np.where(stored < 0, ~stored, stored) if stored.dtype.kind == "i" else stored
+
+
 class Packing(NamedTuple):
     """Where the samples of a data set are.
 
@@ -127,7 +133,7 @@ class ChatDataset(SourcePart):
         """Return the ids of a conversation, int64, and which of them are targets."""
         stored = self.source.get(number, 0, None).astype(np.int64)
         stored = stored[: self.config.sequence_length]
-        ids = np.where(stored < 0, ~stored, stored)
+        ids = ids_of(stored)
         if ids.size and ids.max() >= self.config.vocab_size:
             reason = (
                 f"conversation {number} has token id {ids.max()}, the vocabulary ends at "

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from .chat_dataset import ids_of
 from .indexed_dataset import CHUNK, IndexedDataset
 
 SHOWN = 200  # tokens of the first document
@@ -28,9 +29,9 @@ def dataset_facts(dataset: IndexedDataset) -> dict[str, Any]:
 
 
 def first_document(dataset: IndexedDataset) -> list[int]:
-    """Return the ids of the first document that has some."""
+    """Return the ids of the first document that has some; those of a conversation, too."""
     ids = next((dataset[number] for number in range(len(dataset)) if len(dataset[number])), [])
-    return [int(each) for each in ids[:SHOWN]]
+    return ids_of(np.asarray(ids[:SHOWN])).tolist()
 
 
 def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from ..errors import DataError
 from ..extras import installed_by, is_installed
@@ -167,28 +167,52 @@ def parse_document(raw: Raw, keys: Sequence[str]) -> list[str]:
     """Return the texts of `raw` under `keys`; a text file is the text of every key. Raises
     ValueError with the reason.
     """
-    try:
-        text = raw.data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8") from error
+    text = _text(raw)
     if raw.line is None:
         return [text] * len(keys)
+    document = _object(text)
+    texts = []
+    for key in keys:
+        value = document.get(key)
+        if key not in document:
+            raise ValueError(_missing(document, key))
+        if not isinstance(value, str):
+            raise ValueError(f"the value of {key!r} is no string")
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(f"the value of {key!r} holds half a surrogate pair")
+        texts.append(value)
+    return texts
+
+
+def parse_conversation(raw: Raw, key: str) -> tuple[Any, Any]:
+    """Return what `raw` has under `key`, messages, and the tools that it names, None where it names
+    none. Raises ValueError with the reason.
+    """
+    if raw.line is None:
+        raise ValueError("a text file is no conversation")
+    document = _object(_text(raw))
+    if key not in document:
+        raise ValueError(_missing(document, key))
+    return document[key], document.get("tools")
+
+
+def _text(raw: Raw) -> str:
+    try:
+        return raw.data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from error
+
+
+def _object(text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
-    texts = []
-    for key in keys:
-        value = document.get(key)
-        if not isinstance(value, str):
-            there = ", ".join(repr(name) for name in list(document)[:_NAMED]) or "none"
-            missing = f"key {key!r} of --json-keys is missing, there is {there}"
-            raise ValueError(
-                missing if key not in document else f"the value of {key!r} is no string"
-            )
-        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError(f"the value of {key!r} holds half a surrogate pair")
-        texts.append(value)
-    return texts
+    return document
+
+
+def _missing(document: dict[str, Any], key: str) -> str:
+    there = ", ".join(repr(name) for name in list(document)[:_NAMED]) or "none"
+    return f"key {key!r} of --json-keys is missing, there is {there}"

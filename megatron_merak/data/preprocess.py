@@ -15,12 +15,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import DataError, LaunchError, MerakError
-from .documents import Place, Raw, input_files, parse_document, read_documents
+from .chat import ChatEncoder
+from .documents import (
+    Place,
+    Raw,
+    input_files,
+    parse_conversation,
+    parse_document,
+    read_documents,
+)
 from .indexed_dataset import token_dtype
 from .preprocess_progress import Ahead, PreprocessProgress
 from .tokenizer import (
     DEFAULTS,
     NUMBERS,
+    HuggingFaceTokenizer,
     Tokenizer,
     TokenizerDetails,
     build_tokenizer,
@@ -37,6 +46,9 @@ SEAL_SECONDS = 10.0
 class EncoderConfig:
     """How a raw document becomes token ids: the tokenizer's flags, the JSON keys, and whether eod
     follows.
+
+    chat:          whether documents are conversations; then there is one key.
+    chat_template: in place of the tokenizer's; None: that.
     """
 
     tokenizer_type: str | None
@@ -45,11 +57,25 @@ class EncoderConfig:
     json_keys: tuple[str, ...]
     append_eod: bool
     details: TokenizerDetails = DEFAULTS
+    chat: bool = False
+    chat_template: str | None = None
 
     def build_tokenizer(self) -> Tokenizer:
         return build_tokenizer(
             self.tokenizer_type, self.tokenizer_model, self.vocab_size, self.details
         )
+
+    def build_encoder(self, tokenizer: Tokenizer) -> ChatEncoder:
+        """Return what encodes conversations. Raises DataError where the tokenizer cannot."""
+        path = self.tokenizer_model
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            remedy = "Name a directory of transformers whose tokenizer_config.json has one"
+            raise DataError("--tokenizer-model", path, "it has no chat template", remedy)
+        return ChatEncoder(tokenizer.of_transformers, self.chat_template, path)
+
+    def dtype(self, tokenizer: Tokenizer) -> np.dtype:
+        """Return the type of what is written."""
+        return np.dtype("<i4") if self.chat else token_dtype(tokenizer.vocab_size)
 
 
 @dataclass
@@ -67,6 +93,8 @@ def encode_chunk(
     tokenizer: Tokenizer, config: EncoderConfig, chunk: Sequence[Raw], batched: bool
 ) -> Encoded:
     """Tokenize `chunk`; `batched` lets the tokenizer use threads of its own."""
+    if config.chat:
+        return _encode_conversations(tokenizer, config, chunk)
     texts: list[list[str]] = [[] for _ in config.json_keys]
     bad = []
     for raw in chunk:
@@ -80,7 +108,7 @@ def encode_chunk(
             continue
         for column, text in zip(texts, parsed, strict=True):
             column.append(text)
-    dtype = token_dtype(tokenizer.vocab_size)
+    dtype = config.dtype(tokenizer)
     tail = [tokenizer.eod] if config.append_eod else []
     encoded = Encoded([], [], bad)
     for column in texts:
@@ -94,6 +122,24 @@ def encode_chunk(
         encoded.lengths.append(np.array([len(row) for row in rows], dtype=np.int64))
         encoded.tokens.append(np.concatenate(rows) if rows else np.empty(0, dtype))
     return encoded
+
+
+def _encode_conversations(
+    tokenizer: Tokenizer, config: EncoderConfig, chunk: Sequence[Raw]
+) -> Encoded:
+    encoder = config.build_encoder(tokenizer)
+    (key,) = config.json_keys
+    rows = []
+    bad = []
+    for raw in chunk:
+        try:
+            messages, tools = parse_conversation(raw, key)
+            rows.append(encoder.encode(messages, tools).stored())
+        except ValueError as error:
+            bad.append((raw.place, str(error).rstrip(".")))
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    joined = np.concatenate(rows) if rows else np.empty(0, np.int32)
+    return Encoded([lengths], [joined], bad)
 
 
 def chunks(documents: Iterable[Raw]) -> Iterator[list[Raw]]:
@@ -281,7 +327,10 @@ class Run:
         self.config = config
         self.skip_bad = skip_bad
         self.seal_every = seal_every
-        dtype = token_dtype(config.build_tokenizer().vocab_size)
+        tokenizer = config.build_tokenizer()
+        if config.chat:
+            config.build_encoder(tokenizer)
+        dtype = config.dtype(tokenizer)
         prefixes = [f"{prefix}_{key}_document" for key in config.json_keys]
         self.work = Unfinished(prefix, prefixes, dtype, job)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..config.tokenizers import TOKENIZERS
 from ..errors import DataError
@@ -153,6 +153,7 @@ class HuggingFaceTokenizer:
             ) from error
         ids = self._tokenizer.get_vocab().values()
         self.vocab_size = max(ids, default=-1) + 1
+        self.of_transformers: Any = self._tokenizer  # which has a chat template
         pad = self._tokenizer.pad_token_id
         self.pad = None if pad == self._tokenizer.eos_token_id else pad
 

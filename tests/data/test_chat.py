@@ -1,10 +1,13 @@
 """Conversations in tokens, beside transformers' own masks; and packed into samples."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from megatron_merak.cli.preprocess_data import main
 from megatron_merak.data.chat import ChatEncoder
 from megatron_merak.data.chat_dataset import ChatDataset, pack
 from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
@@ -126,3 +129,64 @@ def test_a_long_conversation_is_cut_and_a_wrong_token_is_told(tmp_path):
         DataError, match="conversation 0 has token id 60, the vocabulary ends at 49"
     ):
         dataset(tmp_path, [[~1, 60]])[0]
+
+
+def run(*words):
+    """Run merak-preprocess; return its exit status."""
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_command_writes_what_the_encoder_gives(workers, directory, tokenizer, tmp_path, capsys):
+    chats = [conversation(number) for number in range(9)]
+    lines = [json.dumps({"messages": chat}) for chat in chats]
+    lines.insert(3, json.dumps({"messages": chats[0][:1]}))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    (tmp_path / "marked.jinja").write_text(MARKED)
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", directory]
+    words = ["--input", tmp_path / "chats.jsonl", "--output-prefix", tmp_path / "out", *flags]
+    words += ["--chat", "--chat-template", tmp_path / "marked.jinja", "--workers", workers]
+    assert run(*words) == 1
+    assert "chats.jsonl:4: no message is of the assistant" in capsys.readouterr().err
+    assert run(*words, "--skip-bad", 1) == 0
+    encoder = ChatEncoder(tokenizer, None, "t")
+    written = IndexedDataset(tmp_path / "out_messages_document")
+    assert written.dtype == np.int32 and len(written) == 9
+    for number, chat in enumerate(chats):
+        assert np.array_equal(written[number], encoder.encode(chat).stored())
+    prefix = tmp_path / "out_messages_document"
+    assert run("verify", prefix) == 1
+    assert "is below 0 (conversations are checked with --chat)" in capsys.readouterr().err
+    assert run("verify", "--chat", "--vocab-size", 290, prefix) == 0
+    capsys.readouterr()
+    assert run("inspect", prefix, *flags) == 0
+    assert "<|user|>what is a rank<|end|>" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--chat-template", "x"], "--chat-template x: has no effect without --chat"),
+        (["--chat", "--append-eod"], "--append-eod on: the chat template writes the ends"),
+        (["--chat", "--json-keys", "a", "b"], "--json-keys a b: conversations are under one key"),
+        (["--chat", "--chat-template", "/none"], "--chat-template /none: it cannot be read"),
+    ],
+)
+def test_mistakes_of_the_command(words, told, directory, tmp_path, capsys):
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", directory]
+    (tmp_path / "chats.jsonl").write_text("{}")
+    given = ["--input", tmp_path / "chats.jsonl", "--output-prefix", tmp_path / "out"]
+    assert run(*given, *flags, *words) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_a_template_is_told(directory, tmp_path, capsys):
+    (tmp_path / "chats.jsonl").write_text("{}")
+    given = ["--input", tmp_path / "chats.jsonl", "--output-prefix", tmp_path / "out", "--chat"]
+    bare = directory / "tokenizer.json"
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", bare]
+    assert run(*given, *flags) == 1
+    assert "it has no chat template" in capsys.readouterr().err
