@@ -24,8 +24,8 @@ stage while micro-batches are in flight, so that no update drains the pipeline. 
 gradients are stale, losses differ from those of all schedules above, and `auto` and `merak-plan search` never choose
 them.
 
-- *pipedream* updates a stage after each of its backwards. A micro-batch computes forwards and backwards with the
-  weights that the stage had at its forward (weight stashing), of which stage s = 0, ..., S - 1 keeps S - s versions.
+- *pipedream* updates a stage after each of its backwards. A micro-batch computes its forward and its backward with the
+  weights that the stage had at the forward (weight stashing), of which stage s = 0, ..., S - 1 keeps S - s versions.
   Its gradient is applied to weights that are S - 1 - s updates newer.
 - *pipedream-2bw* updates all stages after every *M* micro-batches, `--pipeline-update-interval`, at least S. They
   compute with the weights before the last update, so every stage keeps two versions, and each gradient is one update

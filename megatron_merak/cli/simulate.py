@@ -65,6 +65,7 @@ from ..pipeline_parallel.search.progress import SEARCHING, SearchProgress
 from ..pipeline_parallel.search.search import search
 from ..pipeline_parallel.simulate import StageCosts, simulate
 from ..pipeline_parallel.timeline import Timeline
+from ..pipeline_parallel.unflushed import updates_text
 from ..planner.picture import view
 from ..strict_json import parse
 from ..training.outputs import check_file
@@ -331,8 +332,9 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
         raise ScheduleError("--schedule", name, reason, remedy)
     costs = stage_costs(arguments, schedule)
     timeline = simulate(schedule, costs, arguments.overlap)
-    detail = "; ".join([words(arguments), *without_gain(schedule, costs)])
-    return View(timeline, detail=detail)
+    updates = updates_text(schedule)
+    parts = [words(arguments), *without_gain(schedule, costs), *([updates] if updates else [])]
+    return View(timeline, detail="; ".join(parts))
 
 
 def without_gain(schedule: Schedule, costs: StageCosts) -> list[str]:

@@ -2,6 +2,7 @@
 exist, and whether each is there when an op needs it.
 """
 
+from megatron_merak.counting import counted
 from megatron_merak.errors import ScheduleError
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, Updates, ops_of
 
@@ -43,6 +44,23 @@ def _held(schedule: Schedule, stage: int) -> int:
     return most
 
 
+def updates_text(schedule: Schedule) -> str:
+    """Return how a schedule updates weights on its way, how stale its gradients are, and what it
+    holds; "" where it does not.
+    """
+    updates = schedule.updates
+    if updates is None:
+        return ""
+    last = [ops_of_stage(schedule, stage)[-1] for stage in range(schedule.stages)]
+    late = " ".join(str(updates.staleness(op)) for op in last)
+    held = " ".join(map(str, held_versions(schedule)))
+    every = counted(updates.every, "micro-batch")
+    return (
+        f"updates weights every {every}, without a flush; by stage, updates that gradients are late: "
+        f"{late}, versions of the weights held: {held}"
+    )
+
+
 def check_updates(schedule: Schedule) -> None:
     """Raise ScheduleError for updates that the ops of the schedule do not allow."""
     updates = schedule.updates
@@ -53,7 +71,10 @@ def check_updates(schedule: Schedule) -> None:
         done = 0
         for op in ops_of_stage(schedule, stage):
             if (version := updates.version(op)) > done:
-                reason = f"{op} needs weights of {version} updates, and its stage has done {done}"
+                reason = (
+                    f"{op} needs weights of {counted(version, 'update')}, and its stage has done "
+                    f"{done}"
+                )
                 raise _wrong(schedule, reason, "Raise the delay of the stage")
             done += updates_after(schedule, op)
 

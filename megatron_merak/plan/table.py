@@ -2,6 +2,7 @@
 
 from megatron_merak.counting import counted
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
+from megatron_merak.pipeline_parallel.unflushed import updates_text
 from megatron_merak.plan.frozen import Plan
 from megatron_merak.plan.placement import placement
 
@@ -89,7 +90,8 @@ def plan_table(plan: Plan, width: int = 120) -> str:
         lines.append("  ".join(aligned).rstrip())
     predicted = prediction(plan)
     lines += ["", f"schedule {plan.schedule.name}" + (f", {predicted}" if predicted else "")]
-    lines += [*filter(None, [memory_text(plan)]), *plan.schedule_note.splitlines()]
+    notes = [updates_text(plan.schedule), memory_text(plan)]
+    lines += [*filter(None, notes), *plan.schedule_note.splitlines()]
     program = str(plan.schedule).splitlines()[1:]
     for line in program[:8]:
         lines.append(line if len(line) <= width else line[: width - 4].rsplit(" ", 1)[0] + " ...")

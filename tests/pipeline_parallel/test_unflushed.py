@@ -17,7 +17,12 @@ from megatron_merak.pipeline_parallel.check import check, peak_in_flight
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule, Updates, ops_of
 from megatron_merak.pipeline_parallel.passes import add_communication, forward_only, resize
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
-from megatron_merak.pipeline_parallel.unflushed import held_versions, ops_of_stage, updates_after
+from megatron_merak.pipeline_parallel.unflushed import (
+    held_versions,
+    ops_of_stage,
+    updates_after,
+    updates_text,
+)
 from megatron_merak.planner.written import written
 
 SIZES = [(2, 4), (3, 9), (4, 16), (8, 32)]
@@ -86,7 +91,7 @@ def test_they_survive_text_and_json_and_lose_updates_in_an_evaluation(name):
 def test_what_updates_do_not_allow_is_refused():
     schedule = build_schedule("pipedream-2bw", 2, 4)
     for changed, reason in (
-        (replace(schedule, updates=Updates(2, (0, 0))), "0F2 needs weights of 1 updates, and its"),
+        (replace(schedule, updates=Updates(2, (0, 0))), "0F2 needs weights of 1 update, and its"),
         (replace(schedule, updates=Updates(3, (1, 1))), "4 micro-batches are not updates of 3"),
         (replace(schedule, updates=Updates(2, (1,))), "it has 2 stages, and delays of 1"),
         (replace(build_schedule("zb-h1", 2, 4), updates=Updates(2, (1, 1))), "weight gradients"),
@@ -111,6 +116,15 @@ def test_a_schedule_file_cannot_ask_for_updates(tmp_path):
     parallel = ParallelConfig(pipeline_model_parallel_size=2, schedule_file=str(path))
     with pytest.raises(ConfigError, match="which a file cannot ask for. Use --pipeline-schedule"):
         written(parallel, 4)
+
+
+def test_what_is_printed_says_how_stale_gradients_are():
+    assert updates_text(build_schedule("1f1b", 2, 4)) == ""
+    text = updates_text(build_schedule("pipedream", 3, 6))
+    assert text == (
+        "updates weights every 1 micro-batch, without a flush; by stage, updates that gradients are "
+        "late: 2 1 0, versions of the weights held: 3 2 1"
+    )
 
 
 def test_nothing_chooses_them_but_by_name():

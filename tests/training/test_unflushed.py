@@ -10,14 +10,18 @@ import torch
 
 from megatron_merak import arguments
 from megatron_merak.config import Config, HFConfig
-from megatron_merak.errors import ConfigError, ScheduleError
+from megatron_merak.errors import ConfigError, PlanError, ScheduleError
 from megatron_merak.parallel.mesh import build_mesh
+from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.predict import ending
+from megatron_merak.stages.blueprint import blueprint_from_plan
 from megatron_merak.stages.optimizer_state import optimizer_of_run
-from tests.engines import native_trainer
+from megatron_merak.stages.traced import Traced
+from tests.engines import blueprint_of, native_trainer
+from tests.graph.tiny import tiny
 from tests.ranks import RankFailure, run_ranks
 from tests.training.jobs import RUN, SHAPE, job
 
@@ -282,6 +286,18 @@ def test_captured_models_refuse_it():
     config, _ = arguments.read(parser, argv, HFConfig)
     with pytest.raises(ConfigError, match="the native model of merak-pretrain alone"):
         config.validate(2)
+
+
+@pytest.mark.long
+def test_a_captured_model_is_planned_without_it():
+    _, model, batch = tiny("gpt2")
+    traced = Traced(model(), batch, "float32")
+    with pytest.raises(ConfigError, match="the native model of merak-pretrain alone"):
+        blueprint_of(traced, Grid(pp=2), pipeline_schedule="pipedream", microbatches=4)
+    plan = blueprint_of(traced, Grid(pp=2), microbatches=4).plan
+    edited = replace(plan, schedule=build_schedule("pipedream", 2, 4))
+    with pytest.raises(PlanError, match="only the native model updates weights while"):
+        blueprint_from_plan(traced, edited)
 
 
 def test_the_planner_counts_versions_and_updates():
