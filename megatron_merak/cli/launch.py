@@ -133,7 +133,7 @@ def _served(script: str, flags: Sequence[str]) -> bool:
     so it may.
     """
     words = {part for flag in flags for part in flag.split("=")}
-    unknown = script not in _COMMANDS and "--config" in words
+    unknown = script not in STARTED and "--config" in words
     return unknown or not words.isdisjoint(("ps-sync", "ps-async", "--num-parameter-servers"))
 
 
