@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import DataError, LaunchError, MerakError
-from .documents import Place, Raw, input_files, parse_document, read_documents
+from .documents import Raw, Reached, input_files, parse_document, read_documents
 from .indexed_dataset import token_dtype
 from .preprocess_progress import Ahead, PreprocessProgress
 from .tokenizer import (
@@ -115,7 +115,7 @@ class Read(NamedTuple):
     """Of a chunk: its bytes of text, and how far the files are read with it."""
 
     size: int
-    place: Place
+    place: Reached
 
 
 def encode(
@@ -231,7 +231,7 @@ def preprocess(
 
         def documents() -> Iterator[Raw]:
             for number, file in enumerate(files[start.file :], start=start.file):
-                place = start if number == start.file else Place(number)
+                place = start if number == start.file else Reached(number)
                 yield from read_documents(file, config.json_keys, place)
 
         return run.finish(documents(), workers, Ahead(files))
