@@ -75,6 +75,9 @@ BENCHMARKS = {
     "servers_measured": Benchmark(
         "servers.measured", "parameter servers beside all-reduce, measured (15 min)"
     ),
+    "preprocess": Benchmark(
+        "data.preprocess", "text to indexed datasets beside megatron-core's parts (4 min)"
+    ),
     "saves": Benchmark(
         "checkpoints.saves", "checkpoints beside torch's and transformers' (15 min)"
     ),

@@ -22,7 +22,7 @@ PACKED_SUFFIXES = (".gz", ".zst")
 _NAMED = 5  # keys of a document in one message
 
 
-class Place(NamedTuple):
+class Reached(NamedTuple):
     """How far the files of a run are read.
 
     file: number of files that are done with.
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     end: int = 0
 
 
-BEGINNING = Place()
+BEGINNING = Reached()
 
 
 Unpacked = IO[bytes] | io.BufferedIOBase
@@ -50,7 +50,7 @@ class Raw(NamedTuple):
     source: str
     line: int | None
     data: bytes
-    after: Place = BEGINNING
+    after: Reached = BEGINNING
 
     @property
     def place(self) -> str:
@@ -98,7 +98,7 @@ def _kind(path: Path) -> str | None:
 
 
 def read_documents(
-    path: Path, keys: Sequence[str] = ("text",), start: Place = BEGINNING
+    path: Path, keys: Sequence[str] = ("text",), start: Reached = BEGINNING
 ) -> Iterator[Raw]:
     """Yield the documents of one file: a .txt file is one document, tables have one in a row, and
     others one JSON object per line.
@@ -111,7 +111,7 @@ def read_documents(
     """
     if path.suffix in TABLE_SUFFIXES:
         for row in table_rows(path, keys, start.line):
-            yield Raw(str(path), row.number, row.data, Place(start.file, row.number, row.end))
+            yield Raw(str(path), row.number, row.data, Reached(start.file, row.number, row.end))
         return
     line = start.line
     try:
@@ -119,7 +119,7 @@ def read_documents(
             disk = stack.enter_context(open(path, "rb"))
             file = _unpacked(stack, disk, path)
             if _kind(path) in TEXT_SUFFIXES:
-                yield Raw(str(path), None, file.read(), Place(start.file + 1))
+                yield Raw(str(path), None, file.read(), Reached(start.file + 1))
                 return
             if file is disk:
                 yield from _lines(path, disk, start)
@@ -127,12 +127,12 @@ def read_documents(
             for number, data in enumerate(file, start=1):
                 line = number
                 if number > start.line and data.strip():
-                    yield Raw(str(path), number, data, Place(start.file, number, disk.tell()))
+                    yield Raw(str(path), number, data, Reached(start.file, number, disk.tell()))
     except (OSError, EOFError) as error:
         raise _broken_off(path, line, error) from error
 
 
-def _lines(path: Path, file: IO[bytes], start: Place) -> Iterator[Raw]:
+def _lines(path: Path, file: IO[bytes], start: Reached) -> Iterator[Raw]:
     """Yield the lines of a file that is not packed, from where it was left."""
     line = start.line
     end = start.end
@@ -142,7 +142,7 @@ def _lines(path: Path, file: IO[bytes], start: Place) -> Iterator[Raw]:
             line += 1
             end += len(data)
             if data.strip():
-                yield Raw(str(path), line, data, Place(start.file, line, end))
+                yield Raw(str(path), line, data, Reached(start.file, line, end))
     except OSError as error:
         raise _broken_off(path, line, error) from error
 

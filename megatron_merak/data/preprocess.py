@@ -17,8 +17,8 @@ import numpy as np
 from ..errors import DataError, LaunchError, MerakError
 from .chat import ChatEncoder
 from .documents import (
-    Place,
     Raw,
+    Reached,
     input_files,
     parse_conversation,
     parse_document,
@@ -161,7 +161,7 @@ class Read(NamedTuple):
     """Of a chunk: its bytes of text, and how far the files are read with it."""
 
     size: int
-    place: Place
+    place: Reached
 
 
 def encode(
@@ -277,7 +277,7 @@ def preprocess(
 
         def documents() -> Iterator[Raw]:
             for number, file in enumerate(files[start.file :], start=start.file):
-                place = start if number == start.file else Place(number)
+                place = start if number == start.file else Reached(number)
                 yield from read_documents(file, config.json_keys, place)
 
         return run.finish(documents(), workers, Ahead(files))

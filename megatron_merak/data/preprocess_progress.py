@@ -8,8 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from ..counting import counted
-from .documents import Place
-from .unfinished import Progress
+from .documents import Reached
+from .unfinished import Written
 
 TERMINAL_SECONDS = 0.5
 LOG_SECONDS = 30.0
@@ -22,7 +22,7 @@ class Ahead:
         self._ends = [0, *accumulate(os.stat(file).st_size for file in files)]
         self.total = self._ends[-1]
 
-    def before(self, place: Place) -> int:
+    def before(self, place: Reached) -> int:
         """Return the bytes that are read at a place."""
         return min(self._ends[min(place.file, len(self._ends) - 1)] + place.end, self.total)
 
@@ -32,7 +32,7 @@ class PreprocessProgress:
     and the last.
     """
 
-    def __init__(self, name: str, progress: Progress, ahead: Ahead):
+    def __init__(self, name: str, progress: Written, ahead: Ahead):
         self.name = name
         self._progress = progress
         self._ahead = ahead

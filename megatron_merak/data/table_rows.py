@@ -15,7 +15,7 @@ Batches = Iterator[tuple[Any, int]]  # of pyarrow, and the bytes of the file up 
 
 
 class Row(NamedTuple):
-    """number: from 1 on. data: its columns as a JSON object. end: see `documents.Place`."""
+    """number: from 1 on. data: its columns as a JSON object. end: see `documents.Reached`."""
 
     number: int
     data: bytes

@@ -26,7 +26,7 @@ import numpy as np
 
 from ..durable import make_directory, rename, replaced, sync_directory
 from ..errors import DataError
-from .documents import BEGINNING, Place
+from .documents import BEGINNING, Reached
 from .indexed_dataset import data_path, index_path, write_index
 
 _SEAL = "progress.json"
@@ -35,7 +35,7 @@ Job = Mapping[str, Any]
 
 
 @dataclass
-class Progress:
+class Written:
     """How far a run is.
 
     place:                      up to which the inputs are read.
@@ -45,7 +45,7 @@ class Progress:
     is_written:                 whether that is all.
     """
 
-    place: Place = BEGINNING
+    place: Reached = BEGINNING
     documents: int = 0
     tokens: int = 0
     skipped: int = 0
@@ -67,7 +67,7 @@ class Unfinished:
         whole = Path(prefix)
         self.prefix = prefix
         self.directory = whole.with_name(f".{whole.name}.unfinished")
-        self.progress = Progress(sizes=[0] * len(prefixes))
+        self.progress = Written(sizes=[0] * len(prefixes))
         self._prefixes = prefixes
         self._dtype = dtype
         self._job = job
@@ -98,15 +98,15 @@ class Unfinished:
         if not self.progress.is_written:
             self._open_files()
 
-    def _sealed(self) -> Progress | None:
+    def _sealed(self) -> Written | None:
         """Return how far the same job is; None: nothing is sealed."""
         path = self.directory / _SEAL
         try:
             seal = json.loads(path.read_bytes())
             version = seal["version"]
             job = seal["job"]
-            progress = Progress(**seal["progress"])
-            progress.place = Place(*progress.place)
+            progress = Written(**seal["progress"])
+            progress.place = Reached(*progress.place)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:

@@ -9,7 +9,7 @@ import zstandard
 from pyarrow import parquet
 
 from megatron_merak.data import documents, table_rows
-from megatron_merak.data.documents import Place, input_files, read_documents
+from megatron_merak.data.documents import Reached, input_files, read_documents
 from megatron_merak.data.indexed_dataset import IndexedDataset
 from megatron_merak.data.preprocess import EncoderConfig, preprocess
 from megatron_merak.errors import DataError
@@ -101,14 +101,14 @@ def test_reading_goes_on_from_any_place(tmp_path, name):
     rows = [
         raw
         for number, file in enumerate(files)
-        for raw in read_documents(file, CONFIG.json_keys, Place(number))
+        for raw in read_documents(file, CONFIG.json_keys, Reached(number))
     ]
     assert [json.loads(raw.data)["text"] for raw in rows] == [row["text"] for row in ROWS]
     for done in (1, 701, 1499, 1500, 2999):
         place = rows[done - 1].after
         rest = [*read_documents(files[place.file], CONFIG.json_keys, place)]
         for number, file in enumerate(files[place.file + 1 :], start=place.file + 1):
-            rest += read_documents(file, CONFIG.json_keys, Place(number))
+            rest += read_documents(file, CONFIG.json_keys, Reached(number))
         assert rest == rows[done:]
     sizes = [file.stat().st_size for file in files]
     assert 0 <= rows[0].after.end <= rows[-1].after.end <= sizes[-1]

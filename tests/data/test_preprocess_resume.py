@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatron_merak.data import preprocess_progress
-from megatron_merak.data.documents import Place
+from megatron_merak.data.documents import Reached
 from megatron_merak.data.preprocess import EncoderConfig, preprocess
 from megatron_merak.data.preprocess_progress import Ahead, PreprocessProgress, duration
-from megatron_merak.data.unfinished import Progress
+from megatron_merak.data.unfinished import Written
 from megatron_merak.errors import DataError
 from tests.checkpoint.kills import DISK, fork, kill_before_call
 
@@ -228,13 +228,13 @@ def test_a_log_gets_a_line_now_and_then_with_what_is_left(tmp_path, monkeypatch,
     monkeypatch.setattr(preprocess_progress.time, "monotonic", lambda: now[0])
     for name, size in (("a", 600), ("b", 400)):
         (tmp_path / name).write_bytes(b"x" * size)
-    progress = Progress(place=Place(0, 1, 100), documents=1, read=1_000_000)
+    progress = Written(place=Reached(0, 1, 100), documents=1, read=1_000_000)
     shown = PreprocessProgress("preprocess", progress, Ahead([tmp_path / "a", tmp_path / "b"]))
     for seconds, place, documents, read in (
-        (1, Place(0, 2, 200), 2, 2_000_000),
-        (30, Place(0, 4, 400), 4, 61_000_000),
-        (59, Place(0, 5, 500), 5, 70_000_000),
-        (60, Place(1, 3, 100), 9, 121_000_000),
+        (1, Reached(0, 2, 200), 2, 2_000_000),
+        (30, Reached(0, 4, 400), 4, 61_000_000),
+        (59, Reached(0, 5, 500), 5, 70_000_000),
+        (60, Reached(1, 3, 100), 9, 121_000_000),
     ):
         now[0] = float(seconds)
         progress.place = place
@@ -253,7 +253,7 @@ def test_a_log_gets_a_line_now_and_then_with_what_is_left(tmp_path, monkeypatch,
 def test_without_files_there_is_no_percentage(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(preprocess_progress.time, "monotonic", lambda: now[0])
-    shown = PreprocessProgress("preprocess", Progress(documents=3, read=5_000_000), Ahead([]))
+    shown = PreprocessProgress("preprocess", Written(documents=3, read=5_000_000), Ahead([]))
     now[0] = 31.0
     shown.update()
     assert capsys.readouterr().err == "preprocess: 3 documents, 5.0 MB, 0.0 MB/s\n"
