@@ -323,9 +323,9 @@ REFUSED = [
         "Leave --sequence-parallel out.",
     ),
     (
-        {"parallel": {"distributed_backend": "mpi"}, "train": {"bf16": True}},
+        {"parallel": {"distributed_backend": "emu", "emulate": "laptop", "preflight": True}},
         1,
-        "--bf16 True: torch's MPI backend has no 16-bit numbers. Leave it out, or use --distributed-backend gloo.",
+        "--preflight True: links of an emulated cluster are modelled, and there is nothing to measure. Leave it out.",
     ),
     (
         {"parallel": {"rank_order": "tp-dp-xp"}},

@@ -279,6 +279,7 @@ def test_every_library_that_is_imported_is_declared():
     requirements = [
         *PROJECT["dependencies"],
         *extras["tracking"],
+        *extras["mpi"],
         *extras["pictures"],
         *extras["trl"],
         *extras["tokenizers"],

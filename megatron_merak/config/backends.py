@@ -15,14 +15,12 @@ class Backend:
     of_gpus: whether it transfers tensors of GPUs, else of CPUs.
     by_tag:  whether messages are matched by tag inside a group; else by order, and each channel has
              its own group.
-    halves:  whether it supports 16-bit numbers.
     """
 
     name: str
     job: str
     of_gpus: bool = False
     by_tag: bool = False
-    halves: bool = True
 
 
 _ROWS = (
@@ -32,6 +30,12 @@ _ROWS = (
     Backend("merak_shm", "gloo", by_tag=True),
     Backend("merak_peer", "nccl", of_gpus=True),
     Backend("gloo_cuda", "gloo_cuda", of_gpus=True, by_tag=True),
-    Backend("mpi", "mpi", halves=False),
+    Backend("mpi", "merak_mpi", by_tag=True),
 )
 BACKENDS: Mapping[str, Backend] = MappingProxyType({row.name: row for row in _ROWS})
+
+
+def of_group(name: str) -> Backend | None:
+    """Return the row of a group's backend, which may be known as that of a job only."""
+    own = (row for row in _ROWS if row.job == name)
+    return BACKENDS.get(name) or next(own, None)

@@ -116,8 +116,8 @@ class ParallelConfig(Section):
     """Communication backend. auto: nccl on GPUs, merak_shm on CPUs. merak_shm: gloo, with shared
     memory for tensor and data parallelism within a host. merak_peer: nccl, with our own kernels for
     reductions of up to 8 MiB and the copy engine between stages within a host. gloo_cuda: lets
-    ranks share GPUs, for debugging. emu: gloo with modelled times. mpi: torch's MPI backend, if
-    torch was built with it, for fp32 on CPUs."""
+    ranks share GPUs, for debugging. emu: gloo with modelled times. mpi: on CPUs, the MPI that
+    mpirun is of, through mpi4py."""
     emulate: str | None = setting(None, ours=True, needs=_EMULATED)
     """Cluster that --distributed-backend emu models: a name, or a JSON file."""
     distributed_timeout_minutes: int = setting(10, least=1)

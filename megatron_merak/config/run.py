@@ -128,7 +128,7 @@ class RunConfig:
         check_schedule(self.parallel)
         check_sharding(self.parallel)
         check_instances(self.parallel, replicas * self.parallel.context_parallel_size)
-        check_backend(self.parallel, self.train)
+        check_backend(self.parallel)
         check_checkpoint(self.checkpoint, self.parallel)
         if training:
             check_optimizer(self.optimizer, self.train)

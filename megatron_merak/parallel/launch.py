@@ -23,7 +23,7 @@ from ..cluster import Cluster, find_cluster
 from ..config.backends import BACKENDS
 from ..counting import counted
 from ..errors import LaunchError, MerakError
-from . import emulated, peer_group, shared_memory, staged
+from . import emulated, mpi_group, peer_group, shared_memory, staged
 from .clock import Clock, LogicalClock, WallClock
 from .listening import loopback_interface, new_secret, open_server
 from .meeting import ATTEMPT, job_keys, name_attempt
@@ -40,7 +40,7 @@ from .position import (
 from .position import number as _number
 from .process import Environment, Setup, end_with_launcher, set_up
 from .pulse import Pulse
-from .rendezvous import ADDRESS, PORT
+from .rendezvous import ADDRESS, PORT, Rendezvous
 from .shared_segment import SegmentSettings
 from .team import Team
 from .watchdog import HangLimits, Watchdog, running
@@ -66,10 +66,10 @@ class World:
     ranks_here:  number of ranks on this host, 0 where unknown.
     local_rank:  index of this rank on its host, -1 where unknown.
     team:        the ranks that this one computes with; None: all of the job.
-    store:       of this attempt of the job, shared by all its ranks; None for a single process,
-                 with MPI, and in a job that somebody else joined.
-    watchdog:    names hangs; None for a single process, with MPI, and in a job of several teams,
-                 which goes on without one that has died.
+    store:       of this attempt of the job, shared by all its ranks; None for a single process, and
+                 in a job that somebody else joined.
+    watchdog:    names hangs; None for a single process, and in a job of several teams, which goes
+                 on without one that has died.
     """
 
     rank: int
@@ -145,14 +145,14 @@ def _device(backend: str, size: int) -> torch.device:
 def _check_rendezvous(backend: str) -> None:
     """Raise LaunchError where ranks could not find each other."""
     by = launcher()
-    if backend == MPI:
-        if not by.by_mpi:
-            reason = f"MPI numbers the ranks itself, and {by.name} started them"
-            raise LaunchError(
-                "--distributed-backend", MPI, reason, "Start them with mpirun, or use gloo"
-            )
-        return
+    if backend == MPI and not by.by_mpi:
+        reason = f"MPI numbers the ranks itself, and {by.name} started them"
+        raise LaunchError(
+            "--distributed-backend", MPI, reason, "Start them with mpirun, or use gloo"
+        )
     place = rendezvous()
+    if backend == MPI and not (place.host and place.port):
+        return  # the first rank says it by MPI
     for name, known in ((ADDRESS, place.host), (PORT, place.port)):
         if not known:
             reason = "ranks could not find each other"
@@ -222,10 +222,10 @@ def launch(
     store = None
     if team is not None or size > 1:
         _check_rendezvous(backend)
-        if backend != MPI:  # which connects ranks by its own means
-            with _ended_by_ctrl_c():
-                store = _job_store(job_rank, job_size, timedelta(minutes=timeout_minutes))
-            _listen_on_one_host_only(environment.ranks_here == job_size)
+        with _ended_by_ctrl_c():
+            place = _by_mpi(rank, size) if backend == MPI else rendezvous()
+            store = _job_store(job_rank, job_size, timedelta(minutes=timeout_minutes), place)
+        _listen_on_one_host_only(environment.ranks_here == job_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if deterministic:
@@ -248,23 +248,17 @@ def launch(
         bound = device if job == "nccl" and backend != peer_group.NAME else None
         timeout = timedelta(minutes=timeout_minutes)
         with _ended_by_ctrl_c():
-            if store is None:  # MPI numbers the ranks itself
-                dist.init_process_group(job, timeout=timeout, device_id=bound)
-            else:
-                group = "all ranks" if team is None else team.name
-                dist.init_process_group(
-                    job,
-                    timeout=timeout,
-                    world_size=size,
-                    rank=rank,
-                    store=dist.PrefixStore(group, store),
-                    device_id=bound,
-                )
-            if (current := (dist.get_rank(), dist.get_world_size())) != (rank, size):
-                reason = f"{launcher().name} says rank {rank} of {size}"
-                place = "(rank {} of {})".format(*current)
-                raise LaunchError("place in the job", place, reason, "Use torch's own MPI")
-            if team is None and store is not None:
+            assert store is not None, "there are several ranks"
+            group = "all ranks" if team is None else team.name
+            dist.init_process_group(
+                job,
+                timeout=timeout,
+                world_size=size,
+                rank=rank,
+                store=dist.PrefixStore(group, store),
+                device_id=bound,
+            )
+            if team is None:
                 limits = limits or HangLimits.of_timeout(60 * timeout_minutes, 60 * DEFAULT_TIMEOUT)
                 watchdog = _watch(rank, size, store, limits)
             atexit.register(_end, watchdog)
@@ -318,19 +312,33 @@ def _watch(rank: int, size: int, store: dist.Store, limits: HangLimits) -> Watch
 
 
 def check_available(backend: str) -> None:
-    """Raise LaunchError for a backend that this torch was built without."""
-    if backend == MPI and not dist.is_mpi_available():
-        reason = f"torch {torch.__version__} was built without MPI"
-        raise LaunchError("backend", MPI, reason, "Use gloo, or build torch where MPI is installed")
+    """Raise LaunchError for a backend whose library is missing."""
+    if backend == MPI:
+        mpi_group.check_installed()
 
 
-def _job_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a key-value store of this attempt of the job, of its launcher or of rank 0. Raises
-    LaunchError.
+def _by_mpi(rank: int, size: int) -> Rendezvous:
+    """Return where ranks meet, which the first one says by MPI unless the user or the launcher
+    does, after registering the backend. Raises LaunchError. Collective.
+    """
+    mpi = mpi_group.load()
+    mpi_group.check_place(mpi, rank, size, launcher().name)
+    mpi_group.register(mpi)
+    place = rendezvous()
+    if rank == 0 and not (place.host and place.port):
+        with socket.socket() as free:
+            free.bind(("", 0))
+            place = Rendezvous(place.host or socket.gethostname(), free.getsockname()[1])
+    return Rendezvous(*mpi.COMM_WORLD.bcast(tuple(place)))
+
+
+def _job_store(rank: int, size: int, timeout: timedelta, place: Rendezvous) -> dist.Store:
+    """Return a key-value store of this attempt of the job, of its launcher or of rank 0, at a
+    place. Raises LaunchError.
 
     Collective over all ranks, but for those of a launcher that starts single ranks again.
     """
-    host, port, job = rendezvous()
+    host, port, job = place
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     creates = rank == 0 and not of_launcher
     try:
@@ -422,7 +430,7 @@ def adopt(
     limits:      how long the job may stand still; None: those of the default timeout. A process has
                  one watchdog: one that runs already keeps its limits.
     """
-    if backend == MPI and (job := dist.get_backend()) != MPI:
+    if backend == MPI and (job := dist.get_backend()) not in (MPI, mpi_group.NAME):
         raise LaunchError(
             "backend", MPI, f"the job is one of {job}", "Leave it out, or start the job with MPI"
         )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ..plan import Grid
 from .clock import Clock, WallClock
 from .group_options import group_options
+from .mpi_group import NAME as MPI
 from .peer_group import NAME as PEER_MEMORY
 from .pulse import Pulse
 
@@ -210,7 +211,7 @@ def control_group(world_size: int, timeout: timedelta | None = None) -> dist.Pro
     """
     if world_size == 1:
         return None
-    if dist.get_backend() in ("gloo", "mpi"):
+    if dist.get_backend() in ("gloo", "mpi", MPI):
         return dist.group.WORLD
     return dist.new_group(backend="gloo", timeout=timeout)
 

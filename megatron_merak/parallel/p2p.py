@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config.backends import BACKENDS
+from ..config.backends import of_group
 from ..pipeline_parallel.ops import RECEIVES, Kind, Op, Schedule, ops_of
 from .mailbox import Ends, open_mailboxes
 from .mesh import Mesh, new_groups
@@ -36,7 +36,8 @@ class Pipes:
         self.mesh = mesh
         self.schedule = schedule
         backend = None if mesh.pp is None else dist.get_backend(mesh.pp)
-        self._by_tag = backend is not None and backend in BACKENDS and BACKENDS[backend].by_tag
+        row = None if backend is None else of_group(backend)
+        self._by_tag = row is not None and row.by_tag
         self._mailboxes: Ends | None = None
         self._groups: dict[tuple[int, int, Kind], dist.ProcessGroup | None] = {}
         # cached: every step needs them between kernels

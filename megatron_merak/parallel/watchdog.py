@@ -44,11 +44,12 @@ from ..errors import HangError
 from .answers import Answers
 from .places import is_dead, place_of
 from .pulse import Pulse
-from .stacks import Calls, calls_of, shown
+from .stacks import Calls, StackCall, calls_of, shown
 from .watcher import examine, is_set
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _TORCH = str(Path(dist.__file__).resolve().parent) + os.sep
+_POLLING = str(Path(__file__).with_name("mpi_group.py"))
 _WAITING = (".wait(", ".item()", ".tolist()", ".synchronize(", ".cpu()")
 _FRAMES = 16  # innermost frames of a stack that is shown
 _NAMED = 8  # ranks of which a verdict says where they are
@@ -305,8 +306,10 @@ class Watchdog(threading.Thread):
             )
 
     def _calls(self) -> Calls:
-        """Return where the thread that trains is."""
-        return calls_of(self.pulse.thread or 0)
+        """Return where the thread that trains is; where it polls, who polls."""
+        calls = calls_of(self.pulse.thread or 0)
+        polls = [place for place, call in enumerate(calls) if _polls(call)]
+        return calls[polls[-1] :] if polls else calls
 
     def _forget(self) -> None:
         self._still_since = time.monotonic()
@@ -639,6 +642,11 @@ def _waits(calls: Calls) -> bool:
     return innermost.file.startswith(_PACKAGE) and any(
         call in innermost.text() for call in _WAITING
     )
+
+
+def _polls(call: StackCall) -> bool:
+    """Whether a call polls, so that the calls inside of it change while it waits."""
+    return call.file == _POLLING and "_engine.wait(" in call.text()
 
 
 def _in_package(calls: Calls) -> bool:

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -142,49 +140,6 @@ def by_mpirun(rank, world_size, port):
 
 def test_ranks_of_mpirun_join_over_any_backend():
     assert run_ranks(by_mpirun, 2, free_port()) == [(rank, 2, 2, rank, 3) for rank in range(2)]
-
-
-@pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
-def test_mpi_is_refused_by_name_where_torch_was_built_without_it():
-    told = "backend mpi: torch .* was built without MPI. Use gloo, or build torch where MPI is installed"
-    with pytest.raises(LaunchError, match=told):
-        launch("mpi")
-    assert not dist.is_initialized()
-
-
-PROGRAM = """
-import torch, torch.distributed as dist
-from megatron_merak.parallel.launch import launch, leave
-from megatron_merak.parallel.mesh import build_mesh
-from megatron_merak.plan import Grid
-world = launch("mpi")
-mesh = build_mesh(Grid(tp=2, dp=world.size // 2), world.rank, world.device)
-for group in (mesh.tp, mesh.dp, mesh.control):
-    total = torch.ones(3)
-    dist.all_reduce(total, group=group)
-    assert total.tolist() == [group.size()] * 3
-print("ranks", world.rank, world.size, dist.get_backend(mesh.tp), flush=True)
-leave(world)
-"""
-
-
-@pytest.mark.skipif(
-    not dist.is_mpi_available(), reason=f"torch {torch.__version__} was built without MPI"
-)
-def test_ranks_of_mpi(monkeypatch):
-    command = ["mpirun", "--oversubscribe", "-np", "4", sys.executable, "-c", PROGRAM]
-    told = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": "."}
-    )
-    assert sorted(told.stdout.splitlines()) == [f"ranks {rank} 4 mpi" for rank in range(4)], (
-        told.stderr
-    )
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        LaunchError, match="MPI numbers the ranks itself, and torchrun started them"
-    ):
-        launch("mpi")
 
 
 def emulate(rank, world_size, port):

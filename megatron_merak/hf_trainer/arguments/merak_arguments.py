@@ -317,13 +317,6 @@ def _check_backend(args: TrainingArguments) -> None:
     if name == "mpi" and getattr(args, "async_save", False):
         reason = "its thread needs a group of its own, and ddp_backend mpi has one of all ranks"
         raise ConfigError("async_save", True, reason, "Leave it out, or use gloo")
-    if not known[name].halves and (args.bf16 or args.fp16):
-        raise ConfigError(
-            "ddp_backend",
-            name,
-            f"torch's {name.upper()} backend has no 16-bit numbers",
-            "Train in fp32",
-        )
 
 
 def _check_numbers(args: "MerakArguments") -> None:
