@@ -7,8 +7,8 @@ The text is the source code of this Python's standard library, as JSON lines, to
 vocabulary of 8192 ids made from it. The peer is that tool's loop over megatron-core's own parts:
 its tokenizer, its IndexedDatasetBuilder, and multiprocessing.Pool.imap in chunks of 32 documents.
 Both run alone, in turns, as commands with 1 and 2 workers, and the bytes that they write are
-compared. MB/s a core is text per CPU second of all processes, without those of the start, which a
-run on almost no text takes.
+compared. MB/s is text per second of the whole command; MB/s a core is text per CPU second of all
+processes, without those of the start, which a run on almost no text takes.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def rates(root: Path, size: int, workers: int, repeats: int) -> dict[str, tuple[
         for name, command in commands(root, "text.jsonl", workers).items():
             start = timed(starts[name])
             whole = timed(command)
-            rate = (size / 1e6 / (whole.wall - start.wall), size / 1e6 / (whole.cpu - start.cpu))
+            rate = (size / 1e6 / whole.wall, size / 1e6 / (whole.cpu - start.cpu))
             measured.setdefault(name, []).append(rate)
         compare(root)
     return {

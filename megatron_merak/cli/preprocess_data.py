@@ -25,6 +25,7 @@ from .door import command
 from .tokenizer_flags import add_tokenizer_flags, details, tokenizer_flags
 from .words import described
 
+INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
 _TOOLS = MappingProxyType(
     {"merge": datasets.merge, "inspect": datasets.inspect, "verify": datasets.verify}
 )
@@ -167,6 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MerakError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from what is sealed", file=sys.stderr)
+        return INTERRUPTED
     documents = counted(counts["documents"], "document")
     tokens = counted(counts["tokens"], "token")
     print(f"{documents}, {tokens}, {counts['skipped']:,} skipped")

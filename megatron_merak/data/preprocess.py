@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -234,17 +235,23 @@ def _processes(config: EncoderConfig, workers: int) -> Iterator[deque[Connection
 
 def _serve(connection: Connection, config: EncoderConfig) -> None:
     """Run a worker: encode chunks until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that writes
     tokenizer = None
     while True:
         try:
             chunk = connection.recv()
         except (EOFError, ConnectionError):
             return
+        result: Encoded | MerakError
         try:
             tokenizer = tokenizer or config.build_tokenizer()
-            connection.send(encode_chunk(tokenizer, config, chunk, batched=False))
+            result = encode_chunk(tokenizer, config, chunk, batched=False)
         except MerakError as error:
-            connection.send(error)
+            result = error
+        try:
+            connection.send(result)
+        except ConnectionError:  # the other end was stopped meanwhile
+            return
 
 
 def preprocess(

@@ -165,3 +165,14 @@ def test_verify_names_some_of_many_places(tmp_path, capsys):
     assert len(lines) == 21 and lines[-1].endswith("and perhaps more: 20 places are named")
     assert "token 0 of sequence 1, in document 1, at byte 4: id -5 is below 0" in lines[1]
     assert len(IndexedDataset(prefix)) == 99
+
+
+def test_text_becomes_the_bytes_of_megatron_core(tmp_path):
+    """As its tool has it: an empty document has no sequence, and no end of a document."""
+    lines = [{"text": "1 2"}, {"text": ""}, {"text": "7"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    theirs = peer(tmp_path / "theirs", [[[1, 2, 99]], [], [[7, 99]]])
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "ours")]
+    arguments += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "99", "--append-eod"]
+    assert command.main(arguments) == 0
+    assert files(tmp_path / "ours_text_document") == files(theirs)

@@ -23,6 +23,7 @@ from tests.checkpoint.kills import DISK, fork, kill_before_call
 
 CALLS = DISK | {"truncate", "seek", "flock"}
 CONFIG = EncoderConfig("NullTokenizer", None, 70000, ("text", "other"), append_eod=True)
+ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = [f"{key}_document.{kind}" for key in CONFIG.json_keys for kind in ("bin", "idx")]
 
 
@@ -257,3 +258,26 @@ def test_without_files_there_is_no_percentage(monkeypatch, capsys):
     now[0] = 31.0
     shown.update()
     assert capsys.readouterr().err == "preprocess: 3 documents, 5.0 MB, 0.0 MB/s\n"
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_it_with_a_line_and_the_same_command_goes_on(tmp_path):
+    lines = "".join(json.dumps({"text": f"{n} " * 400}) + "\n" for n in range(15000))
+    (tmp_path / "in.jsonl").write_text(lines)
+    command = [sys.executable, "-m", "megatron_merak", "preprocess", "--input"]
+    command += [str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "70000", "--workers", "2"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / ".out.unfinished" / "0.bin").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130 and "Traceback" not in said, said
+    assert "stopped; the same command goes on from what is sealed" in said
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "15,000 documents, 6,000,000 tokens" in done.stdout
+    assert left(tmp_path) == []
