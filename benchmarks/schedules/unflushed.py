@@ -34,7 +34,8 @@ them.
 A step here is one stretch of updates, `--global-batch-size` / (`--micro-batch-size` x M) of them, with one learning
 rate; at its end the pipeline drains, for logs, evaluation and checkpoints. So the first gradients of each step are less
 stale than that, a checkpoint holds everything, and a resumed run goes on to the bit. Larger steps drain less often. The
-loss of a step is the mean over its micro-batches, and the norm of the gradient that of its last update.
+loss of a step is the mean over its micro-batches, and the norm of the gradient that of its last update. A
+gradient that is not finite ends the run, where other schedules skip the step.
 
 Times are modelled as above, {forward:.0f} ms for a forward. Cells have the time of a micro-batch, the bubble, and the
 speed-up over `1f1b` that flushes after every S micro-batches, by the micro-batches of a step:

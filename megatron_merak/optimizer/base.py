@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_merak import ops
 from megatron_merak.config import OptimizerConfig
+from megatron_merak.errors import NumericsError
 from megatron_merak.optimizer.loss_scale import LossScaler
 from megatron_merak.parallel.buffers import ParameterBuffer
 from megatron_merak.parallel.host_read import read
@@ -266,8 +267,15 @@ class LocalOptimizer(Optimizer):
     @torch.no_grad()
     def apply_unseen(self, rates: Rates) -> None:
         """Update the parameters with `main_grad` as it is: no norm is taken, so that no rank waits
-        for others, and numbers that are not finite are not looked for.
+        for others. Raises NumericsError, and updates nothing, where it is not finite.
         """
+        if not all(torch.isfinite(gradient).all() for gradient in self.buffer.own_grads):
+            reason = "it is not finite, and other stages update without this one"
+            remedy = (
+                "Resume from the last checkpoint with a lower learning rate, or with a schedule "
+                "that updates once a step, which skips such steps"
+            )
+            raise NumericsError("gradient", "of an update within a step", reason, remedy)
         self._update(rates, 1.0)
         self._miss()
 

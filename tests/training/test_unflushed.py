@@ -309,3 +309,12 @@ def test_the_planner_counts_versions_and_updates():
         assert own.total - own.weights == other.total - other.weights
     assert ending(ours).optimizer == pytest.approx(4 * ending(theirs).optimizer)
     assert Plan.from_json(ours.to_json()) == ours
+
+
+@pytest.mark.long
+def test_a_gradient_that_is_not_finite_ends_the_run():
+    """Stages update without each other, so that none can skip a step alone."""
+    flags = f"{ASYNCHRONOUS} --train-iters 3 --lr 1e38 --lr-decay-style constant"
+    flags += " --micro-batch-size 1 --global-batch-size 8 --pipeline-update-interval 2"
+    with pytest.raises(RankFailure, match="of an update within a step: it is not finite"):
+        run_ranks(job, 2, flags)
