@@ -43,7 +43,8 @@ def file(tmp_path, monkeypatch):
 def legal(flag) -> object:
     """A value of the flag that is not its default and legal for every check of the value alone."""
     if "choices" in flag.metadata:
-        return next(choice for choice in flag.metadata["choices"] if choice != flag.default)
+        other = next(choice for choice in flag.metadata["choices"] if choice != flag.default)
+        return [other] if flag.kind is tuple else other
     number = (
         1.5e-05 + flag.metadata.get("least", 0) if flag.metadata.get("most", 1) < 2**32 else 1e10
     )

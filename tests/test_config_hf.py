@@ -5,9 +5,9 @@ import json
 import pytest
 
 from megatron_merak.config import (
-    DataConfig,
     HFCheckpointConfig,
     HFConfig,
+    HFDataConfig,
     HFModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -27,7 +27,7 @@ def make_hf(
         parallel=ParallelConfig(**(parallel or {})),
         train=TrainConfig(**{"micro_batch_size": 2, "train_iters": 10, **(train or {})}),
         optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}),
-        data=DataConfig(**{"mock_data": True, **(data or {})}),
+        data=HFDataConfig(**{"mock_data": True, **(data or {})}),
         checkpoint=HFCheckpointConfig(**(checkpoint or {})),
     )
 

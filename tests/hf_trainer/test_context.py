@@ -227,6 +227,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 def test_plans_and_sizes_of_accelerate_say_the_same(tmp_path):
     """And what cannot be so is refused by name on every rank."""
     for (followed, sizes, named), refusals in run_ranks(attempts, 2, str(tmp_path), timeout=200):

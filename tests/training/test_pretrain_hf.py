@@ -15,7 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from megatron_merak.cluster import CLUSTERS
-from megatron_merak.config import DataConfig, HFConfig, HFModelConfig, OptimizerConfig, TrainConfig
+from megatron_merak.config import (
+    HFConfig,
+    HFDataConfig,
+    HFModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from megatron_merak.data.mock import MockIndexedDataset
 from megatron_merak.data.tokenizer import Tokenizer
 from megatron_merak.errors import CheckpointError, DataError
@@ -160,7 +166,7 @@ def resolved(shape: Path, **data) -> tuple[HFConfig, Tokenizer]:
     config = HFConfig(
         model=HFModelConfig(model=str(shape), seq_length=16, vocab_size=ids),
         train=TrainConfig(micro_batch_size=1),
-        data=DataConfig(**data),
+        data=HFDataConfig(**data),
     )
     return with_tokenizer(config, build_model(config.model))
 
