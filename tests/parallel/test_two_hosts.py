@@ -16,7 +16,7 @@ from tests.two_hosts import Host, TwoHosts, reason_without
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-NODE = str(ROOT / "examples" / "multi_node" / "node.sh")
+NODE = str(Path(__file__).with_name("torchrun_node.sh"))
 SHAPE = """--tensor-model-parallel-size 2 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 60
     --mock-data --seq-length 16 --micro-batch-size 2 --global-batch-size 16 --lr 1e-2 --log-interval 1
     --eval-iters 0""".split()
