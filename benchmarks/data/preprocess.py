@@ -96,10 +96,11 @@ def rates(root: Path, size: int, workers: int, repeats: int) -> dict[str, tuple[
             rate = (size / 1e6 / whole.wall, size / 1e6 / (whole.cpu - start.cpu))
             measured.setdefault(name, []).append(rate)
         compare(root)
-    return {
-        name: (median(wall for wall, _ in runs), median(cpu for _, cpu in runs))
-        for name, runs in measured.items()
-    }
+    medians = {}
+    for name, runs in measured.items():
+        walls, cores = zip(*runs, strict=True)
+        medians[name] = (median(walls), median(cores))
+    return medians
 
 
 def main() -> int:

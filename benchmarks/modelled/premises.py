@@ -160,5 +160,7 @@ bounded by 3. and 5. to 8. *Fewest* needs none of 1. to 6., as it counts the mem
 def section(found: Mapping[str, Premises]) -> str:
     """The section of the page; found: by model."""
     lines = [["premise", *found], ["---"] * (len(found) + 1)]
-    lines += [[name, *(shown(one) for one in found.values())] for name, shown in ROWS]
-    return TEXT.format(table="\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    for name, shown in ROWS:
+        lines.append([name, *map(shown, found.values())])
+    rows = [" | ".join(cells) for cells in lines]
+    return TEXT.format(table="\n".join(f"| {row} |" for row in rows))

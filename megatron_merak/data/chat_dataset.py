@@ -7,32 +7,19 @@ reads such a file as plain text. A dataset without negative numbers has targets 
 
 import bisect
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import DataError
-from .source_part import GPTDatasetConfig, SourcePart, TokenSource
+from .gpt_index import Indices
+from .source_part import SourcePart
 
 
 def ids_of(stored: np.ndarray) -> np.ndarray:
     """Return the token ids of what is stored."""
     # floating-point datasets have no conversations
     return np.where(stored < 0, ~stored, stored) if stored.dtype.kind == "i" else stored
-
-
-class Packing(NamedTuple):
-    """Where the samples of a data set are.
-
-    document_index: conversations in the order of rows; int64.
-    sample_index:   of each row the place of its first conversation in it, and the end; int64.
-    shuffle_index:  the row of each sample, a pass over all of them after another; int64.
-    """
-
-    document_index: np.ndarray
-    sample_index: np.ndarray
-    shuffle_index: np.ndarray
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -43,21 +30,28 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     capacity: of a row.
     """
     rows: list[list[int]] = []
-    # (room left, row), ascending
-    room: list[tuple[int, int]] = []
+    rooms: list[int] = []  # that rows have left, ascending, each once
+    with_room: dict[int, list[int]] = {}
     for conversation in np.argsort(-lengths, kind="stable").tolist():
         length = min(int(lengths[conversation]), capacity)
         if length == 0:
             continue
-        at = bisect.bisect_left(room, (length, -1))
-        if at == len(room):
-            left = capacity
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            room = capacity
             row = len(rows)
             rows.append([])
         else:
-            left, row = room.pop(at)
+            room = rooms[at]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
         rows[row].append(conversation)
-        bisect.insort(room, (left - length, row))
+        left = room - length
+        if left and left not in with_room:
+            bisect.insort(rooms, left)
+        if left:
+            with_room.setdefault(left, []).append(row)
     return rows
 
 
@@ -74,19 +68,7 @@ class ChatDataset(SourcePart):
     vocabulary.
     """
 
-    def __init__(
-        self,
-        source: TokenSource,
-        bounds: tuple[int, int],
-        num_samples: int | None,
-        index_split: str,
-        config: GPTDatasetConfig,
-    ):
-        super().__init__(source, bounds, num_samples, index_split, config=config)
-        packing = Packing(*self.cached(Packing._fields, self._build))
-        self.document_index, self.sample_index, self.shuffle_index = packing
-
-    def _build(self) -> Packing:
+    def build(self) -> Indices:
         first, last = self.bounds
         lengths = np.asarray(self.source.sequence_lengths[first:last])
         rows = pack(lengths, self.config.sequence_length)
@@ -94,14 +76,11 @@ class ChatDataset(SourcePart):
         passes = max(1, -(-wanted // len(rows)))
         draw = np.random.default_rng(self.config.random_seed)
         order = [draw.permutation(len(rows)) for _ in range(passes)]
-        return Packing(
-            document_index=first + np.array([one for row in rows for one in row], dtype=np.int64),
+        return Indices(
+            document_index=first + np.concatenate(rows).astype(np.int64),
             sample_index=np.cumsum([0, *map(len, rows)], dtype=np.int64),
             shuffle_index=np.concatenate(order).astype(np.int64),
         )
-
-    def __len__(self) -> int:
-        return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
         length = self.config.sequence_length

@@ -7,7 +7,7 @@ import torch
 
 from ..errors import DataError
 from .gpt_index import Indices, build_indices
-from .source_part import GPTDatasetConfig, SourcePart, TokenSource
+from .source_part import SourcePart
 
 
 class GPTDataset(SourcePart):
@@ -20,25 +20,12 @@ class GPTDataset(SourcePart):
     the range holds no token, and on reading a token outside the vocabulary.
     """
 
-    def __init__(
-        self,
-        source: TokenSource,
-        bounds: tuple[int, int],
-        num_samples: int | None,
-        index_split: str,
-        config: GPTDatasetConfig,
-    ):
-        super().__init__(source, bounds, num_samples, index_split, config=config)
-        indices = Indices(*self.cached(Indices._fields, self._build))
-        self.document_index, self.sample_index, self.shuffle_index = indices
-        self._position_ids = torch.arange(config.sequence_length)
-
     def description(self) -> dict[str, object]:
         """Return everything that the indices depend on, JSON-safe."""
         drop_last = self.config.drop_last_partial_sequence
         return super().description() | {"drop_last_partial_sequence": drop_last}
 
-    def _build(self) -> Indices:
+    def build(self) -> Indices:
         config = self.config
         documents = np.arange(*self.bounds, dtype=np.int32)
         return build_indices(
@@ -49,9 +36,6 @@ class GPTDataset(SourcePart):
             seed=config.random_seed,
             drop_last=config.drop_last_partial_sequence,
         )
-
-    def __len__(self) -> int:
-        return len(self.shuffle_index)
 
     def tokens(self, index: int) -> np.ndarray:
         """Return the sequence_length + 1 token ids of item `index`, int64, padded."""
@@ -96,5 +80,5 @@ class GPTDataset(SourcePart):
             "tokens": tokens,
             "labels": labels,
             "loss_mask": loss_mask,
-            "position_ids": self._position_ids,
+            "position_ids": torch.arange(self.config.sequence_length),
         }

@@ -1,6 +1,6 @@
 """A part of a file of tokens, from which a data set makes its samples."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import DataError
+from .gpt_index import Indices
 from .index_cache import cached_arrays
 
 
@@ -42,8 +43,8 @@ class GPTDatasetConfig:
     drop_last_partial_sequence: bool = True
 
 
-class SourcePart:
-    """The sequences [first, last) of ``source``, and how samples are made of them.
+class SourcePart(ABC):
+    """The sequences [first, last) of ``source``, and the order of the samples made of them.
 
     num_samples: at least so many; None: one pass.
     index_split: the name of the part.
@@ -73,6 +74,7 @@ class SourcePart:
             raise DataError(
                 "dataset", source.prefix, reason, "Change --split, or give a larger dataset"
             )
+        self.document_index, self.sample_index, self.shuffle_index = self._indices()
 
     def __reduce__(self) -> tuple:
         """Pickle what rebuilds it, for the worker processes of a loader; they map cached
@@ -85,6 +87,9 @@ class SourcePart:
             self.index_split,
             self.config,
         )
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
 
     def description(self) -> dict[str, object]:
         """Return everything that the indices depend on, JSON-safe."""
@@ -99,12 +104,16 @@ class SourcePart:
             "random_seed": self.config.random_seed,
         }
 
-    def cached(
-        self, names: Sequence[str], build: Callable[[], Sequence[np.ndarray]]
-    ) -> Sequence[np.ndarray]:
-        """Return the indices of the samples, by ``names``, from the cache if there is one."""
+    @abstractmethod
+    def build(self) -> Indices:
+        """Return where the samples are."""
+
+    def _indices(self) -> Indices:
         directory = self.config.path_to_cache
         if directory is None:
-            return build()
+            return self.build()
         kind = f"{type(self).__name__}-{self.index_split}"
-        return cached_arrays(directory, kind, self.description(), names, build=build)
+        arrays = cached_arrays(
+            directory, kind, self.description(), Indices._fields, build=self.build
+        )
+        return Indices(*arrays)

@@ -88,18 +88,18 @@ def grids(
     expert_axes = ["cp" if axis == "ep" else axis for axis in axes if axis != "cp"]
     if ep > 1 and "ep" not in axes:
         raise LaunchError("order", order, f"there are {ep} expert-parallel ranks", "Name ep in it")
-    dense = _grid(size, tp, cp, pp, "tp x cp x pp", "-".join(dense_axes))
-    experts = _grid(size, etp, ep, pp, "etp x ep x pp", "-".join(expert_axes))
+    dense = _grid(size, tp, cp, pp, names="tp x cp x pp", order="-".join(dense_axes))
+    experts = _grid(size, etp, ep, pp, names="etp x ep x pp", order="-".join(expert_axes))
     if dense.groups("pp") != experts.groups("pp"):
         reason = "experts would be on the ranks of other stages"
         raise LaunchError("order", order, reason, "Place pp last")
     return Grids(dense, experts)
 
 
-def _grid(size: int, tp: int, cp: int, pp: int, product: str, order: str) -> Grid:
+def _grid(size: int, tp: int, cp: int, pp: int, names: str, order: str) -> Grid:
     ranks = tp * cp * pp
     if size % ranks:
-        reason = f"{product} is {ranks}, which does not divide it"
+        reason = f"{names} is {ranks}, which does not divide it"
         raise LaunchError("number of ranks", size, reason, f"Use a multiple of {ranks}")
     return Grid(tp=tp, cp=cp, dp=size // ranks, pp=pp, order=order)
 

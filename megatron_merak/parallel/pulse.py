@@ -8,7 +8,7 @@ all-reduce 17``).
 import mmap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -35,9 +35,11 @@ class TimedWork:
         self._pulse = pulse
 
     def wait(self) -> None:
-        began = time.perf_counter()
+        now = self._pulse.timer
+        assert now is not None
+        began = now()
         self._work.wait()
-        self._pulse.waited += time.perf_counter() - began
+        self._pulse.waited += now() - began
 
 
 class Pulse:
@@ -55,7 +57,8 @@ class Pulse:
     stage:       of this rank in a pipeline; None without one.
     thread:      the thread that trains.
     left:        where it was when an exception ended its last step; empty if none did.
-    times_waits: whether `timed` works add up how long they are waited for.
+    timer:       the clock by which `timed` works add up how long they are waited for; None: they
+                 do not.
     waited:      that time so far, in seconds. Waits do not block the host of a GPU.
     flag:        one byte, 1 where `place` is in a step. The watchdog puts it into memory that other
                  processes read: what it publishes itself is old once this process no longer runs.
@@ -68,7 +71,7 @@ class Pulse:
         self.longest = 0.0
         self.aside = ""
         self.left = ""
-        self.times_waits = False
+        self.timer: Callable[[], float] | None = None
         self.waited = 0.0
         self.flag: bytearray | mmap.mmap = bytearray(1)
         self.stage: int | None = None
@@ -89,7 +92,7 @@ class Pulse:
 
     def timed(self, work: Work) -> Work:
         """Return a work whose waits are added up, if that is asked for."""
-        return TimedWork(work, self) if self.times_waits else work
+        return work if self.timer is None else TimedWork(work, self)
 
     @contextmanager
     def in_step(self, number: int, completes: bool = False) -> Iterator[None]:

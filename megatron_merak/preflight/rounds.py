@@ -1,6 +1,7 @@
 """Which pairs of ranks exchange messages at the same time: each rank is in one pair at most."""
 
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 
 Pair = tuple[int, int]
 
@@ -20,18 +21,12 @@ def rounds(hosts: Sequence[int]) -> list[list[Pair]]:
         return tournament(ranks)
     of_host = [[rank for rank in ranks if hosts[rank] == host] for host in sorted(set(hosts))]
     inside = [tournament(members) for members in of_host]
-    found = [
-        [pair for each in inside if number < len(each) for pair in each[number]]
-        for number in range(max(map(len, inside)))
-    ]
+    found = [list(chain(*together)) for together in zip_longest(*inside, fillvalue=())]
     for meetings in tournament(range(len(of_host))):
-        found.append(
-            [
-                pair
-                for one, other in meetings
-                for pair in zip(of_host[one], of_host[other], strict=False)
-            ]
-        )
+        between: list[Pair] = []
+        for one, other in meetings:
+            between += zip(of_host[one], of_host[other], strict=False)
+        found.append(between)
     return [each for each in found if each]
 
 

@@ -175,7 +175,7 @@ def _of_group(told: Mapping[int, GroupOfRank], dumps: Mapping[int, Dump]) -> lis
         different = len({(call.what, call.values) for call in begun.values()}) > 1
         if all(call.complete for call in begun.values()) and not absent:
             continue
-        lines = _told(first.name, number, begun, absent, told, different)
+        lines = _told(first.name, number, begun, absent, told=told, different=different)
         break
     for rank, group in told.items():
         for call in group.messages:

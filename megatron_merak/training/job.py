@@ -546,7 +546,9 @@ class Job:
     def _save(self, directory: str) -> None:
         options = self.config.checkpoint
         if self.saves_behind is not None:
+            began = time.perf_counter()
             self.saves_behind.save(directory)
+            self._timed("save", time.perf_counter() - began, behind="yes")
             return
         self.saving.run(directory, partial(self._write, directory))
         if options.save_retain_interval:

@@ -31,7 +31,7 @@ class Stragglers:
         self._mesh = mesh
         self._seconds = 0.0
         self._steps = 0
-        mesh.pulse.times_waits = True
+        mesh.pulse.timer = mesh.clock.now
 
     def add(self, seconds: float) -> None:
         """Note what this rank computed in a step."""

@@ -1,6 +1,7 @@
 """Conversations in tokens, beside transformers' own masks; and packed into samples."""
 
 import json
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -77,9 +78,10 @@ def test_what_is_no_conversation_is_told(tokenizer, directory):
 def test_rows_hold_every_conversation_once_and_fit(seed):
     lengths = np.random.default_rng(seed).integers(0, 40, 200)
     rows = pack(lengths, 32)
-    packed = sorted(one for row in rows for one in row)
+    packed = sorted(chain(*rows))
     assert packed == [one for one, length in enumerate(lengths) if length]
-    assert all(sum(min(int(lengths[one]), 32) for one in row) <= 32 for row in rows)
+    filled = np.minimum(lengths, 32)
+    assert all(filled[row].sum() <= 32 for row in rows)
     least = -(-int(np.minimum(lengths, 32).sum()) // 32)
     assert len(rows) <= least * 1.1 + 1
 

@@ -11,7 +11,11 @@ from megatron_merak.megatron import ModelParallelConfig, parallel_state, tensor_
 from tests.megatron.peers import initialised, on_cpu
 from tests.ranks import run_ranks
 
-SEQUENCE, BATCH, FEATURES, OUT, WORDS = 4, 3, 8, 12, 16
+SEQUENCE = 4
+BATCH = 3
+FEATURES = 8
+OUT = 12
+WORDS = 16
 
 
 def integers(*shape, seed=0):
@@ -453,24 +457,30 @@ def mistakes(_rank, size):
         with pytest.raises(error) as raised:
             function()
         told.append(str(raised.value))
-    if dist.get_rank() == 0:
-        for data in ({}, {"a": torch.ones(1)}):
-            with pytest.raises(DataError) as raised:
-                tensor_parallel.broadcast_data(["a"], data, torch.int64)
-            told.append(str(raised.value))
+    for data in ({}, {"a": torch.ones(1)}, {"a": torch.ones([1] * 9, dtype=torch.int64)}):
+        given = data if dist.get_rank() == 0 else None
+        with pytest.raises(DataError) as raised:
+            tensor_parallel.broadcast_data(["a"], given, torch.int64)
+        told.append(str(raised.value))
     return told
 
 
 def test_mistakes_name_what_is_wrong():
-    assert run_ranks(mistakes, 2)[0] == [
-        "random stream x: it does not exist. Call model_parallel_cuda_manual_seed, or add it.",
-        "last dimension 3: it does not divide by 2 ranks. Use a multiple of 2.",
-        "first dimension 3: it does not divide by 2 ranks. Use a multiple of 2.",
-        "fp8 e4m3: there is no fp8 here. Leave it out.",
-        "output_size 3: it does not divide by 2 ranks. Use a multiple of 2.",
-        "sequence_parallel True: tensor_model_parallel_size is 1. Leave it out, or use more "
-        "tensor-parallel ranks.",
-        "broadcast_data a: the data has no such key. Give it on rank 0.",
-        "broadcast_data a: it is torch.float32, not torch.int64. Convert it, or broadcast it on its "
-        "own.",
-    ]
+    first, second = run_ranks(mistakes, 2)
+    assert (
+        first
+        == second
+        == [
+            "random stream x: it does not exist. Call model_parallel_cuda_manual_seed, or add it.",
+            "last dimension 3: it does not divide by 2 ranks. Use a multiple of 2.",
+            "first dimension 3: it does not divide by 2 ranks. Use a multiple of 2.",
+            "fp8 e4m3: there is no fp8 here. Leave it out.",
+            "output_size 3: it does not divide by 2 ranks. Use a multiple of 2.",
+            "sequence_parallel True: tensor_model_parallel_size is 1. Leave it out, or use more "
+            "tensor-parallel ranks.",
+            "broadcast_data a: the data has no such key. Give it on the first rank.",
+            "broadcast_data a: it has another type than torch.int64. Convert it, or broadcast it on its "
+            "own.",
+            "broadcast_data a: it has more than 8 dimensions. Flatten some of them.",
+        ]
+    )

@@ -15,7 +15,9 @@ from tests.data.chats import conversation, tokenizer_directory
 from tests.ranks import run_ranks
 from tests.training.jobs import job
 
-ROW, STEPS, BATCH = 48, 2, 4
+ROW = 48
+STEPS = 2
+BATCH = 4
 FLAGS = f"""--sft --calculate-per-token-loss --seq-length {ROW} --micro-batch-size 2
 --global-batch-size {BATCH} --train-iters {STEPS} --lr 0.01 --weight-decay 0 --lr-decay-style constant"""
 
