@@ -85,8 +85,10 @@ def compare(root: Path) -> None:
         assert ours.read_bytes() == theirs.read_bytes(), f"the .{suffix} files differ"
 
 
-def rates(root: Path, size: int, workers: int, repeats: int) -> dict[str, tuple[float, float]]:
-    """Return MB/s on the wall and a core of each contestant, medians of runs in turns."""
+def rates(
+    root: Path, size: int, workers: int, repeats: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Return MB/s on the wall and a core of each contestant, of runs in turns."""
     measured: dict[str, list[tuple[float, float]]] = {}
     for _ in range(repeats):
         starts = commands(root, "start.jsonl", workers)
@@ -96,11 +98,12 @@ def rates(root: Path, size: int, workers: int, repeats: int) -> dict[str, tuple[
             rate = (size / 1e6 / whole.wall, size / 1e6 / (whole.cpu - start.cpu))
             measured.setdefault(name, []).append(rate)
         compare(root)
-    medians = {}
-    for name, runs in measured.items():
-        walls, cores = zip(*runs, strict=True)
-        medians[name] = (median(walls), median(cores))
-    return medians
+    return measured
+
+
+def shown(rates: Sequence[float]) -> str:
+    """The median of rates, and from the slowest to the fastest."""
+    return f"{median(rates):.2f} ({min(rates):.2f}-{max(rates):.2f})"
 
 
 def main() -> int:
@@ -116,11 +119,12 @@ def main() -> int:
         size = prepare(root, options.megabytes)
         print(
             f"{where['machine']}, {where['cores']} cores, load {os.getloadavg()[0]:.1f} at the "
-            f"start, {where['date']}; {size / 1e6:.1f} MB of text, medians of {options.repeats} "
-            "runs in turns; the same bytes each time"
+            f"start, {where['date']}; {size / 1e6:.1f} MB of text, median of {options.repeats} "
+            "runs (slowest-fastest) in turns; the same bytes each time"
         )
         print("\n| workers | program | MB/s | MB/s a core |\n|---|---|---|---|")
         for workers in (1, 2):
-            for name, (wall, core) in rates(root, size, workers, options.repeats).items():
-                print(f"| {workers} | {name} | {wall:.2f} | {core:.2f} |", flush=True)
+            for name, runs in rates(root, size, workers, options.repeats).items():
+                walls, cores = zip(*runs, strict=True)
+                print(f"| {workers} | {name} | {shown(walls)} | {shown(cores)} |", flush=True)
     return 0
