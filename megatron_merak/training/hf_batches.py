@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..data.loader import Dataset, stack
+
 IGNORED = -100  # a label that is left out of the loss
 
 
@@ -84,3 +86,48 @@ class TokenBatches:
         if self.packed:
             batch["position_ids"] = torch.arange(length).expand(samples, -1)
         return self(batch, torch.tensor(1.0) if num_items else None)
+
+
+def shared_samples(dataset: Dataset, count: int, most: int = 1000) -> dict[str, Tensor] | None:
+    """Return ``count`` samples of which two documents are kept, with targets in the second; None
+    where the first ``most`` samples have none such.
+    """
+    found: list[Mapping[str, Tensor]] = []
+    for index in range(min(len(dataset), most)):
+        sample = dataset[index]
+        starts = _starts(sample)
+        if len(starts) > 2 and sample["loss_mask"][starts[1] : starts[2]].any():
+            found.append(_cut(sample, 0, starts[2]))
+        if len(found) == count:
+            break
+    return stack((found * count)[:count]) if found else None
+
+
+def documents_alone(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return of samples with two documents: the first of each, and the second of each."""
+    firsts = []
+    seconds = []
+    for row in range(len(batch["tokens"])):
+        sample = {name: values[row] for name, values in batch.items()}
+        _, begin, end, *_ = _starts(sample)
+        firsts.append(_cut(sample, 0, begin))
+        seconds.append(_cut(sample, begin, end))
+    return [stack(firsts), stack(seconds)]
+
+
+def _starts(sample: Mapping[str, Tensor]) -> list[int]:
+    """Where documents begin, and the end of the sample."""
+    positions = sample["position_ids"]
+    return [*torch.nonzero(positions == 0).flatten().tolist(), len(positions)]
+
+
+def _cut(sample: Mapping[str, Tensor], begin: int, end: int) -> dict[str, Tensor]:
+    """Return the positions [begin, end) of a sample at its beginning, and behind them a document
+    without targets.
+    """
+    cut = {name: torch.zeros_like(value) for name, value in sample.items()}
+    for name, value in sample.items():
+        cut[name][: end - begin] = value[begin:end]
+    rest = len(sample["tokens"]) - (end - begin)
+    cut["position_ids"][end - begin :] = torch.arange(rest)
+    return cut

@@ -219,6 +219,11 @@ def with_example(
     try:
         return make(example(batches)), batches
     except TraceError as error:
+        if packed and (error.what, error.value) == ("batch entry", "position_ids"):
+            reason = f"{type(model).__name__} reads no positions, which tell conversations apart"
+            raise ConfigError(
+                "--sft", "on", reason, "Train another model on conversations"
+            ) from error
         if (error.what, error.value) != ("batch entry", "shift_labels"):
             raise
     batches = TokenBatches("plain", packed)

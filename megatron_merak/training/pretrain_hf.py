@@ -11,9 +11,11 @@ from ..checkpoint.save import check_finite
 from ..cluster import Cluster
 from ..config import HFConfig, HFDataConfig
 from ..data.build import Datasets, build_tokenizer
+from ..data.loader import BatchLoader
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError
 from ..parallel.agree import together
+from ..parallel.interruption import Interruption
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh
 from ..parallel.ranks import Ranks
@@ -22,7 +24,7 @@ from ..plan import Plan
 from ..stages.blueprint import Blueprint
 from ..stages.captured import CapturedModel
 from ..stages.optimizer_state import OptimizerOf
-from .hf_batches import TokenBatches
+from .hf_batches import TokenBatches, shared_samples
 from .hf_model import (
     beyond_positions,
     blueprint_of,
@@ -168,6 +170,15 @@ def _own_tokenizer(data: HFDataConfig, model: Path) -> HFDataConfig:
 
 class HFJob(Job):
     """The training loop of a job; at its end the model is saved as a HuggingFace directory."""
+
+    def _steps(self, loader: BatchLoader, interruption: Interruption) -> None:
+        model = self.trainer.model
+        assert isinstance(self.config, HFConfig) and isinstance(model, TokenModel)
+        if self.config.data.sft:
+            shared = shared_samples(loader.dataset, self.plan.micro_batch_size)
+            if shared is not None:
+                model.check_apart(shared)
+        super()._steps(loader, interruption)
 
     def finish(self) -> None:
         model = self.trainer.model

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import HFConfig
+from ..errors import ConfigError
 from ..graph.ir.operators import flops
 from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.mesh import Mesh
@@ -16,7 +17,7 @@ from ..stages.blueprint import Blueprint
 from ..stages.captured import CapturedModel
 from ..stages.optimizer_state import OptimizerOf, adamw_of
 from ..stages.parameter_groups import groups_of_run
-from .hf_batches import TokenBatches, token_count
+from .hf_batches import TokenBatches, documents_alone, token_count
 from .hf_model import outer_names
 
 
@@ -83,6 +84,26 @@ class TokenModel(CapturedModel):
             if group is not None:
                 dist.all_reduce(sums, group=group)
         return (sums[0] / sums[1].clamp(min=1)).item()
+
+    def check_apart(self, both: Mapping[str, Tensor]) -> None:
+        """Try on a micro-batch whether conversations that share a sample are read by themselves:
+        two together have the losses and gradients of each alone. Collective over all ranks.
+
+        both: samples of two conversations, see ``shared_samples``.
+
+        Raises ConfigError on all ranks where they have not.
+        """
+        count = torch.tensor(float(token_count(both)))
+        one, *others = (self.batches(each, count) for each in (both, *documents_alone(both)))
+        mismatch = self.difference(one, others)
+        if mismatch:
+            raise ConfigError(
+                "--sft",
+                "on",
+                f"{type(self.model).__name__} does not read conversations of a sample by "
+                f"themselves: with two of them {mismatch}",
+                "Train another model on conversations",
+            )
 
     def settings(self) -> dict[str, Any] | None:
         return settings_of(self.model)

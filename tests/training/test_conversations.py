@@ -5,17 +5,27 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from megatron_merak.config import HFConfig
 from megatron_merak.data.chat import ChatEncoder
 from megatron_merak.data.indexed_dataset import IndexedDatasetWriter
 from megatron_merak.errors import ConfigError
+from megatron_merak.training.hf_batches import documents_alone, shared_samples
 from tests.data.chats import conversation, tokenizer_directory
 from tests.ranks import run_ranks
 from tests.training.jobs import job
 
-ROW = 48
+ROW = 160
 STEPS = 2
 BATCH = 4
 FLAGS = f"""--sft --calculate-per-token-loss --seq-length {ROW} --micro-batch-size 2
@@ -39,7 +49,7 @@ def place(tmp_path_factory):
             n_layer=2,
             n_embd=32,
             n_head=4,
-            n_positions=64,
+            n_positions=ROW,
             attn_pdrop=0,
             embd_pdrop=0,
             resid_pdrop=0,
@@ -77,9 +87,11 @@ def alone(place, model):
     rows = ChatDataset(source, (0, len(source)), STEPS * BATCH, "train", config)
     total = torch.zeros((), dtype=torch.float64)
     count = 0
+    shared = 0
     for sample in range(BATCH):
         row = int(rows.shuffle_index[sample])
         start, stop = rows.sample_index[row : row + 2]
+        shared += stop - start > 1
         for number in rows.document_index[start:stop]:
             stored = torch.from_numpy(source.get(int(number)).astype(np.int64))[:ROW]
             ids = torch.where(stored < 0, ~stored, stored)
@@ -89,6 +101,7 @@ def alone(place, model):
                 loss = network(input_ids=ids[None], labels=labels[None]).loss
                 total += loss.double() * targets
                 count += targets
+    assert shared == BATCH, "samples with one conversation show nothing"
     return (total / count).item()
 
 
@@ -105,6 +118,60 @@ def test_layouts_agree(place):
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     *_, four = run_ranks(losses, 4, place, "llama", layout)
     assert four == pytest.approx(one, rel=2e-6)
+
+
+MIXES = Lfm2Config(
+    vocab_size=290,
+    num_hidden_layers=2,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    layer_types=["conv", "full_attention"],
+)
+BLIND = BloomConfig(vocab_size=290, n_layer=1, hidden_size=32, n_head=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (MIXES, "Lfm2ForCausalLM does not read conversations of a sample by themselves: with two"),
+        (BLIND, "BloomForCausalLM reads no positions, which tell conversations apart"),
+    ],
+    ids=["mixes", "blind"],
+)
+def test_models_that_read_conversations_together_are_refused(config, told, place, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)  # so that one token tells on another
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(place / "llama").save_pretrained(tmp_path)
+    words = flags(place, "llama").replace(f"{place}/llama", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"--sft on: {told}"):
+        job(0, 1, words, HFConfig)
+
+
+def test_the_samples_of_the_trial():
+    def sample(positions, targets):
+        return {
+            "tokens": torch.arange(1, 7),
+            "position_ids": torch.tensor(positions),
+            "loss_mask": torch.tensor(targets).float(),
+        }
+
+    alone = sample([0, 1, 2, 3, 4, 5], [0, 1, 1, 1, 0, 0])
+    without = sample([0, 1, 2, 0, 1, 2], [1, 1, 0, 0, 0, 0])
+    both = sample([0, 1, 0, 1, 2, 0], [1, 0, 0, 1, 0, 0])
+    assert shared_samples([alone, without], 2) is None
+    found = shared_samples([alone, without, both], 2)
+    assert found["tokens"].tolist() == [[1, 2, 3, 4, 5, 0]] * 2
+    first, second = documents_alone(found)
+    assert first["tokens"].tolist() == [[1, 2, 0, 0, 0, 0]] * 2
+    assert second["tokens"].tolist() == [[3, 4, 5, 0, 0, 0]] * 2
+    assert second["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]] * 2
+    assert second["loss_mask"].tolist() == [[0, 1, 0, 0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize(
