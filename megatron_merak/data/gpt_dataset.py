@@ -59,12 +59,10 @@ class GPTDataset(SourcePart):
                 "vocabulary ends at "
                 f"{self.config.vocab_size - 1}"
             )
-            raise DataError(
-                "dataset",
-                self.source.prefix,
-                reason,
-                "Use the --tokenizer-model of its preprocessing",
-            )
+            remedy = "Use the --tokenizer-model of its preprocessing"
+            if tokens.min() < 0:
+                remedy = "If it has conversations, add --sft to merak-pretrain-hf"
+            raise DataError("dataset", self.source.prefix, reason, remedy)
         return tokens
 
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,22 @@ def test_each_tracker_has_the_numbers_of_the_run(tmp_path, collector):
             assert attribute(span, "merak.loss") == values["train/loss", iteration]
             seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
             assert seconds == pytest.approx(values["train/seconds", iteration], abs=1e-6)
+
+
+@pytest.mark.long
+def test_a_server_that_is_not_there_ends_the_run_soon(tmp_path):
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *RUN.split(), "--save", str(tmp_path), "--report-to", "mlflow"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path) | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
+    )
+    assert done.returncode == 1
+    assert "--report-to mlflow: " in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].endswith("Set it up, or leave it out.")
+    assert time.monotonic() - began < 60
 
 
 class Breaking(Tracker):

@@ -23,6 +23,7 @@ class MLflow(Tracker):
         import mlflow
 
         self._library = mlflow
+        _be_impatient()
         run = mlflow.start_run()
         self.place = f"MLflow run {run.info.run_name} at {mlflow.get_tracking_uri()}"
         # A run that is resumed has its parameters, which cannot be changed.
@@ -33,7 +34,23 @@ class MLflow(Tracker):
 
     def note(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
         metrics = {f"{kind}/{name}": float(value) for name, value in values.items()}
-        self._library.log_metrics(metrics, step=iteration)
+        # A thread of the library sends them: training does not wait for a server.
+        self._library.log_metrics(metrics, step=iteration, synchronous=False)
 
     def close(self) -> None:
+        self._library.flush_async_logging()
         self._library.end_run()
+
+
+def _be_impatient() -> None:
+    """Let the library give a server up after seconds, unless the user has said how long: its own
+    defaults take minutes, in which a run would stand still without a word.
+    """
+    from mlflow import environment_variables
+
+    for variable, value in (
+        (environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES, 2),
+        (environment_variables.MLFLOW_HTTP_REQUEST_TIMEOUT, 10),
+    ):
+        if not variable.is_set():
+            variable.set(value)
