@@ -9,6 +9,7 @@ steps took.
 
 import json
 import sys
+import time
 
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.distributed import DistributedConfig
@@ -40,3 +41,5 @@ model = AutoModelForCausalLM.from_pretrained(options["model"], **shared)
 rows = options["steps"] * options["micro_batches"]
 tokens = Tokens(rows, options["sequence"], model.config.vocab_size)
 Trainer(model, arguments, train_dataset=tokens, callbacks=[Stopwatch]).train()
+# A thread of gloo that still has tensors to release when Python ends would abort the process.
+time.sleep(0.5)

@@ -457,7 +457,7 @@ def adopt(
                 dist.PrefixStore(f"megatron_merak {attempt}", store),
                 limits or HangLimits(),
             )
-            atexit.register(_say_farewell, watchdog)
+            atexit.register(_end_joined, watchdog)
     return World(
         rank,
         size,
@@ -541,12 +541,20 @@ def leave(world: World) -> None:
     _destroy()
     if watchdog is not None:
         watchdog.leave_store()
+    atexit.unregister(_end)
 
 
 def _destroy() -> None:
     dist.destroy_process_group()
-    # A gloo thread may still need the GIL to release the tensors of its last work. If it requests
-    # the GIL while the interpreter shuts down, it is killed and aborts the process (SIGABRT).
+    _await_last_works()
+
+
+def _await_last_works() -> None:
+    """Let the threads of collectives finish, before the interpreter shuts down.
+
+    A gloo thread may still need the GIL to release the tensors of its last work. If it requests the
+    GIL while the interpreter shuts down, it is killed and aborts the process (SIGABRT).
+    """
     time.sleep(_LAST_WORKS)
 
 
@@ -561,6 +569,12 @@ def _say_farewell(watchdog: Watchdog) -> None:
         and (line := watchdog.gone()) is not None
     ):
         tell(line)
+
+
+def _end_joined(watchdog: Watchdog) -> None:
+    """Exit handler of a script that made its process group itself."""
+    _say_farewell(watchdog)
+    _await_last_works()
 
 
 def _end(watchdog: Watchdog | None) -> None:
@@ -582,8 +596,12 @@ def _end(watchdog: Watchdog | None) -> None:
         except RuntimeError:
             abandon(1)  # other ranks have ended, or wait for this one elsewhere
         _destroy()
+    else:  # the script has destroyed it
         if watchdog is not None:
-            watchdog.leave_store()
+            watchdog.stop()
+        _await_last_works()
+    if watchdog is not None:
+        watchdog.leave_store()
 
 
 def end_interrupted(number: int) -> NoReturn:

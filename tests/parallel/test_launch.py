@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_merak.cluster import all_reduce, find_cluster
 from megatron_merak.errors import ConfigError, LaunchError, PlanError
+from megatron_merak.parallel import launch as launching
 from megatron_merak.parallel.launch import World, launch, leave, own_collectives, position
 from tests.ranks import run_ranks
 
@@ -191,3 +192,12 @@ def free_port() -> int:
 def test_ranks_join_and_leave():
     results = run_ranks(join, 2, free_port())
     assert results == [(rank, 2, "cpu", rank == 1, 3, True, False) for rank in range(2)]
+
+
+def test_a_script_that_destroys_its_group_is_waited_for(monkeypatch):
+    """Threads of gloo still release tensors then, and the interpreter must not shut down before."""
+    waited = []
+    monkeypatch.setattr(launching.time, "sleep", waited.append)
+    assert not dist.is_initialized()
+    launching._end(None)
+    assert waited == [launching._LAST_WORKS]
