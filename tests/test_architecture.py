@@ -400,6 +400,31 @@ def classes_of_one_name(modules: list[Module]) -> list[str]:
     ]
 
 
+DOOR = {"os.fsync", "os.replace", "os.rename", "shutil.move", "shutil.disk_usage"}
+BESIDE_THE_DOOR = {
+    "checkpoint/files.py",  # says how much is free where a disk is full
+    "checkpoint/lock.py",  # a lock is written in place, and is of a process
+    "durable.py",
+    "preflight/disks.py",  # measures a disk
+}
+
+
+def disk_calls(modules: list[Module]) -> list[str]:
+    """Renames, syncs and questions for free space beside ``durable``, the one door."""
+    return [
+        f"{module.path}:{node.lineno} {ast.unparse(node)[:60]}"
+        for module in modules
+        if module.path not in BESIDE_THE_DOOR
+        for node in ast.walk(module.tree)
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in DOOR)
+        or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".rename"))
+        or (
+            isinstance(node, ast.ImportFrom)
+            and any(f"{node.module}.{each.name}" in DOOR for each in node.names)
+        )
+    ]
+
+
 # All below; but settings and an error are of servers, and a role in a graph is a weight's.
 WITHOUT_SERVERS = {room for room, level in LEVELS.items() if level < LEVELS["parameter_server"]}
 WITHOUT_SERVERS -= {"config", "errors", "graph"}
@@ -414,6 +439,7 @@ RULES = (
     caches,
     names_of_servers,
     classes_of_one_name,
+    disk_calls,
 )
 
 
@@ -450,6 +476,9 @@ def test_the_package_keeps(rule, house):
         (set_loops, "runtime/engine.py", "[name for name in {1, 2}]"),
         (packed, "cluster.py", "a, b, c = 1, 2, 3"),
         (classes_of_one_name, "cluster.py", "class Stage:\n    pass"),
+        (disk_calls, "data/blend.py", "import os\nos.replace(a, b)"),
+        (disk_calls, "data/blend.py", "from os import fsync"),
+        (disk_calls, "data/blend.py", "path.rename(other)"),
         (caches, "cluster.py", "@functools.cache\ndef f(x):\n    return x"),
         (
             upward_imports,

@@ -5,8 +5,7 @@
     ROOT/iter_0000010.old/                    being replaced or removed
     ROOT/latest_checkpointed_iteration.txt    Megatron's tracker: written for other programs, never read
 
-They are written, replaced and removed in the order of ``durable``. All functions here are local
-to one rank; one process at a time writes to a ROOT, see ``lock``.
+They are written, replaced and removed by ``directories``. All functions here are local to one rank.
 """
 
 import errno
@@ -16,7 +15,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_merak.checkpoint.files import TEMPORARY, complete_or_absent, verify_tensors
+from megatron_merak.checkpoint.directories import Directories, DirectoryNames, break_seal
+from megatron_merak.checkpoint.files import verify_tensors
 from megatron_merak.checkpoint.manifest import (
     BUFFER,
     FILE_NAME,
@@ -25,7 +25,7 @@ from megatron_merak.checkpoint.manifest import (
     Manifest,
     parse_manifest,
 )
-from megatron_merak.durable import Directories, DirectoryNames, break_seal, free_name
+from megatron_merak.durable import TEMPORARY, free_name, move, replaced
 from megatron_merak.errors import CheckpointError, DamagedError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -71,6 +71,7 @@ class TensorDirectories(Directories):
     """Directories of tensor files. What this program did not write is kept when one goes."""
 
     remedy = "Check --load and --save"
+    room = "Free some space, or save elsewhere with --save"
 
     def make_way(self, plain: Path) -> None:
         """Remove one that this program wrote; refuse one with other files only."""
@@ -123,16 +124,9 @@ class Iterations(TensorDirectories):
 
     def publish(self, number: int) -> Path:
         plain = super().publish(number)
-        with complete_or_absent(self.root / TRACKER) as file:
+        with replaced(self.root / TRACKER) as file:
             file.write(str(number).encode())
         return plain
-
-    def prepare(self, number: int) -> None:
-        """Settle the root, and clear the place of a directory unless a complete one is there."""
-        self.settle()
-        plain = self.names(number).plain
-        if self.locate(number) is None and os.path.lexists(plain):
-            self.make_way(plain)
 
     def remove_older(
         self,
@@ -168,7 +162,7 @@ class Iterations(TensorDirectories):
 def _keep(directory: Path) -> None:
     """Rename a directory with somebody else's files to a name that no checkpoint has."""
     backup = free_name(directory.with_name(directory.name.partition(".")[0] + ".kept"), "")
-    os.rename(directory, backup)
+    move(directory, backup)
     names = ", ".join(sorted(os.listdir(backup))[:3])
     logging.getLogger(__name__).warning(
         "%s was removed, but for %s: now in %s", directory, names, backup

@@ -14,18 +14,17 @@ import shutil
 import stat
 import struct
 from collections.abc import Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_merak.checkpoint.digests import digest_of, matches
-from megatron_merak.durable import replaced, written
+from megatron_merak.durable import aside_of, move, written
 from megatron_merak.errors import CheckpointError, DamagedError, FullDiskError, MerakError
 
-TEMPORARY = ".tmp"
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 DTYPE_CODES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -103,15 +102,6 @@ def _number_of_rust(error: Exception) -> int | None:
     return None if match is None else int(match[1])
 
 
-def complete_or_absent(path: Path) -> AbstractContextManager[BinaryIO]:
-    """Open a file for writing that appears under ``path`` if the body ends without an error."""
-    return replaced(path, _aside(path))
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(path.name + TEMPORARY)
-
-
 def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a safetensors file with ``tensors`` in this order; their values are not
     read.
@@ -141,13 +131,13 @@ def write_tensors(
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     start = header({name: tensors[name] for name in names}, metadata)
     digests = {}
-    with written(_aside(path)) as file:
+    with written(aside_of(path)) as file:
         file.write(start)
         for name in names:
             data = as_bytes(tensors[name])
             digests[name] = digest_of(data)
             file.write(data)
-    os.replace(_aside(path), path)
+    move(aside_of(path), path)
     size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
     return {"bytes": size, "header": digest_of(start)}, digests
 

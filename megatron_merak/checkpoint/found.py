@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_merak.checkpoint import unit
+from megatron_merak.checkpoint.directories import Directories
 from megatron_merak.checkpoint.directory import Iterations, iteration_of, read_manifest
 from megatron_merak.checkpoint.foreign import foreign
 from megatron_merak.checkpoint.manifest import NAME, Manifest
 from megatron_merak.checkpoint.unit_directories import Units, step_of
-from megatron_merak.durable import Directories
 from megatron_merak.errors import CheckpointError, ConfigError
 
 DIRECTORY = "DIRECTORY"  # the argument of commands that read a checkpoint

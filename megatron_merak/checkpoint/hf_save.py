@@ -4,7 +4,6 @@ tensor at a time.
 
 import copy
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from megatron_merak.checkpoint.hf_files import INDEX, WEIGHTS
 from megatron_merak.checkpoint.hf_gather import Gather, Tensors
 from megatron_merak.checkpoint.hf_patchwork import Patchwork, read, stored
 from megatron_merak.checkpoint.shard import Shard
-from megatron_merak.durable import check_free
+from megatron_merak.durable import check_free, sync
 from megatron_merak.errors import CheckpointError
 from megatron_merak.parallel.agree import raise_together, together
 
@@ -256,12 +255,6 @@ def _write_weights(
     raise_together(None if file is None else file.error, group, device)
 
 
-def _flush(file: BinaryIO) -> None:
-    """Write a file out, so that a disk that is full says so now, not behind the last file."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
 class _File:
     """A file that stores its first error: other ranks continue to send until all tensors are
     through.
@@ -280,7 +273,7 @@ class _File:
     def close(self) -> None:
         if self._file is None:
             return
-        self._do(partial(_flush, self._file))
+        self._do(partial(sync, self._file))  # a full disk says so now, not behind the last file
         with suppress(OSError):
             self._file.close()
 

@@ -23,7 +23,14 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_merak.durable import make_directory, rename, sync_directory, sync_file, sync_folders
+from megatron_merak.durable import (
+    make_directory,
+    move,
+    rename,
+    sync_directory,
+    sync_file,
+    sync_folders,
+)
 from megatron_merak.errors import CheckpointError
 
 # of DIR: the directory in which a save is complete before it takes its place
@@ -32,9 +39,9 @@ _NEW = "new"
 _OLD = "old"
 _SHOWN = "shown"
 _LINKS = "links"
-# without links, what decides is renamed last
-_INDEX = ".metadata"  # of a store: gone first, since it would find other tensors in the new files
-_LATE = (".safetensors", ".index.json", _INDEX)
+# without links: what says where tensors are is gone first, since it would find others in the new files
+_INDICES = (".index.json", ".metadata")
+_LATE = (".safetensors", *_INDICES)  # renamed last, the last of all
 _NO_LINKS = (
     errno.EPERM,
     errno.EACCES,
@@ -107,7 +114,7 @@ def settle(directory: Path) -> None:
             if not _is_link(directory, name):
                 continue
             if os.path.lexists(shown):
-                os.replace(shown, target)
+                move(shown, target)
             else:
                 target.unlink()
         _sync_parents(directory, names)
@@ -135,7 +142,6 @@ def _keep_old(directory: Path, names: Collection[str]) -> None:
     (place / _OLD).mkdir()
     (place / _LINKS).mkdir()
     try:
-        os.symlink(_OLD, place / _SHOWN)
         for name in names:
             source = directory / name
             kept = place / _OLD / name
@@ -144,6 +150,7 @@ def _keep_old(directory: Path, names: Collection[str]) -> None:
                 os.symlink(os.path.realpath(source), kept)
             elif source.exists():
                 os.link(source, kept)
+        os.symlink(_OLD, place / _SHOWN)
     except OSError as error:
         if error.errno in _NO_LINKS:
             raise _NoLinks(*error.args) from error
@@ -158,7 +165,7 @@ def _show(directory: Path, names: Collection[str]) -> None:
     for name in names:
         link = place / _LINKS / "link"
         os.symlink(_link_text(name), link)
-        os.replace(link, directory / name)
+        move(link, directory / name)
     _sync_parents(directory, names)
     decision = place / _LINKS / _SHOWN
     os.symlink(_NEW, decision)
@@ -167,23 +174,22 @@ def _show(directory: Path, names: Collection[str]) -> None:
 
 def _one_by_one(directory: Path, names: Collection[str], gone: Collection[str]) -> None:
     """Replace files without links: what decides is gone first, and is there last."""
-    new = directory / PLACE / _NEW
-    for name in sorted(gone, key=_late, reverse=True):
-        (directory / name).unlink()
-    for name in names:
-        if name.endswith(_INDEX):
+    for name in (*gone, *names):
+        if name.endswith(_INDICES):
             (directory / name).unlink(missing_ok=True)
     _sync_parents(directory, names)
-    for name in sorted(names, key=_late):
-        os.replace(new / name, directory / name)
-    _sync_parents(directory, names)
+    for name in gone:
+        (directory / name).unlink(missing_ok=True)
+    for late in sorted(set(map(_late, names))):
+        moved = [name for name in names if _late(name) == late]
+        for name in moved:
+            move(directory / PLACE / _NEW / name, directory / name)
+        _sync_parents(directory, moved)
     shutil.rmtree(directory / PLACE)
 
 
-def _late(name: str) -> tuple[int, str]:
-    return max(
-        (number for number, end in enumerate(_LATE, 1) if name.endswith(end)), default=0
-    ), name
+def _late(name: str) -> int:
+    return max((number for number, end in enumerate(_LATE, 1) if name.endswith(end)), default=0)
 
 
 def _files(directory: Path) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_merak.checkpoint.files import TEMPORARY, disk_errors
+from megatron_merak.checkpoint.files import disk_errors
 from megatron_merak.checkpoint.increments import (
     META,
     Increments,
@@ -18,7 +18,7 @@ from megatron_merak.checkpoint.increments import (
 )
 from megatron_merak.checkpoint.save import SAVE_REMEDY, complete, write_file
 from megatron_merak.checkpoint.shard import Shard
-from megatron_merak.durable import make_directory, sync_directory
+from megatron_merak.durable import sync_directory
 from megatron_merak.errors import CheckpointError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
@@ -62,24 +62,20 @@ class IncrementWriter:
         first = iteration if self._first is None else self._first
         kind = kind_of(iteration)
         fresh = self._increments.names(first).fresh
+        needed = sum(shard.tensor.nbytes for shard in shards)
         if self._first is None:
+            counted = sum(gather_json(needed, self._group, "cpu"))
             with together(self._group, "cpu"), disk_errors(fresh, SAVE_REMEDY):
                 if self._rank == 0:
-                    self._begin(fresh)
+                    self._begin(first, counted)
         file = f"{kind}-rank-{self._rank:05d}.safetensors"
-        needed = sum(shard.tensor.nbytes for shard in shards)
         with together(self._group, "cpu"), disk_errors(fresh, SAVE_REMEDY, needed):
             if not fresh.is_dir():
                 reason = "it was removed while it was written, or not all hosts share it"
                 raise CheckpointError("increment", fresh, reason, SAVE_REMEDY)
-            try:
-                metadata = {"format": "pt", "save_id": self._save_id(first)}
-                metadata["iteration"] = str(iteration)
-                files, entries = write_file(fresh, file, kind, shards, metadata)
-            except BaseException:
-                # it takes space that is waited for
-                (fresh / (file + TEMPORARY)).unlink(missing_ok=True)
-                raise
+            metadata = {"format": "pt", "save_id": self._save_id(first)}
+            metadata["iteration"] = str(iteration)
+            files, entries = write_file(fresh, file, kind, shards, metadata)
         self._files |= files
         if entries:
             self._tensors[kind] = entries
@@ -126,13 +122,11 @@ class IncrementWriter:
         place = self._increments.root if first is None else self._increments.names(first).fresh
         return broadcast_json(not (self.root.is_dir() and place.is_dir()), self._group, "cpu")
 
-    def _begin(self, fresh: Path) -> None:
+    def _begin(self, first: int, counted: int) -> None:
         if not self.root.is_dir():
             reason = "it was removed under the run"
             raise CheckpointError("checkpoint directory", self.root, reason, SAVE_REMEDY)
-        make_directory(self._increments.root)
-        self._increments.drop(fresh)
-        fresh.mkdir()
+        self._increments.begin(first, counted)
 
     def _save_id(self, first: int) -> str:
         return f"{self.run}-{first}"

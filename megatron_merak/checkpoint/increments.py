@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_merak.checkpoint.directories import DirectoryNames
 from megatron_merak.checkpoint.directory import TensorDirectories, read_manifest, verify
 from megatron_merak.checkpoint.manifest import Manifest
 from megatron_merak.checkpoint.shard import Intervals, Shard, overlaps
 from megatron_merak.checkpoint.stored import read_stored
-from megatron_merak.durable import DirectoryNames
 from megatron_merak.errors import CheckpointError, DamagedError
 
 META = "increment"  # in the meta of a directory of steps

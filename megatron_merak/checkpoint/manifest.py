@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_merak.checkpoint.digests import checked
+from megatron_merak.checkpoint.directories import MANIFEST
 from megatron_merak.checkpoint.files import DTYPE_NAMES
 from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
 from megatron_merak.checkpoint.shard import Intervals, local_shape, uncovered
-from megatron_merak.durable import MANIFEST
 from megatron_merak.errors import CheckpointError, DamagedError
 
 NAME = MANIFEST

@@ -11,17 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_merak.checkpoint import directory as directories
-from megatron_merak.checkpoint.files import (
-    complete_or_absent,
-    disk_errors,
-    is_finite,
-    write_tensors,
-)
+from megatron_merak.checkpoint.directories import MANIFEST, seal
+from megatron_merak.checkpoint.directory import Iterations, check_files
+from megatron_merak.checkpoint.files import disk_errors, is_finite, write_tensors
 from megatron_merak.checkpoint.manifest import (
     BUFFER,
     MODEL,
-    NAME,
     Manifest,
     StoredPart,
     StoredTensor,
@@ -29,7 +24,7 @@ from megatron_merak.checkpoint.manifest import (
     parse_manifest,
 )
 from megatron_merak.checkpoint.shard import Shard, StateKind, in_turns
-from megatron_merak.durable import check_free, make_directory, sync_directory
+from megatron_merak.durable import sync_directory
 from megatron_merak.errors import CheckpointError, NumericsError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
@@ -73,18 +68,15 @@ def write(
     assert iteration >= 0, iteration
     root = Path(root)
     rank = 0 if group is None else dist.get_rank(group)
-    iterations = directories.Iterations(root)
-    fresh = iterations.names(iteration).fresh
+    iterations = Iterations(root)
+    names = iterations.names(iteration)
+    fresh = names.fresh
     kinds = {name: StateKind.of(shards_of_kind) for name, shards_of_kind in shards.items()}
     own_shards = [part for kind in kinds.values() for part in kind.shards if part.is_written]
     needed = sum(gather_json(sum(part.tensor.nbytes for part in own_shards), group, device))
     with together(group, device), disk_errors(root, SAVE_REMEDY):
         if rank == 0:
-            make_directory(root)
-            iterations.prepare(iteration)
-            remedy = "Free some space, or save elsewhere with --save"
-            check_free(root, needed, "checkpoint directory", remedy)
-            fresh.mkdir()
+            iterations.begin(iteration, needed)
     save_id = broadcast_json(secrets.token_hex(16), group, device)
     try:
         files: dict[str, Any] = {}
@@ -113,9 +105,9 @@ def write(
                 iterations.publish(iteration)
     except Exception as error:
         if rank == 0:
-            _drop(iterations, fresh, error)
+            iterations.abandon(iteration, error)
         raise
-    return directories.directory_of(root, iteration)
+    return names.plain
 
 
 def check_finite(
@@ -186,10 +178,9 @@ def complete(fresh: Path, iteration: int, save_id: str, reports: list[dict], met
         remedy = "Give each part of a tensor one owner, and a meta that JSON can represent"
         raise CheckpointError("checkpoint", fresh, str(error), remedy) from error
     # what cannot be read back (two keys that JSON says alike) must not be published
-    parse_manifest(text, fresh / NAME)
-    directories.check_files(fresh, manifest)
-    with complete_or_absent(fresh / NAME) as file:
-        file.write(text)
+    parse_manifest(text, fresh / MANIFEST)
+    check_files(fresh, manifest)
+    seal(fresh, text)
 
 
 def _join(reports: list[dict]) -> dict[str, dict[str, StoredTensor]]:
@@ -209,14 +200,3 @@ def _join(reports: list[dict]) -> dict[str, dict[str, StoredTensor]]:
         for name, entry in entries.items():
             check_entry(f"{kind}/{name}", entry)
     return tensors
-
-
-def _drop(iterations: directories.Iterations, fresh: Path, error: Exception) -> None:
-    """Remove a partial directory; if that fails too, add it to the error that matters."""
-    try:
-        iterations.drop(fresh)
-    except OSError as second:
-        error.add_note(
-            f"{fresh} could not be removed ({second}); the next save to this directory will try "
-            "again"
-        )

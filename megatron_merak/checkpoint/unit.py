@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from megatron_merak.checkpoint import directory as directories
+from megatron_merak.checkpoint import directories
 from megatron_merak.checkpoint.digests import checked, digest_of_file, file_matches
-from megatron_merak.checkpoint.files import complete_or_absent, disk_errors, verify_tensors
+from megatron_merak.checkpoint.directory import read_manifest
+from megatron_merak.checkpoint.files import disk_errors, verify_tensors
 from megatron_merak.checkpoint.manifest import FILE_NAME, NAME
 from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
-from megatron_merak.durable import sync_folders
+from megatron_merak.durable import sync, sync_folders
 from megatron_merak.errors import CheckpointError, DamagedError
 
 FORMAT = "megatron_merak directory"
@@ -75,8 +76,7 @@ def complete(directory: Path, step: int, known: Mapping[str, str]) -> None:
         "save_id": secrets.token_hex(16),
         "files": files,
     }
-    with complete_or_absent(directory / NAME) as file:
-        file.write(seal(document))
+    directories.seal(directory, seal(document))
 
 
 def parse(path: Path) -> UnitManifest:
@@ -186,12 +186,12 @@ def _walk(directory: Path) -> list[Path]:
 def _hash_and_sync(path: Path, known: str | None) -> str:
     with open(path, "rb") as file:
         digest = digest_of_file(file) if known is None else known
-        os.fsync(file.fileno())
+        sync(file)
     return digest
 
 
 def _verify_tensors(beside: Path, name: str) -> None:
-    _, manifest = directories.read_manifest(beside.parent)
+    _, manifest = read_manifest(beside.parent)
     if name not in manifest.files:
         raise DamagedError(
             "checkpoint file", beside.parent / name, f"{beside} does not list it", _REMEDY

@@ -5,9 +5,8 @@
     ROOT/.checkpoint-500.old/    being replaced or removed
     ROOT/kept-checkpoint-500/    files that no save wrote, from a directory that was removed
 
-Programs that look for "checkpoint-*" see only the first. They are written, replaced and removed in
-the order of ``durable``. All functions are local to one rank; one process at a time writes to a
-ROOT, see ``lock``.
+Programs that look for "checkpoint-*" see only the first. They are written, replaced and removed by
+``directories``. All functions are local to one rank.
 """
 
 import logging
@@ -17,15 +16,9 @@ import shutil
 from pathlib import Path
 
 from megatron_merak.checkpoint import unit as units
+from megatron_merak.checkpoint.directories import Directories, DirectoryNames, break_seal
 from megatron_merak.checkpoint.manifest import NAME
-from megatron_merak.durable import (
-    Directories,
-    DirectoryNames,
-    break_seal,
-    free_name,
-    make_directory,
-    rename,
-)
+from megatron_merak.durable import free_name, make_directory, move, rename
 from megatron_merak.errors import CheckpointError
 
 REMOVED = NAME + ".removed"  # what the manifest is called once its files are being removed
@@ -44,6 +37,7 @@ class Units(Directories):
     """The units in a ROOT. Files that no save wrote move to what replaces a unit, or are kept."""
 
     remedy = "Check output_dir and its permissions"
+    room = "Free some space, or save elsewhere with output_dir"
 
     def names(self, number: int) -> DirectoryNames:
         name = f"checkpoint-{number}"
@@ -121,7 +115,7 @@ def _keep_foreign(directory: Path, unit: units.UnitManifest, home: Path) -> None
 def _set_aside(directory: Path, name: str) -> None:
     """Rename a directory that is no complete unit; ``name`` is that of its place."""
     target = free_name(directory.with_name(f"kept-{name}"), ".")
-    os.rename(directory, target)
+    move(directory, target)
     _say(
         "%s is no complete checkpoint, and a new one takes its place: it is %s now",
         directory,

@@ -56,7 +56,7 @@ def emit(words: Sequence[str]) -> int:
         sys.stdout.write(text)
     else:
         path = Path(options.output)
-        with replaced(path, path.with_name(f".{path.name}.tmp")) as file:
+        with replaced(path) as file:
             file.write(text.encode())
     return 0
 

@@ -187,5 +187,5 @@ def _show(found: "Findings", problems: "list[LaunchError]") -> None:
 
 def _write(found: "Findings", problems: "list[LaunchError]", path: Path) -> None:
     values = found.to_json() | {"problems": [str(problem) for problem in problems]}
-    with durable.replaced(path, path.with_name(f".{path.name}.tmp")) as file:
+    with durable.replaced(path) as file:
         file.write((json.dumps(values, indent=2) + "\n").encode())

@@ -3,8 +3,7 @@
 import os
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,17 +18,11 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
-@contextmanager
-def atomic_writer(path: Path) -> Iterator[BinaryIO]:
-    """Yield a binary file that appears under `path`, complete and on disk, when the block ends
-    without an error.
+def atomic_writer(path: Path) -> AbstractContextManager[BinaryIO]:
+    """Open a binary file that appears under `path`, complete and on disk, when the block ends
+    without an error. Other processes may write it at the same time.
     """
-    temporary = temporary_name(path)
-    try:
-        with replaced(path, temporary) as file:
-            yield file
-    finally:
-        temporary.unlink(missing_ok=True)
+    return replaced(path, temporary_name(path))
 
 
 def regular_file_size(path: Path, what: str, flag: str = "--data-path") -> int:

@@ -25,7 +25,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..durable import make_directory, rename, replaced, sync_directory
+from ..durable import make_directory, rename, replaced, sync, sync_directory
 from ..errors import DataError
 from .files import atomic_writer, regular_file_size, temporary_name
 
@@ -330,8 +330,7 @@ class IndexedDatasetWriter:
 
     def finalize(self) -> None:
         """Publish both files."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync(self._file)
         self._file.close()
         index_path(self.prefix).unlink(missing_ok=True)
         sync_directory(self._temporary.parent)  # no old index comes back beside the new tokens

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..durable import make_directory, rename, replaced, sync_directory
+from ..durable import make_directory, rename, replaced, sync, sync_directory, sync_file
 from ..errors import DataError
 from .documents import BEGINNING, Reached
 from .indexed_dataset import data_path, index_path, write_index
@@ -168,11 +168,10 @@ class Unfinished:
         if self._job is None:
             return
         for file in (each for pair in self._files for each in pair):
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         sync_directory(self.directory)
         seal = {"version": _VERSION, "job": self._job, "progress": asdict(self.progress)}
-        with replaced(self.directory / _SEAL, self.directory / f"{_SEAL}.tmp") as file:
+        with replaced(self.directory / _SEAL) as file:
             file.write(json.dumps(seal).encode())
 
     def publish(self) -> None:
@@ -185,7 +184,7 @@ class Unfinished:
             if ids.exists():  # else a kill came after it was renamed
                 index_path(prefix).unlink(missing_ok=True)
                 sync_directory(index_path(prefix).parent)  # no old index beside new tokens
-                _sync(ids)
+                sync_file(ids)
                 rename(ids, data_path(prefix))
             lengths = np.fromfile(counts, "<i8")
             documents = np.concatenate([[0], np.cumsum(lengths > 0)])
@@ -212,11 +211,6 @@ class Unfinished:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def _difference(name: str, old: Any, new: Any) -> str:

@@ -27,7 +27,7 @@ import torch
 from ..checkpoint.files import disk_errors
 from ..checkpoint.foreign import METADATA
 from ..checkpoint.shard import Intervals, local_shape
-from ..durable import check_free, make_directory, rename, replaced, sync_directory, written
+from ..durable import aside_of, check_free, make_directory, replaced, sync_directory
 from ..errors import CheckpointError, DamagedError, MerakError
 from .dcp_chunks import DcpTensor, StoredChunk, pieces, untiled
 from .dcp_pickle import RESTORE, classes_of_values, read_metadata, why
@@ -35,7 +35,6 @@ from .dcp_pickle import RESTORE, classes_of_values, read_metadata, why
 __all__ = ["METADATA", "SUFFIX", "DcpFiles", "DcpTensor", "StoredChunk", "write_dcp"]
 
 SUFFIX = ".distcp"
-TEMPORARY = ".tmp"
 FILE_BYTES = 5 << 30  # of one file, unless a chunk is larger
 
 _REMEDY = "Check the output directory, its permissions and its free space"
@@ -349,7 +348,7 @@ class _Files:
             self.close()
         if self._file is None:
             self._names.append(f"__0_{len(self._names)}{SUFFIX}")
-            self._open = written(self._aside(self._names[-1]))
+            self._open = replaced(self._directory / self._names[-1])
             self._file = self._open.__enter__()
         start = self._file.tell()
         tail: Any = _Tail(self._file)
@@ -362,19 +361,16 @@ class _Files:
         if self._file is not None:
             self._file = None
             self._open.__exit__(None, None, None)
-            rename(self._aside(self._names[-1]), self._directory / self._names[-1])
 
     def remove(self) -> None:
         """Remove every file."""
         if self._file is not None:
             self._file.close()
         for name in self._names:
-            for path in (self._aside(name), self._directory / name):
+            path = self._directory / name
+            for each in (aside_of(path), path):
                 with suppress(OSError):
-                    path.unlink()
-
-    def _aside(self, name: str) -> Path:
-        return self._directory / (name + TEMPORARY)
+                    each.unlink()
 
 
 class _Tail(io.RawIOBase):
@@ -496,8 +492,7 @@ def _write_metadata(
             storage[of_torch.MetadataIndex(each, offsets, number)] = info
     planned = None if paths is None else {name: tuple(path) for name, path in paths.items()}
     metadata = of_torch.Metadata(entries, planned, storage)
-    path = directory / METADATA
-    with replaced(path, path.with_name(METADATA + TEMPORARY)) as file:
+    with replaced(directory / METADATA) as file:
         pickle.dump(metadata, file, protocol=4)
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.files import complete_or_absent
 from ..checkpoint.foreign import FORMAT
 from ..checkpoint.hf import Source
+from ..durable import replaced
 from ..errors import CheckpointError, DamagedError
 from .dcp_files import DcpFiles, DcpTensor, StoredChunk, write_dcp
 from .megatron_args import check_arguments, common_state, optimizer_steps
@@ -168,11 +168,11 @@ def write_megatron(state: PortableState, directory: Path, divisor: int = 128) ->
 
     with replaced_checkpoint(directory, state.iteration) as (fresh, path):
         write_dcp(fresh, tensors, values, _extra_states(table))
-        with complete_or_absent(fresh / COMMON) as file:
+        with replaced(fresh / COMMON) as file:
             torch.save(common_state(model.config, table, state), file)
-        with complete_or_absent(fresh / CONFIG) as file:
+        with replaced(fresh / CONFIG) as file:
             file.write(json.dumps(dict(state.config), indent=2).encode() + b"\n")
-        with complete_or_absent(fresh / FORMAT) as file:
+        with replaced(fresh / FORMAT) as file:
             file.write(json.dumps(_FORMAT).encode())
     return path
 

@@ -5,14 +5,14 @@ DIR/iter_0000100/, DIR/release/            one checkpoint: with metadata.json in
                                            format, with mp_rank_*/ in the older one
 """
 
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..checkpoint.files import complete_or_absent, disk_errors
+from ..checkpoint import in_place
+from ..checkpoint.files import disk_errors
 from ..checkpoint.foreign import FORMAT, RANK_FILE, RANKS, RELEASE
-from ..durable import make_directory, rename, sync_folders
+from ..durable import replaced
 from ..errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -46,30 +46,41 @@ def chosen_megatron(directory: Path, iteration: int | None) -> Path:
 @contextmanager
 def replaced_checkpoint(directory: Path, iteration: int) -> Iterator[tuple[Path, Path]]:
     """Yield where the body writes a checkpoint, and where it is once the body ends, when the tracker
-    names it. One of the same name there is replaced then.
+    names it. One of the same name there is replaced at once.
 
     iteration: 0 for weights without a run.
 
     Raises CheckpointError for what the disk refuses.
     """
-    name = f"iter_{iteration:07d}" if iteration else RELEASE
-    path = directory / name
-    fresh = directory / f"{name}.new"
-    old = directory / f"{name}.old"
+    path = directory / (f"iter_{iteration:07d}" if iteration else RELEASE)
+    was_missing = not path.exists()
     with disk_errors(path, _REMEDY):
-        for left in (fresh, old):
-            if left.exists():
-                shutil.rmtree(left)
-        make_directory(fresh)
-        yield fresh, path
-        sync_folders(fresh)
-        if path.exists():
-            rename(path, old)
-        rename(fresh, path)
-        if old.exists():
-            shutil.rmtree(old)
-        with complete_or_absent(directory / TRACKER) as file:
+        try:
+            fresh = in_place.begin(path)
+            yield fresh, path
+            in_place.publish(path, _files_below(path))
+        except BaseException:
+            in_place.abandon(path)
+            with suppress(OSError):
+                if was_missing:
+                    path.rmdir()
+            raise
+        _remove_empty(path)
+        with replaced(directory / TRACKER) as file:
             file.write((str(iteration) if iteration else RELEASE).encode())
+
+
+def _files_below(path: Path) -> list[str]:
+    """Return the files of a checkpoint that is there, relative to its directory."""
+    names = (each.relative_to(path) for each in path.rglob("*") if not each.is_dir())
+    return [name.as_posix() for name in names if name.parts[0] != in_place.PLACE]
+
+
+def _remove_empty(path: Path) -> None:
+    """Remove the directories of ranks that the new checkpoint does not have."""
+    for folder in path.iterdir():
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.files import complete_or_absent
 from ..checkpoint.foreign import RANK_FILE
 from ..checkpoint.hf import Source
-from ..durable import check_free
+from ..durable import check_free, replaced
 from ..errors import ConfigError
 from .megatron_args import VERSION, arguments
 from .megatron_directory import replaced_checkpoint
@@ -75,7 +74,7 @@ def write_megatron_legacy(state: PortableState, directory: Path, ranks: RankForm
             folder = fresh / grid.directory(rank)
             folder.mkdir()
             _write_rank(folder / RANK_FILE, rank, ranks, table, source, beside=beside)
-        with complete_or_absent(fresh / CONFIG) as file:
+        with replaced(fresh / CONFIG) as file:
             file.write(json.dumps(dict(state.config), indent=2).encode() + b"\n")
     return path
 
@@ -137,7 +136,7 @@ def _write_rank(
         # of products, and empty where they have no fp8
         if end == "weight" and (".linear_" in module or module == "output_layer"):
             model[f"{module}._extra_state"] = None
-    with complete_or_absent(path) as file:
+    with replaced(path) as file:
         write_torch(file, {**beside, "model": model}, values)
 
 

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from ..checkpoint.files import complete_or_absent, disk_errors
+from ..checkpoint.files import disk_errors
 from ..config import RunConfig
 from ..config.file import text_of
+from ..durable import replaced
 
 NAME = "config.yaml"
 
@@ -18,7 +19,7 @@ def store_settings(config: RunConfig, directory: str) -> None:
     path = Path(directory) / NAME
     with (
         disk_errors(path, "Free space, or save to another directory"),
-        complete_or_absent(path) as file,
+        replaced(path) as file,
     ):
         file.write(
             text_of(config.to_dict(), "The settings of a run; --config reads this file.").encode()

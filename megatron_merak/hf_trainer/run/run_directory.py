@@ -11,7 +11,6 @@ collective over ``group``; an error on one rank is raised on all.
 
 import copy
 import logging
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -165,8 +164,7 @@ class RunDirectory:
         try:
             with self._on_first():
                 if self.first:
-                    self.units.settle()
-                    fresh.mkdir()
+                    self.units.begin(step, 0)  # what is written in it looks for room itself
             with disk_errors(fresh, SAVE_REMEDY) if self.group is None else nullcontext():
                 # what a script's own code raises on one of several ranks, the others do not know
                 yield fresh
@@ -174,9 +172,9 @@ class RunDirectory:
                 if self.first:
                     unit.complete(fresh, step, {})
                     self.units.publish(step)
-        except Exception:
+        except Exception as error:
             if self.first:
-                shutil.rmtree(fresh, ignore_errors=True)  # the next save would remove what is left
+                self.units.abandon(step, error)
             raise
 
     def rotate(self, limit: int | None, saved: int, best: str | None) -> None:
