@@ -110,9 +110,7 @@ def save_in_parts(rank: int, world: int, directory: str) -> list:
             tensor.zero_()
     out, errors = Path(directory) / "out", []
     save_hf(out, model, parts, group, "cpu", "1KB")
-    full_disk = mock.patch.object(
-        hf_save.os, "fsync", side_effect=OSError(28, "No space left on device")
-    )
+    full_disk = mock.patch("os.fsync", side_effect=OSError(28, "No space left on device"))
     for target, held, context in (
         (out, parts[:-1] if rank == 1 else parts, nullcontext()),
         ("/dev/null/out", parts, nullcontext()),
