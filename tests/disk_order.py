@@ -52,6 +52,7 @@ class Step:
     beside:  inodes of all that a mark speaks for.
     above:   inodes of the directories above, the nearest first.
     is_link: whether it removes a link, which holds nothing.
+    sealed:  inodes of the directories above that have a manifest.
     """
 
     call: str
@@ -63,6 +64,7 @@ class Step:
     beside: frozenset[int] = frozenset()
     above: tuple[int, ...] = ()
     is_link: bool = False
+    sealed: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.call} {' -> '.join(self.paths)}"
@@ -182,6 +184,7 @@ class Recorder:
             return
         told = tuple(os.path.relpath(path, self.root) for path in paths)
         above = tuple(_above(paths[-1], self.root)) if paths else ()
+        sealed = frozenset(each for each in above if MANIFEST in names.get(each, ()))
         self.steps.append(
             Step(
                 call,
@@ -193,6 +196,7 @@ class Recorder:
                 beside=beside,
                 above=above,
                 is_link=is_link,
+                sealed=sealed,
             )
         )
 
@@ -317,7 +321,7 @@ class _Order:
         if has_old and (self.dirty or self.new_names()):
             self.faults.append(f"the new is not on the disk yet: {step}")
         is_open = step.name.endswith(_SEALS) or self._unsealed & {*step.above}
-        if not is_open and self._lost_seals(step.above):
+        if not is_open and (step.sealed or self._lost_seals(step.above)):
             self.faults.append(f"its mark may still be there: {step}")
         named = {node for names in self.pending.values() for node in names.values()}
         if named & {*step.above}:

@@ -19,8 +19,8 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_merak.durable import (
@@ -97,6 +97,25 @@ def publish(directory: Path, removed: Collection[str] = ()) -> None:
         return
     _show(directory, [*names, *gone])
     settle(directory)
+
+
+@contextmanager
+def replacing(directory: Path, removed: Callable[[Path], Collection[str]]) -> Iterator[Path]:
+    """Yield the directory for the new files, which take their places if the body ends without an
+    error. After one ``directory`` is as it was.
+
+    removed: returns the files in ``directory`` that disappear at the same moment.
+    """
+    was_missing = not directory.exists()
+    try:
+        yield begin(directory)
+        publish(directory, removed(directory))
+    except BaseException:
+        abandon(directory)
+        with suppress(OSError):
+            if was_missing:
+                directory.rmdir()
+        raise
 
 
 def settle(directory: Path) -> None:

@@ -17,7 +17,6 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -99,27 +98,17 @@ def write_dcp_state(
         (Path(place) / CONFIG).write_text(text, encoding="utf-8")
         model = build_empty(Path(place), None, False, {}, stored_as=torch.float32)
     contents = DcpWriting(state, model, flavour, chunk_bytes).contents()
-    was_missing = not directory.exists()
-    with disk_errors(directory, _REMEDY):
-        try:
-            fresh = in_place.begin(directory)
-            for folder, each in contents.items():
-                write_dcp(
-                    fresh / folder,
-                    each.tensors,
-                    each.values,
-                    each.objects,
-                    aliases=each.aliases,
-                    paths=each.paths,
-                )
-            (fresh / CONFIG).write_text(text, encoding="utf-8")
-            in_place.publish(directory, _replaced(directory))
-        except BaseException:
-            in_place.abandon(directory)
-            with suppress(OSError):
-                if was_missing:
-                    directory.rmdir()
-            raise
+    with disk_errors(directory, _REMEDY), in_place.replacing(directory, _replaced) as fresh:
+        for folder, each in contents.items():
+            write_dcp(
+                fresh / folder,
+                each.tensors,
+                each.values,
+                each.objects,
+                aliases=each.aliases,
+                paths=each.paths,
+            )
+        (fresh / CONFIG).write_text(text, encoding="utf-8")
 
 
 def _config_file(directory: Path, config: Path | None) -> Path:

@@ -53,18 +53,9 @@ def replaced_checkpoint(directory: Path, iteration: int) -> Iterator[tuple[Path,
     Raises CheckpointError for what the disk refuses.
     """
     path = directory / (f"iter_{iteration:07d}" if iteration else RELEASE)
-    was_missing = not path.exists()
     with disk_errors(path, _REMEDY):
-        try:
-            fresh = in_place.begin(path)
+        with in_place.replacing(path, _files_below) as fresh:
             yield fresh, path
-            in_place.publish(path, _files_below(path))
-        except BaseException:
-            in_place.abandon(path)
-            with suppress(OSError):
-                if was_missing:
-                    path.rmdir()
-            raise
         _remove_empty(path)
         with replaced(directory / TRACKER) as file:
             file.write((str(iteration) if iteration else RELEASE).encode())

@@ -1,11 +1,14 @@
 """The order in which everything writes keeps the rules of ``durable``, and needs each of its syncs."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from megatron_merak.checkpoint.directory import Iterations
+from megatron_merak.checkpoint.unit_directories import Units
 from megatron_merak.durable import MARGIN
 from megatron_merak.errors import FullDiskError
 from tests.checkpoint.writers import WRITERS
@@ -58,6 +61,27 @@ def test_the_order_keeps_the_rules_and_needs_each_of_its_syncs(place, name):
             assert any(step.number == steps[sync].number for step in steps[sync + 1 :])
             repeated.add(next((each for each in writer.repeats if each in path), path))
     assert repeated == {*writer.repeats}, "syncs that nothing relies on"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("checkpoint again", Iterations), ("unit again", Units)]
+)
+@pytest.mark.parametrize("left", ["fresh", "old", "two"])
+def test_what_a_kill_left_is_settled_by_the_same_rules(place, name, kind, left):
+    WRITERS[name].write(place / "run", 1)
+    names = kind(place / "run").names(5)
+    if left == "two":
+        shutil.copytree(names.plain, names.fresh)
+    else:
+        os.rename(names.plain, getattr(names, left))
+    recorder = Recorder(place)
+    with recorder.recording():
+        kind(place / "run").settle()
+    recorder.close()
+    steps = recorder.steps
+    assert WRITERS[name].read(place / "run") == 1 and not broken(steps), broken(steps)
+    syncs = syncs_that_matter(steps)
+    assert syncs and all(broken([*steps[:sync], *steps[sync + 1 :]]) for sync in syncs)
 
 
 FILES = "iter_0000005.new/model-rank-00000.safetensors"
