@@ -27,9 +27,10 @@ _INDEX = ".index.json"  # a mark where a directory is not replaced at once
 MARKS = (MANIFEST, TRACKER, ".metadata", "shown", "progress.json", ".idx", _INDEX)
 # ... of those without which it counts as none ...
 _SEALS = (MANIFEST, ".metadata", ".idx", _INDEX)
+_PLACE = ".being-written"
 _DECISIONS = tuple(mark for mark in MARKS if mark != _INDEX)
 # ... of what no reader takes for complete ...
-_ASIDE = (".tmp", ".partial", ".new", ".old", ".unfinished", ".being-written")
+_ASIDE = (".tmp", ".partial", ".new", ".old", ".unfinished", _PLACE)
 # ... and of what may be lost: logs, and locks of processes that are gone
 _LOST = (".jsonl", ".lock")
 _TWO_PATHS = ("rename", "replace", "link", "symlink")
@@ -306,6 +307,8 @@ class _Order:
         speaks = not step.is_shown and (not step.name.endswith(_INDEX) or "/new/" in step.paths[0])
         if step.is_shown:
             self._shown.add(step.number)
+            if any(_PLACE in names for names in self.pending.values()):
+                self.faults.append(f"what the link leads through is not on the disk yet: {step}")
         needed = step.below | step.beside if speaks else step.below
         if self.dirty & needed:
             self.faults.append(f"bytes are not on the disk yet: {step}")
@@ -361,10 +364,9 @@ def syncs_that_matter(steps: Sequence[Step]) -> list[int]:
     order = _Order()
     found = []
     for place, step in enumerate(steps):
-        names = order.pending.get(step.number, {})
-        if step.call == "fsync" and (
-            step.number in order.dirty or any(not name.endswith(_ASIDE) for name in names)
-        ):
+        names = order.pending.get(step.number, ())
+        matters = [name for name in names if name == _PLACE or not name.endswith(_ASIDE)]
+        if step.call == "fsync" and (matters or step.number in order.dirty):
             found.append(place)
         order.follow(step, has_old=False)
     return found

@@ -327,7 +327,7 @@ WRITERS = {
     "increment, pruned": Writer(_write_step_and_prune, _read_step),
     "HuggingFace directory": Writer(_save_hf, _read_hf, repeats=("/new/model",)),
     "HuggingFace, no links": Writer(
-        _save_hf_without_links, _read_hf, may_lack=True, repeats=("/new/model",)
+        _save_hf_without_links, _read_hf, may_lack=True, repeats=("/new/model", "run/model")
     ),
     "files in place": Writer(_write_in_place, _read_in_place, repeats=("run/model",)),
     "unit again": Writer(_replace_unit, _read_unit, repeats=(".new", "run/checkpoint-5")),
