@@ -26,13 +26,13 @@ _INDEX = ".index.json"  # a mark where a directory is not replaced at once
 # how the names of what makes something complete end, ...
 MARKS = (MANIFEST, TRACKER, ".metadata", "shown", "progress.json", ".idx", _INDEX)
 # ... of those without which it counts as none ...
-_SEALS = (MANIFEST, ".metadata", ".idx", _INDEX)
+_SEALS = (MANIFEST, "progress.json", ".metadata", ".idx", _INDEX)
 _PLACE = ".being-written"
 _DECISIONS = tuple(mark for mark in MARKS if mark != _INDEX)
 # ... of what no reader takes for complete ...
 _ASIDE = (".tmp", ".partial", ".new", ".old", ".unfinished", _PLACE)
 # ... and of what may be lost: logs, and locks of processes that are gone
-_LOST = (".jsonl", ".lock")
+_LOST = (".jsonl", ".lock", "/lock")
 _TWO_PATHS = ("rename", "replace", "link", "symlink")
 _REMOVALS = ("unlink", "remove", "rmdir")
 _CALLS = (*_TWO_PATHS, *_REMOVALS, "mkdir", "fsync")
@@ -209,7 +209,7 @@ class Recorder:
             own = names.setdefault(os.stat(folder).st_ino, {})
             for name in (*folders, *others):
                 path = Path(folder, name)
-                if name.endswith(_LOST):
+                if f"/{name}".endswith(_LOST):
                     continue
                 status = os.lstat(path)
                 own[name] = status.st_ino
@@ -233,7 +233,7 @@ def _below(path: Path) -> frozenset[int]:
     found = {os.lstat(path).st_ino}
     if path.is_dir() and not path.is_symlink():
         for each in path.iterdir():
-            if not each.name.endswith(_ASIDE + _LOST):
+            if not f"/{each.name}".endswith(_ASIDE + _LOST):
                 found |= _below(each)
     return frozenset(found)
 
@@ -290,7 +290,11 @@ class _Order:
             self._removed(step, has_old)
         self.dirty |= step.written
         for folder, names in step.names.items():
-            self.pending.setdefault(folder, {}).update(names)
+            pending = self.pending.setdefault(folder, {})
+            pending.update(names)
+            # a mark that was aside is no mark that is gone
+            if step.is_mark and len(step.paths) > 1:
+                pending.pop(os.path.basename(step.paths[0]), None)
         for folder in {*step.above, *step.names}:
             self._last[folder] = step
 

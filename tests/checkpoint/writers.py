@@ -29,6 +29,7 @@ from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.checkpoint.unit_directories import Units
 from megatron_merak.data.files import atomic_writer
 from megatron_merak.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_merak.data.unfinished import Unfinished
 from megatron_merak.errors import CheckpointError, DataError
 from megatron_merak.formats.dcp_files import DcpFiles, DcpTensor, StoredChunk, write_dcp
 from megatron_merak.formats.megatron_directory import replaced_checkpoint
@@ -309,6 +310,18 @@ def _write_dataset(root: Path, value: int) -> None:
             writer.add_document([value] * length)
 
 
+def _preprocess(root: Path, value: int) -> None:
+    """What a run of preprocessing writes, sealed once in its middle."""
+    durable.make_directory(root)
+    work = Unfinished(str(root / "data"), [str(root / "data")], np.dtype("int32"), {"of": value})
+    work.open(overwrite=True)
+    for length in range(1, 3 + value % 2):
+        work.add(0, np.full(length, value), np.array([length]))
+        work.progress.documents += 1
+        work.seal()
+    work.publish()
+
+
 def _read_dataset(root: Path) -> int | None:
     try:
         data = IndexedDataset(root / "data")
@@ -337,5 +350,6 @@ WRITERS = {
     "settings": Writer(_write_settings, _read_settings),
     "Megatron-LM directory": Writer(_write_store, _read_store, repeats=("/new",)),
     "data file": Writer(_write_file, _read_file),
+    "preprocessing": Writer(_preprocess, _read_dataset, may_lack=True, repeats=(".unfinished",)),
     "data set": Writer(_write_dataset, _read_dataset, may_lack=True),
 }
