@@ -235,6 +235,16 @@ REFUSED = [
         "--data-path (given): contradicts --test-data-path. Give only one source of data.",
     ),
     (
+        {"data": {"mock_data": False, "data_args_path": "f", "test_data_path": ("b",)}},
+        1,
+        "--data-args-path (given): contradicts --test-data-path. Give only one source of data.",
+    ),
+    (
+        {"data": {"mock_data": False, "per_split_data_args_path": "f", "split": "1"}},
+        1,
+        "--split '1': has no effect on data given part by part. Leave it out, or use --data-path.",
+    ),
+    (
         {"data": {"mock_data": False, "train_data_path": ("a",), "split": "1"}},
         1,
         "--split '1': has no effect on data given part by part. Leave it out, or use --data-path.",
