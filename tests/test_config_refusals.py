@@ -220,6 +220,11 @@ REFUSED = [
         "--end-weight-decay 0.1: is below --start-weight-decay 0.2. Use at least 0.2.",
     ),
     (
+        {"logging": {"straggler_minmax_count": 2}},
+        1,
+        "--straggler-minmax-count 2: has no effect without --log-straggler. Add --log-straggler, or leave it out.",
+    ),
+    (
         {"data": {"mock_data": False}},
         1,
         "--data-path (missing): there is no data to train on. Give --data-path, --train-data-path or --mock-data.",

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..config.command_line import CommandParser
+from ..config.settings import nearest
 from ..counting import counted
 from ..errors import ConfigError, MerakError
 from ..megatron_flags import (
@@ -165,6 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in _TOOLS:
         return _TOOLS[words[0]](words[1:])
     flags = parser()
+    if words and not words[0].startswith("-"):
+        close = nearest(words[0], _TOOLS)
+        remedy = f"The nearest is {close}" if close else "Leave it out to tokenize text"
+        flags.end(ConfigError("command", words[0], f"it is none of {', '.join(_TOOLS)}", remedy))
     words, notices = without_effect(words, PREPROCESSING_TAKEN)
     options = flags.parse_args(words)
     print("".join(f"{notice}\n" for notice in notices), end="", file=sys.stderr)

@@ -71,6 +71,9 @@ def mistake(name: str | None, message: str) -> ConfigError:
     """
     if found := re.fullmatch(_MISSING, message):
         names = found[1] or found[2]
+        if found[1] and "," in names:
+            remedy = "Give them; --help describes them"
+            return ConfigError(names, "(missing)", "they are needed", remedy)
         return ConfigError(names, "(missing)", "it is needed", "Give it; --help describes it")
     what = name or "argument"
     if found := re.fullmatch(r"invalid choice: (.*) \(choose from (.*)\)", message):

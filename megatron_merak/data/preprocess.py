@@ -71,7 +71,12 @@ class EncoderConfig:
         path = self.tokenizer_model
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             remedy = "Name a directory of transformers whose tokenizer_config.json has one"
-            raise DataError("--tokenizer-model", path, "it has no chat template", remedy)
+            kind = self.tokenizer_type
+            reason = "it has no chat template"
+            if kind != "HuggingFaceTokenizer":
+                remedy = f"Use HuggingFaceTokenizer. {remedy}"
+                raise DataError("--tokenizer-type", kind, reason, remedy)
+            raise DataError("--tokenizer-model", path, reason, remedy)
         return ChatEncoder(tokenizer.of_transformers, self.chat_template, path)
 
     def dtype(self, tokenizer: Tokenizer) -> np.dtype:
