@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import stdlib_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
+STEPS = 200
 VOCABULARY = 4096
 LENGTH = 128
 EVALUATED = 64
@@ -101,9 +102,9 @@ def train(directory: Path, max_steps: int) -> None:
 
 
 @torch.no_grad()
-def reload(directory: Path, entropy: float) -> int:
-    """Open the model with plain transformers; status 1 when its loss is not the trainer's or it
-    learned too little.
+def reload(directory: Path, entropy: float, steps: int) -> int:
+    """Open the model with plain transformers; status 1 when its loss is not the trainer's, or it
+    learned too little in as many steps as usual.
     """
     model = AutoModelForCausalLM.from_pretrained(directory / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
@@ -128,14 +129,14 @@ def reload(directory: Path, entropy: float) -> int:
     if theirs < entropy - 1:
         return 0
     print("It has learned less than a nat of context: raise --max-steps.", file=sys.stderr)
-    return 1
+    return int(steps >= STEPS)
 
 
 def main() -> int:
     flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    flags.add_argument("--max-steps", type=int, default=200, help="optimizer steps")
+    flags.add_argument("--max-steps", type=int, default=STEPS, help="optimizer steps")
     flags.add_argument(
         "--directory", type=Path, default=Path("runs/finetune"), help="where everything is written"
     )
@@ -164,7 +165,9 @@ def main() -> int:
     done = subprocess.run(
         [*launcher, __file__, "--rank-of-the-job", *sys.argv[1:]], env=environment
     )
-    return done.returncode or reload(options.directory, facts["unigram_entropy_nats"])
+    return done.returncode or reload(
+        options.directory, facts["unigram_entropy_nats"], options.max_steps
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ MEANT: Mapping[str, str] = MappingProxyType(
         "accumulation steps",
         **dict.fromkeys("--max-steps --num-steps --steps --iters".split(), "Use --train-iters"),
         **dict.fromkeys(
-            "--epochs --num-train-epochs".split(), "Use --train-iters or --train-samples"
+            "--epochs --num-epochs --train-epochs --max-epochs --num-train-epochs".split(),
+            "Use --train-iters or --train-samples: data is read as often as that takes",
         ),
         "--learning-rate": "Use --lr",
         "--lr-scheduler-type": "Use --lr-decay-style",
@@ -62,6 +63,10 @@ MEANT: Mapping[str, str] = MappingProxyType(
         ),
         "--tokenizer-name-or-path": "Use --tokenizer-type HuggingFaceTokenizer with "
         "--tokenizer-model",
+        **dict.fromkeys(
+            "--goldfish-loss --goldfish-k --goldfish-h".split(),
+            "Leave it out: the loss counts every token",
+        ),
         "--wandb": "Use --wandb-project, or --report-to wandb",
     }
 )

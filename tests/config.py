@@ -6,6 +6,7 @@ from megatron_merak.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -23,7 +24,14 @@ MODEL = {
 
 
 def make(
-    *, model=None, parallel=None, train=None, optimizer=None, data=None, checkpoint=None
+    *,
+    model=None,
+    parallel=None,
+    train=None,
+    optimizer=None,
+    data=None,
+    checkpoint=None,
+    logging=None,
 ) -> Config:
     return Config(
         model=ModelConfig(**{**MODEL, **(model or {})}),
@@ -32,6 +40,7 @@ def make(
         optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}),
         data=DataConfig(**{"mock_data": True, **(data or {})}),
         checkpoint=CheckpointConfig(**(checkpoint or {})),
+        logging=LoggingConfig(**(logging or {})),
     )
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A newcomer's first hour: what README and docs/features.md show, in a fresh clone and a fresh environment, then from a
+# A newcomer's first hour: what README and docs/features.md show, and every example, in a fresh clone and a fresh environment, then from a
 # wheel without a clone. Ends at the first command that does not do what they say.
 #
-#   tests/first_hour.sh            both (8 minutes; pip installs torch and transformers twice)
+#   tests/first_hour.sh            both (15 minutes; pip installs torch and transformers twice)
 #   tests/first_hour.sh clone      the clone alone;  tests/first_hour.sh wheel    the wheel alone
 #
 # pip's own settings decide where packages come from. KEEP=1 leaves the directory that it works in.
@@ -125,6 +125,34 @@ PYTHON
 
     step "a Trainer script"
     says train_loss python examples/from_trainer.py --max_steps 30
+
+    step "a script of the clone by torchrun"
+    says 'iteration        4/' torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-model-parallel-size 2 $model \
+        --train-iters 4 --log-interval 4 --mock-data --vocab-size 1000
+    examples
+}
+
+examples() { # each one, with settings that are as small as they may be
+    step "pip install '.[trl]'"
+    pip install -q -e '.[pictures,trl]'
+    local name
+    for name in classification distill grpo long_context mixture muon; do
+        step "examples/$name.py"
+        says '' python examples/$name.py --max_steps 2 --output_dir "runs/$name"
+    done
+    for name in preferences sft_lora; do
+        step "examples/$name.py"
+        says '' python examples/$name.py --steps 2 --output_dir "runs/$name"
+    done
+    step "the other examples"
+    says '' python examples/packing.py --steps 2 --directory runs/packing
+    says '' python examples/finetune.py --max-steps 2 --directory runs/finetune
+    says '' python examples/growing_batch.py --samples 64 --directory runs/growing_batch
+    says '' python examples/stdlib_corpus.py --output-dir runs/corpus --vocab-size 600 --max-bytes 300000
+    says '' python examples/train.py --train-iters 2 --directory runs/train
+    for name in examples/*.py; do
+        grep -qF "$(basename "$name" .py)" "$source/tests/first_hour.sh" || fail "$name is not started"
+    done
 }
 
 from_wheel() {

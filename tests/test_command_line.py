@@ -43,7 +43,7 @@ WRITES = ["--input", "x", "--output-prefix", "y", "--tokenizer-type"]
         (simulate.main, ["bogus"], "argument bogus: belongs to no flag."),
         (simulate.main, ["--overlap", "x"], "--overlap x: it is not a number."),
         (inspect_checkpoint.main, ["a", "--health", "--diff", "b"], "--diff (given): it does not"),
-        (preprocess_data.main, WRITES[:2], "--output-prefix, --tokenizer-type (missing): it is"),
+        (preprocess_data.main, WRITES[:2], "--output-prefix, --tokenizer-type (missing): they "),
         (preprocess_data.main, [*WRITES, "Nul"], "--tokenizer-type Nul: it is none of Hugging"),
         (preprocess_data.main, [*WRITES, "NullTokenizer", "--workers", "0"], "--workers 0: it is"),
     ],

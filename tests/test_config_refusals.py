@@ -220,6 +220,11 @@ REFUSED = [
         "--end-weight-decay 0.1: is below --start-weight-decay 0.2. Use at least 0.2.",
     ),
     (
+        {"logging": {"straggler_minmax_count": 2}},
+        1,
+        "--straggler-minmax-count 2: has no effect without --log-straggler. Add --log-straggler, or leave it out.",
+    ),
+    (
         {"data": {"mock_data": False}},
         1,
         "--data-path (missing): there is no data to train on. Give --data-path, --train-data-path or --mock-data.",
@@ -233,6 +238,16 @@ REFUSED = [
         {"data": {"mock_data": False, "data_path": ("a",), "test_data_path": ("b",)}},
         1,
         "--data-path (given): contradicts --test-data-path. Give only one source of data.",
+    ),
+    (
+        {"data": {"mock_data": False, "data_args_path": "f", "test_data_path": ("b",)}},
+        1,
+        "--data-args-path (given): contradicts --test-data-path. Give only one source of data.",
+    ),
+    (
+        {"data": {"mock_data": False, "per_split_data_args_path": "f", "split": "1"}},
+        1,
+        "--split '1': has no effect on data given part by part. Leave it out, or use --data-path.",
     ),
     (
         {"data": {"mock_data": False, "train_data_path": ("a",), "split": "1"}},

@@ -55,8 +55,10 @@ def inspect(words: Sequence[str]) -> int:
         parser.end(error)
     from ..data.dataset_facts import dataset_facts
     from ..data.indexed_dataset import IndexedDataset
+    from ..data.prefixes import check_dataset
     from ..data.tokenizer import build_tokenizer
 
+    check_dataset(options.prefix, "PREFIX")
     facts = dataset_facts(IndexedDataset(options.prefix))
     if tokenizer.kind is not None:
         built = build_tokenizer(

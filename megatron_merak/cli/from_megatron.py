@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from ..config.command_line import CommandParser
 from ..errors import ConfigError, LaunchError, MerakError
 from .converted import Converted, ScriptFlag, converted
 from .door import command
@@ -33,11 +34,10 @@ LONGEST = 1 << 18  # bytes of a script that is read
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run merak-from-megatron (tools/from_megatron.py); return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=program(),
         description=described(__doc__, NAME),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("script", help="the shell script")
     parser.add_argument("argument", nargs="*", help="what the script is started with")

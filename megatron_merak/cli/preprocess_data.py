@@ -18,8 +18,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..config.command_line import CommandParser
+from ..config.settings import nearest
 from ..counting import counted
 from ..errors import ConfigError, MerakError
+from ..megatron_flags import (
+    PREPROCESSING_REFUSED,
+    PREPROCESSING_TAKEN,
+    remedy,
+    without_effect,
+)
 from . import datasets
 from .door import command
 from .tokenizer_flags import add_tokenizer_flags, details, tokenizer_flags
@@ -33,7 +40,11 @@ _TOOLS = MappingProxyType(
 
 def parser() -> CommandParser:
     text = described(__doc__, "merak-preprocess")
-    flags = CommandParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = CommandParser(
+        answer=_of_megatron,
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = flags.add_argument
     add(
         "--input",
@@ -85,6 +96,19 @@ def parser() -> CommandParser:
         help="number of processes; 1 uses this process with the tokenizer's own threads",
     )
     add(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="write documents in the order that Megatron-LM's tool with N partitions gives: the "
+        "first of every N, then the second of every N, and so on; the inputs are read N times",
+    )
+    add(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="keep the order of the inputs with --partitions, too, and read them once",
+    )
+    add(
         "--skip-bad",
         type=int,
         default=0,
@@ -97,6 +121,18 @@ def parser() -> CommandParser:
         help="begin anew, whatever another command left unfinished under this prefix",
     )
     return flags
+
+
+def _of_megatron(name: str) -> ConfigError | None:
+    """Return the error of a flag that Megatron-LM's tool has; None: it has none of that name."""
+    if name in PREPROCESSING_TAKEN and name not in PREPROCESSING_REFUSED:
+        why = PREPROCESSING_TAKEN[name].why
+        return ConfigError(name, "(no value)", "it has one", f"Leave it out: {why}")
+    instead = PREPROCESSING_REFUSED.get(name) or remedy(name)
+    if instead is None:
+        return None
+    reason = "is a Megatron-LM flag that megatron_merak does not have yet"
+    return ConfigError("flag", name, reason, instead)
 
 
 def _chat(options: argparse.Namespace) -> str | None:
@@ -130,8 +166,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in _TOOLS:
         return _TOOLS[words[0]](words[1:])
     flags = parser()
+    if words and not words[0].startswith("-"):
+        close = nearest(words[0], _TOOLS)
+        remedy = f"The nearest is {close}" if close else "Leave it out to tokenize text"
+        flags.end(ConfigError("command", words[0], f"it is none of {', '.join(_TOOLS)}", remedy))
+    words, notices = without_effect(words, PREPROCESSING_TAKEN)
     options = flags.parse_args(words)
-    numbers = (("--workers", options.workers, 1), ("--skip-bad", options.skip_bad, 0))
+    print("".join(f"{notice}\n" for notice in notices), end="", file=sys.stderr)
+    numbers = (
+        ("--workers", options.workers, 1),
+        ("--skip-bad", options.skip_bad, 0),
+        ("--partitions", options.partitions, 1),
+    )
     for flag, value, least in numbers:
         if value < least:
             flags.end(ConfigError(flag, value, f"it is below {least}", f"Give at least {least}"))
@@ -164,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             skip_bad=options.skip_bad,
             split=options.input_split,
             overwrite=options.overwrite,
+            partitions=1 if options.keep_sequential_samples else options.partitions,
         )
     except MerakError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -427,10 +427,14 @@ def check_sources(data: DataConfig) -> None:
         "--valid-data-path": data.valid_data_path,
         "--test-data-path": data.test_data_path,
     }
-    sources = ["--data-path"] * bool(data.data_path) + [
-        flag for flag, paths in parts.items() if paths
-    ]
-    sources += ["--mock-data"] * data.mock_data
+    alone = {
+        "--data-path": bool(data.data_path),
+        "--data-args-path": data.data_args_path is not None,
+        "--per-split-data-args-path": data.per_split_data_args_path is not None,
+        "--mock-data": data.mock_data,
+    }
+    sources = [flag for flag, given in alone.items() if given]
+    sources += [flag for flag, paths in parts.items() if paths]
     if not sources:
         raise ConfigError(
             "--data-path",
@@ -438,14 +442,14 @@ def check_sources(data: DataConfig) -> None:
             "there is no data to train on",
             "Give --data-path, --train-data-path or --mock-data",
         )
-    if len(sources) > 1 and ("--data-path" in sources or data.mock_data):
+    if len(sources) > 1 and any(alone.values()):
         raise ConfigError(
             sources[0],
             "(given)",
             f"contradicts {', '.join(sources[1:])}",
             "Give only one source of data",
         )
-    if any(parts.values()) and data.split != type(data).split:
+    if data.by_part and data.split != type(data).split:
         raise ConfigError(
             "--split",
             repr(data.split),

@@ -6,7 +6,7 @@ argparse says it in sentences below a command's usage; they are read here and no
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
@@ -23,10 +23,15 @@ class CommandParser(argparse.ArgumentParser):
     """A parser whose `parse_args` ends a wrong command line with one line and status 2.
 
     `parse_known_args` raises argparse's own error or a ConfigError: see `mistake`.
+
+    answer: returns the error of a flag that is known elsewhere, None of others.
     """
 
-    def __init__(self, **settings: Any):
-        super().__init__(exit_on_error=False, **settings)
+    def __init__(
+        self, answer: Callable[[str], ConfigError | None] = lambda name: None, **settings: Any
+    ):
+        super().__init__(**{"exit_on_error": False, "allow_abbrev": False} | settings)
+        self._answer = answer
 
     def error(self, message: str) -> NoReturn:
         raise mistake(None, message)
@@ -52,6 +57,8 @@ class CommandParser(argparse.ArgumentParser):
             remedy = "Leave it out; --help shows what is taken"
             return ConfigError("argument", " ".join(words), "belongs to no flag", remedy)
         name = flag.partition("=")[0]
+        if (known := self._answer(name)) is not None:
+            return known
         close = nearest(name, self._option_string_actions)
         remedy = f"The nearest is {close}" if close else "See --help for all flags"
         return ConfigError("flag", name, "is not known", remedy)
@@ -64,6 +71,9 @@ def mistake(name: str | None, message: str) -> ConfigError:
     """
     if found := re.fullmatch(_MISSING, message):
         names = found[1] or found[2]
+        if found[1] and "," in names:
+            remedy = "Give them; --help describes them"
+            return ConfigError(names, "(missing)", "they are needed", remedy)
         return ConfigError(names, "(missing)", "it is needed", "Give it; --help describes it")
     what = name or "argument"
     if found := re.fullmatch(r"invalid choice: (.*) \(choose from (.*)\)", message):

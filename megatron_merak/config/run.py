@@ -109,6 +109,7 @@ class RunConfig:
         self.check_model(world_size)
         check_precision(self.train)
         check_needs(self.parallel)
+        check_needs(self.logging)
         check_servers(
             self.parallel, self.train, self.checkpoint, self.logging, optimizer=self.optimizer
         )

@@ -267,6 +267,12 @@ class DataConfig(Section):
     """Validation data in the form of --data-path."""
     test_data_path: tuple[str, ...] = setting(())
     """Test data in the form of --data-path."""
+    data_args_path: str | None = setting(None)
+    """File with the words of --data-path, where they are too many for a command line."""
+    per_split_data_args_path: str | None = setting(None)
+    """JSON file with the words of --train-data-path, --valid-data-path and --test-data-path under
+    the keys train, valid and test.
+    """
     data_cache_path: str | None = setting(None)
     """Directory for cached sample indices (unset: beside each dataset)."""
     mock_data: bool = setting(False)
@@ -281,6 +287,8 @@ class DataConfig(Section):
     """Exclude end-of-document tokens from the loss."""
     mid_level_dataset_surplus: float = setting(0.005, least=0)
     """Fraction of extra samples built per blended dataset, so that rounding never exhausts one."""
+    num_dataset_builder_threads: int = setting(1, least=1)
+    """Threads per rank that build the sample indices of blended datasets."""
     tokenizer_type: str | None = setting(
         None,
         choices=tuple(TOKENIZERS),
@@ -314,6 +322,12 @@ class DataConfig(Section):
         if self.tokenizer_type is None and (self.vocab_file or self.merge_file):
             return "GPT2BPETokenizer"
         return self.tokenizer_type
+
+    @property
+    def by_part(self) -> bool:
+        """Whether training, validation and test data are given apart, so that nothing is split."""
+        parts = (self.train_data_path, self.valid_data_path, self.test_data_path)
+        return any(parts) or self.per_split_data_args_path is not None
 
     @property
     def split_weights(self) -> tuple[float, float, float]:

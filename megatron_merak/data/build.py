@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from .indexed_dataset import IndexedDataset
 from .mock import MockIndexedDataset
 from .prefixes import check_dataset
 from .source_part import GPTDatasetConfig, TokenSource
+from .sources import source_of
 from .tokenizer import NullTokenizer, Tokenizer, TokenizerDetails
 
 logger = logging.getLogger(__name__)
@@ -109,18 +111,11 @@ def check_files(config: RunConfig) -> None:
     """
     # whether a part is needed at all does not depend on the replicas
     for part, samples in enumerate(samples_wanted(config, replicas=1)):
-        flag, values = _source_of(config.data, part)
-        prefixes = parse_blend(flag, values)[0] if samples and values else []
+        source = source_of(config.data, part)
+        wanted = samples and source.words
+        prefixes = parse_blend(source.flag, source.words)[0] if wanted else []
         for prefix in prefixes:
-            check_dataset(prefix, flag)
-
-
-def _source_of(data: DataConfig, part: int) -> tuple[str, tuple[str, ...]]:
-    """Return the flag that names the data of the part `SPLITS[part]`, and its values."""
-    own = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if any(own):
-        return f"--{SPLITS[part]}-data-path", own[part]
-    return "--data-path", data.data_path
+            check_dataset(prefix, source.flag)
 
 
 def build_datasets(config: RunConfig, tokenizer: Tokenizer, replicas: int) -> Datasets:
@@ -165,15 +160,14 @@ class DatasetBuilder:
             return None
         if self._mock is not None:
             return self._single(self._mock, part, samples)
-        flag, values = _source_of(self.data, part)
-        if not values:
+        source = source_of(self.data, part)
+        if not source.words:
             return None
-        prefixes, weights = parse_blend(flag, values)
-        if len(prefixes) == 1 and (weights is None or flag != "--data-path"):
+        prefixes, weights = parse_blend(source.flag, source.words)
+        if len(prefixes) == 1 and (weights is None or self.data.by_part):
             return self._single(self._source(prefixes[0]), part, samples)
-        return self._blend(
-            flag, [self._source(prefix) for prefix in prefixes], weights, part, samples
-        )
+        files = [self._source(prefix) for prefix in prefixes]
+        return self._blend(source.flag, files, weights, part, samples)
 
     def _source(self, prefix: str) -> IndexedDataset:
         if prefix not in self._sources:
@@ -195,7 +189,7 @@ class DatasetBuilder:
         An evaluation that was not requested by --eval-interval is left out, with a warning, if the
         data is too small for it.
         """
-        if not self.data.data_path and self._mock is None:
+        if self.data.by_part:
             return 0, len(source)
         bounds = split_bounds(self.data.split_weights, len(source))[part]
         optional = SPLITS[part] == "test" or (
@@ -224,21 +218,15 @@ class DatasetBuilder:
         if weights is not None:
             shares = normalized(weights)
             sizes = samples_per_dataset(shares, samples, self.data.mid_level_dataset_surplus)
-            datasets = [
-                self._single(source, part, size)
-                for source, size in zip(sources, sizes, strict=True)
-            ]
+            datasets = self._each(sources, part, sizes)
             if not any(datasets):
                 return None
             complete = self._complete(flag, sources, datasets, part)
             return BlendedDataset(
                 complete, shares, sum(samples_per_dataset(shares, samples)), cache
             )
-        present = [
-            dataset
-            for source in sources
-            if (dataset := self._single(source, part, None)) is not None
-        ]
+        once = self._each(sources, part, [None] * len(sources))
+        present = [dataset for dataset in once if dataset is not None]
         if not present:
             return None
         sizes = [len(dataset) for dataset in present]
@@ -251,6 +239,17 @@ class DatasetBuilder:
                 flag, f"of {len(sources)} prefixes", reason, "Give weights, to read them repeatedly"
             )
         return BlendedDataset(present, sizes, samples, cache)
+
+    def _each(
+        self, sources: Sequence[TokenSource], part: int, sizes: Sequence[int | None]
+    ) -> list[Samples | None]:
+        """Return the part of each source, made by --num-dataset-builder-threads threads."""
+
+        def made(source: TokenSource, size: int | None) -> Samples | None:
+            return self._single(source, part, size)
+
+        with ThreadPoolExecutor(self.data.num_dataset_builder_threads) as pool:
+            return list(pool.map(made, sources, sizes))
 
     def _complete(
         self,

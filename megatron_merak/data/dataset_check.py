@@ -8,6 +8,7 @@ import numpy as np
 from ..errors import DataError
 from .chat_dataset import ids_of
 from .indexed_dataset import CHUNK, IndexedDataset, data_path
+from .prefixes import check_dataset
 
 MOST = 20  # faults that are named
 
@@ -19,6 +20,7 @@ def faults(prefix: str, vocab_size: int | None, chat: bool = False) -> list[str]
     chat:       whether it has conversations.
     """
     try:
+        check_dataset(prefix, "PREFIX")
         dataset = IndexedDataset(prefix)
     except DataError as error:
         return [str(error)]

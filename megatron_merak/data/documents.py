@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -130,6 +131,39 @@ def read_documents(
                     yield Raw(str(path), number, data, Reached(start.file, number, disk.tell()))
     except (OSError, EOFError) as error:
         raise _broken_off(path, line, error) from error
+
+
+def in_order(
+    files: Sequence[Path],
+    keys: Sequence[str] = ("text",),
+    partitions: int = 1,
+    start: Reached = BEGINNING,
+    read: int = 0,
+) -> Iterator[Raw]:
+    """Yield the documents of files in the order in which they are written.
+
+    With N partitions that is the order of Megatron-LM's tool, which deals lines out to N files and
+    joins what these become: documents 0, N, 2N and so on, then 1, N + 1 and so on. The files are
+    read once for each partition; places count them on from one reading to the next.
+
+    start: where the files are read already, without partitions.
+    read:  how many documents are read already, with several.
+    """
+    if partitions > 1:
+        yield from islice(_dealt_out(files, keys, partitions), read, None)
+        return
+    for number, file in enumerate(files[start.file :], start=start.file):
+        yield from read_documents(file, keys, start if number == start.file else Reached(number))
+
+
+def _dealt_out(files: Sequence[Path], keys: Sequence[str], partitions: int) -> Iterator[Raw]:
+    for partition in range(partitions):
+        seen = 0
+        for number, file in enumerate(files, start=partition * len(files)):
+            for raw in read_documents(file, keys, Reached(number)):
+                if seen % partitions == partition:
+                    yield raw
+                seen += 1
 
 
 def _lines(path: Path, file: IO[bytes], start: Reached) -> Iterator[Raw]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..errors import DataError
 from .indexed_dataset import IndexedDataset, IndexedDatasetWriter, data_path, index_path
+from .prefixes import check_dataset
 
 
 def dataset_prefixes(inputs: Sequence[str]) -> list[str]:
@@ -15,7 +16,8 @@ def dataset_prefixes(inputs: Sequence[str]) -> list[str]:
 
 
 def _prefixes(path: str) -> Iterator[str]:
-    if not Path(path).is_dir():
+    # a dataset that was trained on has a directory of its name, with the cache of its indices
+    if not Path(path).is_dir() or index_path(path).is_file():
         yield path
         return
     files = [file for file in Path(path).iterdir() if file.suffix in (".bin", ".idx")]
@@ -34,6 +36,8 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
     megatron-core's IndexedDatasetBuilder.add_index gives; return it. Raises `DataError`.
     """
     output = data_path(output_prefix).resolve()
+    for prefix in prefixes:
+        check_dataset(prefix, "--input")
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     for dataset in datasets:
         if data_path(dataset.prefix).resolve() == output:

@@ -2,7 +2,7 @@
 there, and the head of the index is one.
 
 What is often given in place of a prefix is answered with the prefix: one of the two files, the name
-that merak-preprocess was given, a text that nothing has tokenized.
+that merak-preprocess was given, a text that nothing has tokenized, an address.
 """
 
 from pathlib import Path
@@ -26,6 +26,11 @@ def check_dataset(prefix: str, flag: str) -> None:
 
 def _check_name(prefix: str, flag: str) -> None:
     """Raise `DataError` for a name that is near that of a dataset."""
+    if "://" in prefix:
+        reason = "it is an address, and data is read from the file system"
+        raise DataError(
+            flag, prefix, reason, "Copy its .bin and .idx to a disk, and give that path"
+        )
     path = Path(prefix)
     stem = prefix
     while stem.endswith(_SUFFIXES):

@@ -20,10 +20,10 @@ from .chat import ChatEncoder
 from .documents import (
     Raw,
     Reached,
+    in_order,
     input_files,
     parse_conversation,
     parse_document,
-    read_documents,
 )
 from .indexed_dataset import token_dtype
 from .preprocess_progress import Ahead, PreprocessProgress
@@ -71,7 +71,12 @@ class EncoderConfig:
         path = self.tokenizer_model
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             remedy = "Name a directory of transformers whose tokenizer_config.json has one"
-            raise DataError("--tokenizer-model", path, "it has no chat template", remedy)
+            kind = self.tokenizer_type
+            reason = "it has no chat template"
+            if kind != "HuggingFaceTokenizer":
+                remedy = f"Use HuggingFaceTokenizer. {remedy}"
+                raise DataError("--tokenizer-type", kind, reason, remedy)
+            raise DataError("--tokenizer-model", path, reason, remedy)
         return ChatEncoder(tokenizer.of_transformers, self.chat_template, path)
 
     def dtype(self, tokenizer: Tokenizer) -> np.dtype:
@@ -263,6 +268,7 @@ def preprocess(
     split: str | None = None,
     overwrite: bool = False,
     seal_every: float = SEAL_SECONDS,
+    partitions: int = 1,
 ) -> dict[str, int]:
     """Write `{output_prefix}_{key}_document.{bin,idx}` for every JSON key, one sequence per
     document, of every document below `inputs`.
@@ -275,19 +281,16 @@ def preprocess(
     split:      of saved DatasetDicts.
     overwrite:  begin anew.
     seal_every: seconds after which what is written is sealed.
+    partitions: whose order documents have, see `in_order`.
     """
     files = [file for path in inputs for file in input_files(path, split)]
-    job = job_of(files, config)
+    job = job_of(files, config, partitions)
     run = Run(output_prefix, config, job, skip_bad=skip_bad, seal_every=seal_every)
     with run.opened(overwrite):
-        start = run.work.progress.place
-
-        def documents() -> Iterator[Raw]:
-            for number, file in enumerate(files[start.file :], start=start.file):
-                place = start if number == start.file else Reached(number)
-                yield from read_documents(file, config.json_keys, place)
-
-        return run.finish(documents(), workers, Ahead(files))
+        done = run.work.progress
+        read = done.documents + done.skipped
+        documents = in_order(files, config.json_keys, partitions, start=done.place, read=read)
+        return run.finish(documents, workers, Ahead(files * partitions))
 
 
 def preprocess_documents(
@@ -303,7 +306,7 @@ def preprocess_documents(
         return run.finish(documents, workers, Ahead([]))
 
 
-def job_of(files: Sequence[Path], config: EncoderConfig) -> dict[str, Any]:
+def job_of(files: Sequence[Path], config: EncoderConfig, partitions: int = 1) -> dict[str, Any]:
     """Return all that decides what is written."""
     settings = asdict(config)
     paths = tokenizer_paths(config.tokenizer_type, config.tokenizer_model, config.details)
@@ -317,6 +320,7 @@ def job_of(files: Sequence[Path], config: EncoderConfig) -> dict[str, Any]:
         "tokenizer": {path.name: sha256(path.read_bytes()).hexdigest() for path in paths},
         "inputs": inputs,
         "order of inputs": list(inputs),
+        "partitions": partitions,
     }
 
 

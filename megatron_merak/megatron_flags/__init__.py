@@ -2,6 +2,7 @@
 refused.
 """
 
+from .preprocessing import PREPROCESSING_REFUSED, PREPROCESSING_TAKEN
 from .refused import FAMILIES, NOT_YET, REFUSED, RENAMED, changes_numbers, remedy
 from .taken import FORMER, TAKEN, Taken, without_effect
 
@@ -9,6 +10,8 @@ __all__ = [
     "FAMILIES",
     "FORMER",
     "NOT_YET",
+    "PREPROCESSING_REFUSED",
+    "PREPROCESSING_TAKEN",
     "REFUSED",
     "RENAMED",
     "TAKEN",

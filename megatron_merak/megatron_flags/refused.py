@@ -288,10 +288,6 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--legacy-tokenizer",
     ),
     ("Use --vocab-size with --make-vocab-size-divisible-by", "--padded-vocab-size"),
-    (
-        "Use --data-path, or a --config file with data-path",
-        "--data-args-path --per-split-data-args-path",
-    ),
     (_DOCUMENTS, "--reset-position-ids --reset-attention-mask"),
     ("Leave it out: all samples are used", "--sample-rate"),
     ("Leave it out: padding is not a token here", "--allow-ambiguous-pad-tokens"),
@@ -301,8 +297,12 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "Leave it out: indices are built once, and cached beside the data or in --data-cache-path",
-        """--object-storage-cache-path --per-dataset-sequences-path --dataloader-fast-cache-load
-        --dataloader-defer-npy-index-mmap""",
+        "--per-dataset-sequences-path --dataloader-fast-cache-load "
+        "--dataloader-defer-npy-index-mmap",
+    ),
+    (
+        "Leave it out, and copy objects to a disk: data is read from the file system",
+        "--object-storage-cache-path",
     ),
     ("Start a run with --finetune for every phase", "--phase-transition-iterations"),
     (
@@ -353,7 +353,7 @@ _SAME_NUMBERS = frozenset(
         --use-nccl-ub --disable-gloo-process-groups --distributed-timeout-seconds-after-init
         --optimizer-cpu-offload --fsdp-double-buffer --dump-param-to-param-group-map --train-sync-interval
         --manual-gc --enable-ft-package --use-persistent-ckpt-worker --ckpt-format --replication
-        --save-wgrads-interval --object-storage-cache-path --log-params-norm --profile
+        --save-wgrads-interval --object-storage-cache-path --per-dataset-sequences-path --log-params-norm --profile
         --max-tokens-to-oom
         """.split()
     )

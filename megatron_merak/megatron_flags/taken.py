@@ -15,6 +15,7 @@ class Taken:
     otherwise: the remedy where the flag would request something (empty: leave it out, or use one of
                the values).
     same_numbers: whether the same numbers are computed with any other value, too.
+    any_value: whether the flag has a value, and every one changes nothing.
     """
 
     why: str
@@ -22,6 +23,15 @@ class Taken:
     beside: str = ""
     otherwise: str = ""
     same_numbers: bool = False
+    any_value: bool = False
+
+    @property
+    def has_value(self) -> bool:
+        return self.any_value or bool(self.values)
+
+    def takes(self, value: str) -> bool:
+        """Whether the flag changes nothing with this value."""
+        return value in self.values or self.any_value and value[:2] not in ("", "--")
 
     def fits(self, flags: Container[str]) -> bool:
         """Whether this flag changes nothing beside the other flags of a command line."""
@@ -167,9 +177,6 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
             "activations stay on the device", ("0",), same_numbers=True
         ),
         "--dataloader-type": Taken("samples are always read in that order", ("single",)),
-        "--num-dataset-builder-threads": Taken(
-            "a rank builds its datasets one after the other", _ONE, same_numbers=True
-        ),
         "--no-create-attention-mask-in-dataloader": Taken(
             "attention is causal, and no mask is loaded"
         ),
@@ -187,9 +194,13 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
 )
 
 
-def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def without_effect(
+    tokens: Sequence[str], table: Mapping[str, Taken] = TAKEN
+) -> tuple[list[str], tuple[str, ...]]:
     """Remove the flags that change nothing from a command line; return the rest, and a notice for
     each removed flag.
+
+    table: the flags that change nothing.
     """
     rest: list[str] = []
     notices: dict[str, None] = {}
@@ -198,13 +209,13 @@ def without_effect(tokens: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     while left:
         token = left.pop(0)
         name, equals, value = token.partition("=")
-        taken = TAKEN.get(name)
-        if taken is None or bool(equals) > bool(taken.values) or not taken.fits(names):
+        taken = table.get(name)
+        if taken is None or bool(equals) > taken.has_value or not taken.fits(names):
             rest.append(token)
             continue
-        if taken.values:
+        if taken.has_value:
             value = value if equals else left[0] if left else ""
-            if value not in taken.values:
+            if not taken.takes(value):
                 rest.append(token)
                 continue
             name = f"{name} {value}"

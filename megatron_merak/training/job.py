@@ -53,7 +53,15 @@ from .stragglers import Stragglers
 from .trainer import Trainer
 
 # Settings that may name a file, of which hosts may have copies of their own.
-_FILES = ("plan", "schedule_file", "emulate", "tensor_parallel_rules", "device_profile")
+_FILES = (
+    "plan",
+    "schedule_file",
+    "emulate",
+    "tensor_parallel_rules",
+    "device_profile",
+    "data_args_path",
+    "per_split_data_args_path",
+)
 
 
 def agree(config: RunConfig, control: dist.ProcessGroup | None) -> None:

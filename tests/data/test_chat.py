@@ -192,3 +192,6 @@ def test_a_tokenizer_without_a_template_is_told(directory, tmp_path, capsys):
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", bare]
     assert run(*given, *flags) == 1
     assert "it has no chat template" in capsys.readouterr().err
+    assert run(*given, "--tokenizer-type", "NullTokenizer", "--vocab-size", "9") == 1
+    told = "--tokenizer-type NullTokenizer: it has no chat template. Use HuggingFaceTokenizer. Name"
+    assert told in capsys.readouterr().err

@@ -55,6 +55,47 @@ def test_merged_data_has_the_bytes_of_megatron_core(tmp_path, capsys):
         assert capsys.readouterr().out == f"{told}wrote {tmp_path / 'ours'}.bin and .idx\n"
 
 
+def test_a_dataset_that_was_trained_on_can_be_merged(tmp_path, capsys):
+    write(tmp_path / "a")
+    (tmp_path / "a" / "cache").mkdir(parents=True)
+    arguments = ["merge", "--input", str(tmp_path / "a"), "--output-prefix", str(tmp_path / "b")]
+    assert command.main(arguments) == 0
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["mrge", "--input", "a"], "command mrge: it is none of merge, inspect, verify. The neare"),
+        (["text.jsonl"], "command text.jsonl: it is none of merge, inspect, verify. Leave it out"),
+        (
+            ["--output-prefix", "x"],
+            "--input, --tokenizer-type (missing): they are needed. Give them",
+        ),
+    ],
+)
+def test_mistyped_commands(words, told, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command.main(words)
+    assert caught.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["inspect", "verify"])
+def test_a_prefix_without_a_dataset_is_named_with_the_word_that_gave_it(tmp_path, tool, capsys):
+    write(tmp_path / "a")
+
+    def told(prefix):
+        try:
+            command.main([tool, prefix])
+        except SystemExit as end:
+            return str(end.code)
+        return capsys.readouterr().err
+
+    assert f"PREFIX {tmp_path}/a.bin: a dataset is named without" in told(f"{tmp_path}/a.bin")
+    absent = "none.idx: No such file or directory. Check the path given with PREFIX."
+    assert absent in told(f"{tmp_path}/none")
+
+
 @pytest.mark.parametrize(
     ("inputs", "told"),
     [

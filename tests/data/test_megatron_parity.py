@@ -2,12 +2,14 @@
 (`pip install --no-deps megatron-core`).
 """
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_merak.data.blend import exhaustive_blending_indices
-from megatron_merak.data.build import build_datasets, build_tokenizer
+from megatron_merak.data.build import build_datasets, build_tokenizer, check_files
 from megatron_merak.data.indexed_dataset import IndexedDatasetWriter
 
 from .test_build import config
@@ -59,7 +61,7 @@ def one_rank(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-def their_datasets(prefixes, weights, split, sizes, cache, eod_mask_loss):
+def their_datasets(sizes, cache, eod_mask_loss, **source):
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -68,8 +70,7 @@ def their_datasets(prefixes, weights, split, sizes, cache, eod_mask_loss):
     settings = GPTDatasetConfig(
         random_seed=1234,
         sequence_length=16,
-        blend=(prefixes, weights),
-        split=split,
+        **source,
         path_to_cache=str(cache),
         tokenizer=TheirTokenizer(),
         reset_position_ids=False,
@@ -99,10 +100,16 @@ def test_datasets_are_bit_equal(prefixes, one_rank, tmp_path, weights, train_ite
         {"train_iters": train_iters},
     )
     built = build_datasets(ours, build_tokenizer(ours), replicas=2)
-    theirs = their_datasets(
-        names, weights, "8,1,1", [8 * train_iters, 16, 16], tmp_path / "cache", True
-    )
+    sizes = [8 * train_iters, 16, 16]
+    source = {"blend": (names, weights), "split": "8,1,1"}
+    assert_equal(built, their_datasets(sizes, tmp_path / "cache", True, **source))
+
+
+def assert_equal(built, theirs):
     for our_part, their_part in zip(built, theirs, strict=True):
+        assert (our_part is None) == (their_part is None)
+        if our_part is None:
+            continue
         for name in INDICES:
             assert hasattr(our_part, name) == hasattr(their_part, name)
             if hasattr(our_part, name):
@@ -111,6 +118,56 @@ def test_datasets_are_bit_equal(prefixes, one_rank, tmp_path, weights, train_ite
         for i in range(len(our_part)):
             item, their_item = our_part[i], their_part[i]
             assert all(torch.equal(item[key], their_item[key]) for key in item)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blends_without_weights_are_bit_equal(prefixes, one_rank, tmp_path, threads):
+    data = {
+        "data_path": tuple(prefixes),
+        "split": "8,1,1",
+        "tokenizer_type": "NullTokenizer",
+        "num_dataset_builder_threads": threads,
+    }
+    ours = config(data, {"train_iters": 7, "eval_iters": 1})
+    built = build_datasets(ours, build_tokenizer(ours), replicas=2)
+    source = {"blend": (prefixes, None), "split": "8,1,1"}
+    assert_equal(built, their_datasets([56, 8, 8], tmp_path / "cache", False, **source))
+
+
+@pytest.mark.parametrize("valid", ["{2}", "1 {2}", "3 {1} 4.5 {0}", None])
+def test_lists_in_files_are_bit_equal(prefixes, one_rank, tmp_path, valid):
+    """Each part of its own data, as Megatron-LM's training script reads the file."""
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    parts = {
+        "train": [0.25, prefixes[0], 0.75, prefixes[1]],
+        "valid": valid and valid.format(*prefixes),
+        "test": [prefixes[1], prefixes[2]],
+    }
+    (tmp_path / "parts.json").write_text(json.dumps(parts))
+    data = {
+        "per_split_data_args_path": str(tmp_path / "parts.json"),
+        "tokenizer_type": "NullTokenizer",
+    }
+    ours = config(data, {"train_iters": 40})
+    check_files(ours)
+    built = build_datasets(ours, build_tokenizer(ours), replicas=2)
+    words = [part.split() if isinstance(part, str) else part for part in parts.values()]
+    source = {"blend_per_split": [get_blend_from_list(each) for each in words]}
+    assert_equal(built, their_datasets([320, 16, 16], tmp_path / "cache", False, **source))
+
+
+def test_a_list_in_a_file_is_bit_equal(prefixes, one_rank, tmp_path):
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    (tmp_path / "blend.txt").write_text(f"2 {prefixes[2]}\n0.5\n{prefixes[0]}\n")
+    data = {"data_args_path": str(tmp_path / "blend.txt"), "split": "9,1"}
+    ours = config({**data, "tokenizer_type": "NullTokenizer"})
+    check_files(ours)
+    built = build_datasets(ours, build_tokenizer(ours), replicas=2)
+    blend = get_blend_from_list((tmp_path / "blend.txt").read_text().split())
+    source = {"blend": blend, "split": "9,1"}
+    assert_equal(built, their_datasets([40, 16, 16], tmp_path / "cache", False, **source))
 
 
 @pytest.mark.parametrize("sizes", [[5], [3, 3], [1, 10, 4], [30, 20, 7, 7]])

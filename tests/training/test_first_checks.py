@@ -53,6 +53,11 @@ MISTAKES = {
     "output prefix": (f"{NULL} HERE/a", "HERE/a: it is no dataset, and .* Give HERE/a_text_d"),
     "directory": (f"{NULL} HERE", "it is a directory, and HERE/a_text_document is a dataset"),
     "text": (f"{NULL} HERE/raw.jsonl", "it is a file, .* Tokenize it with merak-preprocess"),
+    "address": (f"{NULL} s3://a/b", "s3://a/b: it is an address, .* Copy its .bin and .idx"),
+    "no list": (
+        "--tokenizer-type NullTokenizer --data-args-path HERE/b",
+        "HERE/b: it cannot be rea",
+    ),
     "cut off": (f"{NULL} HERE/cut", "index file HERE/cut.idx: 7 bytes are fewer"),
     "tokenizer": (f"{FILE} HERE/none", "--tokenizer-model HERE/none: No such file"),
     "no tokenizer": (f"{FILE} HERE/empty", "--tokenizer-model HERE/empty/tokenizer.json: No such"),
