@@ -205,6 +205,11 @@ class Config(RunConfig):
 
     model: ModelConfig
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether the model is captured as any other is, for what its native units do not have."""
+        return self.parallel.context_parallel_size > 1
+
     def check_model(self, world_size: int) -> None:
         check_model(self.model)
         parallel = self.parallel

@@ -162,9 +162,10 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
     """
     captured = traced.captured
     tp = plan.grid.tp
-    if plan.fp32_residual:
-        remedy = "Set it to false: the model's own code decides the dtype of its residuals"
-        raise PlanError("plan: fp32_residual", True, "only the native model supports it", remedy)
+    wide = bool(getattr(traced.model, "fp32_residual", False))
+    if plan.fp32_residual != wide:
+        reason = "the model's own code decides the dtype of its residuals"
+        raise PlanError("plan: fp32_residual", plan.fp32_residual, reason, f"Set it to {wide}")
     if not plan.graph_sharding:
         raise PlanError(
             "plan: graph_sharding",

@@ -18,12 +18,15 @@ from ..planner.predict import priced
 from ..stages.native import check_native_shardings, tensors
 from ..stages.native_model import NativeModel
 from ..stages.optimizer_state import OptimizerOf
+from .gpt_model import traced_gpt
+from .hf_model import blueprint_of
 from .job import Job
 from .load_check import check_load
 from .plan_file import plan_of
 from .searched import resolved
-from .session import open_session, run_session
+from .session import Planned, open_session, run_session
 from .strategy import ALONE, Strategy
+from .token_model import PlannedTokens
 from .trainer import Trainer
 
 
@@ -45,13 +48,18 @@ def pretrain(
     complete = dataclasses.replace(config, model=shape)
     check_load(complete, None, ranks.control)
 
-    def planning(ranks: Ranks, cluster: Cluster) -> PlannedNative:
-        with (
-            together(ranks.control, "cpu"),
-            SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress,
-        ):
-            found, notices = resolved(complete, world.size, cluster, progress)
-            plan = _plan(strategy.own(found), ranks, cluster, progress)
+    def planning(ranks: Ranks, cluster: Cluster) -> Planned:
+        with SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress:
+            with together(ranks.control, "cpu"):
+                found, notices = resolved(complete, world.size, cluster, progress)
+            own = strategy.own(found)
+            if found.is_captured:
+                traced, batches = traced_gpt(found, ranks)
+                with together(ranks.control, "cpu"):
+                    blueprint = blueprint_of(traced, own, world.size, cluster, progress=progress)
+                return PlannedTokens(found, blueprint, batches, notices)
+            with together(ranks.control, "cpu"):
+                plan = _plan(own, ranks, cluster, progress)
             return PlannedNative(found, plan, notices)
 
     run_session(
