@@ -3,7 +3,7 @@ names, which is captured, cut and sharded like any other.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -54,12 +54,12 @@ class Linear(Weight):
         return product.view(*x.shape[:-1], -1)
 
 
-class Table(Weight):
+class EmbeddingRows(Weight):
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)
 
 
-class Norm(nn.Module):
+class GPTNorm(nn.Module):
     """LayerNorm or RMSNorm. Its output has the dtype of its weight, whatever its input's is."""
 
     def __init__(self, size: int, config: ModelConfig):
@@ -169,8 +169,8 @@ class LlamaAttention(Attention):
         self.k_proj = matrices.into(size, self.groups * self.size, bias)
         self.v_proj = matrices.into(size, self.groups * self.size, bias)
         self.o_proj = matrices.out(self.heads * self.size, size)
-        self.q_norm = Norm(self.size, config) if config.qk_layernorm else None
-        self.k_norm = Norm(self.size, config) if config.qk_layernorm else None
+        self.q_norm = GPTNorm(self.size, config) if config.qk_layernorm else None
+        self.k_norm = GPTNorm(self.size, config) if config.qk_layernorm else None
 
     def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
         query = self._normed(self.q_proj(x), self.heads, self.q_norm)
@@ -181,7 +181,7 @@ class LlamaAttention(Attention):
         value = self.split(self.v_proj(x), self.groups)
         return self.o_proj(self.attend(query, key, value))
 
-    def _normed(self, x: Tensor, heads: int, norm: Norm | None) -> Tensor:
+    def _normed(self, x: Tensor, heads: int, norm: GPTNorm | None) -> Tensor:
         parts = x.view(*x.shape[:2], heads, self.size)
         return (parts if norm is None else norm(parts)).transpose(1, 2)
 
@@ -213,7 +213,7 @@ class LlamaFeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nn.Module):
+class GPTLayer(nn.Module):
     """Pre-norm attention and feed-forward, each followed by dropout and residual add.
 
     names: of its norms and its parts, in order.
@@ -225,9 +225,9 @@ class Layer(nn.Module):
         self.names = GPT2_LAYER if gpt2 else LLAMA_LAYER
         self.dropout = config.hidden_dropout
         parts = (
-            Norm(config.hidden_size, config),
+            GPTNorm(config.hidden_size, config),
             GPT2Attention(config) if gpt2 else LlamaAttention(config),
-            Norm(config.hidden_size, config),
+            GPTNorm(config.hidden_size, config),
             GPT2FeedForward(config) if gpt2 else LlamaFeedForward(config),
         )
         for name, part in zip(self.names, parts, strict=True):
@@ -251,12 +251,8 @@ LLAMA_MODEL = ("model", "embed_tokens", "embed_positions", "layers", "norm")
 class GPTModule(nn.Module):
     """The causal language model of ``config``.
 
-    parts:              the names of its inside, and there of tokens, positions, layers and final
-                        norm.
-    accepts_loss_kwargs: it divides its loss by ``num_items_in_batch``, as transformers' models say.
+    parts: the names of its inside, and there of tokens, positions, layers and final norm.
     """
-
-    accepts_loss_kwargs = True
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -266,12 +262,12 @@ class GPTModule(nn.Module):
         name, tokens, positions, layers, norm = self.parts
         vocabulary = (c.vocab_size or 0, c.hidden_size)
         inside = nn.Module()
-        inside.add_module(tokens, Table(vocabulary, c.init_method_std, bias=False))
+        inside.add_module(tokens, EmbeddingRows(vocabulary, c.init_method_std, bias=False))
         if c.position_embedding_type == "learned_absolute":
             table = (c.max_positions, c.hidden_size)
-            inside.add_module(positions, Table(table, c.init_method_std, bias=False))
-        inside.add_module(layers, nn.ModuleList(Layer(c) for _ in range(c.num_layers)))
-        inside.add_module(norm, Norm(c.hidden_size, c))
+            inside.add_module(positions, EmbeddingRows(table, c.init_method_std, bias=False))
+        inside.add_module(layers, nn.ModuleList(GPTLayer(c) for _ in range(c.num_layers)))
+        inside.add_module(norm, GPTNorm(c.hidden_size, c))
         self.add_module(name, inside)
         if c.position_embedding_type == "rope":
             scaling = c.rope_scaling_factor if c.use_rope_scaling else None
@@ -279,6 +275,12 @@ class GPTModule(nn.Module):
             self.register_buffer("frequencies", frequencies, persistent=False)
         untied = c.untie_embeddings_and_output_weights
         self.lm_head = Linear(vocabulary, c.init_method_std, bias=False) if untied else None
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """The names of the units into which plans cut the model."""
+        layers = (f"layer.{index}" for index in range(self.shape.num_layers))
+        return "embedding", *layers, "head"
 
     @property
     def fp32_residual(self) -> bool:
@@ -303,7 +305,7 @@ class GPTModule(nn.Module):
         if c.position_embedding_type != "rope":
             return None
         positions = torch.arange(length, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, self.frequencies)
+        angles = torch.outer(positions, self.get_buffer("frequencies"))
         angles = torch.cat((angles, angles), -1)[None, None]
         return Angles(angles.cos(), angles.sin())
 
@@ -312,15 +314,13 @@ class GPTModule(nn.Module):
         tokens: Tensor,
         targets: Tensor,
         position_ids: Tensor | None = None,
-        num_items_in_batch: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean loss over the targets, fp32, [].
+        """Return the sum of the losses of the targets, fp32, [].
 
-        tokens:             int64 [b, s].
-        targets:            int64 [b, s], the token that follows each; ``IGNORED`` where the loss
-                            leaves it out.
-        position_ids:       int64 [b, s], of learned positions.
-        num_items_in_batch: divides the sum of losses instead of the number of targets.
+        tokens:       int64 [b, s].
+        targets:      int64 [b, s], the token that follows each; ``IGNORED`` where the loss leaves
+                      it out.
+        position_ids: int64 [b, s], of learned positions.
         """
         c = self.shape
         x = self.get_input_embeddings()(tokens)
@@ -332,13 +332,24 @@ class GPTModule(nn.Module):
         angles = self._angles(tokens.shape[1], tokens.device)
         for layer in self._layers():
             x = layer(x, angles)
-        logits = F.linear(self._part(4)(x), self.get_output_embeddings().weight).float()
-        total = F.cross_entropy(
+        table = self.get_output_embeddings().get_parameter("weight")
+        logits = F.linear(self._part(4)(x), table).float()
+        return F.cross_entropy(
             logits.view(-1, logits.shape[-1]),
             targets.view(-1),
             ignore_index=IGNORED,
             reduction="sum",
         )
-        if num_items_in_batch is None:
-            num_items_in_batch = (targets != IGNORED).sum().clamp(min=1)
-        return total / num_items_in_batch
+
+    def batch_of(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what `forward` takes, given a micro-batch of a GPT data set."""
+        targets = samples["labels"].masked_fill(samples["loss_mask"] == 0, IGNORED)
+        batch = {"tokens": samples["tokens"], "targets": targets}
+        if self.shape.position_embedding_type == "learned_absolute":
+            batch["position_ids"] = samples["position_ids"]
+        return batch
+
+
+def target_count(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the number of targets of a batch of `GPTModule` that count, fp32, []."""
+    return (batch["targets"] != IGNORED).sum().float()

@@ -15,7 +15,6 @@ Data sets shift labels: label t is token t + 1. Models take labels in one of thr
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,44 +34,6 @@ def targets(batch: Mapping[str, Tensor]) -> Tensor:
 def token_count(batch: Mapping[str, Tensor]) -> int:
     """Return the number of targets of a batch that count."""
     return int((batch["loss_mask"] != 0).sum())
-
-
-class Batches(Protocol):
-    """Makes a model's batches of samples."""
-
-    def __call__(
-        self, batch: Mapping[str, Tensor], num_items: Tensor | None = None
-    ) -> dict[str, Tensor]: ...
-
-
-@dataclass(frozen=True)
-class GPTBatches:
-    """Makes the batches of `GPTModule`.
-
-    positions: whether it reads the positions of tokens.
-    """
-
-    positions: bool
-
-    def __call__(
-        self, batch: Mapping[str, Tensor], num_items: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """See `TokenBatches`."""
-        prepared = {"tokens": batch["tokens"], "targets": targets(batch)}
-        if self.positions:
-            prepared["position_ids"] = batch["position_ids"]
-        return prepared if num_items is None else prepared | {"num_items_in_batch": num_items}
-
-    def example(self, samples: int, length: int, num_items: bool) -> dict[str, Tensor]:
-        """See `TokenBatches`."""
-        tokens = torch.zeros(samples, length, dtype=torch.long)
-        batch = {
-            "tokens": tokens,
-            "labels": tokens,
-            "loss_mask": torch.ones(samples, length),
-            "position_ids": torch.arange(length).expand(samples, -1),
-        }
-        return self(batch, torch.tensor(1.0) if num_items else None)
 
 
 @dataclass(frozen=True)

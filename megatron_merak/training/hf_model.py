@@ -16,13 +16,14 @@ from ..config import Config, HFConfig, HFModelConfig, ModelConfig, RunConfig
 from ..errors import CheckpointError, ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
+from ..graph.partition.cut import LAYERS
 from ..parallel.ranks import Members
 from ..planner.make import ProgressCallback
 from ..planner.request import Request, request_of
 from ..stages.blueprint import Blueprint, blueprint_from_plan, make_blueprint
+from ..stages.gpt_model import traced_gpt
 from ..stages.searched import CapturedChain
 from ..stages.traced import Batch, Traced
-from .gpt_model import traced_gpt
 from .hf_batches import TokenBatches
 from .plan_file import plan_of
 
@@ -183,7 +184,7 @@ def captured_chain(
     def trace(samples: int) -> Traced:
         train = replace(config.train, micro_batch_size=samples)
         if isinstance(config, Config):
-            return traced_gpt(replace(config, train=train))[0]
+            return traced_gpt(replace(config, train=train))
         assert model is not None
         return traced_of(model, replace(config, train=train))[0]
 
@@ -198,7 +199,7 @@ def _sharded_as(request: Request, config: RunConfig) -> Request:
     if isinstance(model, ModelConfig):
         return replace(
             request,
-            graph_sharding="cut",
+            graph_sharding=LAYERS,
             vocabulary_multiple=multiple,
             fp32_residual=model.fp32_residual_connection,
         )

@@ -155,13 +155,13 @@ class Maker:
     @functools.cached_property
     def _traced(self) -> "Traced":
         # here, since these take seconds
-        from .gpt_model import traced_gpt
+        from ..stages.gpt_model import traced_gpt
         from .hf_model import build_model, traced_of
 
         # most objects stay: looking for garbage among them less often saves a tenth
         gc.set_threshold(200_000, 10, 10)
         if isinstance(self.config, Config):
-            return traced_gpt(self.config)[0]
+            return traced_gpt(self.config)
         assert isinstance(self.config, HFConfig)
         return traced_of(build_model(self.config.model), self.config)[0]
 

@@ -15,10 +15,11 @@ from ..plan.fit import check_chain
 from ..planner import plan as make_plan
 from ..planner.make import native_units
 from ..planner.predict import priced
+from ..stages.blueprint import Blueprint
+from ..stages.gpt_model import GPTModel, traced_gpt
 from ..stages.native import check_native_shardings, tensors
 from ..stages.native_model import NativeModel
 from ..stages.optimizer_state import OptimizerOf
-from .gpt_model import traced_gpt
 from .hf_model import blueprint_of
 from .job import Job
 from .load_check import check_load
@@ -26,7 +27,6 @@ from .plan_file import plan_of
 from .searched import resolved
 from .session import Planned, open_session, run_session
 from .strategy import ALONE, Strategy
-from .token_model import PlannedTokens
 from .trainer import Trainer
 
 
@@ -54,10 +54,10 @@ def pretrain(
                 found, notices = resolved(complete, world.size, cluster, progress)
             own = strategy.own(found)
             if found.is_captured:
-                traced, batches = traced_gpt(found, ranks)
+                traced = traced_gpt(found, ranks)
                 with together(ranks.control, "cpu"):
                     blueprint = blueprint_of(traced, own, world.size, cluster, progress=progress)
-                return PlannedTokens(found, blueprint, batches, notices)
+                return PlannedGPT(found, blueprint, notices)
             with together(ranks.control, "cpu"):
                 plan = _plan(own, ranks, cluster, progress)
             return PlannedNative(found, plan, notices)
@@ -84,6 +84,25 @@ class PlannedNative:
 
     def build(self, mesh: Mesh, optimizer_of: OptimizerOf) -> NativeModel:
         return NativeModel(self.config, self.plan, mesh, optimizer_of)
+
+    def job(self, trainer: Trainer, datasets: Datasets) -> Job:
+        return Job(trainer, datasets)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedGPT:
+    """The same model, captured, with its plan; a `Planned`."""
+
+    config: Config
+    blueprint: Blueprint
+    notices: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        return self.blueprint.plan
+
+    def build(self, mesh: Mesh, optimizer_of: OptimizerOf) -> GPTModel:
+        return GPTModel(self.blueprint, self.config, mesh, optimizer_of)
 
     def job(self, trainer: Trainer, datasets: Datasets) -> Job:
         return Job(trainer, datasets)

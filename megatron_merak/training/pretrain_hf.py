@@ -17,10 +17,14 @@ from ..errors import DataError
 from ..parallel.agree import together
 from ..parallel.interruption import Interruption
 from ..parallel.launch import World
+from ..parallel.mesh import Mesh
 from ..parallel.ranks import Ranks
 from ..pipeline_parallel.search.progress import SEARCHING, SearchProgress
+from ..plan import Plan
+from ..stages.blueprint import Blueprint
 from ..stages.captured import CapturedModel
-from .hf_batches import shared_samples
+from ..stages.optimizer_state import OptimizerOf
+from .hf_batches import TokenBatches, shared_samples
 from .hf_model import (
     beyond_positions,
     blueprint_of,
@@ -34,7 +38,7 @@ from .load_check import check_load
 from .searched import resolved
 from .session import open_session, run_session
 from .strategy import ALONE, Strategy
-from .token_model import PlannedTokens, TokenModel, settings_of
+from .token_model import TokenModel, settings_of
 from .trainer import Trainer
 
 TOKENIZER_FILES = (
@@ -64,7 +68,7 @@ def pretrain_hf(
         complete, tokenizer = with_tokenizer(config, model)
     check_load(complete, settings_of(model), ranks.control)
 
-    def planning(ranks: Ranks, cluster: Cluster) -> PlannedHF:
+    def planning(ranks: Ranks, cluster: Cluster) -> PlannedTokens:
         with SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress:
             with together(ranks.control, "cpu"):
                 found, notices = resolved(complete, world.size, cluster, progress)
@@ -72,7 +76,7 @@ def pretrain_hf(
             own = strategy.own(found)
             with together(ranks.control, "cpu"):
                 blueprint = blueprint_of(traced, own, world.size, cluster, progress=progress)
-        return PlannedHF(found, blueprint, batches, notices)
+        return PlannedTokens(found, blueprint, batches, notices)
 
     run_session(
         planning,
@@ -86,8 +90,23 @@ def pretrain_hf(
     )
 
 
-class PlannedHF(PlannedTokens):
-    """One of HuggingFace with its plan."""
+@dataclasses.dataclass(frozen=True)
+class PlannedTokens:
+    """A captured causal language model with its plan, and how its batches are made; a `Planned`."""
+
+    config: HFConfig
+    blueprint: Blueprint
+    batches: TokenBatches
+    notices: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        return self.blueprint.plan
+
+    def build(self, mesh: Mesh, optimizer_of: OptimizerOf) -> TokenModel:
+        return TokenModel(
+            self.blueprint, self.batches, self.config, mesh, optimizer_of=optimizer_of
+        )
 
     def job(self, trainer: Trainer, datasets: Datasets) -> Job:
         return HFJob(trainer, datasets)

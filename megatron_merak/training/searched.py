@@ -59,8 +59,8 @@ def check(config: RunConfig) -> None:
 def search_of(config: RunConfig, cluster: Cluster, pinned: Mapping[str, Any]) -> Search:
     """Return the search of a run's plan. Raises a MerakError for settings that no search tries.
 
-    pinned: see `pins`. Sequences of the GPT that flags describe are divided only where that is
-            pinned: its native units cannot be.
+    pinned: see `pins`. Sequences of a GPT that is not ``--captured`` are divided only where that
+            is pinned.
     """
     check_searched(config.parallel, config.train)
     request = Request(
@@ -71,7 +71,8 @@ def search_of(config: RunConfig, cluster: Cluster, pinned: Mapping[str, Any]) ->
         state_bytes=config.optimizer.state_bytes,
     )
     model: Model
-    if isinstance(config, Config) and pinned.get("cp", 1) == 1:
+    captured = isinstance(config, Config) and (config.is_captured or pinned.get("cp", 1) > 1)
+    if isinstance(config, Config) and not captured:
         residual = config.model.fp32_residual_connection
         request = dataclasses.replace(request, fp32_residual=residual)
         model = NativeChain(config, cluster)

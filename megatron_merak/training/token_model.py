@@ -2,28 +2,23 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..config import RunConfig
-from ..data.build import Datasets
+from ..config import HFConfig
 from ..errors import ConfigError
 from ..graph.ir.operators import flops
 from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.mesh import Mesh
-from ..plan import Plan
 from ..stages.blueprint import Blueprint
 from ..stages.captured import CapturedModel
 from ..stages.optimizer_state import OptimizerOf, adamw_of
 from ..stages.parameter_groups import groups_of_run
-from .hf_batches import Batches, documents_alone, token_count
+from .hf_batches import TokenBatches, documents_alone, token_count
 from .hf_model import outer_names
-from .job import Job
-from .trainer import Trainer
 
 
 class TokenModel(CapturedModel):
@@ -37,8 +32,8 @@ class TokenModel(CapturedModel):
     def __init__(
         self,
         blueprint: Blueprint,
-        batches: Batches,
-        config: RunConfig,
+        batches: TokenBatches,
+        config: HFConfig,
         mesh: Mesh,
         optimizer_of: OptimizerOf = adamw_of,
     ):
@@ -112,28 +107,6 @@ class TokenModel(CapturedModel):
 
     def settings(self) -> dict[str, Any] | None:
         return settings_of(self.model)
-
-
-@dataclass(frozen=True)
-class PlannedTokens:
-    """A captured causal language model with its plan, and how its batches are made; a `Planned`."""
-
-    config: RunConfig
-    blueprint: Blueprint
-    batches: Batches
-    notices: tuple[str, ...] = ()
-
-    @property
-    def plan(self) -> Plan:
-        return self.blueprint.plan
-
-    def build(self, mesh: Mesh, optimizer_of: OptimizerOf) -> TokenModel:
-        return TokenModel(
-            self.blueprint, self.batches, self.config, mesh, optimizer_of=optimizer_of
-        )
-
-    def job(self, trainer: Trainer, datasets: Datasets) -> Job:
-        return Job(trainer, datasets)
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:

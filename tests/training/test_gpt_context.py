@@ -12,7 +12,7 @@ from megatron_merak.cluster import CLUSTERS
 from megatron_merak.config import Config
 from megatron_merak.errors import PlanError
 from megatron_merak.stages.blueprint import blueprint_from_plan
-from megatron_merak.training.gpt_model import traced_gpt
+from megatron_merak.stages.gpt_model import traced_gpt
 from megatron_merak.training.hf_model import blueprint_of
 from tests.ranks import run_ranks
 from tests.training.jobs import RUN, SHAPE, job
@@ -57,11 +57,11 @@ def configuration(flags: str) -> Config:
 
 def test_a_stored_plan_says_that_the_residual_stream_is_fp32():
     config = configuration("--context-parallel-size 2 --bf16 --fp32-residual-connection")
-    traced, _ = traced_gpt(config)
+    traced = traced_gpt(config)
     plan = blueprint_of(traced, config, 2, CLUSTERS["cpu"]).plan
     assert plan.fp32_residual
     assert blueprint_from_plan(traced, plan).plan == plan
-    other, _ = traced_gpt(configuration("--context-parallel-size 2 --bf16"))
+    other = traced_gpt(configuration("--context-parallel-size 2 --bf16"))
     with pytest.raises(PlanError, match="fp32_residual True.*Set it to False"):
         blueprint_from_plan(other, plan)
 
@@ -70,7 +70,7 @@ def test_a_stored_plan_says_that_the_residual_stream_is_fp32():
     ("dtype", "expected"), [("", torch.float32), ("--fp32-residual-connection", torch.float32)]
 )
 def test_the_stream_between_units_is_as_wide_as_asked(dtype, expected):
-    traced, _ = traced_gpt(configuration(f"--context-parallel-size 2 --bf16 {dtype}"))
+    traced = traced_gpt(configuration(f"--context-parallel-size 2 --bf16 {dtype}"))
     adds = [
         node.meta["val"].dtype
         for node in traced.captured.module.graph.nodes
