@@ -231,7 +231,6 @@ REFUSED = [
     *_pairs(
         "gpt",
         [
-            "dp1 -> cp2",
             "dp1 -> dp3",
             "dp2 -> dp2 m3",
             "dp1 -> tp2 sp ep2",

@@ -81,7 +81,7 @@ def search(arguments: Sequence[str]) -> None:
         check_file("--output", own.output)
     from ..training.searched import batch_sizes, search_of, unfit
 
-    searched = search_of(question.config, question.cluster)
+    searched = search_of(question.config, question.cluster, question.pins)
     batch = batch_sizes(question.config)
     result = _run(searched, question.ranks, batch, question.pins)
     best = result.best
@@ -255,7 +255,7 @@ def _what_if(question: Question, search: "Search", best: "FoundPlan", text: str)
         elif name == "memory":
             memory = _gibibytes(value)
         elif name == "cluster":
-            other = search_of(question.config, find_cluster(value))
+            other = search_of(question.config, find_cluster(value), question.pins)
         else:
             use = "Use gpus, memory (GiB of a rank) or cluster"
             raise ConfigError("--what-if", part, "it is not known", use)

@@ -234,19 +234,15 @@ def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
 
 
 def check_native(parallel: ParallelConfig) -> None:
-    """Check that nothing asks of the native model what captured ones alone have."""
-    sizes = {
-        "--context-parallel-size": parallel.context_parallel_size,
-        "--expert-model-parallel-size": parallel.expert_model_parallel_size,
-    }
-    for flag, size in sizes.items():
-        if size > 1:
-            raise ConfigError(
-                flag,
-                size,
-                "is of captured models, and this is the native GPT",
-                "Use pretrain_hf.py with a --model of the same shape, or leave it out",
-            )
+    """Check that nothing asks for experts, which the model has none of."""
+    size = parallel.expert_model_parallel_size
+    if size > 1:
+        raise ConfigError(
+            "--expert-model-parallel-size",
+            size,
+            "the GPT that these flags describe has no experts",
+            "Use pretrain_hf.py with a --model that has, or leave it out",
+        )
 
 
 def check_experts(parallel: ParallelConfig) -> None:

@@ -48,7 +48,7 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: int = setting(1, least=1, plan=InPlan("grid.tp"))
     """Tensor-parallel degree: number of ranks over which every layer is sharded."""
     context_parallel_size: int = setting(1, least=1, plan=InPlan("grid.cp"))
-    """Context-parallel degree: number of ranks that share each sequence of a captured model. Every
+    """Context-parallel degree: number of ranks that share each sequence. Every
     rank computes its part of the positions, and its heads where positions meet.
     """
     pipeline_model_parallel_size: int = setting(1, least=1, plan=InPlan("grid.pp"))

@@ -206,6 +206,13 @@ class Config(RunConfig):
 
     model: ModelConfig
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether the model is captured as any other is: what ranks that divide its sequences do
+        follows from its graph.
+        """
+        return self.model.captured or self.parallel.context_parallel_size > 1
+
     def check_model(self, world_size: int) -> None:
         check_model(self.model)
         parallel = self.parallel

@@ -23,7 +23,7 @@ from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .operations import OPERATIONS, Kept, Operation, Scores, row
 from .recomputed import gated_linear, gelu_linear
 from .residual import bias_dropout_add, dropout_of_parts
-from .rotary import rotary, rotary_angles
+from .rotary import rotary, rotary_angles, rotary_frequencies
 from .softmax import masked_softmax
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_angles",
+    "rotary_frequencies",
     "row",
     "split_heads",
     "sum_of_squares",

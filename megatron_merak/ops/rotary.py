@@ -72,14 +72,14 @@ def rotary_(into: Tensor, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = F
     kernels(into, x, cos, sin).rotary_(into, x, cos, sin, False, inverse)
 
 
-def rotary_angles(
-    length: int,
+def rotary_frequencies(
     rotary_dim: int,
     base: float,
     scaling_factor: float | None = None,
     original_length: int = 8192,
-) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each fp32 [length, 1, rotary_dim / 2].
+) -> Tensor:
+    """Return by how much each pair of features turns from one position to the next, fp32
+    [rotary_dim / 2].
 
     scaling_factor: slows low frequencies as in Llama 3.1: wavelengths above ``original_length`` are
                     divided by the factor, those below a quarter of it stay, those between are
@@ -91,5 +91,13 @@ def rotary_angles(
         high = 4.0
         blend = ((original_length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         frequency = frequency * blend + frequency / scaling_factor * (1 - blend)
+    return frequency
+
+
+def rotary_angles(
+    length: int, rotary_dim: int, base: float, scaling_factor: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, each fp32 [length, 1, rotary_dim / 2]; see `rotary_frequencies`."""
+    frequency = rotary_frequencies(rotary_dim, base, scaling_factor)
     angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency).unsqueeze(1)
     return angle.cos(), angle.sin()

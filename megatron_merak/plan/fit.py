@@ -12,9 +12,6 @@ from megatron_merak.plan.frozen import Plan
 def check_ranks(plan: Plan, world_size: int) -> None:
     """Raise PlanError if a plan is for another number of ranks."""
     grid = plan.grid
-    if grid.cp > 1 and not plan.graph_sharding:
-        reason = "the native GPT has no context parallelism"
-        raise PlanError("plan: grid.cp", grid.cp, reason, "Make a plan with cp 1")
     if grid.size != world_size:
         reason = (
             f"tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp} are {grid.size} ranks, "

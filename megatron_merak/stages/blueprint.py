@@ -3,10 +3,11 @@ of it.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ from ..graph.lowering.rewrite import rewrite
 from ..graph.lowering.split import Parts, split
 from ..graph.lowering.undropped import undropped
 from ..graph.measure import measure
-from ..graph.partition.cut import Chain, align, cut
+from ..graph.partition.cut import LAYERS, Chain, align, cut, cut_layers
 from ..graph.sharding.shard import Sharding, TensorRules, shard
 from ..parallel.mesh import Mesh
 from ..plan import Plan, Unit
@@ -44,11 +45,13 @@ from ..planner.predict import priced
 from ..planner.request import Request
 from ..planner.tables import by_family
 from ..runtime.program import Program
+from ..segment import Common
 from .lengths import KnownLengths
 from .precision import HALVES
 from .traced import Batch, OwnLoss, Traced, shapes_of
 from .unused import Unused
 
+COUNT = "count of the loss"  # beside the common values that a batch is turned into
 MOST_CASES = 16  # programs for batches of one shape that branch differently on their values
 
 
@@ -76,7 +79,8 @@ def make_blueprint(
     check_experts(parallel)
     check_recompute(parallel)
     check_schedule(parallel)
-    refuse_unflushed(parallel.pipeline_schedule)
+    if not has_units(traced.model):
+        refuse_unflushed(parallel.pipeline_schedule)
     check_sharding(parallel)
     samples, length = traced.size
     if request.sequence_length is None:
@@ -107,7 +111,7 @@ def measured(
     captured = traced.captured
     parallel = request.parallel
     tp = request.grid.tp
-    chain = cut(captured, request.graph_sharding)
+    chain = chain_of(captured, request.graph_sharding, traced.model)
     rules = TensorRules.parse(request.rules)
     sharding = shard(
         captured,
@@ -130,6 +134,19 @@ def measured(
         cp=request.grid.cp,
     )
     return chain, sharding, units
+
+
+def has_units(model: nn.Module) -> bool:
+    """Whether a model says into which units its plans cut it."""
+    return hasattr(model, "unit_names")
+
+
+def chain_of(captured: Captured, algorithm: str, model: nn.Module) -> Chain:
+    """Cut a captured model by an algorithm of ``cut``, or into the units that it names."""
+    if algorithm != LAYERS or not has_units(model):
+        return cut(captured, algorithm)
+    names: Any = model.unit_names
+    return cut_layers(captured, names)
 
 
 def frozen_bytes(traced: Traced) -> float:
@@ -162,9 +179,11 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
     """
     captured = traced.captured
     tp = plan.grid.tp
-    if plan.fp32_residual:
-        remedy = "Set it to false: the model's own code decides the dtype of its residuals"
-        raise PlanError("plan: fp32_residual", True, "only the native model supports it", remedy)
+    model = traced.model
+    wide = bool(getattr(model, "fp32_residual", False))
+    if plan.fp32_residual != wide:
+        reason = "the model's own code decides the dtype of its residuals"
+        raise PlanError("plan: fp32_residual", plan.fp32_residual, reason, f"Set it to {wide}")
     if not plan.graph_sharding:
         raise PlanError(
             "plan: graph_sharding",
@@ -172,10 +191,10 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
             "it is a plan of the native model",
             "Make a plan of this model",
         )
-    if plan.schedule.updates is not None:
+    if plan.schedule.updates is not None and not has_units(model):
         reason = "only the native model updates weights while micro-batches are in flight"
         raise PlanError("plan: schedule.updates", plan.schedule.name, reason, "Use 1f1b")
-    chain = cut(captured, plan.graph_sharding)
+    chain = chain_of(captured, plan.graph_sharding, model)
     check_chain(plan, chain.names)
     pins = {tensor.name: tensor for tensor in plan.shardings}
     divided = plan.expert_parallel > 1
@@ -337,7 +356,8 @@ class Blueprint:
                     "torch.no_grad()"
                 )
                 raise TraceError("loss", "(of this batch)", reason, remedy)
-        chain = align(cut(captured, self.plan.graph_sharding), self.chain)
+        found = chain_of(captured, self.plan.graph_sharding, traced.model)
+        chain = align(found, self.chain)
         sharding = self._sharded(captured)
         return captured, self._parts(captured, chain, sharding, *arguments)
 
@@ -389,8 +409,30 @@ class Blueprint:
         return replace(parts, touched=captured.trainable - captured.untouched)
 
 
+@dataclass(frozen=True)
+class Counting:
+    """A prelude that also counts what a batch's loss is summed over.
+
+    count: returns that number, of the batch.
+    """
+
+    prelude: Callable[[Batch], dict[str, torch.Tensor]]
+    count: Callable[[Batch], torch.Tensor]
+    device: torch.device
+
+    def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
+        counted = self.count(batch).to(self.device, non_blocking=True)
+        return self.prelude(batch) | {COUNT: counted}
+
+    @staticmethod
+    def read(common: Common) -> torch.Tensor:
+        return common[COUNT]
+
+
 class Programs:
     """The programs of one stage. Called with a batch and a task, returns the program.
+
+    count: see ``Counting``; None where losses are complete.
 
     A batch is captured if it has a new shape, or breaks the guards of all programs for its shape.
 
@@ -404,9 +446,11 @@ class Programs:
         mesh: Mesh,
         parameters: Mapping[str, nn.Parameter],
         sink,
+        count: Callable[[Batch], torch.Tensor] | None = None,
     ):
         self.blueprint = blueprint
         self.stage = stage
+        self.count = count
         self.mesh = mesh
         self.parameters = parameters
         self.sink = sink
@@ -463,12 +507,14 @@ class Programs:
 
     def _make(self, batch: Batch, role: ProgramRole) -> tuple[Guards | None, Program]:
         parts, guards = self.blueprint.parts(batch, role, self.stage, self.mesh)
+        count = self.count
         program = Program(
             tuple(parts.segments(self.parameters, self.sink)),
-            parts.prelude,
+            parts.prelude if count is None else Counting(parts.prelude, count, self.mesh.device),
             parts.sources,
             parts.targets,
             results=parts.results,
+            count=None if count is None else Counting.read,
             named=parts.named,
         )
         self._lookups[program] = parts.lookups

@@ -79,6 +79,9 @@ class CapturedModel(TrainedModel):
     group_of:  the parameter group of each parameter; each step gives the rates of all groups.
     """
 
+    # see ``Programs``
+    count: Callable[[Batch], Tensor] | None = None
+
     def __init__(
         self,
         blueprint: Blueprint,
@@ -100,7 +103,8 @@ class CapturedModel(TrainedModel):
         self.accepts_num_items = blueprint.traced.accepts_num_items
         example = blueprint.traced.batch
         check_same_plan(plan, mesh.control)
-        if plan.overlap == "sub-pipeline" and not self.accepts_num_items:
+        sums = self.count is not None  # so that losses of halves add up
+        if plan.overlap == "sub-pipeline" and not (sums or self.accepts_num_items):
             reason = (
                 "the losses of two halves do not add up: the model's forward takes no "
                 "num_items_in_batch"
@@ -110,15 +114,23 @@ class CapturedModel(TrainedModel):
             )
         # Whether micro-batches run in halves; None: the first step tries it.
         loss_only = len(blueprint.traced.trained) == 1  # other outputs would come in halves, too
-        requested = loss_only and plan.overlap == "sub-pipeline" and "num_items_in_batch" in example
-        self.halves: bool | None = None if requested and len(halve(example)) > 1 else False
+        requested = loss_only and plan.overlap == "sub-pipeline"
+        shares = sums or "num_items_in_batch" in example
+        self.halves: bool | None = False
+        if requested and shares and len(halve(example)) > 1:
+            self.halves = True if sums else None
         self.running = RunningStatistics(blueprint, mesh)
         self.parameter_shards = ParameterShards(blueprint, mesh, group_of)
         self.parameter_shards.fill(seed)
         parameters = self.parameter_shards.rank_parameters()
         self.programs = {
             stage: Programs(
-                blueprint, stage, mesh, self.parameter_shards.parameters, sink=parameters.weights
+                blueprint,
+                stage,
+                mesh,
+                self.parameter_shards.parameters,
+                sink=parameters.weights,
+                count=self.count,
             )
             for stage in self.parameter_shards.stages
         }
@@ -182,7 +194,8 @@ class CapturedModel(TrainedModel):
         """The parts in which a prepared micro-batch runs: its halves if the plan says so and their
         losses add up.
         """
-        return halve(batch) if self.halves and "num_items_in_batch" in batch else [batch]
+        shares = self.count is not None or "num_items_in_batch" in batch
+        return halve(batch) if self.halves and shares else [batch]
 
     def _try_halves(self, batches: Sequence[Batch], task: ModelTask | None) -> None:
         """Decide whether micro-batches run in halves: if the loss and gradient of one are the sums
@@ -208,7 +221,7 @@ class CapturedModel(TrainedModel):
         batches: Sequence[Batch],
         weights: Sequence[float] | None = None,
         task: ModelTask | None = None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Compute one step's gradient, and return its loss without waiting for the device.
 
         batches: this replica's micro-batches.
@@ -228,7 +241,7 @@ class CapturedModel(TrainedModel):
         batches: Sequence[Batch],
         weights: Sequence[float] | None,
         task: ModelTask | None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         if self.halves is None:
             self._try_halves(batches, task)
         self.parameters.start_step()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..config import Config
@@ -16,8 +15,8 @@ from ..errors import PlanError
 from ..models.gpt import GPTPrelude, GPTUnit, build_unit
 from ..models.layers import Placement
 from ..models.names import outer_names, tensor_table
-from ..parallel.buffers import BufferEntry, ParameterBuffer, ShardedState
-from ..parallel.mesh import Mesh, new_groups
+from ..parallel.buffers import BufferEntry, ParameterBuffer
+from ..parallel.mesh import Mesh
 from ..plan import Plan, TensorSharding
 from ..runtime.halves import halve
 from ..runtime.parameters import RankParameters
@@ -28,15 +27,9 @@ from ..tensor_parallel.layout import ParameterLayout
 from .init_native import initialise_all, workers_for
 from .parameter_groups import GroupOf, groups_of_run
 from .precision import DTYPES
+from .sharing import shard_of, stages_sharing, tie_groups
 
 Key = tuple[str, ...]
-
-_SHARDINGS = {
-    "no_shard": ShardedState.NOTHING,
-    "optim": ShardedState.OPTIMIZER,
-    "optim_grads": ShardedState.GRADIENTS,
-    "optim_grads_params": ShardedState.PARAMETERS,
-}
 
 
 @dataclass(frozen=True)
@@ -109,65 +102,6 @@ def find_ties(units: list[GPTUnit], plan: Plan) -> dict[Key, tuple[int, ...]]:
         for layout in unit.layouts.values():
             stages_of.setdefault(key_of(layout), {})[stage_of[unit.index]] = None
     return {key: tuple(stages) for key, stages in stages_of.items()}
-
-
-def tie_groups(
-    stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh
-) -> dict[Key, dist.ProcessGroup]:
-    """For each parameter that stages on several pipeline ranks use, this rank's process group of
-    those ranks.
-
-    Collective over all ranks: each makes all groups in the same order.
-    """
-    grid = mesh.grid
-    ranks_of = {
-        key: tuple(sorted({*map(plan.schedule.rank_of, stages)}))
-        for key, stages in stages_of.items()
-    }
-    groups = {}
-    for ranks in sorted({ranks for ranks in ranks_of.values() if len(ranks) > 1}):
-        members = [
-            [grid.rank(tp, cp, dp, pp) for pp in ranks]
-            for dp in range(grid.dp)
-            for cp in range(grid.cp)
-            for tp in range(grid.tp)
-        ]
-        group = new_groups(mesh.rank, members, mesh.timeout, "tied")
-        if group is not None:
-            groups[ranks] = group
-    return {
-        key: groups[ranks]
-        for key, ranks in ranks_of.items()
-        if ranks in groups and mesh.pp_rank in ranks
-    }
-
-
-def stages_sharing(
-    stages_of: Mapping[Key, tuple[int, ...]], plan: Plan, mesh: Mesh
-) -> dict[Key, int]:
-    """The parameters that several stages of this rank use, and how many stages."""
-    own_stages = plan.stages_of(mesh.pp_rank)
-    counts = {
-        key: sum(stage in own_stages for stage in stages) for key, stages in stages_of.items()
-    }
-    return {key: count for key, count in counts.items() if count > 1}
-
-
-def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int, ShardedState]:
-    """Over how many data-parallel ranks a stage is sharded, which of them this rank is, and what is
-    sharded.
-
-    Raises PlanError if the mesh was built for another number of instances.
-    """
-    if plan.sharding_instances != mesh.instances:
-        reason = f"the groups of ranks were made for {mesh.instances}"
-        raise PlanError(
-            "sharding_instances",
-            plan.sharding_instances,
-            reason,
-            "Build the mesh with the plan's number",
-        )
-    return mesh.shard_ranks, mesh.shard_rank, _SHARDINGS[plan.sharding]
 
 
 def bind(unit: GPTUnit, name: str, parameter: nn.Parameter) -> None:

@@ -19,9 +19,9 @@ from .adapters import has_adapters, name_before
 from .blueprint import Blueprint
 from .deliver import deliver
 from .init_captured import Initialiser
-from .native import shard_of, stages_sharing, tie_groups
 from .parameter_groups import GroupOf
 from .precision import DTYPES, HALVES
+from .sharing import shard_of, stages_sharing, tie_groups
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,16 @@ from torch.fx.node import map_arg
 
 from ..checkpoint.hf import from_pretrained
 from ..cluster import Cluster
-from ..config import HFConfig, HFModelConfig
+from ..config import Config, HFConfig, HFModelConfig, ModelConfig, RunConfig
 from ..errors import CheckpointError, ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
+from ..graph.partition.cut import LAYERS
 from ..parallel.ranks import Members
 from ..planner.make import ProgressCallback
 from ..planner.request import Request, request_of
 from ..stages.blueprint import Blueprint, blueprint_from_plan, make_blueprint
+from ..stages.gpt_model import traced_gpt
 from ..stages.searched import CapturedChain
 from ..stages.traced import Batch, Traced
 from .hf_batches import TokenBatches
@@ -157,7 +159,7 @@ def traced_of(
 
 def blueprint_of(
     traced: Traced,
-    config: HFConfig,
+    config: RunConfig,
     world_size: int,
     cluster: Cluster,
     progress: ProgressCallback = lambda share: None,
@@ -174,26 +176,38 @@ def blueprint_of(
 
 
 def captured_chain(
-    config: HFConfig, request: Request, cluster: Cluster
+    config: Config | HFConfig, request: Request, cluster: Cluster
 ) -> tuple[CapturedChain, Request]:
     """Return the model as a search needs it, and the request with how it is cut and sharded."""
-    model = build_model(config.model)
+    model = None if isinstance(config, Config) else build_model(config.model)
 
     def trace(samples: int) -> Traced:
         train = replace(config.train, micro_batch_size=samples)
+        if isinstance(config, Config):
+            return traced_gpt(replace(config, train=train))
+        assert model is not None
         return traced_of(model, replace(config, train=train))[0]
 
     request = _sharded_as(request, config)
     return CapturedChain(trace, request, cluster), request
 
 
-def _sharded_as(request: Request, config: HFConfig) -> Request:
+def _sharded_as(request: Request, config: RunConfig) -> Request:
     """Return the request with how the graph of a model is cut and sharded."""
+    model = config.model
+    multiple = model.make_vocab_size_divisible_by
+    if isinstance(model, ModelConfig):
+        return replace(
+            request,
+            graph_sharding=LAYERS,
+            vocabulary_multiple=multiple,
+            fp32_residual=model.fp32_residual_connection,
+        )
     return replace(
         request,
-        graph_sharding=config.model.graph_sharding,
-        rules=rules_text(config.model.tensor_parallel_rules),
-        vocabulary_multiple=config.model.make_vocab_size_divisible_by,
+        graph_sharding=model.graph_sharding,
+        rules=rules_text(model.tensor_parallel_rules),
+        vocabulary_multiple=multiple,
     )
 
 

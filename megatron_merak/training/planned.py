@@ -95,9 +95,10 @@ class Maker:
     def notes(self) -> tuple[str, ...]:
         """Return notes on the plan, in sentences."""
         notes = self.part_notes
-        if not isinstance(self.config, Config):
+        if not isinstance(self.config, Config) or self.config.is_captured:
             captured = self._traced.captured
             notes += (f"Captured {captured.how}.", *captured.notes)
+        if isinstance(self.config, HFConfig):
             notes += self._beyond_positions()
         return notes + _growth(self.plan, self.config, self.ranks)
 
@@ -139,7 +140,7 @@ class Maker:
         return [line for line in lines if line.endswith("it fits")]
 
     def _make(self, config: RunConfig, ranks: int) -> "Plan":
-        if isinstance(config, Config):
+        if isinstance(config, Config) and not config.is_captured:
             # here and below, so that a command line is answered before planning is loaded
             from ..planner import plan
 
@@ -149,15 +150,18 @@ class Maker:
 
         config.validate(ranks, training=False)
         with SearchProgress(SEARCHING) as progress:
-            assert isinstance(config, HFConfig)
             return blueprint_of(self._traced, config, ranks, self.cluster, progress=progress).plan
 
     @functools.cached_property
     def _traced(self) -> "Traced":
-        from .hf_model import build_model, traced_of  # here, since it takes seconds
+        # here, since these take seconds
+        from ..stages.gpt_model import traced_gpt
+        from .hf_model import build_model, traced_of
 
         # most objects stay: looking for garbage among them less often saves a tenth
         gc.set_threshold(200_000, 10, 10)
+        if isinstance(self.config, Config):
+            return traced_gpt(self.config)
         assert isinstance(self.config, HFConfig)
         return traced_of(build_model(self.config.model), self.config)[0]
 

@@ -15,14 +15,17 @@ from ..plan.fit import check_chain
 from ..planner import plan as make_plan
 from ..planner.make import native_units
 from ..planner.predict import priced
+from ..stages.blueprint import Blueprint
+from ..stages.gpt_model import GPTModel, traced_gpt
 from ..stages.native import check_native_shardings, tensors
 from ..stages.native_model import NativeModel
 from ..stages.optimizer_state import OptimizerOf
+from .hf_model import blueprint_of
 from .job import Job
 from .load_check import check_load
 from .plan_file import plan_of
 from .searched import resolved
-from .session import open_session, run_session
+from .session import Planned, open_session, run_session
 from .strategy import ALONE, Strategy
 from .trainer import Trainer
 
@@ -45,13 +48,18 @@ def pretrain(
     complete = dataclasses.replace(config, model=shape)
     check_load(complete, None, ranks.control)
 
-    def planning(ranks: Ranks, cluster: Cluster) -> PlannedNative:
-        with (
-            together(ranks.control, "cpu"),
-            SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress,
-        ):
-            found, notices = resolved(complete, world.size, cluster, progress)
-            plan = _plan(strategy.own(found), ranks, cluster, progress)
+    def planning(ranks: Ranks, cluster: Cluster) -> Planned:
+        with SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress:
+            with together(ranks.control, "cpu"):
+                found, notices = resolved(complete, world.size, cluster, progress)
+            own = strategy.own(found)
+            if found.is_captured:
+                traced = traced_gpt(found, ranks)
+                with together(ranks.control, "cpu"):
+                    blueprint = blueprint_of(traced, own, world.size, cluster, progress=progress)
+                return PlannedGPT(found, blueprint, notices)
+            with together(ranks.control, "cpu"):
+                plan = _plan(own, ranks, cluster, progress)
             return PlannedNative(found, plan, notices)
 
     run_session(
@@ -76,6 +84,25 @@ class PlannedNative:
 
     def build(self, mesh: Mesh, optimizer_of: OptimizerOf) -> NativeModel:
         return NativeModel(self.config, self.plan, mesh, optimizer_of)
+
+    def job(self, trainer: Trainer, datasets: Datasets) -> Job:
+        return Job(trainer, datasets)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedGPT:
+    """The same model, captured, with its plan; a `Planned`."""
+
+    config: Config
+    blueprint: Blueprint
+    notices: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        return self.blueprint.plan
+
+    def build(self, mesh: Mesh, optimizer_of: OptimizerOf) -> GPTModel:
+        return GPTModel(self.blueprint, self.config, mesh, optimizer_of)
 
     def job(self, trainer: Trainer, datasets: Datasets) -> Job:
         return Job(trainer, datasets)

@@ -56,8 +56,12 @@ def check(config: RunConfig) -> None:
     check_searched(config.parallel, config.train)
 
 
-def search_of(config: RunConfig, cluster: Cluster) -> Search:
-    """Return the search of a run's plan. Raises a MerakError for settings that no search tries."""
+def search_of(config: RunConfig, cluster: Cluster, pinned: Mapping[str, Any]) -> Search:
+    """Return the search of a run's plan. Raises a MerakError for settings that no search tries.
+
+    pinned: see `pins`. Sequences of a GPT that is not ``--captured`` are divided only where that
+            is pinned.
+    """
     check_searched(config.parallel, config.train)
     request = Request(
         parallel=config.parallel,
@@ -67,7 +71,8 @@ def search_of(config: RunConfig, cluster: Cluster) -> Search:
         state_bytes=config.optimizer.state_bytes,
     )
     model: Model
-    if isinstance(config, Config):
+    captured = isinstance(config, Config) and (config.is_captured or pinned.get("cp", 1) > 1)
+    if isinstance(config, Config) and not captured:
         residual = config.model.fp32_residual_connection
         request = dataclasses.replace(request, fp32_residual=residual)
         model = NativeChain(config, cluster)
@@ -75,7 +80,7 @@ def search_of(config: RunConfig, cluster: Cluster) -> Search:
         # here, since it takes seconds
         from .hf_model import captured_chain
 
-        assert isinstance(config, HFConfig)
+        assert isinstance(config, (Config, HFConfig))
         model, request = captured_chain(config, request, cluster)
     return Search(model, request, cluster)
 
@@ -102,7 +107,7 @@ def resolved(
     if config.parallel.parallel is None:
         return config, ()
     pinned = pins(config)
-    search = search_of(config, cluster)
+    search = search_of(config, cluster, pinned)
     batch = batch_sizes(config)
     result = search.run(ranks, batch, pinned, report)
     if result.best is None:

@@ -9,7 +9,7 @@ from megatron_merak.parallel.buffers import ParameterBuffer, ShardedState
 from megatron_merak.parallel.mesh import Mesh
 from megatron_merak.plan import Grid, Unit
 from megatron_merak.planner import plan_chain
-from megatron_merak.stages.native import shard_of
+from megatron_merak.stages.sharing import shard_of
 from tests.requests import request
 
 

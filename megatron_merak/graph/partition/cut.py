@@ -17,6 +17,7 @@ from .farthest import farthest_dependency
 from .node_sequence import NodeSequence
 
 ALGORITHMS = ("cut", "farthest-dependency")
+LAYERS = "layers"  # the units that a model names, see ``cut_layers``
 ABOUT = 1.5  # cuts whose bytes differ by less than this factor count as equal
 REMEDY = (
     "Train and evaluate with batches for which the model runs the same layers in the same order"
@@ -64,6 +65,23 @@ def cut(captured: Captured, algorithm: str = "cut", max_crossing: int = 2) -> Ch
         reason = f"the algorithms are {' and '.join(ALGORITHMS)}"
         raise PlanError("graph sharding", algorithm, reason, f"Use {' or '.join(ALGORITHMS)}")
     return _chain(sequence, cuts)
+
+
+def cut_layers(captured: Captured, names: Sequence[str]) -> Chain:
+    """Cut a captured model where a layer begins or ends, into units of these names.
+
+    Raises PlanError if these are not as many.
+    """
+    sequence = NodeSequence(captured.module.graph, classify(captured.module.graph, captured.shapes))
+    cuts = [
+        cut
+        for cut in range(len(sequence.nodes) - 1)
+        if sequence.legal[cut] and _between_layers(sequence, cut)
+    ]
+    if len(cuts) + 1 != len(names):
+        reason = f"the graph has {len(cuts) + 1} units, and the model {len(names)}"
+        raise PlanError("units", len(names), reason, "Use a released version of the model")
+    return replace(_chain(sequence, cuts), names=tuple(names))
 
 
 def fewest_crossing(sequence: NodeSequence, max_crossing: int) -> list[int]:

@@ -44,7 +44,7 @@ def searched(path: Path, config: PretrainedConfig, length: int, cluster: Cluster
     file.write_text(json.dumps(config.to_dict() | names))
     words = f"--model {file} --seq-length {length} --global-batch-size 8 --bf16".split()
     job, _ = read(build_parser(config=HFConfig), [*words, "--micro-batch-size", "1"], HFConfig)
-    return search_of(job, cluster)
+    return search_of(job, cluster, {})
 
 
 @pytest.fixture(scope="module")

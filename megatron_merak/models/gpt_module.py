@@ -1,0 +1,355 @@
+"""The GPT that flags describe, in the shapes of GPT-2 and of Llama: a plain module with HuggingFace's
+names, which is captured, cut and sharded like any other.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..config import ModelConfig
+from .names import is_gpt2_style
+
+IGNORED = -100  # a label that is left out of the loss
+
+
+class Angles(NamedTuple):
+    """Of rotary embedding: cosines and sines of all positions, each fp32 [1, 1, s, rotary_dim]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Weight(nn.Module):
+    """A matrix that draws its initial values from a normal distribution, and its bias, of zeros.
+
+    shape: of the weight, [out, in]; with ``transposed`` [in, out], as GPT-2 stores it.
+    """
+
+    def __init__(self, shape: tuple[int, int], std: float, bias: bool, transposed: bool = False):
+        super().__init__()
+        self.std = std
+        self.transposed = transposed
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[int(transposed)])) if bias else None
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, 0.0, self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Linear(Weight):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.transposed:
+            return F.linear(x, self.weight, self.bias)
+        rows = x.reshape(-1, x.shape[-1])
+        product = (
+            rows @ self.weight if self.bias is None else torch.addmm(self.bias, rows, self.weight)
+        )
+        return product.view(*x.shape[:-1], -1)
+
+
+class EmbeddingRows(Weight):
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class GPTNorm(nn.Module):
+    """LayerNorm or RMSNorm. Its output has the dtype of its weight, whatever its input's is."""
+
+    def __init__(self, size: int, config: ModelConfig):
+        super().__init__()
+        self.eps = config.norm_epsilon
+        self.weight = nn.Parameter(torch.empty(size))
+        layer = config.normalization == "LayerNorm"
+        self.bias = nn.Parameter(torch.empty(size)) if layer else None
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            weight = self.weight.to(x.dtype)
+            bias = self.bias.to(x.dtype)
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps).to(self.weight.dtype)
+        wide = x.to(torch.float32)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(self.weight.dtype)
+
+
+class Matrices:
+    """Makes the matrices of a model's layers."""
+
+    def __init__(self, config: ModelConfig):
+        self.bias = not config.disable_bias_linear
+        self.transposed = is_gpt2_style(config)
+        self.inner = config.init_method_std
+        self.outer = config.init_method_std / math.sqrt(2 * config.num_layers)
+
+    def into(self, size: int, width: int, bias: bool | None = None) -> Linear:
+        """One whose output only its layer reads."""
+        return self._linear(size, width, self.inner, self.bias if bias is None else bias)
+
+    def out(self, size: int, width: int) -> Linear:
+        """One whose output is added to the residual stream."""
+        return self._linear(size, width, self.outer, self.bias)
+
+    def _linear(self, size: int, width: int, std: float, bias: bool) -> Linear:
+        shape = (size, width) if self.transposed else (width, size)
+        return Linear(shape, std, bias, self.transposed)
+
+
+def rotated(x: Tensor, angles: Angles) -> Tensor:
+    """[b, n, s, d] with the first features of each head turned by their position."""
+    size = angles.cos.shape[-1]
+    cos = angles.cos.to(x.dtype)
+    sin = angles.sin.to(x.dtype)
+    turned = x[..., :size]
+    half = size // 2
+    swapped = torch.cat((-turned[..., half:], turned[..., :half]), -1)
+    result = turned * cos + swapped * sin
+    return result if size == x.shape[-1] else torch.cat((result, x[..., size:]), -1)
+
+
+class Attention(nn.Module):
+    """Causal attention: subclasses project."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.groups = config.query_groups
+        self.size = config.head_dim
+        self.dropout = config.attention_dropout
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[b, heads or groups, s, d] each -> [b, s, heads * d]."""
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.groups != self.heads,
+        )
+        return context.transpose(1, 2).flatten(2)
+
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        """[b, s, heads * d] -> [b, heads, s, d]."""
+        return x.view(*x.shape[:2], heads, self.size).transpose(1, 2)
+
+
+class GPT2Attention(Attention):
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        matrices = Matrices(config)
+        size = config.hidden_size
+        self.c_attn = matrices.into(size, 3 * size)
+        self.c_proj = matrices.out(size, size)
+
+    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
+        query, key, value = self.c_attn(x).chunk(3, -1)
+        parts = (self.split(part, self.heads) for part in (query, key, value))
+        return self.c_proj(self.attend(*parts))
+
+
+class LlamaAttention(Attention):
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        matrices = Matrices(config)
+        size = config.hidden_size
+        bias = matrices.bias or config.add_qkv_bias
+        self.q_proj = matrices.into(size, self.heads * self.size, bias)
+        self.k_proj = matrices.into(size, self.groups * self.size, bias)
+        self.v_proj = matrices.into(size, self.groups * self.size, bias)
+        self.o_proj = matrices.out(self.heads * self.size, size)
+        self.q_norm = GPTNorm(self.size, config) if config.qk_layernorm else None
+        self.k_norm = GPTNorm(self.size, config) if config.qk_layernorm else None
+
+    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
+        query = self._normed(self.q_proj(x), self.heads, self.q_norm)
+        key = self._normed(self.k_proj(x), self.groups, self.k_norm)
+        if angles is not None:
+            query = rotated(query, angles)
+            key = rotated(key, angles)
+        value = self.split(self.v_proj(x), self.groups)
+        return self.o_proj(self.attend(query, key, value))
+
+    def _normed(self, x: Tensor, heads: int, norm: GPTNorm | None) -> Tensor:
+        parts = x.view(*x.shape[:2], heads, self.size)
+        return (parts if norm is None else norm(parts)).transpose(1, 2)
+
+
+class GPT2FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        matrices = Matrices(config)
+        self.c_fc = matrices.into(config.hidden_size, config.ffn_size)
+        self.c_proj = matrices.out(config.ffn_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class LlamaFeedForward(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        matrices = Matrices(config)
+        self.gate_proj = (
+            matrices.into(config.hidden_size, config.ffn_size) if config.swiglu else None
+        )
+        self.up_proj = matrices.into(config.hidden_size, config.ffn_size)
+        self.down_proj = matrices.out(config.ffn_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GPTLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each followed by dropout and residual add.
+
+    names: of its norms and its parts, in order.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        gpt2 = is_gpt2_style(config)
+        self.names = GPT2_LAYER if gpt2 else LLAMA_LAYER
+        self.dropout = config.hidden_dropout
+        parts = (
+            GPTNorm(config.hidden_size, config),
+            GPT2Attention(config) if gpt2 else LlamaAttention(config),
+            GPTNorm(config.hidden_size, config),
+            GPT2FeedForward(config) if gpt2 else LlamaFeedForward(config),
+        )
+        for name, part in zip(self.names, parts, strict=True):
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
+        before, attention, between, feed = (getattr(self, name) for name in self.names)
+        x = self._add(x, attention(before(x), angles))
+        return self._add(x, feed(between(x)))
+
+    def _add(self, x: Tensor, part: Tensor) -> Tensor:
+        return x + F.dropout(part.to(x.dtype), self.dropout, self.training)
+
+
+GPT2_LAYER = ("ln_1", "attn", "ln_2", "mlp")
+LLAMA_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+GPT2_MODEL = ("transformer", "wte", "wpe", "h", "ln_f")
+LLAMA_MODEL = ("model", "embed_tokens", "embed_positions", "layers", "norm")
+
+
+class GPTModule(nn.Module):
+    """The causal language model of ``config``.
+
+    parts: the names of its inside, and there of tokens, positions, layers and final norm.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        c = config
+        self.shape = c
+        self.parts = GPT2_MODEL if is_gpt2_style(c) else LLAMA_MODEL
+        name, tokens, positions, layers, norm = self.parts
+        vocabulary = (c.vocab_size or 0, c.hidden_size)
+        inside = nn.Module()
+        inside.add_module(tokens, EmbeddingRows(vocabulary, c.init_method_std, bias=False))
+        if c.position_embedding_type == "learned_absolute":
+            table = (c.max_positions, c.hidden_size)
+            inside.add_module(positions, EmbeddingRows(table, c.init_method_std, bias=False))
+        inside.add_module(layers, nn.ModuleList(GPTLayer(c) for _ in range(c.num_layers)))
+        inside.add_module(norm, GPTNorm(c.hidden_size, c))
+        self.add_module(name, inside)
+        if c.position_embedding_type == "rope":
+            scaling = c.rope_scaling_factor if c.use_rope_scaling else None
+            frequencies = ops.rotary_frequencies(c.rotary_dim, c.rotary_base, scaling)
+            self.register_buffer("frequencies", frequencies, persistent=False)
+        untied = c.untie_embeddings_and_output_weights
+        self.lm_head = Linear(vocabulary, c.init_method_std, bias=False) if untied else None
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """The names of the units into which plans cut the model."""
+        layers = (f"layer.{index}" for index in range(self.shape.num_layers))
+        return "embedding", *layers, "head"
+
+    @property
+    def fp32_residual(self) -> bool:
+        """Whether its residual stream is fp32, whatever its weights are."""
+        return self.shape.fp32_residual_connection
+
+    def _part(self, index: int) -> nn.Module:
+        return self.get_submodule(f"{self.parts[0]}.{self.parts[index]}")
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._part(1)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer: tied, it is the table of tokens."""
+        return self.get_input_embeddings() if self.lm_head is None else self.lm_head
+
+    def _layers(self) -> Iterator[nn.Module]:
+        return self._part(3).children()
+
+    def _angles(self, length: int, device: torch.device) -> Angles | None:
+        c = self.shape
+        if c.position_embedding_type != "rope":
+            return None
+        positions = torch.arange(length, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, self.get_buffer("frequencies"))
+        angles = torch.cat((angles, angles), -1)[None, None]
+        return Angles(angles.cos(), angles.sin())
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sum of the losses of the targets, fp32, [].
+
+        tokens:       int64 [b, s].
+        targets:      int64 [b, s], the token that follows each; ``IGNORED`` where the loss leaves
+                      it out.
+        position_ids: int64 [b, s], of learned positions.
+        """
+        c = self.shape
+        x = self.get_input_embeddings()(tokens)
+        if c.position_embedding_type == "learned_absolute":
+            x = x + self._part(2)(position_ids)
+        if c.fp32_residual_connection:
+            x = x.to(torch.float32)
+        x = F.dropout(x, c.hidden_dropout, self.training)
+        angles = self._angles(tokens.shape[1], tokens.device)
+        for layer in self._layers():
+            x = layer(x, angles)
+        table = self.get_output_embeddings().get_parameter("weight")
+        logits = F.linear(self._part(4)(x), table).float()
+        return F.cross_entropy(
+            logits.view(-1, logits.shape[-1]),
+            targets.view(-1),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+
+    def batch_of(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what `forward` takes, given a micro-batch of a GPT data set."""
+        targets = samples["labels"].masked_fill(samples["loss_mask"] == 0, IGNORED)
+        batch = {"tokens": samples["tokens"], "targets": targets}
+        if self.shape.position_embedding_type == "learned_absolute":
+            batch["position_ids"] = samples["position_ids"]
+        return batch
+
+
+def target_count(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the number of targets of a batch of `GPTModule` that count, fp32, []."""
+    return (batch["targets"] != IGNORED).sum().float()

@@ -1,0 +1,103 @@
+"""The GPT that flags describe, on this rank: captured as any other model, with its units and losses."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..config import Config, ModelConfig
+from ..config.unflushed import check_unflushed
+from ..graph.capture.empty import init_empty_weights
+from ..models.gpt_module import GPTModule, target_count
+from ..models.names import outer_names
+from ..optimizer.loss_scale import scaler_of_run
+from ..parallel.agree import together
+from ..parallel.mesh import Mesh
+from ..parallel.ranks import Members
+from .blueprint import Blueprint
+from .captured import CapturedModel
+from .optimizer_state import OptimizerOf, adamw_of
+from .parameter_groups import groups_of_run
+from .token_losses import TokenLosses
+from .traced import Traced
+
+
+def build_gpt(config: ModelConfig) -> GPTModule:
+    """Return the model, without memory."""
+    with init_empty_weights():
+        return GPTModule(config)
+
+
+def traced_gpt(config: Config, ranks: Members | None = None) -> Traced:
+    """Return the model, traced with its first micro-batch. ranks: see ``Traced``."""
+    model = build_gpt(config.model)
+    train = config.train
+    length = config.model.seq_length
+    tokens = torch.zeros(train.micro_batch_size, length, dtype=torch.long)
+    positions = torch.arange(length).expand_as(tokens)
+    samples = {
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_mask": torch.ones(tokens.shape),
+        "position_ids": positions,
+    }
+    return Traced(model, model.batch_of(samples), train.dtype, train.is_half, ranks=ranks)
+
+
+class GPTModel(TokenLosses, CapturedModel):
+    """This rank's part of a planned GPT; its batches are samples of GPT data sets. Collective over
+    all ranks.
+
+    optimizer_of: makes the optimizer.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        config: Config,
+        mesh: Mesh,
+        optimizer_of: OptimizerOf = adamw_of,
+    ):
+        plan = blueprint.plan
+        train = config.train
+        if plan.schedule.updates is not None:
+            with together(mesh.control, "cpu"):
+                check_unflushed(
+                    plan.schedule.name,
+                    config.model,
+                    train,
+                    config.optimizer,
+                    checkpoint=config.checkpoint,
+                    layer_ranks=plan.grid.layer_ranks,
+                    replicas=mesh.replicas,
+                )
+        module = blueprint.traced.model
+        assert isinstance(module, GPTModule)
+        self.batch_of = module.batch_of
+        super().__init__(
+            blueprint,
+            mesh,
+            optimizer=config.optimizer,
+            seed=train.seed,
+            group_of=groups_of_run(config.optimizer, outer_names(config.model)),
+            replica_check_interval=train.check_weight_hash_across_dp_replicas_interval,
+            scaler=scaler_of_run(train),
+            optimizer_of=optimizer_of,
+        )
+        self.begin_losses(config.model, train.calculate_per_token_loss)
+
+    @staticmethod
+    def count(batch: Mapping[str, Tensor]) -> Tensor:
+        return target_count(batch)
+
+    def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return target_count(batch)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See `TrainedModel`."""
+        return self.blueprint.traced.captured.notes
+
+    def from_samples(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """See `TrainedModel`."""
+        return [self.batch_of(batch) for batch in batches]
