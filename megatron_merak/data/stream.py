@@ -76,9 +76,15 @@ class Stream:
         """See `stream_position.beginning`."""
         return beginning(begin, self.lanes, len(self.sources))
 
-    def open(self, rows: RankRows, position: Position) -> "StreamSamples":
-        """Return the samples of a rank from a position on. Reads nothing yet."""
-        return StreamSamples(self, rows, position)
+    def open(
+        self, rows: RankRows, position: Position, consumed: int | None = None
+    ) -> "StreamSamples":
+        """Return the samples of a rank from a position on, or from where the run has consumed so many
+        samples. Raises DataError.
+        """
+        samples = StreamSamples(self, rows, position, consumed)
+        samples.catch_up()
+        return samples
 
     def tokens(self, raw: Raw) -> np.ndarray:
         """Return the token ids of a document and its end, int64[n]; none of an empty one. Raises
@@ -110,6 +116,7 @@ class StreamSamples:
 
     rows:     of the rank.
     position: from which on it reads; all lanes of it.
+    consumed: samples of the run before the first that is asked for; None: as many as at ``position``.
 
     An item is that of a ``GPTDataset``. One thread reads items at a time; another one may ask how far
     the rank is, see `position`.
@@ -119,17 +126,19 @@ class StreamSamples:
     Raises DataError for a file or a document that cannot be read.
     """
 
-    def __init__(self, stream: Stream, rows: RankRows, position: Position):
+    def __init__(
+        self, stream: Stream, rows: RankRows, position: Position, consumed: int | None = None
+    ):
         self.left_out: deque[str] = deque()
         self._stream = stream
         self._position = position
         self._bad = 0
         self._closed = False
-        consumed = position.samples
-        self._own = rows.lanes(position.lanes, consumed)
+        self._first = position.samples if consumed is None else consumed - position.begin
+        self._own = rows.lanes(position.lanes, self._first)
         self._blend = np.zeros(0, np.int16)
         # samples that each lane gave, of those since the streams began
-        self._given = {lane: self._before(lane, consumed) for lane in self._own}
+        self._given = {lane: self._before(lane, position.samples) for lane in self._own}
         self._lanes = {
             lane: [self._lane(place) for place in position.starts[lane]] for lane in self._own
         }
@@ -148,6 +157,12 @@ class StreamSamples:
 
     def _lane(self, start: LaneStart) -> Lane:
         return Lane(start, self._stream.samples.sequence_length + 1, self._tokens)
+
+    def catch_up(self) -> None:
+        """Pass over what lies between the position and the first sample. Raises DataError."""
+        for lane in self._own:
+            while self._given[lane] < self._before(lane, self._first):
+                self._take(lane)
 
     def __len__(self) -> int:
         return sys.maxsize

@@ -364,7 +364,9 @@ class Job:
             )
         train: object = self.datasets.train
         if self.trainer.streamed is not None:
-            train = self.trainer.streamed.open(self._rows(replica, replicas))
+            rows = self._rows(replica, replicas)
+            consumed = self.trainer.consumed_samples
+            train = self.trainer.streamed.open(rows, consumed, self.mesh.control)
         return self._loader(
             train,
             replica,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..data.stream import RankRows, Stream, StreamSamples
 from ..data.stream_position import Position, merged
 from ..errors import CheckpointError
-from ..parallel.agree import gather_json
+from ..parallel.agree import gather_json, together
 
 META = "stream"  # where a checkpoint has the position
 
@@ -28,9 +28,14 @@ class Streamed:
         self._position = stream.beginning()
         self._samples: StreamSamples | None = None
 
-    def open(self, rows: RankRows) -> StreamSamples:
-        """Return the samples of this rank from where the job is."""
-        self._samples = self._stream.open(rows, self._position)
+    def open(self, rows: RankRows, consumed: int, group: dist.ProcessGroup | None) -> StreamSamples:
+        """Return the samples of this rank from where the job is. Collective. Raises DataError.
+
+        consumed: samples of the run; its last steps may come from increments.
+        """
+        with together(group, "cpu"):
+            self._samples = self._stream.open(rows, self._position, consumed)
+        assert self._samples is not None, "else an error was raised"
         return self._samples
 
     def meta(self, consumed: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
