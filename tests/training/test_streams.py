@@ -95,6 +95,7 @@ def test_broken_documents_end_the_run_on_all_ranks_or_are_left_out(text, tmp_pat
     assert losses(skipped) == losses(whole)
 
 
+@pytest.mark.long
 def test_another_place_or_other_data_is_refused(text, tmp_path):
     save = tmp_path / "saved"
     run_ranks(several, 1, flags(text, f"--save {save} --exit-interval 2"))
@@ -118,6 +119,7 @@ def test_another_place_or_other_data_is_refused(text, tmp_path):
     assert len(losses(anew)) == 10 and position(fresh, 12)["begin"] == 8
 
 
+@pytest.mark.long
 def test_validation_on_streams_and_on_indexed_data(text, tmp_path):
     given = f"--valid-stream-path {text} --eval-iters 3 --eval-interval 6"
     (told,) = run_ranks(several, 1, flags(text, given))[0]
