@@ -16,6 +16,7 @@ from .sections import (
 )
 from .servers import SNAPSHOT_INTERVAL, worker_note
 from .settings import flag_name, nearest, value_type
+from .streams import StreamConfig
 
 __all__ = [
     "RAMP",
@@ -34,6 +35,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "RunConfig",
+    "StreamConfig",
     "TrainConfig",
     "check_sizes",
     "flag_name",

@@ -402,8 +402,8 @@ def _check_weight_decay(optimizer: OptimizerConfig) -> None:
         )
 
 
-def check_data(data: DataConfig, model: ModelConfig) -> None:
-    check_sources(data)
+def check_data(data: DataConfig, model: ModelConfig, streams: bool) -> None:
+    check_sources(data, streams)
     _check_tokenizer(data, model)
 
 
@@ -417,7 +417,10 @@ def check_conversations(data: DataConfig, train: TrainConfig) -> None:
         raise ConfigError("--sft", "on", reason, "Add --calculate-per-token-loss")
 
 
-def check_sources(data: DataConfig) -> None:
+def check_sources(data: DataConfig, streams: bool) -> None:
+    """Check where samples come from. streams: whether those of training are not in ``data``. Raises
+    ConfigError.
+    """
     parts = {
         "--train-data-path": data.train_data_path,
         "--valid-data-path": data.valid_data_path,
@@ -431,12 +434,12 @@ def check_sources(data: DataConfig) -> None:
     }
     sources = [flag for flag, given in alone.items() if given]
     sources += [flag for flag, paths in parts.items() if paths]
-    if not sources:
+    if not sources and not streams:
         raise ConfigError(
             "--data-path",
             "(missing)",
             "there is no data to train on",
-            "Give --data-path, --train-data-path or --mock-data",
+            "Give --data-path, --train-data-path, --stream-path or --mock-data",
         )
     if len(sources) > 1 and any(alone.values()):
         raise ConfigError(

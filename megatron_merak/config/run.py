@@ -43,6 +43,7 @@ from .sections import (
 )
 from .servers import check_servers, check_workers, worker_note
 from .settings import known_keys
+from .streams import StreamConfig, check_streams
 from .unflushed import check_unflushed, refuse_unflushed
 
 
@@ -57,6 +58,7 @@ class RunConfig:
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
+    streams: StreamConfig = StreamConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
@@ -134,6 +136,7 @@ class RunConfig:
         if training:
             check_optimizer(self.optimizer, self.train)
             self.check_data()
+            check_streams(self.streams, self.data, self.parallel)
 
     def check_model(self, world_size: int) -> None:
         """Check the model section by itself and against the degrees of parallelism. Raises
@@ -237,7 +240,7 @@ class Config(RunConfig):
             )
 
     def check_data(self) -> None:
-        check_data(self.data, self.model)
+        check_data(self.data, self.model, bool(self.streams.stream_path))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,7 +259,7 @@ class HFConfig(RunConfig):
         refuse_unflushed(self.parallel.pipeline_schedule)
 
     def check_data(self) -> None:
-        check_sources(self.data)
+        check_sources(self.data, bool(self.streams.stream_path))
         check_tokenizer_files(self.data)
         if self.data.sft:
             check_conversations(self.data, self.train)

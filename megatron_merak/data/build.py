@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import DataConfig, HFDataConfig, RunConfig
+from ..config import HFDataConfig, RunConfig
 from ..errors import DataError
 from . import tokenizer as tokenizers
 from .blend import BlendedDataset, normalized, parse_blend, samples_per_dataset
@@ -19,11 +19,13 @@ from .mock import MockIndexedDataset
 from .prefixes import check_dataset
 from .source_part import GPTDatasetConfig, TokenSource
 from .sources import source_of
-from .tokenizer import NullTokenizer, Tokenizer, TokenizerDetails
+from .stream import Stream
+from .stream_build import check_streams, stream_of, valid_stream_of
+from .tokenizer import NullTokenizer, Tokenizer, details_of
 
 logger = logging.getLogger(__name__)
 Samples = GPTDataset | ChatDataset
-Dataset = Samples | BlendedDataset
+Dataset = Samples | BlendedDataset | Stream
 
 
 class Datasets(NamedTuple):
@@ -47,16 +49,6 @@ def build_tokenizer(config: RunConfig) -> Tokenizer:
         return NullTokenizer(vocab_size - 1)
     return tokenizers.build_tokenizer(
         data.tokenizer, data.tokenizer_model, vocab_size, details_of(data)
-    )
-
-
-def details_of(data: DataConfig) -> TokenizerDetails:
-    """Return what a run's tokenizer is made from beside --tokenizer-model and --vocab-size."""
-    return TokenizerDetails(
-        data.vocab_file,
-        data.merge_file,
-        data.tiktoken_pattern,
-        data.tiktoken_num_special_tokens,
     )
 
 
@@ -109,6 +101,7 @@ def check_files(config: RunConfig) -> None:
     """Check that the files of a run's data are there: `build_datasets` may come minutes later.
     Raises `DataError`.
     """
+    check_streams(config)
     # whether a part is needed at all does not depend on the replicas
     for part, samples in enumerate(samples_wanted(config, replicas=1)):
         source = source_of(config.data, part)
@@ -133,9 +126,13 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer, replicas: int) -> Da
         masked_eod=tokenizer.eod if config.data.eod_mask_loss else None,
     )
     builder = DatasetBuilder(config, tokenizer, shared)
-    return Datasets(
-        *(builder.build(i, samples) for i, samples in enumerate(samples_wanted(config, replicas)))
-    )
+    wanted = samples_wanted(config, replicas)
+    train, valid, test = (builder.build(part, samples) for part, samples in enumerate(wanted))
+    if wanted[0]:
+        train = stream_of(config, tokenizer, shared, replicas) or train
+    if wanted[1]:
+        valid = valid_stream_of(config, tokenizer, shared, replicas) or valid
+    return Datasets(train, valid, test)
 
 
 class DatasetBuilder:

@@ -12,8 +12,10 @@ from typing import IO, Any, NamedTuple
 from ..errors import DataError
 from ..extras import installed_by, is_installed
 from .files import regular_file_size
+from .input_flags import PREPROCESS, InputFlags
 from .saved_datasets import saved_dataset, saved_files
 from .table_rows import TABLE_SUFFIXES, table_rows
+from .tar_shards import TAR_SUFFIXES, is_tar, shard_members
 from .zstd_file import ZstdFile
 
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -43,36 +45,43 @@ Unpacked = IO[bytes] | io.BufferedIOBase
 
 
 class Raw(NamedTuple):
-    """One document in a file: a line of JSON, or (`line` None) a text file.
+    """One document in a file: a line, or (`line` None) all of the file `source`.
 
-    after: how far the files are read with it.
+    after:   how far the files are read with it.
+    is_json: whether it is a JSON object, else text; lines are.
     """
 
     source: str
     line: int | None
     data: bytes
     after: Reached = BEGINNING
+    is_json: bool = False
+
+    @property
+    def is_object(self) -> bool:
+        return self.is_json or self.line is not None
 
     @property
     def place(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
-def input_files(path: Path, split: str | None = None) -> list[Path]:
+def input_files(path: Path, split: str | None = None, flags: InputFlags = PREPROCESS) -> list[Path]:
     """Return `path` itself, or every file of a known kind below a directory, sorted by name. Raises
     `DataError`.
 
     split: of saved DatasetDicts, the one whose files are taken.
+    flags: for errors.
     """
     if not path.is_dir():
-        regular_file_size(path, "--input", "--input")
+        regular_file_size(path, flags.files, flags.files)
         return [path]
-    files = list(_below(path, split))
+    files = list(_below(path, split, flags))
     if not files:
         known = ", ".join(JSON_SUFFIXES + TEXT_SUFFIXES)
-        tables = ", ".join(TABLE_SUFFIXES)
+        tables = ", ".join(TABLE_SUFFIXES + TAR_SUFFIXES)
         raise DataError(
-            "--input",
+            flags.files,
             path,
             f"no file below it ends in {known}, with or without {' or '.join(PACKED_SUFFIXES)}, or "
             f"in {tables}",
@@ -81,13 +90,13 @@ def input_files(path: Path, split: str | None = None) -> list[Path]:
     return files
 
 
-def _below(directory: Path, split: str | None) -> Iterator[Path]:
-    if (saved := saved_dataset(directory, split)) is not None:
-        yield from saved_files(saved)
+def _below(directory: Path, split: str | None, flags: InputFlags) -> Iterator[Path]:
+    if (saved := saved_dataset(directory, split, flags)) is not None:
+        yield from saved_files(saved, flags)
         return
     for entry in sorted(directory.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
-            yield from _below(entry, split)
+            yield from _below(entry, split, flags)
         elif entry.is_file() and _kind(entry) is not None:
             yield entry
 
@@ -95,42 +104,49 @@ def _below(directory: Path, split: str | None) -> Iterator[Path]:
 def _kind(path: Path) -> str | None:
     suffix = path.with_suffix("").suffix if path.suffix in PACKED_SUFFIXES else path.suffix
     packed = suffix in JSON_SUFFIXES + TEXT_SUFFIXES
-    return suffix if packed or path.suffix in TABLE_SUFFIXES else None
+    return suffix if packed or path.suffix in TABLE_SUFFIXES or is_tar(path) else None
 
 
 def read_documents(
-    path: Path, keys: Sequence[str] = ("text",), start: Reached = BEGINNING
+    path: Path,
+    keys: Sequence[str] = ("text",),
+    start: Reached = BEGINNING,
+    flags: InputFlags = PREPROCESS,
 ) -> Iterator[Raw]:
-    """Yield the documents of one file: a .txt file is one document, tables have one in a row, and
-    others one JSON object per line.
+    """Yield the documents of one file: a .txt file is one document, tables have one in a row, shards
+    one per sample, and others one JSON object per line.
 
     .gz and .zst are unpacked and blank lines are skipped. Raises `DataError` naming the line after
     which a file cannot be read.
 
     keys:  columns of a table that are read.
     start: how far the files are read already; this is the one that is next.
+    flags: for errors.
     """
     if path.suffix in TABLE_SUFFIXES:
-        for row in table_rows(path, keys, start.line):
+        for row in table_rows(path, keys, start.line, flags):
             yield Raw(str(path), row.number, row.data, Reached(start.file, row.number, row.end))
         return
     line = start.line
     try:
         with ExitStack() as stack:
             disk = stack.enter_context(open(path, "rb"))
-            file = _unpacked(stack, disk, path)
+            file = _unpacked(stack, disk, path, flags)
+            if is_tar(path):
+                yield from _samples(path, file, start, file is disk, flags)
+                return
             if _kind(path) in TEXT_SUFFIXES:
                 yield Raw(str(path), None, file.read(), Reached(start.file + 1))
                 return
             if file is disk:
-                yield from _lines(path, disk, start)
+                yield from _lines(path, disk, start, flags)
                 return
             for number, data in enumerate(file, start=1):
                 line = number
                 if number > start.line and data.strip():
                     yield Raw(str(path), number, data, Reached(start.file, number, disk.tell()))
     except (OSError, EOFError) as error:
-        raise _broken_off(path, line, error) from error
+        raise _broken_off(path, line, error, flags) from error
 
 
 def in_order(
@@ -166,7 +182,7 @@ def _dealt_out(files: Sequence[Path], keys: Sequence[str], partitions: int) -> I
                 seen += 1
 
 
-def _lines(path: Path, file: IO[bytes], start: Reached) -> Iterator[Raw]:
+def _lines(path: Path, file: IO[bytes], start: Reached, flags: InputFlags) -> Iterator[Raw]:
     """Yield the lines of a file that is not packed, from where it was left."""
     line = start.line
     end = start.end
@@ -178,38 +194,52 @@ def _lines(path: Path, file: IO[bytes], start: Reached) -> Iterator[Raw]:
             if data.strip():
                 yield Raw(str(path), line, data, Reached(start.file, line, end))
     except OSError as error:
-        raise _broken_off(path, line, error) from error
+        raise _broken_off(path, line, error, flags) from error
 
 
-def _broken_off(path: Path, line: int, error: Exception) -> DataError:
+def _samples(
+    path: Path, file: Unpacked, start: Reached, seekable: bool, flags: InputFlags
+) -> Iterator[Raw]:
+    """Yield the samples of a shard, from where it was left."""
+    number = start.line
+    try:
+        for member in shard_members(file, start.line, start.end if seekable else 0):
+            number = member.number
+            after = Reached(start.file, number, member.end if seekable else 0)
+            yield Raw(f"{path}:{member.name}", None, member.data, after, member.is_json)
+    except (OSError, EOFError) as error:
+        raise _broken_off(path, number, error, flags) from error
+
+
+def _broken_off(path: Path, line: int, error: Exception, flags: InputFlags) -> DataError:
     reason = f"reading failed after line {line} ({error})"
-    return DataError("--input", path, reason, "Copy or unpack the file again")
+    return DataError(flags.files, path, reason, "Copy or unpack the file again")
 
 
-def _unpacked(stack: ExitStack, disk: IO[bytes], path: Path) -> Unpacked:
+def _unpacked(stack: ExitStack, disk: IO[bytes], path: Path, flags: InputFlags) -> Unpacked:
     if path.suffix == ".gz":
         return stack.enter_context(gzip.GzipFile(fileobj=disk))
     if path.suffix != ".zst":
         return disk
     if not is_installed("zstandard"):
         remedy = f"Install it: {installed_by('inputs')}; or unpack the file"
-        raise DataError("--input", path, "zstandard is not installed", remedy)
+        raise DataError(flags.files, path, "zstandard is not installed", remedy)
     return stack.enter_context(io.BufferedReader(ZstdFile(disk), 1 << 20))
 
 
-def parse_document(raw: Raw, keys: Sequence[str]) -> list[str]:
+def parse_document(raw: Raw, keys: Sequence[str], flags: InputFlags = PREPROCESS) -> list[str]:
     """Return the texts of `raw` under `keys`; a text file is the text of every key. Raises
-    ValueError with the reason.
+    ValueError with the reason, which has names of ``flags``.
     """
     text = _text(raw)
-    if raw.line is None:
+    if not raw.is_object:
         return [text] * len(keys)
     document = _object(text)
     texts = []
     for key in keys:
         value = document.get(key)
         if key not in document:
-            raise ValueError(_missing(document, key))
+            raise ValueError(_missing(document, key, flags))
         if not isinstance(value, str):
             raise ValueError(f"the value of {key!r} is no string")
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
@@ -222,11 +252,11 @@ def parse_conversation(raw: Raw, key: str) -> tuple[Any, Any]:
     """Return what `raw` has under `key`, messages, and the tools that it names, None where it names
     none. Raises ValueError with the reason.
     """
-    if raw.line is None:
+    if not raw.is_object:
         raise ValueError("a text file is no conversation")
     document = _object(_text(raw))
     if key not in document:
-        raise ValueError(_missing(document, key))
+        raise ValueError(_missing(document, key, PREPROCESS))
     return document[key], document.get("tools")
 
 
@@ -247,6 +277,6 @@ def _object(text: str) -> dict[str, Any]:
     return document
 
 
-def _missing(document: dict[str, Any], key: str) -> str:
+def _missing(document: dict[str, Any], key: str, flags: InputFlags) -> str:
     there = ", ".join(repr(name) for name in list(document)[:_NAMED]) or "none"
-    return f"key {key!r} of --json-keys is missing, there is {there}"
+    return f"key {key!r} of {flags.keys} is missing, there is {there}"

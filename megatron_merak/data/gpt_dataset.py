@@ -7,7 +7,7 @@ import torch
 
 from ..errors import DataError
 from .gpt_index import Indices, build_indices
-from .source_part import SourcePart
+from .source_part import GPTDatasetConfig, SourcePart
 
 
 class GPTDataset(SourcePart):
@@ -66,17 +66,21 @@ class GPTDataset(SourcePart):
         return tokens
 
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
-        text = torch.from_numpy(self.tokens(index))
-        tokens = text[:-1].clone()
-        labels = text[1:].clone()
-        loss_mask = (labels != self.config.pad).float()
-        if self.config.masked_eod is not None:
-            loss_mask[tokens == self.config.masked_eod] = 0.0
-        tokens[tokens == self.config.pad] = 0
-        labels[labels == self.config.pad] = 0
-        return {
-            "tokens": tokens,
-            "labels": labels,
-            "loss_mask": loss_mask,
-            "position_ids": torch.arange(self.config.sequence_length),
-        }
+        return sample_of(torch.from_numpy(self.tokens(index)), self.config)
+
+
+def sample_of(text: torch.Tensor, config: GPTDatasetConfig) -> Mapping[str, torch.Tensor]:
+    """Return the item of a data set that is made of the sequence_length + 1 token ids of a sample."""
+    tokens = text[:-1].clone()
+    labels = text[1:].clone()
+    loss_mask = (labels != config.pad).float()
+    if config.masked_eod is not None:
+        loss_mask[tokens == config.masked_eod] = 0.0
+    tokens[tokens == config.pad] = 0
+    labels[labels == config.pad] = 0
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": loss_mask,
+        "position_ids": torch.arange(config.sequence_length),
+    }

@@ -7,6 +7,7 @@ import numpy as np
 
 from .blend import BlendedDataset
 from .build import Dataset, Datasets, Samples
+from .stream import Stream
 
 _PREFIX = 1 << 12  # entries of an index that are hashed for its order
 # samples whose values are hashed: the first ones, and some of all
@@ -37,6 +38,8 @@ def sample_digests(datasets: Datasets) -> dict[str, list[str] | None]:
 
 
 def _digests(dataset: Dataset) -> list[str]:
+    if isinstance(dataset, Stream):
+        return []  # its identity has the beginning of files
     last = len(dataset) - 1
     places = [
         *range(min(_FIRST, len(dataset))),
@@ -58,6 +61,8 @@ def _identity(dataset: Dataset) -> dict:
     samples: how they are cut.
     order:   digest of their order.
     """
+    if isinstance(dataset, Stream):
+        return dict(dataset.identity)
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     indices = [
         index

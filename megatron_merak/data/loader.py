@@ -41,7 +41,8 @@ class BatchLoader:
     where that one stood, also with another dp_size, micro-batch or global batch. A last, partial
     global batch is dropped: then iteration stops. With `workers` > 0 that many threads prepare as
     many steps ahead; an error in one of them is raised by the `next` of its step. `close` ends the
-    threads. `pinned`: tensors lie in memory that a GPU copies from without the host waiting.
+    threads. `threads`: fewer of them than steps ahead; a dataset that is read in order needs one.
+    `pinned`: tensors lie in memory that a GPU copies from without the host waiting.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class BatchLoader:
         consumed_samples: int = 0,
         workers: int = 0,
         pinned: bool = False,
+        threads: int | None = None,
     ):
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0
         assert consumed_samples >= 0 and workers >= 0
@@ -63,7 +65,9 @@ class BatchLoader:
         self._size = size
         self._workers = workers
         self._pinned = pinned
-        self._pool = ThreadPoolExecutor(workers, "batch-loader") if workers else None
+        self._pool: ThreadPoolExecutor | None = None
+        if workers:
+            self._pool = ThreadPoolExecutor(threads or workers, "batch-loader")
         # (samples consumed after the step, the step)
         self._ahead: deque[tuple[int, Future]] = deque()
 

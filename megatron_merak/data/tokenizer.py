@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ..config import DataConfig
 from ..config.tokenizers import TOKENIZERS
 from ..errors import DataError
 from .fast_tokenizer import FileTokenizer, gpt2_tokenizer
@@ -93,6 +94,16 @@ def _given(flag: str, value: Value | None, kind: str) -> Value:
         remedy = TOKENIZERS[kind][flag]
         raise DataError(flag, "(missing)", f"{kind} needs it", remedy)
     return value
+
+
+def details_of(data: DataConfig) -> TokenizerDetails:
+    """Return what a run's tokenizer is made from beside --tokenizer-model and --vocab-size."""
+    return TokenizerDetails(
+        data.vocab_file,
+        data.merge_file,
+        data.tiktoken_pattern,
+        data.tiktoken_num_special_tokens,
+    )
 
 
 def tokenizer_paths(

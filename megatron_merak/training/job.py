@@ -24,6 +24,8 @@ from ..config import RunConfig, check_sizes, flag_name
 from ..data.build import Datasets
 from ..data.identity import difference, identity, sample_digests
 from ..data.loader import BatchLoader
+from ..data.stream import RankRows, Stream, StreamSamples
+from ..data.stream_loader import StreamLoader
 from ..errors import (
     ConfigError,
     DataError,
@@ -35,6 +37,7 @@ from ..parallel.interruption import Interrupted, Interruption
 from ..parallel.launch import World, end_interrupted
 from ..parallel.mesh import Mesh
 from ..parallel.nodes import Nodes, notices
+from ..parallel.position import tell
 from ..pipeline_parallel.ops import Schedule
 from ..pipeline_parallel.passes import resize
 from ..pipeline_parallel.pictures.files import write
@@ -50,6 +53,7 @@ from .saves_behind import SavesBehind
 from .settings_file import store_settings
 from .skips import SkippedSteps
 from .stragglers import Stragglers
+from .streamed import Streamed
 from .trainer import Trainer
 
 # Settings that may name a file, of which hosts may have copies of their own.
@@ -187,6 +191,8 @@ class Job:
         self.settings: RunConfig = trainer.config
         self.report: Report | None = None
         trainer.data = identity(datasets)
+        if isinstance(datasets.train, Stream):
+            trainer.streamed = Streamed(datasets.train, self.config.streams.stream_lanes)
         agree_on_data(trainer.data, datasets, self.mesh)
         limit = self.config.train.max_consecutive_skipped_steps
         scaler = trainer.optimizer.scaler
@@ -364,13 +370,21 @@ class Job:
                 "it leaves no training data",
                 "Give the first part a weight",
             )
+        train: object = self.datasets.train
+        if self.trainer.streamed is not None:
+            rows = self._rows(replica, replicas)
+            consumed = self.trainer.consumed_samples
+            train = self.trainer.streamed.open(rows, consumed, self.mesh.control)
         return self._loader(
-            self.datasets.train,
+            train,
             replica,
             replicas,
             size,
             consumed_samples=self.trainer.consumed_samples,
         )
+
+    def _rows(self, replica: int, replicas: int) -> RankRows:
+        return RankRows(self.plan.micro_batch_size, replica, replicas)
 
     def _loader(
         self,
@@ -380,14 +394,19 @@ class Job:
         size: Callable[[int], int],
         consumed_samples: int,
     ) -> BatchLoader:
-        return BatchLoader(
+        workers = self.config.data.num_workers
+        kind: type[BatchLoader] = BatchLoader
+        if isinstance(dataset, StreamSamples):
+            kind = StreamLoader
+            workers = max(workers, 1)
+        return kind(
             dataset,
             self.plan.micro_batch_size,
             dp_rank=replica,
             dp_size=replicas,
             size=size,
             consumed_samples=consumed_samples,
-            workers=self.config.data.num_workers,
+            workers=workers,
             pinned=self.mesh.device.type == "cuda",
         )
 
@@ -446,7 +465,7 @@ class Job:
         trainer = self.trainer
         saved = trainer.iteration
         while trainer.iteration < trainer.iterations:
-            batches = next(loader, None)
+            batches = self._next(loader)
             if batches is None:
                 flag = "--train-iters" if train.train_samples is None else "--train-samples"
                 length = train.train_iters if train.train_samples is None else train.train_samples
@@ -475,6 +494,19 @@ class Job:
                 break
         if checkpoint.save is not None and saved != trainer.iteration:
             self.save()
+
+    def _next(self, loader: BatchLoader) -> list[dict[str, torch.Tensor]] | None:
+        """Return the next step, None at the end of the data. Raises on every rank what one meets in a
+        stream, of which it reads a part of its own.
+        """
+        if not isinstance(loader, StreamLoader):
+            return next(loader, None)
+        batches = None
+        with together(self.mesh.control, "cpu"):
+            batches = next(loader)
+        while loader.samples.left_out:
+            tell(f"megatron_merak: {loader.samples.left_out.popleft()}")
+        return batches
 
     def train_step(
         self, batches: list[dict[str, torch.Tensor]], before: int, part_of: int | None = None
@@ -604,6 +636,9 @@ class Job:
         dataset = getattr(self.datasets, kind)
         if dataset is None or iterations == 0:
             return
+        if isinstance(dataset, Stream):
+            rows = self._rows(self.mesh.dp_rank, self.plan.grid.dp)
+            dataset = dataset.open(rows, dataset.beginning())
         loader = self._loader(
             dataset,
             self.mesh.dp_rank,
@@ -612,11 +647,15 @@ class Job:
             consumed_samples=0,
         )
         began = time.perf_counter()
-        losses = [
-            trainer.model.mean_loss(batches)
-            for _, batches in zip(range(iterations), loader, strict=False)
-        ]
-        loader.close()
+        losses = []
+        try:
+            for _ in range(iterations):
+                batches = self._next(loader)
+                if batches is None:
+                    break
+                losses.append(trainer.model.mean_loss(batches))
+        finally:
+            loader.close()
         known = [loss for loss in losses if loss is not None]
         if self.report is not None and known:
             loss = sum(known) / len(known)

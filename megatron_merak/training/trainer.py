@@ -16,6 +16,7 @@ from ..checkpoint.increments import RUN, StepRecord
 from ..checkpoint.manifest import BUFFER
 from ..config import RunConfig
 from ..counting import counted
+from ..data.identity import difference
 from ..optimizer.base import LocalOptimizer, Rates
 from ..parallel.position import tell
 from ..stages.constants import META, check_same_constants, constant_shards, described
@@ -29,6 +30,8 @@ from ..stages.unexpected import checks_of
 from .changes import check, schedule_of
 from .increments import IncrementsBehind
 from .recovery import recovery_of
+from .streamed import META as STREAM
+from .streamed import Streamed
 
 
 class Trainer:
@@ -40,6 +43,7 @@ class Trainer:
                                          follow these.
     data:                                where samples come from, see ``data.identity``; set before
                                          loading and saving.
+    streamed:                            how far streams are read; None: there are none.
     batch_sizes:                         samples of every step.
     iterations:                          optimizer steps of the run.
     increments:                          writes every step; None: only checkpoints are written.
@@ -55,6 +59,7 @@ class Trainer:
         self.consumed_samples = 0
         self.skipped_iterations = self.skipped_samples = 0
         self.data: dict[str, Any] = {}
+        self.streamed: Streamed | None = None
         self.increments: IncrementsBehind | None = None
         self.repeated = 0
         self.batch_sizes = config.batches_over(self.mesh.replicas)
@@ -200,8 +205,10 @@ class Trainer:
         return kinds | ({BUFFER: store.StateKind.of(constants)} if constants else {})
 
     def meta(self) -> dict[str, Any]:
-        """Return what a checkpoint of this iteration says of the run."""
-        run = {} if self.increments is None else {RUN: self.increments.run}
+        """Return what a checkpoint of this iteration says of the run. Collective, with streams."""
+        run: dict[str, Any] = {} if self.increments is None else {RUN: self.increments.run}
+        if self.streamed is not None:
+            run[STREAM] = self.streamed.meta(self.consumed_samples, self.mesh.control)
         return run | {
             "consumed_samples": self.consumed_samples,
             "skipped_iterations": self.skipped_iterations,
@@ -243,6 +250,8 @@ class Trainer:
             if optimizer:
                 check_same_optimizer(meta, self.optimizer, " or --no-load-optim")
             check_same_constants(meta, self.model.constants())
+            if self.streamed is not None and not options.finetune:
+                self.streamed.check(meta, root)
             lines[:] = check(
                 self.config,
                 saved,
@@ -285,6 +294,10 @@ class Trainer:
         self.consumed_samples = saved.consumed_samples
         self.skipped_iterations = saved.skipped_iterations
         self.skipped_samples = saved.skipped_samples
+        if self.streamed is not None:
+            before = None if saved.data is None else saved.data.get("train")
+            same = before is not None and not difference(self.data["train"], before)
+            self.streamed.restore(meta, root, saved.consumed_samples, same)
         if self.config.train.train_samples is not None:
             self.iterations = self.iteration + sum(steps for _, steps in self.phases_left())
         if options.use_checkpoint_opt_param_scheduler:

@@ -24,7 +24,8 @@ def job(rank: int, world: int, flags: str, config: type[RunConfig] = Config) -> 
     pretrain_gpt.py).
     """
     argv = [*(SHAPE.split() if config is Config else ()), *RUN.split(), *flags.split()]
-    argv += [] if {"--data-path", "--data-args-path"} & {*argv} else ["--mock-data"]
+    given = {"--data-path", "--data-args-path", "--stream-path"} & {*argv}
+    argv += [] if given else ["--mock-data"]
     settings, _ = arguments.read(arguments.build_parser(config=config), argv, config)
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
