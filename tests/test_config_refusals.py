@@ -227,7 +227,8 @@ REFUSED = [
     (
         {"data": {"mock_data": False}},
         1,
-        "--data-path (missing): there is no data to train on. Give --data-path, --train-data-path, --stream-path or --mock-data.",
+        "--data-path (missing): there is no data to train on. Give --data-path, "
+        "--train-data-path, --stream-path or --mock-data.",
     ),
     (
         {"data": {"data_path": ("a",)}},
