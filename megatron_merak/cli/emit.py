@@ -32,7 +32,7 @@ from ..job_files.schedulers import SCHEDULERS, Scheduler
 from .launcher import EMIT
 from .pretrain import check_command
 from .supervised import TRAINING
-from .words import described, program
+from .words import command_of, described, program
 
 _SOME = ("--image", "--shared-dir", "--claim", "--gpu")  # which not all schedulers take
 _NOTICE = 600
@@ -49,6 +49,7 @@ def emit(words: Sequence[str]) -> int:
     own, given = _divided(words)
     options = _arguments(own)
     options.words = [*options.words, *given]
+    options.words[:1] = [command_of(word, TRAINING) for word in options.words[:1]]
     scheduler = _scheduler(options.emit)
     _check_options(options, scheduler)
     text = scheduler.write(_job(options, own))

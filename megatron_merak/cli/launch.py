@@ -36,7 +36,7 @@ from .door import command
 from .launcher import EMIT, FLAG, STANDALONE, run_agent
 from .pretrain import check_command
 from .supervised import TRAINING, supervised
-from .words import described, error_text, program
+from .words import command_of, described, error_text, program
 
 if TYPE_CHECKING:
     from .hosts import HostPlace
@@ -96,7 +96,9 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-restarts", type=int, default=None, help=restarts)
     parser.add_argument("script", help="pretrain, pretrain-hf, preflight, or a script")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    options.script = command_of(options.script, STARTED)
+    return options
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
@@ -167,7 +169,7 @@ def _place(options: argparse.Namespace) -> "HostPlace | None":
 def _emits(words: Sequence[str]) -> bool:
     """Whether files are asked for, by a word in front of what ranks run."""
     for word in words:
-        if word == "--" or word in STARTED or word.endswith(".py"):
+        if word == "--" or command_of(word, STARTED) in STARTED or word.endswith(".py"):
             return False
         if word.partition("=")[0] == EMIT:
             return True

@@ -69,3 +69,13 @@ def test_a_script_s_own_flags_are_its_own(capsys, tmp_path):
 def test_the_first_word_need_not_be_the_flag(capsys):
     assert main(f"{SOME} --emit=slurm -- {HF}".split()) == 0
     assert capsys.readouterr().out.startswith("#!/usr/bin/env bash\n")
+
+
+def test_a_command_may_have_its_whole_name(capsys):
+    texts = []
+    for name in ("", "merak-"):
+        assert main(f"--emit slurm {SOME} -- {name}{HF}".split()) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert main("--nproc-per-node 1 merak-pretrain --lrr 1".split()) == 1
+    assert "flag --lrr: is not known" in capsys.readouterr().err
