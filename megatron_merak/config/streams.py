@@ -43,6 +43,8 @@ def check_streams(streams: StreamConfig, data: DataConfig, parallel: ParallelCon
     flag = next(name for name, paths in given.items() if paths)
     others = {
         "--data-path": data.data_path,
+        "--data-args-path": data.data_args_path,
+        "--per-split-data-args-path": data.per_split_data_args_path,
         "--mock-data": data.mock_data,
     }
     if streams.stream_path:

@@ -95,9 +95,13 @@ def rotary_frequencies(
 
 
 def rotary_angles(
-    length: int, rotary_dim: int, base: float, scaling_factor: float | None = None
+    length: int,
+    rotary_dim: int,
+    base: float,
+    scaling_factor: float | None = None,
+    original_length: int = 8192,
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each fp32 [length, 1, rotary_dim / 2]; see `rotary_frequencies`."""
-    frequency = rotary_frequencies(rotary_dim, base, scaling_factor)
+    frequency = rotary_frequencies(rotary_dim, base, scaling_factor, original_length)
     angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency).unsqueeze(1)
     return angle.cos(), angle.sin()

@@ -52,7 +52,9 @@ def theirs(prefix: Path, paths: list[Path], partitions: int) -> None:
     whole.finalize(f"{prefix}_text_document.idx")
 
 
-@pytest.mark.parametrize("partitions", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "partitions", [1, 3, *(pytest.param(each, marks=pytest.mark.long) for each in (2, 8))]
+)
 def test_partitions_have_the_bytes_of_megatron_core(tmp_path, partitions):
     paths = inputs(tmp_path, 7, 1, 5)
     theirs(tmp_path / "theirs", paths, partitions)
