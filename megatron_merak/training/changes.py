@@ -15,7 +15,7 @@ from ..stages.saved_run import SavedRun
 # Of the model's settings: those that change neither its function nor its samples, ...
 _FREE = frozenset(
     """init_method_std make_vocab_size_divisible_by cross_entropy_chunk_size model init_weights trust_remote_code
-    allow_pickle graph_sharding tensor_parallel_rules""".split()
+    allow_pickle graph_sharding tensor_parallel_rules captured""".split()
 )
 # ... those that may change during a run, ...
 _REPORTED = frozenset(
