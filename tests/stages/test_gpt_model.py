@@ -80,6 +80,7 @@ def both(rank, world, flags):
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
+        (1, ""),
         (1, LLAMA),
         (1, "--calculate-per-token-loss --cross-entropy-chunk-size 8"),
         (2, f"{TP2} --sequence-parallel {LLAMA}"),
@@ -98,6 +99,7 @@ def both(rank, world, flags):
     ],
 )
 def test_the_captured_gpt_trains_as_its_native_units_do(world, flags):
+    """To the bit where the graph computes products of the same shapes: GPT-2's, on one rank."""
     for native, captured in run_ranks(both, world, flags):
         for theirs, ours in zip(native[0], captured[0], strict=True):
             for expected, found in zip(theirs, ours, strict=True):
@@ -108,4 +110,8 @@ def test_the_captured_gpt_trains_as_its_native_units_do(world, flags):
         assert alike
         for name in alike:
             ours = weights[name][1]
-            torch.testing.assert_close(ours, native[1][name][1], rtol=1e-4, atol=1e-5)
+            theirs = native[1][name][1]
+            if flags:
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+            else:
+                assert torch.equal(ours, theirs), name
