@@ -19,7 +19,7 @@ from .trainers import captured, mesh_of, native, steps
 
 pytestmark = pytest.mark.long
 
-TRAINER, STEP = "megatron_merak/stages/native_model.py", "megatron_merak/parallel/host_read.py"
+TRAINER, STEP = "megatron_merak/stages/token_losses.py", "megatron_merak/parallel/host_read.py"
 
 
 def rehearse(build):
