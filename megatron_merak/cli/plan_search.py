@@ -89,7 +89,7 @@ def search(arguments: Sequence[str]) -> None:
         raise unfit(searched, question.ranks, batch, question.pins, result)
     print(_shown(question, searched, result, best))
     if own.why is not None:
-        print(f"\n{_why(question, searched, best, pins_of(own.why, '--why'), own.why)}")
+        print(f"\n{_why(question, best, pins_of(own.why, '--why'), own.why)}")
     if own.what_if is not None:
         print(f"\n{_what_if(question, searched, best, own.what_if)}")
     if own.output is not None:
@@ -221,15 +221,15 @@ def _wrapped(words: Sequence[str], width: int = 96) -> str:
     return " \\\n".join(lines)
 
 
-def _why(
-    question: Question, search: "Search", best: "FoundPlan", pins: dict[str, Any], text: str
-) -> str:
+def _why(question: Question, best: "FoundPlan", pins: dict[str, Any], text: str) -> str:
     """Return what the best plan with other settings costs, and where."""
     from ..planner.search.report import comparison
-    from ..training.searched import batch_sizes, unfit
+    from ..training.searched import batch_sizes, search_of, unfit
 
     batch = batch_sizes(question.config)
     both = {**question.pins, **pins}
+    # what is pinned may need another form of the model
+    search = search_of(question.config, question.cluster, both)
     result = _run(search, question.ranks, batch, both)
     if result.fastest is None:
         return f"{text}: {unfit(search, question.ranks, batch, both, result)}"

@@ -84,6 +84,20 @@ def test_what_is_asked_beside_the_plan_is_answered(run):
     assert "\nwith gpus=4,memory=40: tp=" in printed
 
 
+@pytest.mark.long
+def test_divided_sequences_are_priced_from_the_graph(run, tmp_path):
+    """Native units know whole sequences only; what is pinned, or asked beside, is captured."""
+    path = tmp_path / "plan.json"
+    pins = "cp=2,tp=2,pp=1,mb=2,schedule=1f1b"
+    run(*JOB, *SHAPE, "--fix", pins, "-o", path)
+    stored = Plan.from_json(path.read_text())
+    assert (stored.grid.cp, stored.graph_sharding) == (2, "layers")
+    asked = [run(*JOB, *SHAPE, *more, "--why", pins) for more in ([], ["--captured"])]
+    totals = [printed.splitlines()[-2].split() for printed in asked]
+    assert totals[0][:2] == totals[1][:2] == ["a", "step"]
+    assert totals[0][4:6] == totals[1][4:6]
+
+
 def test_where_nothing_fits_it_says_what_would(run):
     large = [*SHAPE[:2], "--hidden-size", "16384", *SHAPE[4:]]
     with pytest.raises(SystemExit) as end:

@@ -10,6 +10,7 @@ from megatron_merak.config.checks import (
     check_sequence_parallel,
     check_tensor_parallel,
 )
+from megatron_merak.errors import ConfigError
 from megatron_merak.plan import Unit
 from megatron_merak.planner.make import native_units
 from megatron_merak.planner.search.choice import Layer
@@ -35,6 +36,9 @@ class NativeChain:
     ) -> tuple[Unit, ...]:
         config = self.config
         tp = layer.tp
+        if layer.cp > 1:  # the formulas know whole sequences
+            reason = "the native units of the GPT cannot divide sequences"
+            raise ConfigError("--context-parallel-size", layer.cp, reason, "Add --captured")
         parallel = replace(
             config.parallel,
             tensor_model_parallel_size=tp,

@@ -11,6 +11,7 @@ from megatron_merak.plan import time_text
 from megatron_merak.planner import plan
 from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search, pins_of
+from megatron_merak.planner.search.choice import Layer
 from megatron_merak.planner.search.native import NativeChain
 from megatron_merak.planner.search.report import Breakdown, left_out
 from tests.planner.search.tried import everything
@@ -41,6 +42,12 @@ def small(name: str, memory_gb: float, ranks_per_node: int = 8) -> Cluster:
     cluster = find_cluster(name)
     device = replace(cluster.device, memory=int(memory_gb * GIB))
     return replace(cluster, device=device, ranks_per_node=ranks_per_node)
+
+
+def test_native_units_do_not_divide_sequences():
+    chain = NativeChain(configuration(), CLUSTERS["cpu"])
+    with pytest.raises(ConfigError, match="--context-parallel-size 2: .*Add --captured"):
+        chain.units(Layer(tp=1, cp=2, ep=1), 1, sequence_parallel=False, selective=False)
 
 
 CASES = [
