@@ -139,9 +139,9 @@ class StreamSamples:
         self._blend = np.zeros(0, np.int16)
         # samples that each lane gave, of those since the streams began
         self._given = {lane: self._before(lane, position.samples) for lane in self._own}
-        self._lanes = {
-            lane: [self._lane(place) for place in position.starts[lane]] for lane in self._own
-        }
+        self._lanes = {}
+        for lane in self._own:
+            self._lanes[lane] = [self._lane(place) for place in position.starts[lane]]
         self._readers = [
             WindowReader(source, window)
             for source, window in zip(stream.sources, position.windows, strict=True)

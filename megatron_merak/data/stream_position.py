@@ -41,7 +41,9 @@ class Position:
 
     def to_json(self) -> dict[str, Any]:
         windows = [[*each[:3], [*each.place], [*each.loads]] for each in self.windows]
-        starts = {str(lane): [[*each] for each in places] for lane, places in self.starts.items()}
+        starts = {}
+        for lane, places in self.starts.items():
+            starts[str(lane)] = [[*each] for each in places]
         return {
             "begin": self.begin,
             "samples": self.samples,
@@ -53,20 +55,20 @@ class Position:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Position":
         """Return what `to_json` was given. Raises ValueError, TypeError or KeyError."""
+        windows = []
+        for turn, epoch, window, place, loads in values["windows"]:
+            reached = Reached(*map(int, place))
+            start = WindowStart(int(turn), int(epoch), int(window), reached, loads=(*loads,))
+            windows.append(start)
+        starts = {}
+        for lane, places in values["starts"].items():
+            starts[int(lane)] = [LaneStart(*map(int, each)) for each in places]
         position = cls(
             int(values["begin"]),
             int(values["samples"]),
             int(values["lanes"]),
-            windows=[
-                WindowStart(
-                    int(turn), int(epoch), int(window), Reached(*map(int, place)), loads=(*loads,)
-                )
-                for turn, epoch, window, place, loads in values["windows"]
-            ],
-            starts={
-                int(lane): [LaneStart(*map(int, each)) for each in places]
-                for lane, places in values["starts"].items()
-            },
+            windows=windows,
+            starts=starts,
         )
         if any(len(each.loads) != position.lanes for each in position.windows):
             raise ValueError("lanes without loads")
@@ -97,10 +99,9 @@ def merged(parts: Sequence[Mapping[str, Any]], where: str) -> Position:
     """
     positions = [Position.from_json(part) for part in parts]
     first = positions[0]
-    windows = [
-        min((each.windows[source] for each in positions), key=lambda window: window.turn)
-        for source in range(len(first.windows))
-    ]
+    windows = []
+    for of_source in zip(*(each.windows for each in positions), strict=True):
+        windows.append(min(of_source, key=lambda window: window.turn))
     starts: dict[int, Sequence[LaneStart]] = {}
     for position in positions:
         for lane, places in position.starts.items():

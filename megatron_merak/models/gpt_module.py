@@ -3,7 +3,7 @@ names, which is captured, cut and sharded like any other.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..config import ModelConfig
 from .names import is_gpt2_style
-
-IGNORED = -100  # a label that is left out of the loss
+from .targets import IGNORED, targets
 
 
 class Angles(NamedTuple):
@@ -244,31 +243,40 @@ class GPTLayer(nn.Module):
 
 GPT2_LAYER = ("ln_1", "attn", "ln_2", "mlp")
 LLAMA_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-GPT2_MODEL = ("transformer", "wte", "wpe", "h", "ln_f")
-LLAMA_MODEL = ("model", "embed_tokens", "embed_positions", "layers", "norm")
+
+
+class PartNames(NamedTuple):
+    """What a family calls the parts of its models. inside: all but the output layer."""
+
+    inside: str
+    tokens: str
+    positions: str
+    layers: str
+    norm: str
+
+
+GPT2_PARTS = PartNames("transformer", "wte", "wpe", layers="h", norm="ln_f")
+LLAMA_PARTS = PartNames("model", "embed_tokens", "embed_positions", layers="layers", norm="norm")
 
 
 class GPTModule(nn.Module):
-    """The causal language model of ``config``.
-
-    parts: the names of its inside, and there of tokens, positions, layers and final norm.
-    """
+    """The causal language model of ``config``."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         c = config
         self.shape = c
-        self.parts = GPT2_MODEL if is_gpt2_style(c) else LLAMA_MODEL
-        name, tokens, positions, layers, norm = self.parts
+        self.names = GPT2_PARTS if is_gpt2_style(c) else LLAMA_PARTS
+        names = self.names
         vocabulary = (c.vocab_size or 0, c.hidden_size)
         inside = nn.Module()
-        inside.add_module(tokens, EmbeddingRows(vocabulary, c.init_method_std, bias=False))
+        inside.add_module(names.tokens, EmbeddingRows(vocabulary, c.init_method_std, bias=False))
         if c.position_embedding_type == "learned_absolute":
             table = (c.max_positions, c.hidden_size)
-            inside.add_module(positions, EmbeddingRows(table, c.init_method_std, bias=False))
-        inside.add_module(layers, nn.ModuleList(GPTLayer(c) for _ in range(c.num_layers)))
-        inside.add_module(norm, GPTNorm(c.hidden_size, c))
-        self.add_module(name, inside)
+            inside.add_module(names.positions, EmbeddingRows(table, c.init_method_std, bias=False))
+        inside.add_module(names.layers, nn.ModuleList(GPTLayer(c) for _ in range(c.num_layers)))
+        inside.add_module(names.norm, GPTNorm(c.hidden_size, c))
+        self.add_module(names.inside, inside)
         if c.position_embedding_type == "rope":
             scaling = c.rope_scaling_factor if c.use_rope_scaling else None
             frequencies = ops.rotary_frequencies(c.rotary_dim, c.rotary_base, scaling)
@@ -287,18 +295,15 @@ class GPTModule(nn.Module):
         """Whether its residual stream is fp32, whatever its weights are."""
         return self.shape.fp32_residual_connection
 
-    def _part(self, index: int) -> nn.Module:
-        return self.get_submodule(f"{self.parts[0]}.{self.parts[index]}")
+    def _part(self, name: str) -> nn.Module:
+        return self.get_submodule(f"{self.names.inside}.{name}")
 
     def get_input_embeddings(self) -> nn.Module:
-        return self._part(1)
+        return self._part(self.names.tokens)
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the output layer: tied, it is the table of tokens."""
         return self.get_input_embeddings() if self.lm_head is None else self.lm_head
-
-    def _layers(self) -> Iterator[nn.Module]:
-        return self._part(3).children()
 
     def _angles(self, length: int, device: torch.device) -> Angles | None:
         c = self.shape
@@ -325,15 +330,16 @@ class GPTModule(nn.Module):
         c = self.shape
         x = self.get_input_embeddings()(tokens)
         if c.position_embedding_type == "learned_absolute":
-            x = x + self._part(2)(position_ids)
+            x = x + self._part(self.names.positions)(position_ids)
         if c.fp32_residual_connection:
             x = x.to(torch.float32)
         x = F.dropout(x, c.hidden_dropout, self.training)
         angles = self._angles(tokens.shape[1], tokens.device)
-        for layer in self._layers():
+        for layer in self._part(self.names.layers).children():
             x = layer(x, angles)
         table = self.get_output_embeddings().get_parameter("weight")
-        logits = F.linear(self._part(4)(x), table).float()
+        normed = self._part(self.names.norm)(x)
+        logits = F.linear(normed, table).float()
         return F.cross_entropy(
             logits.view(-1, logits.shape[-1]),
             targets.view(-1),
@@ -343,8 +349,7 @@ class GPTModule(nn.Module):
 
     def batch_of(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what `forward` takes, given a micro-batch of a GPT data set."""
-        targets = samples["labels"].masked_fill(samples["loss_mask"] == 0, IGNORED)
-        batch = {"tokens": samples["tokens"], "targets": targets}
+        batch = {"tokens": samples["tokens"], "targets": targets(samples)}
         if self.shape.position_embedding_type == "learned_absolute":
             batch["position_ids"] = samples["position_ids"]
         return batch

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..config import Config, ModelConfig
-from ..config.unflushed import check_unflushed
 from ..graph.capture.empty import init_empty_weights
 from ..models.gpt_module import GPTModule, target_count
 from ..models.names import outer_names
@@ -18,7 +17,7 @@ from .blueprint import Blueprint
 from .captured import CapturedModel
 from .optimizer_state import OptimizerOf, adamw_of
 from .parameter_groups import groups_of_run
-from .token_losses import TokenLosses
+from .token_losses import TokenLosses, check_updates
 from .traced import Traced
 
 
@@ -58,19 +57,11 @@ class GPTModel(TokenLosses, CapturedModel):
         mesh: Mesh,
         optimizer_of: OptimizerOf = adamw_of,
     ):
-        plan = blueprint.plan
         train = config.train
-        if plan.schedule.updates is not None:
-            with together(mesh.control, "cpu"):
-                check_unflushed(
-                    plan.schedule.name,
-                    config.model,
-                    train,
-                    config.optimizer,
-                    checkpoint=config.checkpoint,
-                    layer_ranks=plan.grid.layer_ranks,
-                    replicas=mesh.replicas,
-                )
+        with together(mesh.control, "cpu"):
+            check_updates(config, blueprint.plan, mesh)
+        self.shape = config.model
+        self.per_token = train.calculate_per_token_loss
         module = blueprint.traced.model
         assert isinstance(module, GPTModule)
         self.batch_of = module.batch_of
@@ -84,14 +75,13 @@ class GPTModel(TokenLosses, CapturedModel):
             scaler=scaler_of_run(train),
             optimizer_of=optimizer_of,
         )
-        self.begin_losses(config.model, train.calculate_per_token_loss)
 
     @staticmethod
     def count(batch: Mapping[str, Tensor]) -> Tensor:
         return target_count(batch)
 
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return target_count(batch)
+        return self.count(batch)
 
     @property
     def notes(self) -> tuple[str, ...]:

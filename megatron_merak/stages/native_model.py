@@ -6,7 +6,6 @@ from torch import Tensor
 
 from ..checkpoint.store import Shard
 from ..config import Config
-from ..config.unflushed import check_unflushed
 from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.agree import together
 from ..parallel.buffers import Flat
@@ -16,7 +15,7 @@ from .kernels import check_kernels
 from .native import build_stages
 from .optimizer_state import OptimizerOf, adamw_of
 from .same_plan import check_same_plan
-from .token_losses import TokenLosses
+from .token_losses import TokenLosses, check_updates
 
 
 class NativeModel(TokenLosses):
@@ -31,19 +30,12 @@ class NativeModel(TokenLosses):
     ):
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
-            if plan.schedule.updates is not None:
-                check_unflushed(
-                    plan.schedule.name,
-                    config.model,
-                    config.train,
-                    config.optimizer,
-                    checkpoint=config.checkpoint,
-                    layer_ranks=plan.grid.layer_ranks,
-                    replicas=mesh.replicas,
-                )
+            check_updates(config, plan, mesh)
         check_same_plan(plan, mesh.control)
         built = build_stages(config, plan, mesh)
         train = config.train
+        self.shape = config.model
+        self.per_token = train.calculate_per_token_loss
         self.layouts = built.layouts
         super().__init__(
             plan,
@@ -55,7 +47,6 @@ class NativeModel(TokenLosses):
             optimizer_of=optimizer_of,
             replica_check_interval=train.check_weight_hash_across_dp_replicas_interval,
         )
-        self.begin_losses(config.model, train.calculate_per_token_loss)
 
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         return batch["loss_mask"].sum()

@@ -1,6 +1,7 @@
 """Which ranks share parameters: stages that are tied, and data-parallel ranks that each keep a part."""
 
 from collections.abc import Hashable, Mapping
+from itertools import product
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -29,18 +30,15 @@ def tie_groups(
     Collective over all ranks: each makes all groups in the same order.
     """
     grid = mesh.grid
-    ranks_of = {
-        key: tuple(sorted({*map(plan.schedule.rank_of, stages)}))
-        for key, stages in stages_of.items()
-    }
+    ranks_of = {}
+    for key, stages in stages_of.items():
+        users = {plan.schedule.rank_of(stage) for stage in stages}
+        ranks_of[key] = tuple(sorted(users))
     groups = {}
     for ranks in sorted({ranks for ranks in ranks_of.values() if len(ranks) > 1}):
-        members = [
-            [grid.rank(tp, cp, dp, pp) for pp in ranks]
-            for dp in range(grid.dp)
-            for cp in range(grid.cp)
-            for tp in range(grid.tp)
-        ]
+        members = []
+        for dp, cp, tp in product(range(grid.dp), range(grid.cp), range(grid.tp)):
+            members.append([grid.rank(tp, cp, dp, pp) for pp in ranks])
         group = new_groups(mesh.rank, members, mesh.timeout, "tied")
         if group is not None:
             groups[ranks] = group
@@ -56,10 +54,12 @@ def stages_sharing(
 ) -> dict[Key, int]:
     """The parameters that several stages of this rank use, and how many stages."""
     own_stages = plan.stages_of(mesh.pp_rank)
-    counts = {
-        key: sum(stage in own_stages for stage in stages) for key, stages in stages_of.items()
-    }
-    return {key: count for key, count in counts.items() if count > 1}
+    counts = {}
+    for key, stages in stages_of.items():
+        own = [stage for stage in stages if stage in own_stages]
+        if len(own) > 1:
+            counts[key] = len(own)
+    return counts
 
 
 def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int, ShardedState]:

@@ -1,39 +1,59 @@
 """Models whose loss is a sum over tokens, as samples of GPT data sets have it."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import ModelConfig
+from ..config import Config, ModelConfig
+from ..config.unflushed import check_unflushed
 from ..optimizer.base import LocalOptimizer, Rates
+from ..parallel.mesh import Mesh
+from ..plan import Plan
 from ..planner.cost import model_flops
 from ..runtime.executor import StepLoss
 from ..runtime.versions import WeightVersions
 from .trained_model import TrainedModel
 
 
+def check_updates(config: Config, plan: Plan, mesh: Mesh) -> None:
+    """Raise ConfigError for a run that its schedule cannot update while micro-batches are in flight."""
+    if plan.schedule.updates is not None:
+        check_unflushed(
+            plan.schedule.name,
+            config.model,
+            config.train,
+            config.optimizer,
+            checkpoint=config.checkpoint,
+            layer_ranks=plan.grid.layer_ranks,
+            replicas=mesh.replicas,
+        )
+
+
 class TokenLosses(TrainedModel):
-    """The steps of a model whose loss is a sum over tokens. A subclass calls ``begin_losses`` last.
+    """The steps of a model whose loss is a sum over tokens.
 
     The loss of a step is the mean over micro-batches of their means over tokens, or with
-    --calculate-per-token-loss the mean over all tokens.
+    --calculate-per-token-loss the mean over all tokens. Subclasses set:
+
+    shape:     of the model.
+    per_token: --calculate-per-token-loss.
     """
 
-    def begin_losses(self, shape: ModelConfig, per_token: bool) -> None:
-        """Take what steps need. shape: of the model; per_token: --calculate-per-token-loss."""
-        self.shape = shape
-        self.per_token = per_token
-        self._rates: Rates | None = None
-        self.versions = self._versions()
+    shape: ModelConfig
+    per_token: bool
+    _rates: Rates | None = None
 
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of tokens of a micro-batch that its loss is summed over, []."""
         raise NotImplementedError
 
-    def _versions(self) -> WeightVersions | None:
+    @cached_property
+    def versions(self) -> WeightVersions | None:
+        """The weights that ops see where the schedule updates them on its way; else None."""
         if self.plan.schedule.updates is None:
             return None
         (stage,) = self.stages

@@ -20,15 +20,7 @@ import torch
 from torch import Tensor
 
 from ..data.loader import Dataset, stack
-
-IGNORED = -100  # a label that is left out of the loss
-
-
-def targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the token that follows each position, int64[b, s]; ``IGNORED`` where the loss mask is
-    0.
-    """
-    return batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
+from ..models.targets import IGNORED, targets
 
 
 def token_count(batch: Mapping[str, Tensor]) -> int:

@@ -1,17 +1,14 @@
 """The order in which everything writes keeps the rules of ``durable``, and needs each of its syncs."""
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from megatron_merak.checkpoint.directory import Iterations
-from megatron_merak.checkpoint.unit_directories import Units
 from megatron_merak.durable import MARGIN
 from megatron_merak.errors import FullDiskError
-from tests.checkpoint.writers import WRITERS
+from tests.checkpoint.writers import AGAIN, LEFT, WRITERS, leave
 from tests.disk_order import Recorder, Step, broken, syncs_that_matter
 
 # the bytes that each counts before it writes
@@ -63,17 +60,10 @@ def test_the_order_keeps_the_rules_and_needs_each_of_its_syncs(place, name):
     assert repeated == {*writer.repeats}, "syncs that nothing relies on"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("checkpoint again", Iterations), ("unit again", Units)]
-)
-@pytest.mark.parametrize("left", ["fresh", "old", "two"])
+@pytest.mark.parametrize(("name", "kind"), AGAIN)
+@pytest.mark.parametrize("left", LEFT)
 def test_what_a_kill_left_is_settled_by_the_same_rules(place, name, kind, left):
-    WRITERS[name].write(place / "run", 1)
-    names = kind(place / "run").names(5)
-    if left == "two":
-        shutil.copytree(names.plain, names.fresh)
-    else:
-        os.rename(names.plain, getattr(names, left))
+    leave(place / "run", name, kind, left)
     recorder = Recorder(place)
     with recorder.recording():
         kind(place / "run").settle()

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_merak.checkpoint import store
-from megatron_merak.checkpoint.directory import TRACKER, Iterations
-from megatron_merak.checkpoint.unit_directories import Units
+from megatron_merak.checkpoint.directory import TRACKER
 from megatron_merak.errors import FullDiskError
-from tests.checkpoint.writers import WRITERS, Writer, shards_of
+from tests.checkpoint.writers import AGAIN, LEFT, WRITERS, Writer, leave, shards_of
 from tests.power_cut import Disk
 
 SETTLE = (
@@ -89,17 +88,10 @@ def test_a_second_power_cut_leaves_what_the_first_left_or_the_new(place, name):
         disk.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("checkpoint again", Iterations), ("unit again", Units)]
-)
-@pytest.mark.parametrize("left", ["fresh", "old", "two"])
+@pytest.mark.parametrize(("name", "kind"), AGAIN)
+@pytest.mark.parametrize("left", LEFT)
 def test_what_was_settled_keeps_its_name(place, name, kind, left):
-    WRITERS[name].write(place / "run", 1)
-    names = kind(place / "run").names(5)
-    if left == "two":
-        shutil.copytree(names.plain, names.fresh)
-    else:
-        os.rename(names.plain, getattr(names, left))
+    leave(place / "run", name, kind, left)
     disk = Disk(place / "run", place / "spare")
 
     def is_whole() -> None:
@@ -133,7 +125,8 @@ fsync .
 
 def test_a_checkpoint_is_replaced_by_the_calls_of_the_figure(place):
     def write(value: int) -> None:
-        store.save(place / "run", 5, {"model": shards_of(value)["model"]}, {}, None, "cpu")
+        kinds = {"model": shards_of(value)["model"]}
+        store.save(place / "run", 5, kinds, {}, group=None, device="cpu")
 
     write(1)
     disk = Disk(place / "run", place / "spare")

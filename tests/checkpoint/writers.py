@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 
 from megatron_merak import durable
 from megatron_merak.checkpoint import in_place, store
+from megatron_merak.checkpoint.directories import Directories
 from megatron_merak.checkpoint.directory import (
     TRACKER,
     Iterations,
@@ -51,7 +53,7 @@ class Writer:
     write:     of (directory, value).
     read:      returns the value in a directory, None for none; fails for a mixture.
     may_lack:  whether there may be none between the old and the new.
-    repeats:    parts of paths that are synced again later, since parts of what is written keep the
+    repeats:   parts of paths that are synced again later, since parts of what is written keep the
                order by themselves.
     """
 
@@ -66,13 +68,30 @@ class Writer:
         return not self.may_lack
 
 
+LEFT = ("fresh", "old", "two")
+AGAIN = (("checkpoint again", Iterations), ("unit again", Units))
+
+
+def leave(root: Path, name: str, kind: type[Directories], left: str) -> None:
+    """Leave what a kill leaves of the directory 5 that a writer wrote: under the name of a fresh one,
+    of an old one, or under two.
+    """
+    WRITERS[name].write(root, 1)
+    names = kind(root).names(5)
+    if left == "two":
+        shutil.copytree(names.plain, names.fresh)
+    else:
+        os.rename(names.plain, getattr(names, left))
+
+
 def shards_of(value: int) -> dict[str, list[Shard]]:
     kinds = ("model", "exp_avg")
     return {kind: [Shard("w", (3, 4), None, (), torch.full((3, 4), value * 1.0))] for kind in kinds}
 
 
 def _save(root: Path, iteration: int, value: int) -> None:
-    store.save(root, iteration, shards_of(value), {"value": value}, None, "cpu")
+    meta = {"value": value}
+    store.save(root, iteration, shards_of(value), meta, group=None, device="cpu")
 
 
 def _save_and_prune(root: Path, value: int) -> None:
@@ -236,7 +255,18 @@ def _read_unit(root: Path) -> int | None:
     return newest
 
 
-LAYOUT = PieceLayout(30, "float32", ((0, 30, 0),), ((0, 30),), (), (0.9, 0.99), 1e-8, 1, True, 0)
+LAYOUT = PieceLayout(
+    30,
+    "float32",
+    ((0, 30, 0),),
+    ((0, 30),),
+    copies=(),
+    betas=(0.9, 0.99),
+    eps=1e-8,
+    workers=1,
+    sync=True,
+    max_staleness=0,
+)
 
 
 def _write_snapshot(root: Path, value: int) -> None:
