@@ -235,7 +235,8 @@ class Config(RunConfig):
                 self.train,
                 self.optimizer,
                 checkpoint=self.checkpoint,
-                layer_ranks=parallel.layer_ranks,
+                tp=tensor,
+                cp=parallel.context_parallel_size,
                 replicas=self.data_parallel_size(world_size),
             )
 

@@ -16,19 +16,21 @@ def check_unflushed(
     optimizer: OptimizerConfig,
     *,
     checkpoint: CheckpointConfig,
-    layer_ranks: int,
+    tp: int,
+    cp: int,
     replicas: int,
 ) -> None:
     """Raise ConfigError for what would not be computed as such a schedule says.
 
-    schedule:    its name.
-    layer_ranks: that compute each layer together.
-    replicas:    of the model.
+    schedule: its name.
+    tp, cp:   ranks that share the weights of a layer, and its sequences.
+    replicas: of the model.
     """
     alone = f"with {FLAG} {schedule} each stage updates its own weights"
     once = f"with {FLAG} {schedule} a step has several updates"
-    if layer_ranks > 1:
-        _refuse("tensor_model_parallel_size", layer_ranks, f"{alone}, on one rank", "Use 1")
+    for name, ranks in (("tensor_model_parallel_size", tp), ("context_parallel_size", cp)):
+        if ranks > 1:
+            _refuse(name, ranks, f"{alone}, on one rank", "Use 1")
     if replicas > 1:
         reason = f"{alone}, of which there are no replicas"
         raise ConfigError("data-parallel size", replicas, reason, "Use as many ranks as stages")
@@ -57,7 +59,7 @@ def refuse_unflushed(schedule: str | None) -> None:
     """Raise ConfigError where a captured model is asked to run such a schedule, given its name."""
     if schedule in UNFLUSHED:
         reason = (
-            "it updates weights while micro-batches are in flight, which the native model of "
+            "it updates weights while micro-batches are in flight, which the GPT of "
             "merak-pretrain alone does"
         )
         raise ConfigError(FLAG, schedule, reason, "Use 1f1b, whose gradients are never stale")

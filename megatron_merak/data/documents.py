@@ -146,7 +146,7 @@ def read_documents(
                 if number > start.line and data.strip():
                     yield Raw(str(path), number, data, Reached(start.file, number, disk.tell()))
     except (OSError, EOFError) as error:
-        raise _broken_off(path, line, error, flags) from error
+        raise _broken_off(path, f"line {line}", error, flags) from error
 
 
 def in_order(
@@ -194,7 +194,7 @@ def _lines(path: Path, file: IO[bytes], start: Reached, flags: InputFlags) -> It
             if data.strip():
                 yield Raw(str(path), line, data, Reached(start.file, line, end))
     except OSError as error:
-        raise _broken_off(path, line, error, flags) from error
+        raise _broken_off(path, f"line {line}", error, flags) from error
 
 
 def _samples(
@@ -208,11 +208,11 @@ def _samples(
             after = Reached(start.file, number, member.end if seekable else 0)
             yield Raw(f"{path}:{member.name}", None, member.data, after, member.is_json)
     except (OSError, EOFError) as error:
-        raise _broken_off(path, number, error, flags) from error
+        raise _broken_off(path, f"sample {number}", error, flags) from error
 
 
-def _broken_off(path: Path, line: int, error: Exception, flags: InputFlags) -> DataError:
-    reason = f"reading failed after line {line} ({error})"
+def _broken_off(path: Path, last: str, error: Exception, flags: InputFlags) -> DataError:
+    reason = f"reading failed after {last} ({error})"
     return DataError(flags.files, path, reason, "Copy or unpack the file again")
 
 

@@ -192,7 +192,7 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
             "Make a plan of this model",
         )
     if plan.schedule.updates is not None and not has_units(model):
-        reason = "only the native model updates weights while micro-batches are in flight"
+        reason = "only the GPT of merak-pretrain updates weights while micro-batches are in flight"
         raise PlanError("plan: schedule.updates", plan.schedule.name, reason, "Use 1f1b")
     chain = chain_of(captured, plan.graph_sharding, model)
     check_chain(plan, chain.names)

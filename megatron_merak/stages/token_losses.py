@@ -28,7 +28,8 @@ def check_updates(config: Config, plan: Plan, mesh: Mesh) -> None:
             config.train,
             config.optimizer,
             checkpoint=config.checkpoint,
-            layer_ranks=plan.grid.layer_ranks,
+            tp=plan.grid.tp,
+            cp=plan.grid.cp,
             replicas=mesh.replicas,
         )
 

@@ -264,6 +264,6 @@ def test_shards_are_read_on_and_damage_is_named(folder, tmp_path, name):
     whole = file.read_bytes()
     cut = tmp_path / name
     cut.write_bytes(whole[: len(whole) // 2 // 512 * 512])
-    with pytest.raises(DataError, match=f"{name}: reading failed after line [1-9]"):
+    with pytest.raises(DataError, match=f"{name}: reading failed after sample [1-9]"):
         [*read_documents(cut)]
     assert Reached(0, 1) < rows[1].after

@@ -261,9 +261,10 @@ def test_what_it_is_not_combined_with_is_refused_by_name():
         with pytest.raises(ConfigError) as refused:
             (config if expected else replace(config, model=tied)).validate(ranks)
         assert (expected or "--untie-embeddings-and-output-weights (missing)") in str(refused.value)
-    divided = read_of_job("--global-batch-size 16 --tensor-model-parallel-size 2")
-    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 2: with"):
-        divided.validate(4)
+    for flag in ("--tensor-model-parallel-size", "--context-parallel-size"):
+        divided = read_of_job(f"--global-batch-size 16 {flag} 2")
+        with pytest.raises(ConfigError, match=f"{flag} 2: with"):
+            divided.validate(4)
 
 
 def test_a_stored_plan_does_not_bring_it_past_the_checks():
@@ -284,7 +285,7 @@ def test_captured_models_refuse_it():
     flags = "--model m --pipeline-model-parallel-size 2 --pipeline-schedule pipedream"
     argv = [*flags.split(), *"--seq-length 8 --micro-batch-size 1 --mock-data --lr 1".split()]
     config, _ = arguments.read(parser, argv, HFConfig)
-    with pytest.raises(ConfigError, match="the native model of merak-pretrain alone"):
+    with pytest.raises(ConfigError, match="the GPT of merak-pretrain alone"):
         config.validate(2)
 
 
@@ -292,11 +293,11 @@ def test_captured_models_refuse_it():
 def test_a_captured_model_is_planned_without_it():
     _, model, batch = tiny("gpt2")
     traced = Traced(model(), batch, "float32")
-    with pytest.raises(ConfigError, match="the native model of merak-pretrain alone"):
+    with pytest.raises(ConfigError, match="the GPT of merak-pretrain alone"):
         blueprint_of(traced, Grid(pp=2), pipeline_schedule="pipedream", microbatches=4)
     plan = blueprint_of(traced, Grid(pp=2), microbatches=4).plan
     edited = replace(plan, schedule=build_schedule("pipedream", 2, 4))
-    with pytest.raises(PlanError, match="only the native model updates weights while"):
+    with pytest.raises(PlanError, match="only the GPT of merak-pretrain updates weights while"):
         blueprint_from_plan(traced, edited)
 
 
