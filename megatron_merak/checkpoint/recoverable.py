@@ -286,7 +286,8 @@ def _superfluous(root: Path, good: int) -> list[tuple[Path, list[int], bool]]:
     """Return (directory of a run, first steps of what can go, whether all of it can).
 
     A run whose steps go beyond the checkpoint, and which has not saved it, is another one's, and
-    all of it stays.
+    all of it stays. The run that has saved it may be writing and renaming its own meanwhile (a
+    checkpoint is completed behind training), so that none of these is read.
     """
     path = Iterations(root).locate(good)
     if path is None:
@@ -296,11 +297,13 @@ def _superfluous(root: Path, good: int) -> list[tuple[Path, list[int], bool]]:
     for directory in runs_of(root):
         increments = Increments(directory)
         numbers = increments.numbers()
+        older = [number for number in numbers if number <= good]
+        if run_of(directory) == manifest.meta.get(RUN):
+            if older:
+                found.append((directory, older, False))
+            continue
         newest = next(increments.newest_first(), None)
         last = 0 if newest is None else read_increment(newest).last
-        older = [number for number in numbers if number <= good]
-        is_own = run_of(directory) == manifest.meta.get(RUN)
-        is_past = max([last, *numbers]) <= good
-        if (is_own or is_past) and (older or not is_own):
-            found.append((directory, older, not is_own))
+        if max([last, *numbers]) <= good:
+            found.append((directory, older, True))
     return found

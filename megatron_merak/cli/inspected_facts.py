@@ -78,7 +78,8 @@ def _others(found: "FoundCheckpoint") -> tuple[list[dict[str, Any]], list[str]]:
         try:
             size = size_of(path)
         except CheckpointError as fault:
-            faults.append(str(fault))
+            if path.is_dir():  # a run may have removed it meanwhile
+                faults.append(str(fault))
             continue
         others.append({"path": str(path), "iteration": number_of(path), "bytes": size})
     return others, faults
@@ -97,7 +98,13 @@ def _increments(found: "FoundCheckpoint", faults: list[str]) -> list[dict[str, A
         complete = [*Increments(directory).newest_first(damaged)]
         faults += [str(fault) for fault in damaged]
         before: dict[str, Any] | None = None
-        for increment in map(read_increment, reversed(complete)):
+        for path in reversed(complete):
+            try:
+                increment = read_increment(path)
+            except CheckpointError as fault:
+                if path.is_dir():  # a run may have renamed or removed it meanwhile
+                    faults.append(str(fault))
+                continue
             written = [file["bytes"] for file in increment.manifest.files.values()]
             if before is None or before["last"] + 1 != increment.first:
                 before = {"path": str(directory), "first": increment.first, "bytes": 0}

@@ -4,7 +4,7 @@
 
 Prints one line per checkpoint, newest first, and per directory of increments. The exit status is 1 if one is damaged,
 if there is none, or if DIRECTORY is not there.
-Interrupted saves are ignored. Needs no GPU and no model, and changes nothing.
+Interrupted saves are ignored, and what a run renames or removes meanwhile is named. Needs no GPU and no model, and changes nothing.
 """
 
 import argparse
@@ -74,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     verify(path)
                     print(f"{path}: undamaged")
                 except CheckpointError as error:
-                    faults.append(error)
+                    if path.is_dir():
+                        faults.append(error)
+                    else:
+                        print(f"{path}: not verified: a run has renamed or removed it meanwhile")
         except CheckpointError as error:
             faults.append(error)
         other = foreign(directory, DIRECTORY) if count == before[0] else None

@@ -168,6 +168,26 @@ def test_they_go_once_a_newer_checkpoint_is_undamaged(tmp_path):
     assert directory_of(tmp_path, 10).is_dir()
 
 
+def test_a_run_may_complete_steps_while_its_checkpoint_removes_older_ones(tmp_path, monkeypatch):
+    steps = writer(tmp_path, checkpoint(tmp_path, 10))
+    write_steps(steps, [11, 12])
+    checkpoint(tmp_path, 12, NAMES[0])
+    own = Increments(directory_of_run(tmp_path, NAMES[0]))
+    with monkeypatch.context() as patched:
+        patched.setattr(Increments, "publish", lambda self, number: None)
+        write_steps(steps, [13])
+
+    def publish_once_seen(self: Increments, directory: Path, number: int) -> None:
+        read_increment(directory)
+        if directory == own.names(13).fresh:
+            own.publish(13)
+
+    monkeypatch.setattr(Increments, "check", publish_once_seen)
+    prune(tmp_path, 100, None, "cpu", saved=12)
+    own.locate(13)
+    assert own.numbers() == [13] and best(tmp_path) == (12, 13, [])
+
+
 def test_those_of_another_run_go_with_their_last_step(tmp_path):
     base = checkpoint(tmp_path, 10)
     write_steps(writer(tmp_path, base, NAMES[0]), range(11, 19))

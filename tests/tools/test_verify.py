@@ -5,6 +5,7 @@ import torch
 
 from megatron_merak.checkpoint import store, unit
 from megatron_merak.checkpoint.unit_directories import Units
+from megatron_merak.cli import verify
 from tests.checkpoint import step_runs
 
 TOOL = "verify"
@@ -48,6 +49,24 @@ def test_damage_is_named_and_fails(tmp_path, tool, capsys):
         "checkpoint-10/config.json",
     ):
         assert name in told
+
+
+def test_what_a_run_removes_meanwhile_is_no_damage(tmp_path, tool, capsys, monkeypatch):
+    _save(tmp_path)
+    really = verify.verify
+
+    def removed_by_then(path):
+        if path.name == "iter_0000005":
+            store.Iterations(tmp_path).remove(5)
+        really(path)
+
+    monkeypatch.setattr(verify, "verify", removed_by_then)
+    assert tool.main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1].endswith(
+        "iter_0000005: not verified: a run has renamed or removed it meanwhile"
+    )
+    assert sum(line.endswith(": undamaged") for line in told) == 3
 
 
 def test_increments_are_verified_too(tmp_path, tool, capsys):
