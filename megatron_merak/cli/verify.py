@@ -4,7 +4,8 @@
 
 Prints one line per checkpoint, newest first, and per directory of increments. The exit status is 1 if one is damaged,
 if there is none, or if DIRECTORY is not there.
-Interrupted saves are ignored, and what a run renames or removes meanwhile is named. Needs no GPU and no model, and changes nothing.
+Interrupted saves are ignored; what a run renames or removes meanwhile is named. Needs no GPU and no model, and changes
+nothing.
 """
 
 import argparse
