@@ -8,6 +8,7 @@ from torch import Tensor
 from ..config import Config, ModelConfig
 from ..graph.capture.empty import init_empty_weights
 from ..models.gpt_module import GPTModule, target_count
+from ..models.names import outer_names
 from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.agree import together
 from ..parallel.mesh import Mesh
@@ -15,7 +16,7 @@ from ..parallel.ranks import Members
 from .blueprint import Blueprint
 from .captured import CapturedModel
 from .optimizer_state import OptimizerOf, adamw_of
-from .parameter_groups import groups_of_run, outer_names
+from .parameter_groups import groups_of_run
 from .token_losses import TokenLosses, check_updates
 from .traced import Traced
 
@@ -69,7 +70,7 @@ class GPTModel(TokenLosses, CapturedModel):
             mesh,
             optimizer=config.optimizer,
             seed=train.seed,
-            group_of=groups_of_run(config.optimizer, outer_names(module)),
+            group_of=groups_of_run(config.optimizer, outer_names(config.model)),
             replica_check_interval=train.check_weight_hash_across_dp_replicas_interval,
             scaler=scaler_of_run(train),
             optimizer_of=optimizer_of,

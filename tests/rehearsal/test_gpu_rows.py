@@ -30,11 +30,11 @@ def small(monkeypatch, model):
 )
 @pytest.mark.parametrize(
     ("model", "contestant"),
-    [("7b", "gpt")]
+    [("7b", "native")]
     + [
         pytest.param(*row, marks=pytest.mark.slow)
         for row in (
-            ("8b", "gpt"),
+            ("8b", "native"),
             ("qwen", "trainer"),
             ("8b-lora", "trainer"),
             ("7b-12", "captured"),
