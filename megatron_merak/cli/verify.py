@@ -4,8 +4,8 @@
 
 Prints one line per checkpoint, newest first, and per directory of increments. The exit status is 1 if one is damaged,
 if there is none, or if DIRECTORY is not there.
-Interrupted saves are ignored; what a run renames or removes meanwhile is named. Needs no GPU and no model, and changes
-nothing.
+Interrupted saves are ignored; what a running job removes meanwhile is named, and is no damage. Needs no GPU and no
+model, and changes nothing.
 """
 
 import argparse
@@ -49,6 +49,21 @@ def verify(path: Path) -> None:
         unit.verify(path, unit.read(path, unit_directories.step_of(path)))
 
 
+def verified(path: Path) -> Path | None:
+    """Verify a checkpoint, which a run may meanwhile complete, and so rename, or remove.
+
+    Returns its path, None for a removed one. Raises CheckpointError.
+    """
+    try:
+        verify(path)
+    except CheckpointError:
+        if path.is_dir():
+            raise
+        published = path.with_name(path.name.removesuffix(".new"))
+        return None if published == path or not published.is_dir() else verified(published)
+    return path
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     text = described(__doc__, "merak-verify")
@@ -70,15 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before = (count, len(faults))
         try:
             for path in checkpoints(directory, faults):
-                count += 1
                 try:
-                    verify(path)
-                    print(f"{path}: undamaged")
+                    undamaged = verified(path)
                 except CheckpointError as error:
-                    if path.is_dir():
-                        faults.append(error)
-                    else:
-                        print(f"{path}: not verified: a run has renamed or removed it meanwhile")
+                    faults.append(error)
+                    count += 1
+                    continue
+                if undamaged is None:
+                    print(f"{path}: not verified: a run has removed it meanwhile")
+                else:
+                    print(f"{undamaged}: undamaged")
+                    count += 1
         except CheckpointError as error:
             faults.append(error)
         other = foreign(directory, DIRECTORY) if count == before[0] else None

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_merak.checkpoint import difference, store, unit, values
+from megatron_merak.checkpoint import difference, increments, store, unit, values
 from megatron_merak.checkpoint.unit_directories import Units
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from tests.checkpoint import step_runs
@@ -390,6 +390,22 @@ def test_an_incomplete_one_beside_it_is_told_and_nothing_changes(tmp_path, run):
     run(tmp_path / "run", "--diff", path)
     assert f"passed over: checkpoint {tmp_path}/run/iter_0000009: it has no manifest" in text
     assert {each: each.lstat().st_mtime_ns for each in tmp_path.rglob("*")} == before
+
+
+def test_increments_that_a_job_removes_meanwhile_are_left_out(tmp_path, run, monkeypatch):
+    steps = step_runs.writer(tmp_path, step_runs.checkpoint(tmp_path, 10))
+    for group in ([11, 12], [13]):
+        step_runs.write_steps(steps, group)
+    really = increments.Increments.newest_first
+
+    def removed_by_then(self, faults=None):
+        found = [*really(self, faults)]
+        self.remove(11)
+        return iter(found)
+
+    monkeypatch.setattr(increments.Increments, "newest_first", removed_by_then)
+    text = run(tmp_path)
+    assert "steps 13 to 13" in text and "steps 11" not in text and "passed over" not in text
 
 
 def test_increments_are_listed(tmp_path, run):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_merak.checkpoint import store, unit
+from megatron_merak.checkpoint.increments import Increments
 from megatron_merak.checkpoint.unit_directories import Units
 from megatron_merak.cli import verify
 from tests.checkpoint import step_runs
@@ -63,10 +64,40 @@ def test_what_a_run_removes_meanwhile_is_no_damage(tmp_path, tool, capsys, monke
     monkeypatch.setattr(verify, "verify", removed_by_then)
     assert tool.main([str(tmp_path)]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[-1].endswith(
-        "iter_0000005: not verified: a run has renamed or removed it meanwhile"
-    )
+    assert told[-1].endswith("iter_0000005: not verified: a run has removed it meanwhile")
     assert sum(line.endswith(": undamaged") for line in told) == 3
+
+
+def test_what_a_run_completes_meanwhile_is_verified_under_its_name(
+    tmp_path, tool, capsys, monkeypatch
+):
+    steps = step_runs.writer(tmp_path, step_runs.checkpoint(tmp_path, 10))
+    with monkeypatch.context() as patched:
+        patched.setattr(Increments, "publish", lambda self, number: None)
+        step_runs.write_steps(steps, [11, 12])
+    [run] = tmp_path.glob("increments_*")
+    really = verify.verify
+
+    def completed_by_then(path):
+        if path.name == "steps_0000011.new":
+            Increments(run).publish(11)
+        really(path)
+
+    monkeypatch.setattr(verify, "verify", completed_by_then)
+    assert tool.main([str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'steps_0000011'}: undamaged\n"
+
+
+def test_nothing_verified_is_no_success(tmp_path, tool, monkeypatch):
+    step_runs.checkpoint(tmp_path, 10)
+    really = verify.verify
+
+    def removed_by_then(path):
+        store.Iterations(tmp_path).remove(10)
+        really(path)
+
+    monkeypatch.setattr(verify, "verify", removed_by_then)
+    assert tool.main([str(tmp_path)]) == 1
 
 
 def test_increments_are_verified_too(tmp_path, tool, capsys):
