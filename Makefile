@@ -52,7 +52,7 @@ help-all: help
 	@echo "make fuzz-graph       random modules on simulated ranks against their eager selves; ARGS='--modules 5000'"
 	@echo "make faults           a kill before every disk call of all that writes, then forty jobs with a fault each (40 minutes)"
 	@echo "make parity           every model type of transformers against its eager self, into docs/evidence/parity.md (15 minutes; resumes)"
-	@echo "make parity-full      every layout of the native models against one process (long)"
+	@echo "make parity-full      every layout of the GPT of flags against one process (long)"
 	@echo "make gpu              on a machine with a GPU: its tests, none of them skipped"
 	@echo "make gpu-kit          what a session on a rented GPU carries there, into build/gpu-kit; needs Python 3.12 (3 minutes; 6 GB once)"
 	@echo "make gpu-rehearsal    that session on this machine, with planted failures, into docs/gpu.md (20 minutes)"
@@ -81,7 +81,7 @@ train: environment
 SELECTION = -m "not long and not slow and not gpu and not compiles" $(SIDE_BY_SIDE)
 STYLE = $(PY) -m ruff check --output-format concise . && $(PY) -m ruff format --check -q .
 
-# The rules of the code; a native job alone and as tensor x pipeline ranks; a captured model as such ranks, beside its
+# The rules of the code; a job alone and as tensor x pipeline ranks; a captured model as such ranks, beside its
 # eager self; a trainer beside HuggingFace's, with what it saves; checkpoints of other ranks; each operation.
 SMOKE = tests/test_architecture.py \
 	tests/training/test_pretrain.py::test_one_process_and_four_tell_the_same_story \

@@ -55,8 +55,8 @@ class Measured:
 
     @property
     def products(self) -> list[tuple[int, int, int]]:
-        """(m, n, k) of the native model's products; a captured one has query, key, value, gate and
-        up apart.
+        """(m, n, k) of the products; those of query, key and value are one here, and those of gate
+        and up.
         """
         keys = self.hidden // self.heads * self.groups
         sides = [

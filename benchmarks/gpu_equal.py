@@ -1,7 +1,7 @@
 """Does training on a GPU compute what it computes on a CPU? Losses and gradients of small models with wide layers.
 
-    python benchmarks/gpu_equal.py native|captured --device cuda|cpu --into FILE [--kit DIR]
-    python benchmarks/gpu_equal.py expected --kit DIR --into FILE     # for a kit: native training, on this CPU
+    python benchmarks/gpu_equal.py gpt|captured --device cuda|cpu --into FILE [--kit DIR]
+    python benchmarks/gpu_equal.py expected --kit DIR --into FILE     # for a kit: what gpt computes, on this CPU
 
 FILE is a JSON object; its "figure" is one line. Beyond the limits the status is 1, and the distances are there too.
 """
@@ -18,7 +18,7 @@ import torch
 from gpu_rows import Shape
 from gpu_steps import EXPECTED, TEXT
 from gpu_stopwatch import device_name, versions, write
-from gpu_worker import hf_config, native_flags, training_flags
+from gpu_worker import gpt_flags, hf_config, training_flags
 from torch import Tensor
 
 from megatron_merak.arguments import build_parser, read
@@ -30,10 +30,10 @@ from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.planner.request import Request
 from megatron_merak.stages.blueprint import make_blueprint
 from megatron_merak.stages.captured import CapturedModel
-from megatron_merak.stages.native_model import NativeModel
-from megatron_merak.stages.optimizer_state import adamw_of
+from megatron_merak.stages.gpt_model import GPTModel, traced_gpt
 from megatron_merak.stages.traced import Traced
 from megatron_merak.stages.trained_model import TrainedModel
+from megatron_merak.training.gpt_blueprint import by_formulas
 from megatron_merak.training.trainer import Trainer
 
 # Wide enough for the kernels that a large model takes, and small enough for a CPU.
@@ -58,21 +58,22 @@ def tokens_of(kit: Path | None) -> Tensor:
     return torch.tensor(list((kit / TEXT).read_bytes()[:count])).view(shape)
 
 
-# ---- native training
-def native_run(dtype: str, device: torch.device, tokens: Tensor) -> dict:
+# ---- training of the GPT that flags describe
+def gpt_run(dtype: str, device: torch.device, tokens: Tensor) -> dict:
     """The first loss and gradient, then the losses and norms of some steps."""
-    flags = native_flags(COMPARED, SEQUENCE) + training_flags(
-        COMPARED, SEQUENCE, MICRO_BATCHES, STEPS
-    )
+    flags = gpt_flags(COMPARED, SEQUENCE)
+    flags += training_flags(COMPARED, SEQUENCE, MICRO_BATCHES, STEPS)
     if dtype == "fp32":
         flags.remove("--bf16")
     config, _ = read(build_parser("", Config), flags, Config)
     config = replace(config, model=replace(config.model, vocab_size=COMPARED.vocabulary))
     mesh = build_mesh(Grid(), 0, device)
-    trainer = Trainer(config, NativeModel(config, make_plan(config, 1), mesh, adamw_of))
-    steps = [[_native_batch(row[None]) for row in step] for step in tokens]
-    first = trainer.model.gradients(steps[0])
-    sketches = {name: sketch(name, tensor) for name, tensor in gradients_of(trainer.model)}
+    blueprint = by_formulas(traced_gpt(config, mesh), config, make_plan(config, 1))
+    model = GPTModel(blueprint, config, mesh)
+    trainer = Trainer(config, model)
+    steps = [[_sample(row[None]) for row in step] for step in tokens]
+    first = model.gradients(model.from_samples(steps[0]))
+    sketches = {name: sketch(name, tensor) for name, tensor in gradients_of(model)}
     reports = [trainer.step(batches) for batches in steps]
     losses = [first, *(report.loss for report in reports)]
     return {
@@ -82,7 +83,7 @@ def native_run(dtype: str, device: torch.device, tokens: Tensor) -> dict:
     }
 
 
-def _native_batch(row: Tensor) -> dict[str, Tensor]:
+def _sample(row: Tensor) -> dict[str, Tensor]:
     positions = torch.arange(SEQUENCE)[None]
     mask = torch.ones(1, SEQUENCE)
     inputs, labels = row[:, :-1].contiguous(), row[:, 1:].contiguous()
@@ -123,13 +124,13 @@ def sketched_distance(ours: dict, theirs: dict) -> tuple[float, float]:
     return total**0.5, worst**0.5
 
 
-def native(device: torch.device, kit: Path | None) -> dict:
+def gpt(device: torch.device, kit: Path | None) -> dict:
     """Training on the device beside what a CPU computed."""
     tokens = tokens_of(kit)
     on_cpu = json.loads((kit / EXPECTED).read_text(encoding="utf-8")) if kit else expected(None)
     found = {}
     for dtype in LIMITS:
-        run = native_run(dtype, device, tokens)
+        run = gpt_run(dtype, device, tokens)
         pairs = zip(run["losses"], on_cpu[dtype]["losses"], strict=True)
         loss = max(abs(a - b) for a, b in pairs)
         distances = (loss, *sketched_distance(run["gradients"], on_cpu[dtype]["gradients"]))
@@ -153,7 +154,7 @@ def _judged(found: dict[str, dict]) -> dict:
     return {"figure": figure, "wrong": wrong, **found}
 
 
-# ---- captured training
+# ---- training of a HuggingFace model
 def captured(device: torch.device, kit: Path | None) -> dict:
     """One step of a captured Llama beside the same model run eagerly on the same device."""
     tokens = tokens_of(kit)[0, :, :-1].to(device)
@@ -201,9 +202,9 @@ def _engine(
 
 # ---- for the kit
 def expected(kit: Path | None) -> dict:
-    """What `native` compares with."""
+    """What `gpt` compares with."""
     tokens = tokens_of(kit)
-    runs = {dtype: native_run(dtype, torch.device("cpu"), tokens) for dtype in LIMITS}
+    runs = {dtype: gpt_run(dtype, torch.device("cpu"), tokens) for dtype in LIMITS}
     return runs | {"versions": versions(), "figure": f"losses {runs['fp32']['losses']}"}
 
 
@@ -211,7 +212,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("native", "captured", "expected"))
+    parser.add_argument("what", choices=("gpt", "captured", "expected"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--into", type=Path, required=True, metavar="FILE")
     parser.add_argument("--kit", default="", metavar="DIR", help="what make gpu-kit made")
@@ -220,7 +221,7 @@ def main() -> int:
     # with a job's precision
     device = launch(use_cpu=given.device == "cpu" or given.what == "expected").device
     ways: dict[str, Callable[[], dict]] = {
-        "native": lambda: native(device, kit),
+        "gpt": lambda: gpt(device, kit),
         "captured": lambda: captured(device, kit),
         "expected": lambda: expected(kit),
     }

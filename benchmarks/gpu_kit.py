@@ -6,7 +6,7 @@
     lib/             the extensions, compiled for Python 3.12, torch 2.11 of CUDA 13, the architecture of H100 and H200,
                      and any x86-64-v3 CPU
     text.bin         bytes of a text
-    expected.json    losses, norms and gradients of native training on this text, computed on this CPU
+    expected.json    losses, norms and gradients of a GPT trained on this text, computed on this CPU
     manifest.json    what it is for, and the size and the digest of every file
 
 torch, nvcc and CUDA's headers come as wheels, with pip's own settings, into an environment of their own (--venv). What

@@ -11,11 +11,11 @@ SEQUENCE = 4096
 # bf16 weights, fp32 masters, gradients and both moments; HuggingFace's autocast keeps fp32 weights
 # and bf16 copies.
 STATE_BYTES = 18
-NATIVE = "native"
+GPT = "gpt"
 CAPTURED = "captured"
 TRAINER = "trainer"
 TITLES = {
-    NATIVE: "pretrain_gpt.py",
+    GPT: "pretrain_gpt.py",
     CAPTURED: "pretrain_hf.py",
     TRAINER: "MerakTrainer",
     "hf": "HF Trainer",
@@ -178,7 +178,7 @@ class Row:
 
 
 def row_of(name: str) -> Row:
-    """The row of a name such as "7b native 8". Raises ValueError."""
+    """The row of a name such as "7b gpt 8". Raises ValueError."""
     words = name.split()
     if (
         len(words) != 3

@@ -112,12 +112,12 @@ STEPS = (
     ),
     # 60 s: a training step computes what it computes on the CPU
     Step(
-        "native",
-        "native training equals the CPU's, fp32 and bf16",
+        "gpt",
+        "training of the GPT of flags equals the CPU's, fp32 and bf16",
         parts=FIRST,
         estimate=22,
         limit=60,
-        command=_equal("native"),
+        command=_equal("gpt"),
     ),
     Step(
         "captured",
@@ -127,11 +127,11 @@ STEPS = (
         limit=70,
         command=_equal("captured"),
     ),
-    # 150 s: speed, native and captured
-    _row("1.7b native 8", "native 1.7B", 25, 70),
-    _row("1.7b captured 8", "captured 1.7B", 35, 90),
-    _row("7b native 8", "native Llama-2-7B, or 12 layers of it", 45, 110),
-    _row("7b-12 captured 8", "captured, 12 layers of Llama-2-7B", 45, 110),
+    # 150 s: speed of the entry scripts
+    _row("1.7b gpt 8", "1.7B, GPT of flags", 25, 70),
+    _row("1.7b captured 8", "1.7B, HuggingFace model", 35, 90),
+    _row("7b gpt 8", "Llama-2-7B, or 12 layers of it, GPT of flags", 45, 110),
+    _row("7b-12 captured 8", "12 layers of Llama-2-7B, HuggingFace model", 45, 110),
     # 150 to 240 s: one script, three trainers
     _row("qwen hf 4", "Qwen2.5-1.5B, HF Trainer", 25, 70),
     _row("qwen trainer 4", "Qwen2.5-1.5B, MerakTrainer", 30, 80),
@@ -168,8 +168,8 @@ STEPS = (
         limit=100,
         command=("benchmarks/gpu_ops.py", "--into", "{into}"),
     ),
-    _row("1.7b native 1", "native 1.7B, 1 micro-batch", estimate=20, limit=60, parts=SECOND),
-    _row("1.7b native 16", "native 1.7B, 16 micro-batches", estimate=25, limit=70, parts=SECOND),
+    _row("1.7b gpt 1", "1.7B, 1 micro-batch", estimate=20, limit=60, parts=SECOND),
+    _row("1.7b gpt 16", "1.7B, 16 micro-batches", estimate=25, limit=70, parts=SECOND),
     Step(
         "profile",
         "rates of all shapes, for the planner",

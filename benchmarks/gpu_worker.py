@@ -1,7 +1,7 @@
 """Training steps in this process by an entry script or a trainer as it is shipped, timed from outside.
 
-    python benchmarks/gpu_worker.py "7b native 8" --into FILE                  # model, way, micro-batches
-    python benchmarks/gpu_worker.py "7b native 8" --into FILE --device cpu     # the same code on tiny shapes
+    python benchmarks/gpu_worker.py "7b gpt 8" --into FILE                  # model, way, micro-batches
+    python benchmarks/gpu_worker.py "7b gpt 8" --into FILE --device cpu     # the same code on tiny shapes
 
 bf16 on sequences of 4096 tokens, one per micro-batch. FILE has tokens/s, model FLOP/s and MFU, peak memory and losses
 as soon as the steps are over, and soon after the profile of one more. A model whose weights, gradients and optimizer do
@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 from gpu_rows import (
     CAPTURED,
-    NATIVE,
+    GPT,
     SEQUENCE,
     SETTINGS,
     SHAPES,
@@ -48,7 +48,7 @@ CPU_SEQUENCE = 64  # tokens where only the code is tried
 CHUNK = 1024  # tokens whose logits exist at a time where a shape wants a chunked loss
 
 
-def native_flags(shape: Shape, sequence: int) -> list[str]:
+def gpt_flags(shape: Shape, sequence: int) -> list[str]:
     """The shape in the flags of pretrain_gpt.py."""
     flags = [
         "--num-layers",
@@ -250,8 +250,8 @@ def run(row: Row, stopwatch: Stopwatch) -> None:
     flags = training_flags(shape, sequence, row.micro_batches, stopwatch.steps)
     flags += ["--distributed-backend", "gloo"] if on_cpu else []
     with tempfile.TemporaryDirectory(prefix="gpu_step_") as folder:
-        if row.contestant == NATIVE:
-            run_script("pretrain_gpt.py", native_flags(shape, sequence) + flags, stopwatch)
+        if row.contestant == GPT:
+            run_script("pretrain_gpt.py", gpt_flags(shape, sequence) + flags, stopwatch)
         elif row.contestant == CAPTURED:
             save_model(shape, sequence, stopwatch.device, folder)
             run_script("pretrain_hf.py", ["--model", folder, *flags], stopwatch)

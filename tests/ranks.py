@@ -26,7 +26,7 @@ PRELOAD = (
     *("transformers.modeling_utils", "transformers.trainer_callback"),
     # what a capture imports at its first use
     *("torch.export._trace", "networkx"),
-    *("megatron_merak.stages.captured", "megatron_merak.stages.native"),
+    *("megatron_merak.stages.captured", "megatron_merak.stages.gpt_model"),
 )
 SETTLE_SECONDS = 1.0  # after a failure: how long to look for the rank that caused it
 

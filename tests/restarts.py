@@ -1,7 +1,7 @@
 """Jobs whose ranks are killed and which torchrun starts again, compared with the same job left
 alone.
 
-    python -m tests.restarts --trials 30 [--seed 0] [--only native-2-gloo]
+    python -m tests.restarts --trials 30 [--seed 0] [--only gpt-2-gloo]
 
 Every trial draws a door, a layout, a backend and one to three kills. It has passed when the last
 checkpoint holds what the undisturbed job's does, bit for bit, and each restart trained again in
@@ -57,7 +57,7 @@ class Case:
         """The command of a rank, which saves to ``directory`` and resumes from there."""
         save = f"--save {directory} --load {directory} --distributed-backend {self.backend}"
         layout = LAYOUTS[self.ranks][0]
-        if self.door == "native":
+        if self.door == "gpt":
             return [str(ROOT / "pretrain_gpt.py"), *f"{SHAPE} {RUN} {layout} {save}".split()]
         if self.door == "hf":
             words = f"--model {model} --mock-data {RUN} {layout} {save}"
@@ -73,7 +73,7 @@ class Case:
 def cases() -> list[Case]:
     """Every door on two and four ranks, by both backends, and on two nodes."""
     found = []
-    for door in ("native", "hf", "trainer"):
+    for door in ("gpt", "hf", "trainer"):
         for ranks in (2, 4):
             for backend in ("gloo", "merak_shm"):
                 found.append(Case(door, ranks, backend))

@@ -168,12 +168,10 @@ def test_a_flag_of_the_other_script_is_refused_by_name():
 
 
 def test_the_flags_that_the_scripts_share_mean_the_same():
-    native, captured = ({flag.name: flag for flag in flags(kind)} for kind in (Config, HFConfig))
-    differing = [name for name in native if name in captured and native[name] != captured[name]]
+    gpt, hf = ({flag.name: flag for flag in flags(kind)} for kind in (Config, HFConfig))
+    differing = [name for name in gpt if name in hf and gpt[name] != hf[name]]
     assert differing == ["--make-vocab-size-divisible-by", "--vocab-size"]
-    assert [
-        flag.name for flag in flags() if flag.name not in captured and flag.section != "model"
-    ] == []
+    assert [flag.name for flag in flags() if flag.name not in hf and flag.section != "model"] == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The configuration of a captured model."""
+"""The configuration of a HuggingFace model."""
 
 import json
 
@@ -43,7 +43,7 @@ def make_hf(
         {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"},
     ],
 )
-def test_the_directory_of_a_captured_model_knows_its_vocabulary_and_tokenizer(data):
+def test_the_directory_of_a_huggingface_model_knows_its_vocabulary_and_tokenizer(data):
     make_hf(data=data, parallel={TP: 2, PP: 40}, checkpoint={"save_hf": "out"}).validate(80)
 
 
@@ -75,13 +75,13 @@ def test_the_directory_of_a_captured_model_knows_its_vocabulary_and_tokenizer(da
         ),
     ],
 )
-def test_a_run_of_a_captured_model_is_checked_like_any_other(sections, world_size, message):
+def test_a_run_of_a_huggingface_model_is_checked_like_any_other(sections, world_size, message):
     with pytest.raises(ConfigError) as caught:
         make_hf(**sections).validate(world_size)
     assert str(caught.value).startswith(message)
 
 
-def test_a_captured_run_survives_json():
+def test_a_huggingface_run_survives_json():
     config = make_hf(
         data={"data_path": ["1", "a"], "mock_data": False}, checkpoint={"save_hf": "x"}
     )

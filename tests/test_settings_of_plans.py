@@ -25,14 +25,14 @@ def test_no_setting_is_both_decided_by_a_plan_and_there_to_make_one():
 
 
 def test_plans_say_the_same_of_a_setting_of_both_kinds_of_models():
-    native, captured = (
+    gpt, hf = (
         {row.name: row.metadata for row in dataclasses.fields(section)}
         for section in (ModelConfig, HFModelConfig)
     )
-    both = native.keys() & captured.keys()
+    both = gpt.keys() & hf.keys()
     assert {"seq_length", "make_vocab_size_divisible_by"} <= both
     for key in ("plan", "makes_plan"):
-        assert all(native[name].get(key) == captured[name].get(key) for name in both)
+        assert all(gpt[name].get(key) == hf[name].get(key) for name in both)
 
 
 @pytest.mark.parametrize("name", DECIDES)

@@ -63,7 +63,7 @@ def _torchrun(script: str, *flags: str) -> list[str]:
     return [*start, str(ROOT / "benchmarks/faults" / script), *flags]
 
 
-def _native(directory: Path, timeout: int) -> list[str]:
+def _pretrain(directory: Path, timeout: int) -> list[str]:
     start = [sys.executable, "-m", "megatron_merak", "pretrain", "--nproc-per-node", "2"]
     disk = ["--save", str(directory), "--load", str(directory), "--save-interval", "2"]
     more = ["--train-iters", str(STEPS), "--metrics", f"{directory}.metrics"]
@@ -84,7 +84,7 @@ def _of_script(script: str, *flags: str) -> Callable[[Path, int], list[str]]:
 
 
 PROGRAMS = (
-    Program("merak-pretrain", _native),
+    Program("merak-pretrain", _pretrain),
     Program("MerakTrainer", _of_script("train_hf.py", "--merak")),
     Program("torchrun + DDP + DCP", _of_script("train_ddp.py")),
     Program("transformers' Trainer", _of_script("train_hf.py")),

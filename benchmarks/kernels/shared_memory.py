@@ -30,7 +30,8 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.precision import choose_fp32_matmul
 from megatron_merak.parallel.shared_memory import SharedMemoryGroup
 from megatron_merak.planner import plan
-from megatron_merak.stages.native_model import NativeModel
+from megatron_merak.stages.gpt_model import GPTModel, traced_gpt
+from megatron_merak.training.gpt_blueprint import by_formulas
 from megatron_merak.training.trainer import Trainer
 
 BACKENDS = ("gloo", "merak_shm")
@@ -83,10 +84,12 @@ def training_steps(
     config = configuration(shape, TP, PP, DP, bf16=False, seed=bench.seed)
     made = plan(config, TP)
     device = torch.device("cpu")
+    traced = traced_gpt(config)
     trainers = {}
     for name in BACKENDS:
         mesh = build_mesh(made.grid, rank, device, collectives=name)
-        trainers[name] = Trainer(config, NativeModel(config, made, mesh))
+        blueprint = by_formulas(traced, config, made)
+        trainers[name] = Trainer(config, GPTModel(blueprint, config, mesh))
         fill(trainers[name], bench.seed)
     mask = torch.ones(shape.micro_batch, shape.sequence)
     positions = torch.arange(shape.sequence).expand(shape.micro_batch, -1)

@@ -3,7 +3,7 @@
     python -m benchmarks paper --write             all sizes on 8 to 64 GPUs, into docs/evidence/paper.md (minutes)
     python -m benchmarks paper --sizes 1.5B --gpus 8
 
-Every time is MODELLED: plans of the native GPT, priced by the cost table of the planner. Nothing is measured here.
+Every time is MODELLED: plans of the GPT of flags, priced by the cost table of the planner. Nothing is measured here.
 """
 
 import argparse
@@ -166,7 +166,7 @@ def row(name: str, gpus: int) -> Row | None:
 TEXT = """# Merak's paper, modelled
 
 This page models the experiments of Merak's paper: its three techniques one by one, all together, and the best plan
-that this library finds. **Every number is modelled**: the planner's cost table prices plans of the native GPT. No GPU
+that this library finds. **Every number is modelled**: the planner's cost table prices plans of the GPT of flags. No GPU
 was involved.
 
 - **Cluster**: {gpus} RTX 3090s, {ranks} per node over PCIe 4.0 ({inside:.0f} GB/s per direction), nodes over 100

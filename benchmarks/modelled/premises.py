@@ -131,7 +131,7 @@ What the derivation takes for granted, beside the plans of the table above (1F1B
 
 {table}
 
-1. **Layers are alike**: true of the native GPT's layers, and not of the output layer, which keeps logits and is on the
+1. **Layers are alike**: true of the GPT's layers, and not of the output layer, which keeps logits and is on the
    last stage. There the rule keeps everything anyway.
 2. **Stage i holds s - i + 1 micro-batches**: exactly, under 1F1B with m >= s. The shifted schedule holds one more on
    stage s - 1, so a_(s-1) of the rule is too large there, and a_1 is lowered until it fits. `gpipe` holds m on every

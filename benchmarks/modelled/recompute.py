@@ -4,7 +4,7 @@ cards.
     python -m benchmarks recompute              prints the page
     python -m benchmarks recompute --write      into docs/evidence/recompute.md
 
-Every time is MODELLED: plans of the native GPT, priced by the cost table of the planner. Nothing is
+Every time is MODELLED: plans of the GPT of flags, priced by the cost table of the planner. Nothing is
 measured here.
 """
 
@@ -168,7 +168,7 @@ TEXT = """# Recomputing no more than necessary, modelled
 Recomputation (activation checkpointing) costs time, so it pays to recompute only what does not fit. This page shows
 how much each `--recompute-method` saves over recomputing every layer.
 
-**Every number on this page is modelled**: the planner's cost table prices plans of the native GPT on RTX 3090s with
+**Every number on this page is modelled**: the planner's cost table prices plans of the GPT of flags on RTX 3090s with
 {memory:.0f} of their 24 GiB for the model, sequences of {sequence} tokens, {batch} samples per step, and 16-bit
 weights with fp32 master weights. The eight GPUs of a node share one network card. Layouts have at least four stages;
 the model fits with full recomputation and does not fit without recomputation. Each row uses the layout on which full

@@ -22,9 +22,11 @@ from megatron_merak.parallel.mesh import Mesh
 from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.runtime.engine import execute
+from megatron_merak.runtime.halves import halve
 from megatron_merak.runtime.program import LOSS
 from megatron_merak.runtime.stage import Stage
-from megatron_merak.stages.native import build_stages
+from megatron_merak.stages.gpt_model import GPTModel, traced_gpt
+from megatron_merak.training.gpt_blueprint import by_formulas
 
 SCALE = 16
 RANKS = 2
@@ -127,19 +129,27 @@ def run(
         control=dist.group.WORLD,
         clock=clock,
     )
+    traced = traced_gpt(config(MODES[0], False, scale), mesh)
     data, found = batches(scale), {}
     for recompute in (False, True):
         for mode in MODES:
             made = config(mode, recompute, scale)
-            model = build_stages(made, replace(make_plan(made, world_size), overlap=mode), mesh)
+            plan = replace(make_plan(made, world_size), overlap=mode)
+            blueprint = by_formulas(traced, made, plan)
+            model = GPTModel(blueprint, made, mesh)
+            samples = model.from_samples(data)
+            if mode == "sub-pipeline":  # captured now, not on the clock
+                model.admit(halve(samples[0]), True)
             model.parameters.start_step()
             with clock.kernels():
                 accounts = _phases(
-                    model.stages[0], data, clock, recompute=recompute, paired=mode == "pair"
+                    model.stages[0],
+                    samples,
+                    clock,
+                    recompute=recompute,
+                    paired=mode == "pair",
                 )
-            found[mode, recompute] = Phases(
-                accounts, model.parameters.buffer.main_grad[::97].tolist()
-            )
+            found[mode, recompute] = Phases(accounts, model.buffer.main_grad[::97].tolist())
     return found
 
 

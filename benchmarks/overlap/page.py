@@ -226,7 +226,7 @@ backward.
 
 ## Modelled
 
-- **Model**: the native model, a Llama with 8 layers (hidden 4096, MLP 11008, 32 heads, vocabulary 32000, bfloat16); 8
+- **Model**: the GPT of flags, a Llama with 8 layers (hidden 4096, MLP 11008, 32 heads, vocabulary 32000, bfloat16); 8
   sequences of 2048 tokens per micro-batch.
 - **Devices**: two ranks with 156 TFLOP/s and 1.5 TB/s each: half of an A100's FLOP/s, which large kernels reach, and
   its memory bandwidth.

@@ -28,8 +28,10 @@ from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search
 from megatron_merak.planner.search.native import NativeChain
 from megatron_merak.planner.tables import align
+from megatron_merak.stages.gpt_model import GPTModel, traced_gpt
+from megatron_merak.training.gpt_blueprint import by_formulas
 from megatron_merak.training.searched import applied
-from tests.engines import native_trainer
+from megatron_merak.training.trainer import Trainer
 from tests.ranks import run_ranks
 
 BATCH = 16
@@ -82,6 +84,7 @@ def measure(
 ) -> list[float]:
     """Return this rank's seconds of a step of each layout: the median, after one to warm up."""
     meshes = {}
+    traced = {}  # by samples of a micro-batch
     seconds = []
     for choice in choices:
         own = applied(config, choice)
@@ -90,7 +93,10 @@ def measure(
         if key not in meshes:
             meshes[key] = build_mesh(key, rank, CPU)
         mesh = meshes[key]
-        trainer = native_trainer(own, made, mesh)
+        if choice.mb not in traced:
+            traced[choice.mb] = traced_gpt(own)
+        blueprint = by_formulas(traced[choice.mb], own, made)
+        trainer = Trainer(own, GPTModel(blueprint, own, mesh))
         batches = _batches(config, choice.mb, made.num_microbatches)
         times = []
         for _ in range(steps + 1):
@@ -153,7 +159,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each layout (5)")
     parser.add_argument("--every", type=int, default=1, help="measure one in so many layouts (1)")
     arguments = parser.parse_args()
-    prepare("tests.engines")
+    prepare("megatron_merak.training.gpt_blueprint")
     config = configuration(arguments.layers, arguments.hidden, arguments.length)
     host = cluster(arguments.memory_gb, arguments.profile)
     search = search_of(config, host)

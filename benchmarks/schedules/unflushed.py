@@ -48,8 +48,8 @@ planner adds them to the step, and counts all versions of the weights.
 
 `tests/training/test_unflushed.py` compares losses and weights of three steps, on 2 and 4 stages, in fp32 and bf16, with
 one process that computes micro-batch after micro-batch and gives each stage the weights stated here: equal to the bit.
-Native models only, without tensor or data parallelism, tied embeddings, clipping by the global norm and fp16, for which
-each stage would wait for others; all of these are refused by name.
+The GPT of flags only, without tensor or data parallelism, tied embeddings, clipping by the global norm and fp16, for
+which each stage would wait for others; all of these are refused by name.
 {end}"""
 
 

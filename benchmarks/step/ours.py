@@ -11,7 +11,8 @@ from megatron_merak.parallel.memory import keep_freed_memory
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.parallel.precision import choose_fp32_matmul
 from megatron_merak.planner import plan
-from megatron_merak.stages.native_model import NativeModel
+from megatron_merak.stages.gpt_model import GPTModel, traced_gpt
+from megatron_merak.training.gpt_blueprint import by_formulas
 from megatron_merak.training.trainer import Trainer
 
 
@@ -85,7 +86,8 @@ def step_runner(
     keep_freed_memory()
     made = plan(config, world.size)
     mesh = build_mesh(made.grid, world.rank, world.device)
-    trainer = Trainer(config, NativeModel(config, made, mesh))
+    blueprint = by_formulas(traced_gpt(config, mesh), config, made)
+    trainer = Trainer(config, GPTModel(blueprint, config, mesh))
     fill(trainer, seed)
     mask = torch.ones(model_shape.micro_batch, model_shape.sequence)
     positions = torch.arange(model_shape.sequence).expand(model_shape.micro_batch, -1)

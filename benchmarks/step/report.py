@@ -107,7 +107,7 @@ def disagreements(series: list[Series]) -> list[str]:
 
 def ratios(series: list[Series], shape: ModelShape) -> list[dict[str, Any]]:
     """Each of ours against each flavour of the peer in its group (of several tuned splits the
-    fastest counts), and against ours with the native model."""
+    fastest counts), and against ours with the GPT of flags."""
     ours = [one for one in series if one.case.contestant in OURS]
     best: dict[tuple[str, bool], Series] = {}
     for one in series:
@@ -116,8 +116,8 @@ def ratios(series: list[Series], shape: ModelShape) -> list[dict[str, Any]]:
             key not in best or one.step_ms().median < best[key].step_ms().median
         ):
             best[key] = one
-    native = [one for one in ours if one.case.contestant == "ours"]
-    pairs = [(mine, other) for mine in ours for other in [*native, *best.values()]]
+    of_flags = [one for one in ours if one.case.contestant == "ours"]
+    pairs = [(mine, other) for mine in ours for other in [*of_flags, *best.values()]]
     return [
         compare(mine, other) for mine, other in pairs if mine is not other and mine.case.group == other.case.group
         if mine.case.contestant != "ours" or other not in ours

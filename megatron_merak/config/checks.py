@@ -233,7 +233,18 @@ def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
-def check_native(parallel: ParallelConfig) -> None:
+def check_recomputed_activations(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check that the feed-forward part of the GPT has an activation that is recomputed alone."""
+    if parallel.recomputes_activations and model.swiglu and not model.disable_bias_linear:
+        raise ConfigError(
+            "--recompute-granularity",
+            "selective",
+            "the activation of SwiGLU with biases is not recomputed by itself",
+            "Add --disable-bias-linear, or use full",
+        )
+
+
+def check_no_experts(parallel: ParallelConfig) -> None:
     """Check that nothing asks for experts, which the model has none of."""
     size = parallel.expert_model_parallel_size
     if size > 1:

@@ -1,4 +1,4 @@
-"""The settings of a run that trains a captured model: its shape comes from ``--model``, not from
+"""The settings of a run that trains a HuggingFace model: its shape comes from ``--model``, not from
 flags.
 """
 

@@ -12,13 +12,14 @@ from .checks import (
     check_data,
     check_experts,
     check_model,
-    check_native,
     check_needs,
+    check_no_experts,
     check_optimizer,
     check_pipeline,
     check_precision,
     check_ranks,
     check_recompute,
+    check_recomputed_activations,
     check_schedule,
     check_sequence_parallel,
     check_sharding,
@@ -205,16 +206,16 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """A run of the native GPT, whose shape flags define."""
+    """A run of the GPT whose shape flags define."""
 
     model: ModelConfig
 
     @property
-    def is_captured(self) -> bool:
-        """Whether the model is captured as any other is: what ranks that divide its sequences do
-        follows from its graph.
+    def is_priced_by_graph(self) -> bool:
+        """Whether a plan's numbers come from the graph of the model: the formulas for its shape know
+        no ranks that divide sequences.
         """
-        return self.model.captured or self.parallel.context_parallel_size > 1
+        return self.parallel.context_parallel_size > 1
 
     def check_model(self, world_size: int) -> None:
         check_model(self.model)
@@ -223,7 +224,8 @@ class Config(RunConfig):
         stages = parallel.pipeline_model_parallel_size
         ranks = world_size - parallel.num_parameter_servers
         check_tensor_parallel(self.model, tensor, left(ranks, parallel.ranks_of_replica // tensor))
-        check_native(self.parallel)
+        check_no_experts(self.parallel)
+        check_recomputed_activations(self.model, self.parallel)
         check_sequence_parallel(
             self.model.seq_length, self.model.max_position_embeddings, self.parallel
         )
@@ -246,8 +248,8 @@ class Config(RunConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HFConfig(RunConfig):
-    """A run of a captured model, whose shape ``--model`` defines; checks that need the shape follow
-    when it is read.
+    """A run of a HuggingFace model, whose shape ``--model`` defines; checks that need the shape
+    follow when it is read.
     """
 
     model: HFModelConfig

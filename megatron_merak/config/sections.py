@@ -100,9 +100,6 @@ class ModelConfig(Section):
     fp32_residual_connection: bool = setting(False, plan=InPlan("fp32_residual"))
     """Keep the residual stream of a 16-bit model in fp32: embeddings and sublayer outputs are cast
     to fp32, sums and tensors sent between stages are fp32, and normalizations return 16 bits."""
-    captured: bool = setting(False, ours=True, plan=InPlan("graph_sharding", on="layers"))
-    """Capture the model as a graph, as pretrain_hf.py captures models, instead of building it of
-    units of its own; so it is with --context-parallel-size."""
     cross_entropy_chunk_size: int = setting(0, least=0, ours=True, plan=InPlan("loss_chunk"))
     """Compute the loss for this many tokens at a time; logits are recomputed in the backward
     instead of stored (0: store all logits)."""

@@ -56,7 +56,7 @@ def check_unflushed(
 
 
 def refuse_unflushed(schedule: str | None) -> None:
-    """Raise ConfigError where a captured model is asked to run such a schedule, given its name."""
+    """Raise ConfigError where any other model is asked to run such a schedule, given its name."""
     if schedule in UNFLUSHED:
         reason = (
             "it updates weights while micro-batches are in flight, which the GPT of "

@@ -41,8 +41,8 @@ def read_merak(
     optimizer: whether to read AdamW's state, if there is any.
     say:       called with a line on what is left out.
 
-    Every byte is compared with its digest. Raises CheckpointError, and ConfigError for a native GPT
-    that transformers does not have.
+    Every byte is compared with its digest. Raises CheckpointError, and ConfigError for a GPT of
+    flags that transformers does not have.
     """
     path = chosen(directory, iteration)
     manifest = read_manifest(path)[1]
@@ -75,8 +75,8 @@ def read_merak(
 
 
 def write_merak(state: PortableState, root: Path, say: Say) -> tuple[Path, ModelConfig | None]:
-    """Write a checkpoint; return its directory, and the native GPT that it is of: None for a model
-    that only merak-pretrain-hf trains.
+    """Write a checkpoint; return its directory, and the GPT of flags that it is of: None for a
+    model that only merak-pretrain-hf trains.
 
     root: the directory in which it is made.
     say:  called with a line on settings that differ.
@@ -94,7 +94,7 @@ def write_merak(state: PortableState, root: Path, say: Say) -> tuple[Path, Model
     try:
         native = native_of_config(model.config, root, say)
     except ConfigError as error:
-        say(f"For merak-pretrain-hf, as the native GPT is not this model: {error}")
+        say(f"For merak-pretrain-hf, as the GPT of flags is not this model: {error}")
     names = {name: native_name(name, kind) if native else name for name in parameters}
     buffers = {name: name for name in known if name in dict(model.named_buffers())}
     settings = {"model": kind} if native is None else dataclasses.asdict(native)

@@ -4,7 +4,7 @@ names, which is captured, cut and sharded like any other.
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..config import ModelConfig
-from .names import is_gpt2_style
+from .hf_config import is_gpt2_style
 from .targets import IGNORED, targets
 
 
@@ -36,10 +36,11 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape[int(transposed)])) if bias else None
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, 0.0, self.std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+    def draw(self, key: str, generator: torch.Generator) -> Tensor:
+        """Return the initial value of "weight" or "bias"."""
+        if key == "bias":
+            return torch.zeros(self.weight.shape[int(self.transposed)])
+        return torch.empty(self.weight.shape).normal_(0.0, self.std, generator=generator)
 
 
 class Linear(Weight):
@@ -68,10 +69,10 @@ class GPTNorm(nn.Module):
         layer = config.normalization == "LayerNorm"
         self.bias = nn.Parameter(torch.empty(size)) if layer else None
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+    def draw(self, key: str, generator: torch.Generator) -> Tensor:
+        """Return the initial value of "weight" or "bias"."""
+        value = 1.0 if key == "weight" else 0.0
+        return torch.full(self.weight.shape, value)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is not None:
@@ -80,7 +81,7 @@ class GPTNorm(nn.Module):
             return F.layer_norm(x, weight.shape, weight, bias, self.eps).to(self.weight.dtype)
         wide = x.to(torch.float32)
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(self.weight.dtype)
+        return (self.weight.to(x.dtype) * normed.to(x.dtype)).to(self.weight.dtype)
 
 
 class Matrices:
@@ -291,9 +292,24 @@ class GPTModule(nn.Module):
         return "embedding", *layers, "head"
 
     @property
+    def positions_name(self) -> str | None:
+        """The name of the table of positions; None without one."""
+        if self.shape.position_embedding_type != "learned_absolute":
+            return None
+        return f"{self.names.inside}.{self.names.positions}.weight"
+
+    @property
     def fp32_residual(self) -> bool:
         """Whether its residual stream is fp32, whatever its weights are."""
         return self.shape.fp32_residual_connection
+
+    def draw(self, name: str, generator: torch.Generator) -> Tensor:
+        """Return the initial value of a parameter: fp32, on the CPU. May be called by several
+        threads.
+        """
+        path, _, key = name.rpartition(".")
+        part: Any = self.get_submodule(path)
+        return part.draw(key, generator)
 
     def _part(self, name: str) -> nn.Module:
         return self.get_submodule(f"{self.names.inside}.{name}")

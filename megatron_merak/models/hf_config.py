@@ -1,7 +1,7 @@
-"""The HuggingFace model that is a native GPT: its config.json from our settings, and our settings
+"""The HuggingFace model that is the GPT of flags: its config.json from our settings, and our settings
 from a config.json.
 
-A native model has the function and the tensor names of one of these model types, or of none:
+It has the function and the tensor names of one of these model types, or of none:
 
     gpt2        learned positions, LayerNorm, GELU, biases
     llama       rotary, RMSNorm, SwiGLU, biases everywhere or nowhere
@@ -17,7 +17,6 @@ from typing import Any
 
 from ..config import ModelConfig
 from ..errors import ConfigError
-from .names import is_gpt2_style
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -35,9 +34,20 @@ RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {"starcoder2": ((".mlp.up_proj.", ".mlp.c_fc."), (".mlp.down_proj.", ".mlp.c_proj."))}
 )
 
-# Of --use-rope-scaling, as models/gpt.py computes it.
+# Of --use-rope-scaling, as `rotary_frequencies` computes it.
 _SCALING = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _TRAINED_POSITIONS = 8192
+
+
+def is_gpt2_style(config: ModelConfig) -> bool:
+    """Whether HuggingFace's GPT-2 can hold this model, so that its tensor names are used."""
+    return (
+        config.position_embedding_type == "learned_absolute"
+        and config.normalization == "LayerNorm"
+        and not (config.swiglu or config.disable_bias_linear or config.qk_layernorm)
+        and config.query_groups == config.num_attention_heads
+        and config.head_dim * config.num_attention_heads == config.hidden_size
+    )
 
 
 def hf_type(model: ModelConfig) -> str:
@@ -192,14 +202,14 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``ModelConfig`` that a config.json asks for, complete as transformers
     writes it.
 
-    What the native model has no setting for is not looked at: compare ``hf_config`` of the result
+    What the GPT of flags has no setting for is not looked at: compare ``hf_config`` of the result
     with ``config``. Raises ConfigError for another model type.
     """
     kind = config.get("model_type")
     if kind is None or kind not in ARCHITECTURES:
         remedy = "Train it with merak-pretrain-hf, which takes any model type"
         raise ConfigError(
-            "model type", kind, f"the native GPT can be {', '.join(ARCHITECTURES)}", remedy
+            "model type", kind, f"the GPT of flags can be {', '.join(ARCHITECTURES)}", remedy
         )
     shared = {
         "vocab_size": config["vocab_size"],

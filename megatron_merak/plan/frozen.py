@@ -51,10 +51,10 @@ class Plan:
     loss_chunk:            tokens whose logits exist at a time; 0: all.
     recompute_activations: whether the activations of feed-forward parts are recomputed, whatever
                            else is.
-    graph_sharding:        how the graph of a captured model is cut into units; empty for the native
-                           model.
+    graph_sharding:        how the graph of the model is cut into units; ``layers``: into those that
+                           the GPT of flags names.
     grad_reduce_in_bf16:   whether replicas send gradients in bf16.
-    fp32_residual:         whether the residual stream of a 16-bit native model is fp32.
+    fp32_residual:         whether the residual stream of a 16-bit GPT of flags is fp32.
     state_bytes:           optimizer state of a parameter on average, beside an fp32 copy of a
                            16-bit one; 8 for AdamW.
     frozen_bytes:          memory of a weight that is not trained, on average; 0: the weight in

@@ -1,5 +1,5 @@
-"""Parameters, FLOPs and saved activations of each unit of a native model, and the time of any unit
-on a device.
+"""Parameters, FLOPs and saved activations of each unit of the GPT of flags, and the time of any
+unit on a device.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,23 @@ from megatron_merak.planner.attention import SHORT, causal_more
 from megatron_merak.planner.links import reached_along
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens,
-# hidden] activation.
+# hidden] activation; the head has one of statistics of its loss, too.
 TENSOR_ALL_REDUCES = {"embedding": (1, 0), "layer": (2, 2), "head": (0, 1)}
 # The same with sequence parallelism, where an all-gather and a reduce-scatter cost as much as an
-# all-reduce. Both ends of the chain have one of the two. The backward of a layer all-gathers the
-# inputs of two matrix products again.
-SEQUENCE_ALL_REDUCES = {"embedding": (0.5, 0.5), "layer": (2, 3), "head": (0.5, 0.5)}
+# all-reduce. Both ends of the chain have one of the two in each direction. The backward all-gathers
+# the inputs of matrix products again: two in a layer, one in the head, none if it computes in
+# chunks.
+SEQUENCE_ALL_REDUCES = {"embedding": (0.5, 0.5), "layer": (2, 3), "head": (0.5, 1)}
 # Kernels that the host launches in a unit's (forward, backward).
 OPERATIONS = {"embedding": (3, 6), "layer": (65, 150), "head": (25, 40)}
 # Seconds between two kernels that depend on each other, on a device with ``practice``.
 GAP = 1e-6
 # The name of the tied embedding table in `Unit.tied`.
 TIED_TABLE = "embedding.weight"
-# Bytes that are kept of a dropout mask outside of attention: its seed.
+# Bytes that are kept of the dropout mask of a residual add: its seed.
 SEED_BYTES = 8
+# Bytes per token of the statistics of the loss that each rank with a shard of the classes sends.
+STATISTICS_BYTES = 12
 
 
 # The number of ranks and their link: of all-reduces in a layer, of exchanges.
@@ -68,17 +71,17 @@ def gpt_units(
     sequence_parallel: bool = False,
     recompute_activations: bool = False,
 ) -> tuple[Unit, ...]:
-    """Return the chain of a native model: "embedding", "layer.0" ... "layer.L-1", "head".
+    """Return the chain of the GPT of flags: "embedding", "layer.0" ... "layer.L-1", "head".
 
     All numbers are of one tensor-parallel rank: sharded weights count 1/tp, replicated ones in
     full, and the vocabulary with its padding. The head is final norm, output layer and loss. FLOPs
-    are those of the matrix products, including the causal half of the attention scores. Of a
-    dropout mask only its seed is kept.
+    are those of the matrix products, including the causal half of the attention scores.
 
     bytes_per_value:       of an activation; a value of an fp32 residual stream has 4.
-    fused_dropout:         on GPUs: attention keeps no scores; otherwise see `_layer_saved_bytes`.
+    fused_dropout:         on GPUs: attention keeps no scores, and the embedding a mask of bytes;
+                           otherwise see `_layer_saved_bytes`.
     sequence_parallel:     hidden states and inputs of parallel layers are sharded, except the input
-                           of the head.
+                           of a head that computes in chunks.
     recompute_activations: the second matrix of the feed-forward network does not keep its input.
     """
     tokens = micro_batch_size * model.seq_length
@@ -87,31 +90,35 @@ def gpt_units(
     vocabulary = model.padded_vocab_size(tp) // tp
     activation = tokens * hidden * bytes_per_value
     hidden_state = tokens // parts * hidden * _stream(model, bytes_per_value)
-    dropout_mask = SEED_BYTES if model.hidden_dropout else 0
     positions = (
         model.max_positions * hidden if model.position_embedding_type == "learned_absolute" else 0
     )
     output = vocabulary * hidden
     untied = model.untie_embeddings_and_output_weights
     tied = () if untied else ((TIED_TABLE, output),)
-    work = {kind: _launched(kind, activation, tp, parts) for kind in OPERATIONS}
-    kept = 2 * dropout_mask - (
-        tokens * model.ffn_size // tp * bytes_per_value if recompute_activations else 0
-    )
-    kept += _layer_saved_bytes(
+    work = {
+        kind: _launched(kind, model, tokens, activation, tp, parts=parts) for kind in OPERATIONS
+    }
+    kept = _layer_saved_bytes(
         model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts
     )
+    if recompute_activations:
+        kept -= tokens * model.ffn_size // tp * bytes_per_value
+    if model.hidden_dropout:
+        # of parts of sequences, each sample has a mask of its own
+        kept += 2 * SEED_BYTES * (micro_batch_size if parts > 1 else 1)
     layer = (_layer_parameters(model, tp), _layer_flops(model, tokens, tp), kept, hidden_state)
-    statistics = 4 * tokens // parts * _norm_vectors(model)
-    rows = _kept_of_loss(model, vocabulary * bytes_per_value, tp)
     chunk = model.cross_entropy_chunk_size
+    entering = activation if chunk else activation // parts
+    norm = tokens // parts * _norm_bytes(model) + _widened_norm(model, bytes_per_value)
+    rows = _kept_of_loss(model, vocabulary * bytes_per_value, tp)
     logits = 2 * tokens * hidden * vocabulary
     head = Unit(
         name="head",
         kind="head",
         parameters=_norm_vectors(model) * hidden + (output if untied else 0),
         flops=logits,
-        saved_bytes=activation + statistics + tokens * rows,
+        saved_bytes=entering + norm + tokens * rows,
         output_bytes=4,
         tied=tied,
         transient_bytes=min(chunk, tokens) * vocabulary * bytes_per_value,
@@ -123,17 +130,19 @@ def gpt_units(
     own = positions + (output if untied else 0)
     # row indices in this rank's shard of the table, and which tokens are in it
     looked_up = 9 * tokens if tp > 1 else 0
+    if model.hidden_dropout:
+        # fused kernels keep which values survive; others their factors, as of parts of a sequence
+        survives = 1 if fused_dropout and parts == 1 else _stream(model, bytes_per_value)
+        looked_up += tokens // parts * hidden * survives
     # masking the tokens' gradients makes a copy
-    learned = activation // parts if positions and tp > 1 else 0
+    learned = activation if positions and tp > 1 else 0
     table: dict[str, Any] = {"weight_bytes": activation + learned} | work["embedding"]
     inner = (
         _layer_work(model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts)
         | work["layer"]
     )
     return (
-        Unit(
-            "embedding", "embedding", own, 0, dropout_mask + looked_up, hidden_state, tied, **table
-        ),
+        Unit("embedding", "embedding", own, 0, looked_up, hidden_state, tied, **table),
         *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),
         head,
     )
@@ -149,22 +158,32 @@ def _kept_of_loss(model: ModelConfig, logits: int, tp: int) -> int:
 
     Unsharded rows of logits are replaced by exponentials in place, and their sum is kept. Sharded
     or recomputed rows keep three statistics, and their gradient those of all ranks; sharded rows
-    are kept unchanged.
+    are kept until their gradient replaces them, and which tokens count.
     """
-    if tp == 1 and not model.cross_entropy_chunk_size:
+    chunked = bool(model.cross_entropy_chunk_size)
+    if tp == 1 and not chunked:
         return logits + 4
-    return (0 if model.cross_entropy_chunk_size else logits) + 12 + 12 * tp
+    counted = 1 if tp > 1 else 0
+    return (0 if chunked else logits) + STATISTICS_BYTES * (1 + tp) + counted
 
 
-def _launched(kind: str, activation: int, tp: int, parts: int) -> dict[str, Any]:
+def _launched(
+    kind: str, model: ModelConfig, tokens: int, activation: int, tp: int, parts: int
+) -> dict[str, Any]:
     """Return the fields of a `Unit` on kernel launches and tensor-parallel all-reduces."""
-    forward, backward = (
-        (SEQUENCE_ALL_REDUCES if parts > 1 else TENSOR_ALL_REDUCES)[kind] if tp > 1 else (0, 0)
-    )
-    return {
-        "reduces": (ceil(forward), ceil(backward)),
-        "reduced_bytes": (int(forward * activation), int(backward * activation)),
-        "operations": OPERATIONS[kind],
+    operations = {"operations": OPERATIONS[kind]}
+    if tp == 1:
+        return operations
+    forward, backward = (SEQUENCE_ALL_REDUCES if parts > 1 else TENSOR_ALL_REDUCES)[kind]
+    statistics = 0
+    if kind == "head":
+        # all ranks get those of all, which costs half of an all-reduce
+        statistics = STATISTICS_BYTES * tokens * tp // 2
+        if parts > 1 and model.cross_entropy_chunk_size:
+            backward -= 0.5
+    return operations | {
+        "reduces": (ceil(forward + (statistics > 0)), ceil(backward)),
+        "reduced_bytes": (int(forward * activation) + statistics, int(backward * activation)),
     }
 
 
@@ -173,6 +192,17 @@ def _norm_vectors(model: ModelConfig) -> int:
     kept per row.
     """
     return 1 if model.normalization == "RMSNorm" else 2
+
+
+def _norm_bytes(model: ModelConfig) -> int:
+    """Return the bytes of the fp32 statistics that a norm keeps per row."""
+    return 4 * _norm_vectors(model)
+
+
+def _widened_norm(model: ModelConfig, bytes_per_value: int) -> int:
+    """Return the bytes of the weight of a norm that is kept in the dtype of the residual stream."""
+    stream = _stream(model, bytes_per_value)
+    return model.hidden_size * stream if stream > bytes_per_value else 0
 
 
 def _widths(model: ModelConfig, tp: int) -> tuple[int, int, int, int]:
@@ -215,32 +245,32 @@ def _layer_saved_bytes(
     """Return the bytes that a layer keeps for its backward.
 
     These are both norms' outputs, queries, keys, values, attention output, first residual sum and
-    the MLP's two inner tensors. Rotary embeddings are applied in place to the fused qkv projection;
-    with qk norms that is kept as well, for their backward. Of the residual sum, the norms' outputs
-    and statistics a rank has 1 / ``parts`` of the sequence. Without ``fused_dropout``, as on CPUs,
-    attention with dropout keeps its scores and a copy of every head, and without dropout no softmax
-    statistics of short sequences.
+    the MLP's two inner tensors. Rotary embeddings are applied in place to the queries and keys; with
+    qk norms what enters those is kept as well. Of the residual sum, the norms' outputs and
+    statistics a rank has 1 / ``parts`` of the sequence. Without ``fused_dropout``, as on CPUs,
+    attention with dropout keeps its scores and a copy of every head, in fp32, and without dropout no
+    softmax statistics of short sequences.
     """
     hidden = model.hidden_size
     heads = model.num_attention_heads // tp
     queries, keys, first, second = _widths(model, tp)
-    # Attention then computes scores on copies of queries, keys and values, one per head.
     scored = model.attention_dropout and not fused_dropout
-    values = first + second + (4 * queries if scored else 2 * queries + 2 * keys)
+    values = first + second + queries + (0 if scored else queries + 2 * keys)
     if model.qk_layernorm:
-        values += queries + (2 * keys if scored else keys)
-    sharded = hidden * (
-        2 * bytes_per_value + _stream(model, bytes_per_value)
-    ) + 2 * 4 * _norm_vectors(model)
+        values += queries + keys
+    sharded = hidden * (2 * bytes_per_value + _stream(model, bytes_per_value))
+    sharded += 2 * _norm_bytes(model)
     row = values * bytes_per_value
     if model.qk_layernorm:
-        row += 4 * _norm_vectors(model) * (queries + keys) // model.head_dim
+        row += _norm_bytes(model) * (queries + keys) // model.head_dim
     if scored:
-        # probabilities before and after dropout, and the mask
-        row += heads * model.seq_length * 3 * bytes_per_value
+        # copies of queries, keys and values, one per head; probabilities before and after dropout,
+        # and the mask
+        row += 4 * 3 * (queries + heads * model.seq_length)
     elif fused_dropout or model.seq_length > SHORT:
         row += 4 * heads  # log-sum-exp
-    return tokens * row + tokens // parts * sharded
+    norms = 2 * _widened_norm(model, bytes_per_value)
+    return tokens * row + tokens // parts * sharded + norms
 
 
 def _layer_work(

@@ -1,4 +1,4 @@
-"""Makes a `Plan` from a chain of units, or from a configuration of the native model."""
+"""Makes a `Plan` from a chain of units, or from the flags of a GPT."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from megatron_merak.planner.cost import gpt_units
 from megatron_merak.planner.layout import StageLayouts
 from megatron_merak.planner.predict import priced
 from megatron_merak.planner.recompute import check_limit
-from megatron_merak.planner.request import Request, request_of
+from megatron_merak.planner.request import LAYERS, Request, request_of
 from megatron_merak.planner.tables import by_family
 from megatron_merak.planner.written import FLAG, is_paired, written
 
@@ -37,10 +37,9 @@ def plan(
     config: Config,
     world_size: int,
     cluster: Cluster = CLUSTERS["cpu"],
-    shardings: tuple[TensorSharding, ...] = (),
     report_progress: ProgressCallback = lambda share: None,
 ) -> Plan:
-    """Return the plan of a native model with the degrees and schedule of ``config``, cut into
+    """Return the plan of the GPT of flags with the degrees and schedule of ``config``, cut into
     stages by cost.
 
     cluster:         where it runs, see ``cluster.find_cluster``.
@@ -52,14 +51,16 @@ def plan(
     """
     config.validate(world_size, training=False)
     request = replace(
-        request_of(config, world_size), fp32_residual=config.model.fp32_residual_connection
+        request_of(config, world_size),
+        graph_sharding=LAYERS,
+        fp32_residual=config.model.fp32_residual_connection,
     )
-    units = native_units(config, request.grid.tp, cluster)
-    return plan_chain(units, request, cluster, shardings=shardings, report_progress=report_progress)
+    units = gpt_chain(config, request.grid.tp, cluster)
+    return plan_chain(units, request, cluster, report_progress=report_progress)
 
 
-def native_units(config: Config, tp: int, cluster: Cluster) -> tuple[Unit, ...]:
-    """Return the chain of a native model on one of ``tp`` ranks of ``cluster``."""
+def gpt_chain(config: Config, tp: int, cluster: Cluster) -> tuple[Unit, ...]:
+    """Return the chain of the GPT of flags on one of ``tp`` ranks of ``cluster``."""
     train = config.train
     bytes_per_value = DTYPE_BYTES[train.dtype]
     fused = cluster.device.fused_attention

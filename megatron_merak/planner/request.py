@@ -7,6 +7,8 @@ from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.plan import Grid
 from megatron_merak.planner.recompute import Recompute
 
+LAYERS = "layers"  # a ``graph_sharding``: into the units that the model names
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -22,8 +24,7 @@ class Request:
     loss_chunk:          see ``Plan``.
     fp32_residual:       see ``Plan``.
     state_bytes:         see ``Plan``.
-    graph_sharding:      how the graph of a captured model is cut into units; empty for the native
-                         model.
+    graph_sharding:      how the graph of the model is cut into units.
     rules:               how its weights are sharded, see ``TensorRules.parse``.
     vocabulary_multiple: a captured vocabulary is padded to a multiple of this x tp.
     schedule:            ops to run unchanged, instead of the schedule that ``parallel`` names.

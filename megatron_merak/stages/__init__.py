@@ -1,1 +1,1 @@
-"""A model on this rank, native or captured: its parameters, its programs, its optimizer's state."""
+"""A captured model on this rank: its parameters, its programs, its optimizer's state."""

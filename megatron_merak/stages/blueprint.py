@@ -31,18 +31,19 @@ from ..graph.fusion.fuse import fuse
 from ..graph.ir.nodes import is_random
 from ..graph.kept_state import StateOf
 from ..graph.lowering.lookups import Lookups, Outside, lookups_of
+from ..graph.lowering.prelude import Prelude
 from ..graph.lowering.rewrite import rewrite
 from ..graph.lowering.split import Parts, split
 from ..graph.lowering.undropped import undropped
 from ..graph.measure import measure
-from ..graph.partition.cut import LAYERS, Chain, align, cut, cut_layers
+from ..graph.partition.cut import Chain, align, cut, cut_layers
 from ..graph.sharding.shard import Sharding, TensorRules, shard
 from ..parallel.mesh import Mesh
-from ..plan import Plan, Unit
+from ..plan import Plan, TensorSharding, Unit
 from ..plan.fit import check_chain
 from ..planner.make import ProgressCallback, plan_chain
 from ..planner.predict import priced
-from ..planner.request import Request
+from ..planner.request import LAYERS, Request
 from ..planner.tables import by_family
 from ..runtime.program import Program
 from ..segment import Common
@@ -169,10 +170,13 @@ def frozen_bytes(traced: Traced) -> float:
     return sum(itemsize * values for itemsize, values in sizes.values()) / count if count else 0.0
 
 
-def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = None) -> "Blueprint":
+def blueprint_from_plan(
+    traced: Traced, plan: Plan, state_of: StateOf | None = None, vocabulary_multiple: int = 1
+) -> "Blueprint":
     """Apply a stored or edited plan to a captured model. The plan's predictions are computed anew.
 
-    state_of: see ``make_blueprint``.
+    state_of:            see ``make_blueprint``.
+    vocabulary_multiple: see ``shard``.
 
     Raises PlanError, naming the first difference, if the plan is one of another model or cannot be
     followed.
@@ -184,13 +188,10 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
     if plan.fp32_residual != wide:
         reason = "the model's own code decides the dtype of its residuals"
         raise PlanError("plan: fp32_residual", plan.fp32_residual, reason, f"Set it to {wide}")
-    if not plan.graph_sharding:
-        raise PlanError(
-            "plan: graph_sharding",
-            "''",
-            "it is a plan of the native model",
-            "Make a plan of this model",
-        )
+    if plan.graph_sharding in ("", LAYERS) and not has_units(model):
+        reason = "it is a plan of the GPT of merak-pretrain"
+        remedy = "Make a plan of this model"
+        raise PlanError("plan: graph_sharding", repr(plan.graph_sharding), reason, remedy)
     if plan.schedule.updates is not None and not has_units(model):
         reason = "only the GPT of merak-pretrain updates weights while micro-batches are in flight"
         raise PlanError("plan: schedule.updates", plan.schedule.name, reason, "Use 1f1b")
@@ -198,7 +199,14 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
     check_chain(plan, chain.names)
     pins = {tensor.name: tensor for tensor in plan.shardings}
     divided = plan.expert_parallel > 1
-    sharding = shard(captured, tp, pins=pins, complete=True, experts=divided)
+    sharding = shard(
+        captured,
+        tp,
+        pins=pins,
+        vocabulary_multiple=vocabulary_multiple,
+        complete=True,
+        experts=divided,
+    )
     units = measure(
         captured,
         chain,
@@ -213,6 +221,29 @@ def blueprint_from_plan(traced: Traced, plan: Plan, state_of: StateOf | None = N
         cp=plan.grid.cp,
     )
     return Blueprint(traced, chain, sharding, priced(replace(plan, units=units)))
+
+
+def followed(
+    traced: Traced,
+    plan: Plan,
+    pins: Mapping[str, TensorSharding],
+    vocabulary_multiple: int,
+) -> "Blueprint":
+    """Apply a plan that says nothing of weights to a captured model, and complete it by how these
+    are sharded.
+
+    pins, vocabulary_multiple: as for ``shard``.
+
+    Raises PlanError if no weight can be sharded.
+    """
+    captured = traced.captured
+    chain = chain_of(captured, plan.graph_sharding, traced.model)
+    check_chain(plan, chain.names)
+    tp = plan.grid.tp
+    sharding = shard(captured, tp, pins=pins, vocabulary_multiple=vocabulary_multiple)
+    tensors = tuple(sharding.tensors.values())
+    reasons = by_family(sharding.reasons.items())
+    return Blueprint(traced, chain, sharding, replace(plan, shardings=tensors, reasons=reasons))
 
 
 @dataclass(frozen=True)
@@ -416,9 +447,15 @@ class Counting:
     count: returns that number, of the batch.
     """
 
-    prelude: Callable[[Batch], dict[str, torch.Tensor]]
+    prelude: Prelude
     count: Callable[[Batch], torch.Tensor]
     device: torch.device
+
+    def state(self) -> tuple[torch.Tensor, ...] | None:
+        return self.prelude.state()
+
+    def restore(self, state: tuple[torch.Tensor, ...] | None) -> None:
+        self.prelude.restore(state)
 
     def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
         counted = self.count(batch).to(self.device, non_blocking=True)

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..config import Config, ModelConfig
 from ..graph.capture.empty import init_empty_weights
 from ..models.gpt_module import GPTModule, target_count
-from ..models.names import outer_names
 from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.agree import together
 from ..parallel.mesh import Mesh
@@ -16,7 +15,7 @@ from ..parallel.ranks import Members
 from .blueprint import Blueprint
 from .captured import CapturedModel
 from .optimizer_state import OptimizerOf, adamw_of
-from .parameter_groups import groups_of_run
+from .parameter_groups import groups_of_run, outer_names
 from .token_losses import TokenLosses, check_updates
 from .traced import Traced
 
@@ -70,7 +69,7 @@ class GPTModel(TokenLosses, CapturedModel):
             mesh,
             optimizer=config.optimizer,
             seed=train.seed,
-            group_of=groups_of_run(config.optimizer, outer_names(config.model)),
+            group_of=groups_of_run(config.optimizer, outer_names(module)),
             replica_check_interval=train.check_weight_hash_across_dp_replicas_interval,
             scaler=scaler_of_run(train),
             optimizer_of=optimizer_of,

@@ -8,6 +8,7 @@ gets memory. Its module and the models around it initialise themselves with the 
 """
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,17 @@ def draw_parameter(model: nn.Module, name: str, seed: int) -> torch.Tensor:
     `Initialiser` once.
     """
     return Initialiser(model).draw(name, seed)
+
+
+def workers_for(model: nn.Module, device: torch.device) -> int:
+    """Return how many threads draw parameters of a model for a rank on ``device``.
+
+    Those that draw with a generator of their own, see ``Initialiser.draw``, are drawn by as many as
+    the rank has of the host's cores: one on a CPU, an equal share on a GPU.
+    """
+    if device.type != "cuda" or not hasattr(model, "draw"):
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
 
 
 class Initialiser:
@@ -59,12 +71,18 @@ class Initialiser:
 
         The result has the full shape and the parameter's dtype, and is on the CPU.
 
-        First the module's ``reset_parameters`` draws it, then ``_init_weights`` of the transformers
+        A model with a method ``draw(name, generator)`` draws it by that. Of others, first the
+        module's ``reset_parameters`` draws it, then ``_init_weights`` of the transformers
         models that contain the module. If neither sets it, and it is a HuggingFace model, the model
         is constructed again, with memory for this parameter. Raises `ConfigError` if nothing sets
         it.
         """
         parameter = self._model.get_parameter(name)
+        if hasattr(self._model, "draw"):
+            generator = torch.Generator().manual_seed(derive_seed(seed, name))
+            own: Any = self._model.draw
+            drawn: torch.Tensor = own(name, generator)
+            return drawn.to(parameter.dtype)
         names = self._names[id(parameter)]
         # transformers initialises the source of tied parameters, and ties the others to it
         # afterwards.

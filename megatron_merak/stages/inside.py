@@ -55,7 +55,7 @@ def _inside_chain(chain: SegmentChain, common: Common, ins: Sequence[Tensor]) ->
 
 
 def _inside_module(owner: nn.Module, run: Callable[[], object]) -> str:
-    """Watch the submodules of a native unit."""
+    """Watch the submodules of a module whose method a segment calls."""
     found: list[str] = []
     with _hooked(owner, found):
         run()

@@ -4,6 +4,7 @@ pretraining.
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 from ..config import OptimizerConfig
 from ..optimizer.base import Rates
@@ -29,6 +30,22 @@ def groups_of_run(config: OptimizerConfig, outer: Collection[str]) -> GroupOf:
     if config.decoupled_lr is None:
         return matrices_and_others
     return lambda name, shape: matrices_and_others(name, shape) + 2 * (name in outer)
+
+
+def outer_names(model: Any) -> set[str]:
+    """Return the names of the parameters of the model's word embedding and output layer."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    outer = {
+        id(parameter)
+        for module in modules
+        if module is not None
+        for parameter in module.parameters()
+    }
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in outer and parameter.dim() > 1
+    }
 
 
 def rates_of_run(config: OptimizerConfig, done: int, total: int) -> Rates:

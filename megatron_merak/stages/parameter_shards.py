@@ -3,7 +3,10 @@ initial values.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,7 @@ from ..runtime.parameters import RankParameters
 from .adapters import has_adapters, name_before
 from .blueprint import Blueprint
 from .deliver import deliver
-from .init_captured import Initialiser
+from .init_captured import Initialiser, workers_for
 from .parameter_groups import GroupOf
 from .precision import DTYPES, HALVES
 from .sharing import shard_of, stages_sharing, tie_groups
@@ -330,6 +333,7 @@ class ParameterShards:
         names = {} if directory is None else self._names_in(directory)
         in_memory = {*broadcast_json(ModuleSource(model).names(), control, "cpu")} - names.keys()
         initialiser: list[Initialiser] = []
+        workers = workers_for(model, self.mesh.device)
 
         def fill_shards(shards: Sequence[Shard]) -> None:
             deliver(
@@ -341,15 +345,27 @@ class ParameterShards:
                 if directory is not None:
                     on_disk = [shard for shard in shards if shard.name in names]
                     fill([replace(shard, name=names[shard.name]) for shard in on_disk], directory)
-                for shard in shards:
-                    if shard.name not in in_memory and shard.name not in names:
-                        initialiser[:] = initialiser or [Initialiser(model)]
-                        full = initialiser[0].draw(shard.name, seed)
-                        if shard.dim is not None:
-                            full = torch.cat(
-                                [full.narrow(shard.dim, a, b - a) for a, b in shard.intervals],
-                                shard.dim,
-                            )
-                        shard.tensor.copy_(full)
+                drawn = [
+                    shard
+                    for shard in shards
+                    if shard.name not in in_memory and shard.name not in names
+                ]
+                if drawn:
+                    initialiser[:] = initialiser or [Initialiser(model)]
+                    draw = partial(_draw, initialiser[0], seed)
+                    # one after the other, where that is no less fast, in this thread
+                    with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
+                        for _ in (map if pool is None else pool.map)(draw, drawn):
+                            pass
 
         return fill_shards
+
+
+@torch.no_grad()
+def _draw(initialiser: Initialiser, seed: int, shard: Shard) -> None:
+    """Fill a shard with its part of the initial value."""
+    full = initialiser.draw(shard.name, seed)
+    if shard.dim is not None:
+        parts = [full.narrow(shard.dim, start, stop - start) for start, stop in shard.intervals]
+        full = torch.cat(parts, shard.dim)
+    shard.tensor.copy_(full)

@@ -84,7 +84,7 @@ class TokenLosses(TrainedModel):
         weights: Sequence[float] | None = None,
         task: Any = None,
     ) -> Tensor | None:
-        """See `TrainedModel`, and of a captured model the other arguments."""
+        """See `TrainedModel`, and `CapturedModel` for the other arguments."""
         with self.mesh.pulse.in_step(self.iteration + 1):
             return self._backward(batches, weights, task)
 

@@ -1,4 +1,4 @@
-"""A model on this rank with its optimizer: what native and captured models have in common."""
+"""A model on this rank with its optimizer: what all kinds of jobs have in common."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace

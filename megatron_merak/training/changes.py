@@ -15,7 +15,7 @@ from ..stages.saved_run import SavedRun
 # Of the model's settings: those that change neither its function nor its samples, ...
 _FREE = frozenset(
     """init_method_std make_vocab_size_divisible_by cross_entropy_chunk_size model init_weights trust_remote_code
-    allow_pickle graph_sharding tensor_parallel_rules captured""".split()
+    allow_pickle graph_sharding tensor_parallel_rules""".split()
 )
 # ... those that may change during a run, ...
 _REPORTED = frozenset(
@@ -140,7 +140,7 @@ def _model_changes(
 ) -> tuple[list[Change], list[Change]]:
     now = config.to_dict()["model"]
     then = dict(saved.config["model"])
-    # a native model and a captured one share names only
+    # the GPT of flags and a model of --model share names only
     if isinstance(config, HFConfig) != ("model" in then):
         now, then = ({"seq_length": values.get("seq_length")} for values in (now, then))
     elif isinstance(config.model, ModelConfig):

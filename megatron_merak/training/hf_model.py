@@ -16,10 +16,9 @@ from ..config import Config, HFConfig, HFModelConfig, ModelConfig, RunConfig
 from ..errors import CheckpointError, ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
-from ..graph.partition.cut import LAYERS
 from ..parallel.ranks import Members
 from ..planner.make import ProgressCallback
-from ..planner.request import Request, request_of
+from ..planner.request import LAYERS, Request, request_of
 from ..stages.blueprint import Blueprint, blueprint_from_plan, make_blueprint
 from ..stages.gpt_model import traced_gpt
 from ..stages.searched import CapturedChain
@@ -265,19 +264,3 @@ def shifts_labels(captured: Captured) -> bool:
     read = [value for node, value in known.items() if any(user not in known for user in node.users)]
     numbers = [value for value in read if isinstance(value, Tensor) and value.dtype == torch.long]
     return not any((value == 1).any() for value in numbers)
-
-
-def outer_names(model: Any) -> set[str]:
-    """Return the names of the parameters of the model's word embedding and output layer."""
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    outer = {
-        id(parameter)
-        for module in modules
-        if module is not None
-        for parameter in module.parameters()
-    }
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if id(parameter) in outer and parameter.dim() > 1
-    }

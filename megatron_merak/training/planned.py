@@ -95,7 +95,7 @@ class Maker:
     def notes(self) -> tuple[str, ...]:
         """Return notes on the plan, in sentences."""
         notes = self.part_notes
-        if not isinstance(self.config, Config) or self.config.is_captured:
+        if not isinstance(self.config, Config) or self.config.is_priced_by_graph:
             captured = self._traced.captured
             notes += (f"Captured {captured.how}.", *captured.notes)
         if isinstance(self.config, HFConfig):
@@ -140,7 +140,7 @@ class Maker:
         return [line for line in lines if line.endswith("it fits")]
 
     def _make(self, config: RunConfig, ranks: int) -> "Plan":
-        if isinstance(config, Config) and not config.is_captured:
+        if isinstance(config, Config) and not config.is_priced_by_graph:
             # here and below, so that a command line is answered before planning is loaded
             from ..planner import plan
 

@@ -8,7 +8,7 @@ from ..cluster import Cluster
 from ..config import Config, HFConfig, RunConfig, flag_name
 from ..config.checks import check_searched
 from ..errors import ConfigError, MerakError, PlanError
-from ..planner.request import Request
+from ..planner.request import LAYERS, Request
 from ..planner.search import Choice, Model, Result, Search, pins_of
 from ..planner.search.choice import SEARCHED
 from ..planner.search.native import NativeChain
@@ -59,8 +59,7 @@ def check(config: RunConfig) -> None:
 def search_of(config: RunConfig, cluster: Cluster, pinned: Mapping[str, Any]) -> Search:
     """Return the search of a run's plan. Raises a MerakError for settings that no search tries.
 
-    pinned: see `pins`. Sequences of a GPT that is not ``--captured`` are divided only where that
-            is pinned.
+    pinned: see `pins`. Sequences of the GPT of flags are divided only where that is pinned.
     """
     check_searched(config.parallel, config.train)
     request = Request(
@@ -71,10 +70,10 @@ def search_of(config: RunConfig, cluster: Cluster, pinned: Mapping[str, Any]) ->
         state_bytes=config.optimizer.state_bytes,
     )
     model: Model
-    captured = isinstance(config, Config) and (config.is_captured or pinned.get("cp", 1) > 1)
-    if isinstance(config, Config) and not captured:
+    by_graph = isinstance(config, Config) and (config.is_priced_by_graph or pinned.get("cp", 1) > 1)
+    if isinstance(config, Config) and not by_graph:
         residual = config.model.fp32_residual_connection
-        request = dataclasses.replace(request, fp32_residual=residual)
+        request = dataclasses.replace(request, graph_sharding=LAYERS, fp32_residual=residual)
         model = NativeChain(config, cluster)
     else:
         # here, since it takes seconds

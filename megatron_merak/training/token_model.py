@@ -16,9 +16,8 @@ from ..parallel.mesh import Mesh
 from ..stages.blueprint import Blueprint
 from ..stages.captured import CapturedModel
 from ..stages.optimizer_state import OptimizerOf, adamw_of
-from ..stages.parameter_groups import groups_of_run
+from ..stages.parameter_groups import groups_of_run, outer_names
 from .hf_batches import TokenBatches, documents_alone, token_count
-from .hf_model import outer_names
 
 
 class TokenModel(CapturedModel):

@@ -42,7 +42,7 @@ def test_parameters_are_those_of_the_model(name):
 @pytest.mark.parametrize("name", ["1.7b", "7b", "8b"])
 def test_flops_are_those_that_training_reports(name):
     shape = gpu_rows.SHAPES[name]
-    flags = gpu_worker.native_flags(shape, 4096) + gpu_worker.training_flags(shape, 4096, 8, 1)
+    flags = gpu_worker.gpt_flags(shape, 4096) + gpu_worker.training_flags(shape, 4096, 8, 1)
     config, _ = read(build_parser("", Config), flags, Config)
     # the tokenizer of made-up data adds one to the vocabulary
     model = replace(config.model, vocab_size=config.model.vocab_size + 1)
@@ -118,10 +118,10 @@ def test_a_cpus_operations_count_without_what_they_called():
 
 
 def test_a_part_stands_in_for_a_model_that_does_not_fit():
-    row = gpu_rows.row_of("7b native 8")
+    row = gpu_rows.row_of("7b gpt 8")
     assert gpu_rows.that_fits(row, 160_000_000_000) == gpu_rows.that_fits(row, None) == row
-    assert gpu_rows.that_fits(row, 80_000_000_000).name == "7b-12 native 8"
-    for name in ("7b native", "9b native 8", "7b nobody 8", "7b native many"):
+    assert gpu_rows.that_fits(row, 80_000_000_000).name == "7b-12 gpt 8"
+    for name in ("7b gpt", "9b gpt 8", "7b nobody 8", "7b gpt many"):
         with pytest.raises(ValueError, match="it is no row"):
             gpu_rows.row_of(name)
 
@@ -148,7 +148,7 @@ def packed(folder, name, rows, **head):
 
 def test_a_row_is_measured_and_goes_into_a_page(tmp_path):
     into = tmp_path / "row.json"
-    command = [sys.executable, "benchmarks/gpu_worker.py", "7b native 1", "--into", str(into)]
+    command = [sys.executable, "benchmarks/gpu_worker.py", "7b gpt 1", "--into", str(into)]
     done = subprocess.run(
         [*command, "--device", "cpu", "--steps", "1"], cwd=ROOT, capture_output=True, text=True
     )
@@ -165,7 +165,7 @@ def test_a_row_is_measured_and_goes_into_a_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"Above.\n{gpu_page.BEGIN}\nold\n{gpu_page.END}\nBelow.\n")
     row = {
-        "step": "7b native 1",
+        "step": "7b gpt 1",
         "status": "ok",
         "seconds": 30.0,
         "figure": "fast",
@@ -208,7 +208,7 @@ def test_other_losses_are_told():
             "micro_batches": 8,
             "losses": [loss],
         }
-        for way, loss in (("trainer", 10.0), ("hf", 10.1), ("hf-compile", 10.5), ("native", 7.0))
+        for way, loss in (("trainer", 10.0), ("hf", 10.1), ("hf-compile", 10.5), ("gpt", 7.0))
     ]
     assert gpu_page.disagreements(rows) == [
         "7b hf-compile 8: first loss 10.5000, 7b trainer 8 has 10.0000"

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 
 def modelled(bandwidth, scale):
-    ranks = run_ranks(overlap_modelled.run, 2, bandwidth, scale)
+    ranks = run_ranks(overlap_modelled.run, 2, bandwidth, scale, timeout=180)
     return {key: overlap_page.Outcome.modelled(one.accounts) for key, one in ranks[0].items()}
 
 

@@ -113,7 +113,7 @@ class ConvertBack(Convert):
     def __init__(self, root: Path):
         super().__init__(root)
         theirs = self.source
-        self.source = root / "native"
+        self.source = root / "pretrained"
         with contextlib.redirect_stdout(io.StringIO()):
             assert convert.main([str(theirs), str(self.source)]) == 0
 
@@ -217,7 +217,7 @@ class Preprocess(Door):
 
 
 class Checkpoint(Door):
-    """Checkpoints of the native jobs, of Engine, and inside those of MerakTrainer, saved and
+    """Checkpoints of both commands, of Engine, and inside those of MerakTrainer, saved and
     pruned.
     """
 

@@ -25,7 +25,7 @@ SMALL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length
     --save-interval 2 --distributed-timeout-minutes {TIMEOUT // 60}"""
 
 
-def native(ranks: int, flags: str = "") -> Callable[[Path], list[str]]:
+def gpt(ranks: int, flags: str = "") -> Callable[[Path], list[str]]:
     """A job of merak-pretrain that saves to a directory and goes on from there."""
 
     def command(directory: Path) -> list[str]:
@@ -68,10 +68,10 @@ def trainer(ranks: int, arguments: str = "") -> Callable[[Path], list[str]]:
 
 
 DOORS: Mapping[str, Callable[[Path], list[str]]] = {
-    "DP2": native(2),
-    "PP2": native(2, "--pipeline-model-parallel-size 2"),
-    "TP2 x PP2": native(4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "PP2 x DP2": native(4, "--pipeline-model-parallel-size 2 --micro-batch-size 1"),
+    "DP2": gpt(2),
+    "PP2": gpt(2, "--pipeline-model-parallel-size 2"),
+    "TP2 x PP2": gpt(4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "PP2 x DP2": gpt(4, "--pipeline-model-parallel-size 2 --micro-batch-size 1"),
     "MerakTrainer TP2": trainer(2, "tensor_model_parallel_size=2"),
     "MerakTrainer PP2 x DP2": trainer(4, "pipeline_model_parallel_size=2"),
 }

@@ -403,9 +403,21 @@ def test_activations_take_the_bias(body, count):
         (lambda m, x: m.weight * rms(torch.add(x, x.tanh(), alpha=2)), {NORM: 1}),
         (lambda m, x: m.weight * rms(x + m.weight), {NORM: 1}),
         (lambda m, x: m.weight * rms(x + 1.0), {NORM: 1}),
-        (lambda m, x: (lambda z: m.weight * rms(z) + z)(x + x.tanh()), {NORM: 1}),
+        (
+            lambda m, x: (lambda z: m.weight * rms(z) + z)(x + x.tanh()),
+            {NORM: 1, "add rms norm": 1},
+        ),
+        (lambda m, x: (lambda z: z.sin() + m.weight * rms(z))(x + x.tanh()), {NORM: 1}),
     ],
-    ids=["layer norm", "rms norm", "scaled", "of a vector", "of a number", "read again"],
+    ids=[
+        "layer norm",
+        "rms norm",
+        "scaled",
+        "of a vector",
+        "of a number",
+        "read later",
+        "read before",
+    ],
 )
 def test_norms_of_sums(body, fused):
     assert pieces(lambda m, x, y: mean(m, body(m, x), y)) == fused

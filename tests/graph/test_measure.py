@@ -1,13 +1,16 @@
-"""The planner's numbers of captured units: the bytes that real segments keep, and those of the
-native model.
+"""The planner's numbers of captured units: the bytes that real segments keep, and those that the
+formulas of the GPT give.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from megatron_merak.config import ModelConfig
+from megatron_merak.cluster import CLUSTERS
+from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.graph import measure as measuring
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.capture.empty import init_empty_weights
@@ -18,9 +21,12 @@ from megatron_merak.graph.measure import measure, stored_values
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.shard import shard
 from megatron_merak.plan import Grid, TensorSharding, held_parameters
-from megatron_merak.planner import plan_chain
+from megatron_merak.planner import plan, plan_chain
 from megatron_merak.planner.cost import gpt_units
+from megatron_merak.planner.request import LAYERS, request_of
 from megatron_merak.segment import Common
+from megatron_merak.stages.blueprint import measured
+from megatron_merak.stages.gpt_model import traced_gpt
 from megatron_merak.training.hf_batches import TokenBatches
 from tests.graph.stages import Family, Stages
 from tests.requests import request
@@ -33,7 +39,7 @@ SHAPE = {
     "vocab_size": 128,
     "num_attention_heads": 8,
 }
-NATIVE = {
+SHAPES = {
     "llama": ModelConfig(
         **SHAPE,
         make_vocab_size_divisible_by=1,
@@ -81,19 +87,19 @@ def units_of(graph, tp: int = 1, fused_attention: bool = False):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", NATIVE)
-def test_the_numbers_are_those_of_the_native_model(name, tp):
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_numbers_are_those_of_the_formulas(name, tp):
     """A layer is two units here, so of what it keeps the border between them is an input."""
-    found, native = (
+    found, formulas = (
         units_of(captured(name), tp),
-        gpt_units(NATIVE[name], SAMPLES, 4, tp, fused_dropout=False),
+        gpt_units(SHAPES[name], SAMPLES, 4, tp, fused_dropout=False),
     )
-    assert held_parameters(found) == held_parameters(native)
-    for unit in (*found, *native):
+    assert held_parameters(found) == held_parameters(formulas)
+    for unit in (*found, *formulas):
         assert sum(2 * m * n * k for m, n, k in unit.products) == unit.flops - unit.attention_flops
     for layer in range(3):
         attention, mlp = found[1 + 2 * layer : 3 + 2 * layer]
-        whole = native[1 + layer]
+        whole = formulas[1 + layer]
         assert attention.parameters + mlp.parameters == whole.parameters
         assert attention.flops + mlp.flops == whole.flops
         border = attention.output_bytes
@@ -104,10 +110,42 @@ def test_the_numbers_are_those_of_the_native_model(name, tp):
                 map(sum, zip(getattr(attention, field), getattr(mlp, field), strict=True))
             )
             assert summed == getattr(whole, field)
-    head, theirs = found[-1], native[-1]
+    head, theirs = found[-1], formulas[-1]
     assert (head.parameters, head.flops) == (theirs.parameters, theirs.flops)
     assert head.saved_bytes == pytest.approx(theirs.saved_bytes, rel=0.01)
     assert [(size,) for _, size in head.tied] == [(size,) for _, size in theirs.tied]
+
+
+WAYS = {
+    "one rank": (1, {}),
+    "two ranks": (2, {}),
+    "parts of the sequence": (2, {"sequence_parallel": True}),
+    "activations again": (1, {"recompute_granularity": "selective"}),
+}
+# Formulas count launches and scratch memory of a layer alike whatever its shape is, and products as
+# they are fused.
+ROUGH = ("kind", "operations", "products", "transient_bytes", "tied")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_formulas_price_the_graph_of_the_gpt(name, way):
+    tp, ways = WAYS[way]
+    config = Config(
+        model=SHAPES[name],
+        parallel=ParallelConfig(tensor_model_parallel_size=tp, **ways),
+        train=TrainConfig(micro_batch_size=SAMPLES, global_batch_size=SAMPLES),
+    )
+    asked = replace(request_of(config, tp), graph_sharding=LAYERS)
+    _, _, found = measured(traced_gpt(config), asked, CLUSTERS["cpu"])
+    formulas = plan(config, tp).units
+    assert len(found) == len(formulas)
+    for unit, priced in zip(found, formulas, strict=True):
+        rough = {field: getattr(priced, field) for field in ROUGH}
+        assert replace(unit, **rough) == priced
+        assert [size for _, size in unit.tied] == [size for _, size in priced.tied]
+        sizes = (sum(m * n * k for m, n, k in each.products) for each in (unit, priced))
+        assert len({*sizes}) == 1
 
 
 def really_saved(family: Family) -> list[int]:

@@ -1,14 +1,21 @@
-"""The native model's shapes beside the HuggingFace models that they are, small and with random
-weights.
+"""Shapes of the GPT that flags describe beside the HuggingFace models that they are, small and with
+random weights.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from megatron_merak.config import ModelConfig
-from megatron_merak.models.hf_config import hf_config
-from megatron_merak.stages.init_native import take
+from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megatron_merak.models.gpt_module import GPTModule
+from megatron_merak.models.hf_config import RENAMED, hf_config, hf_type
+from megatron_merak.planner import plan
+from megatron_merak.stages.blueprint import Blueprint
+from megatron_merak.stages.captured import CapturedModel
+from megatron_merak.stages.gpt_model import build_gpt, traced_gpt
+from megatron_merak.training.gpt_blueprint import by_formulas
+from tests.parity.rig import part_of
 
 LENGTH, VOCABULARY = 12, 101
 
@@ -108,21 +115,48 @@ def reference(model: torch.nn.Module, data: dict[str, torch.Tensor]) -> tuple[to
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def pieces(units, rank, tp, of):
-    """Every HuggingFace tensor that a rank holds, as a view of ``of(parameter)``; tied parameters
-    come twice.
+def named(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """HuggingFace's tensors of the family under the names that they have here."""
+    result = {}
+    for key, tensor in tensors.items():
+        for ours, theirs in RENAMED.get(hf_type(CONVERTIBLE[name]), ()):
+            key = key.replace(theirs, ours)
+        result[key] = tensor
+    return result
+
+
+def weights_of(name: str) -> dict[str, torch.Tensor]:
+    """The weights of ``huggingface(name)`` under the names that they have here."""
+    theirs = huggingface(name)
+    return named(name, {key: each.detach() for key, each in theirs.named_parameters()})
+
+
+def gpt(name: str, weights: Mapping[str, torch.Tensor], **changes) -> GPTModule:
+    """The family's model here, with copies of these weights. changes: of its shape."""
+    model = build_gpt(replace(CONVERTIBLE[name], **changes))
+    model.load_state_dict({key: each.clone() for key, each in weights.items()}, assign=True)
+    return model
+
+
+@torch.no_grad()
+def load(model: CapturedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Give a model that runs on ranks its parts of these weights; padding rows get values that must
+    not matter.
     """
-    for unit in units:
-        parameters = dict(unit.named_parameters())
-        for name, layout in unit.layouts.items():
-            yield from layout.views(of(parameters[name]), rank, tp)
+    model.gatherer.gather()
+    for name in model.buffer.slots:
+        model.buffer.parameter(name).fill_(0.37)
+    for shard in model.shards(model.buffer.data):
+        shard.tensor.copy_(part_of(weights[shard.name], shard))
+    model.buffer.seal(model.buffer.buckets)
+    model.optimizer.refresh_master()
 
 
-def load(units, weights, rank, tp):
-    """Fill parameters from HuggingFace's; padding rows get values that must not matter."""
-    with torch.no_grad():
-        for unit in units:
-            for parameter in unit.parameters():
-                parameter.fill_(0.37)
-        for piece, view in pieces(units, rank, tp, lambda parameter: parameter):
-            view.copy_(take(weights[piece.sharding.name], piece, rank, tp))
+def blueprint_of(shape: ModelConfig, tp: int) -> Blueprint:
+    """A shape's graph on ``tp`` tensor-parallel ranks, with its plan."""
+    config = Config(
+        model=shape,
+        parallel=ParallelConfig(tensor_model_parallel_size=tp),
+        train=TrainConfig(micro_batch_size=2, global_batch_size=2),
+    )
+    return by_formulas(traced_gpt(config), config, plan(config, tp))

@@ -3,15 +3,22 @@ them, and every sum.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_merak.models.gpt import GPT, GPTPrelude, build_unit
-from megatron_merak.models.layers import Placement
+from megatron_merak.config import Config, TrainConfig
+from megatron_merak.models.gpt_module import GPTLayer
+from megatron_merak.parallel.mesh import build_mesh
+from megatron_merak.plan import Grid
+from megatron_merak.planner import plan as make_plan
 from megatron_merak.segment import Common
-from tests.models.families import FAMILIES, batch, huggingface, load, pieces
+from tests.engines import gpt_model
+from tests.graph.stages import Stages, unequal, worst
+from tests.models.chains import GPTChain
+from tests.models.families import FAMILIES, LENGTH, batch, gpt, huggingface, load, weights_of
 
 HALF = torch.bfloat16
 
@@ -71,40 +78,80 @@ def reference(model, data):
     return {name: p.grad.float() for name, p in model.named_parameters()}, added.detach()
 
 
-def streams(units, config):
-    """Every value of a forward, by name."""
-    common, values = Common(GPTPrelude(config, torch.device("cpu"))(batch())), {}
-    for segment in (segment for unit in units for segment in unit.segments()):
+def module(name, weights, wide=True, dtype=HALF):
+    return gpt(name, weights, fp32_residual_connection=wide).to(dtype)
+
+
+def streams(model, data):
+    """Run a module; return its loss, and per layer the stream before, between and after its two
+    parts, and what these give.
+    """
+    layers = []
+    for layer in (part for part in model.modules() if isinstance(part, GPTLayer)):
+        found = {}
+        before, attention, between, feed = (getattr(layer, each) for each in layer.names)
+        for key, part in (("source", before), ("residual", between)):
+            part.register_forward_pre_hook(partial(_keep_input, found, key))
+        for key, part in (("context", attention), ("fed", feed), ("target", layer)):
+            part.register_forward_hook(partial(_keep_output, found, key))
+        layers.append(found)
+    return model(**model.batch_of(data)), layers
+
+
+def _keep_input(found, key, part, given):
+    found[key] = given[0]
+
+
+def _keep_output(found, key, part, given, made):
+    found[key] = made
+
+
+def as_a_module(name, weights, wide):
+    """The gradients, and what the layers add to the stream."""
+    model = module(name, weights, wide)
+    loss, layers = streams(model, batch())
+    loss.backward()
+    grads = {key: each.grad.float() for key, each in model.named_parameters()}
+    return grads, (layers[-1]["target"].float() - layers[0]["source"].float()).detach()
+
+
+def as_it_runs(name, weights, wide):
+    """The same of the fused program of one rank."""
+    config = Config(
+        model=replace(FAMILIES[name], fp32_residual_connection=wide),
+        train=TrainConfig(micro_batch_size=2, global_batch_size=2, bf16=True),
+    )
+    model = gpt_model(config, make_plan(config, 1), build_mesh(Grid(), 0, torch.device("cpu")))
+    load(model, weights)
+    (samples,) = model.from_samples([batch()])
+    model.gradients([samples])
+    count = batch()["loss_mask"].sum()
+    shards = model.shards(model.buffer.main_grad)
+    grads = {shard.name: shard.tensor * count for shard in shards}
+    program = model.programs[0](samples, True)
+    common = Common(program.prelude(samples))
+    values = {}
+    for segment in program.segments:
         outs = segment.fn(common, *(values[each.value] for each in segment.ins))
         values |= zip((each.value for each in segment.outs), outs, strict=True)
-    return values
-
-
-def ours(name, weights, fp32_residual):
-    config = FAMILIES[name]
-    gpt = GPT(config, Placement(dtype=HALF, fp32_residual=fp32_residual))
-    load(gpt.units, weights, 0, 1)
-    values = streams(gpt.units, config)
-    values["loss"].backward()
-    grads = {
-        piece.sharding.name: view.float()
-        for piece, view in pieces(gpt.units, 0, 1, lambda p: p.grad)
-    }
-    return grads, (
-        values[f"hidden.{config.num_layers}"].float() - values["hidden.0"].float()
-    ).detach()
+    (first,) = program.segments[0].outs
+    (last,) = program.segments[-1].ins
+    assert values[first.value].dtype == (torch.float32 if wide else HALF)
+    return grads, (values[last.value].float() - values[first.value].float()).detach()
 
 
 def far(found, truth):
     return ((found - truth).norm() / truth.norm()).item()
 
 
+@pytest.mark.parametrize("ours", [as_a_module, as_it_runs])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_it_is_huggingfaces_model_with_an_fp32_stream(name):
+def test_it_is_huggingfaces_model_with_an_fp32_stream(name, ours):
     model = large_stream(name)
     weights = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     grads, added = reference(model, batch())
-    (found, with_it), (_, without) = (ours(name, weights, each) for each in (True, False))
+    found, with_it = ours(name, weights, True)
+    _, without = ours(name, weights, False)
     assert far(with_it, added) < 0.01 < 0.1 < far(without, added), (
         "rounded to 16 bits, layers add something else"
     )
@@ -115,20 +162,37 @@ def test_it_is_huggingfaces_model_with_an_fp32_stream(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_no_sum_of_the_stream_is_rounded(name, dtype):
-    """Nor is the bias that comes to it; what enters a parallel layer has 16 bits."""
-    config = replace(FAMILIES[name], hidden_dropout=0.0)
-    units = [
-        build_unit(index, config, Placement(dtype=dtype, fp32_residual=True)) for index in range(3)
-    ]
-    for unit in units:
-        for parameter in unit.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    values = streams(units, config)
-    wide = {key for key, value in values.items() if value.dtype == torch.float32}
-    assert wide == {"hidden.0", "hidden.1", "hidden.2", "residual.1", "residual.2"}
-    for layer, unit in enumerate(units[1:], 1):
-        sums = ("residual", f"hidden.{layer - 1}", "context", unit.attention.proj.bias)
-        more = ("hidden", f"residual.{layer}", "fed", unit.mlp.fc2.bias)
-        for made, source, added, bias in (sums, more):
-            term = values[f"{added}.{layer}"].float() + (0 if bias is None else bias.float())
-            assert torch.equal(values[f"{made}.{layer}"], values[source] + term)
+    """What enters and leaves the parts of a layer has 16 bits."""
+    model = module(name, weights_of(name), dtype=dtype)
+    loss, layers = streams(model, batch())
+    loss.backward()
+    for number, layer in enumerate(layers):
+        for key in ("source", "residual", "target"):
+            assert layer[key].dtype == torch.float32
+        assert layer["context"].dtype == layer["fed"].dtype == dtype
+        assert torch.equal(layer["residual"], layer["source"] + layer["context"].float())
+        assert torch.equal(layer["target"], layer["residual"] + layer["fed"].float())
+        if number:
+            assert torch.equal(layer["source"], layers[number - 1]["target"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_stages_send_the_stream_in_fp32(name, dtype):
+    """And compute what the module does, to the bit, but for tables: of these, autograd adds
+    up gradients in 16 bits.
+    """
+    model = module(name, weights_of(name), dtype=dtype)
+    loss = model(**model.batch_of(batch()))
+    loss.backward()
+    grads = {key: each.grad.float() for key, each in model.named_parameters()}
+    chain = GPTChain(module(name, weights_of(name), dtype=dtype), batch(), dtype)
+    stages = Stages(chain, chain.units)
+    sent = [value for part in stages.parts for value in part.targets]
+    assert [value.dtype for value in sent] == [torch.float32] * 3
+    assert [value.shape for value in sent] == [(2, LENGTH, 32)] * 3
+    found_loss, found = stages.step(chain.batch)
+    assert torch.equal(found_loss, loss)
+    differ = unequal(found, grads)
+    assert all(key.endswith(("wte.weight", "wpe.weight", "embed_tokens.weight")) for key in differ)
+    assert worst(differ) < torch.finfo(dtype).eps

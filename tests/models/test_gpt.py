@@ -1,275 +1,323 @@
-"""The native GPT against HuggingFace's models: loss and every gradient, alone and over
-tensor-parallel ranks, its layers calling their own collectives or the engine owning them."""
+"""The GPT that flags describe, as the engine runs it, against HuggingFace's models: loss and every
+gradient, alone and over tensor-parallel ranks.
+"""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_merak.models.gpt import GPT, GPTPrelude, build_unit
-from megatron_merak.models.layers import Placement
-from megatron_merak.runtime.engine import Interpreter, State
-from megatron_merak.runtime.weights import Gradient, WeightGradients
-from megatron_merak.segment import Common, fuse
-from megatron_merak.stages.init_native import take
-from megatron_merak.tensor_parallel import model_parallel_seed
-from tests.models.families import FAMILIES, batch, huggingface, load, pieces, reference
+from megatron_merak.config import Config, ParallelConfig, TrainConfig
+from megatron_merak.parallel.mesh import build_mesh
+from megatron_merak.plan import Grid
+from megatron_merak.planner import plan as make_plan
+from megatron_merak.stages.gpt_model import GPTModel, traced_gpt
+from megatron_merak.training.gpt_blueprint import by_formulas
+from tests.graph.stages import Stages, unequal
+from tests.models.chains import GPTChain
+from tests.models.families import (
+    CONVERTIBLE,
+    FAMILIES,
+    LENGTH,
+    batch,
+    gpt,
+    huggingface,
+    load,
+    named,
+    reference,
+    weights_of,
+)
 from tests.oplog import OpLog
+from tests.parity.rig import part_of, spoil
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
+LAYERS = 2
+DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
+
+# What of a layer the backward computes again, by flags.
+RECOMPUTED = {
+    "nothing": {},
+    "layers": {"recompute_granularity": "full"},
+    "activations": {"recompute_granularity": "selective"},
+}
 
 
-def group_of(world_size):
-    return dist.group.WORLD if world_size > 1 else None
+@dataclass(frozen=True)
+class Layout:
+    """tp: tensor-parallel ranks. parts: whether they divide sequences."""
 
+    tp: int = 1
+    parts: bool = False
 
-def grads_of(units, rank, tp, of):
-    return {
-        piece.sharding.name: (piece, view.clone()) for piece, view in pieces(units, rank, tp, of)
-    }
-
-
-def weights_of(name):
-    return {key: parameter.detach() for key, parameter in huggingface(name).named_parameters()}
-
-
-def standalone(name, weights, rank, tp, parts=False, **changes):
-    gpt = GPT(replace(FAMILIES[name], **changes), Placement(group_of(tp), sequence_parallel=parts))
-    load(gpt.units, weights, rank, tp)
-    loss = gpt(batch())
-    loss.backward()
-    return loss.detach(), grads_of(gpt.units, rank, tp, lambda parameter: parameter.grad)
-
-
-def through_engine(name, weights, rank, tp, parts=False, recompute=(), selective=False, **changes):
-    config = replace(FAMILIES[name], **changes)
-    place = Placement(
-        group_of(tp), "edge", sequence_parallel=parts, recompute_activations=selective
-    )
-    units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
-    if not config.untie_embeddings_and_output_weights:
-        units[-1].output.weight = units[0].tokens.weight
-    load(units, weights, rank, tp)
-    parameters = dict.fromkeys(p for unit in units for p in unit.parameters())
-    grads = {p: torch.zeros_like(p, requires_grad=False) for p in parameters}
-    sink = WeightGradients({p: Gradient(grad) for p, grad in grads.items()})
-    for unit in units:
-        for module in unit.modules():
-            if hasattr(module, "sink"):
-                module.sink = sink
-    segments = [
-        s for unit in units for s in (unit.segments() if tp > 1 else [fuse(unit.segments())])
-    ]
-    engine = Interpreter(
-        segments, [(unit,) for unit in recompute], ("loss",), group_of(tp), weights=sink, device=CPU
-    )
-    state = State(Common(GPTPrelude(config, CPU)(batch())), training=True)
-    engine.forward(state)
-    loss = state.values.pop("loss")
-    state.add_grad("loss", torch.ones(()))
-    engine.backward(state)
-    assert state.values == {} and state.leftovers() == []
-    partial = {p for s in segments if s.sharded and tp > 1 for p in s.parameters}
-    for unit in units:
-        for local, parameter in unit.named_parameters():
-            if not unit.layouts[local].sharded and parameter in partial:
-                dist.all_reduce(grads[parameter])
-    return loss, grads_of(units, rank, tp, lambda parameter: grads[parameter])
-
-
-def both(rank, tp, weights, parts=False):
-    results = {}
-    for name, config in FAMILIES.items():
-        layers, given = (
-            tuple(range(1, config.num_layers + 1)),
-            (name, weights[name], rank, tp, parts),
+    def config(self, name, ways=None, **changes) -> Config:
+        """ways: further fields of ParallelConfig. changes: of the shape."""
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=self.tp, sequence_parallel=self.parts, **(ways or {})
         )
-        again = through_engine(*given, layers), through_engine(*given, selective=True)
-        results[name] = standalone(*given), through_engine(*given), *again
-    return results
+        return Config(
+            model=replace(CONVERTIBLE[name], **changes),
+            parallel=parallel,
+            train=TrainConfig(micro_batch_size=2, global_batch_size=2),
+        )
 
 
-def in_chunks(rank, tp, weights, parts=False):
-    """Both ways of a model whose head computes five rows of logits at a time."""
-    given = ("llama", weights["llama"], rank, tp, parts)
-    return [run(*given, cross_entropy_chunk_size=5) for run in (standalone, through_engine)]
+ONE = Layout()
+TWO = Layout(2)
+PARTS = Layout(2, parts=True)
+LAYOUTS = (ONE, TWO, PARTS)
+CASES = [(name, ONE) for name in CONVERTIBLE]
+CASES += [(name, layout) for name in FAMILIES for layout in (TWO, PARTS)]
 
 
-def count(rank, tp, weights, parts=False):
-    """Collectives of a stand-alone model by kind, forward and backward."""
-    config = FAMILIES["llama"]
-    gpt = GPT(config, Placement(dist.group.WORLD, sequence_parallel=parts))
-    load(gpt.units, weights, rank, tp)
+def plain(name, weights, samples, **changes):
+    """Loss and gradients of the module in one autograd graph."""
+    model = gpt(name, weights, **changes)
+    loss = model(**model.batch_of(samples))
+    loss.backward()
+    return loss.detach(), {key: each.grad for key, each in model.named_parameters()}
+
+
+def empty(samples):
+    """The samples without any target."""
+    return samples | {"loss_mask": torch.zeros(2, LENGTH)}
+
+
+class Rank:
+    """Models on this rank, of one capture per shape."""
+
+    def __init__(self, rank, tp, weights):
+        self.meshes = {
+            layout: build_mesh(Grid(tp=tp), rank, CPU) for layout in LAYOUTS if layout.tp == tp
+        }
+        self.tp = tp
+        self.weights = weights
+        self.traced = {}
+
+    def model(self, name, layout, ways=None, **changes) -> GPTModel:
+        """The model of a layout, with this rank's parts of the weights."""
+        mesh = self.meshes[layout]
+        config = layout.config(name, ways, **changes)
+        if config.model not in self.traced:
+            self.traced[config.model] = traced_gpt(config, mesh)
+        traced = self.traced[config.model]
+        blueprint = by_formulas(traced, config, make_plan(config, self.tp))
+        model = GPTModel(blueprint, config, mesh)
+        load(model, self.weights[name])
+        return model
+
+
+def step(model, samples):
+    """The loss per target, and this rank's shards of its gradient."""
+    spoil(model.buffer)
+    loss = model.gradients(model.from_samples([samples]))
+    shards = model.shards(model.buffer.main_grad)
+    return loss, [replace(shard, tensor=shard.tensor.clone()) for shard in shards]
+
+
+def collectives(model):
+    """Those of one forward, and of the backward of a step."""
+    samples = model.from_samples([batch()])
     with OpLog() as forward:
-        loss = gpt(batch())
-    with OpLog() as backward:
-        loss.backward()
-    return Counter(forward.collectives), Counter(backward.collectives)
+        model.mean_loss([batch()])
+    with OpLog() as both:
+        model.gradients(samples)
+    return Counter(forward.collectives), Counter(both.collectives) - Counter(forward.collectives)
 
 
-def over_ranks(rank, tp, weights, parts):
-    others = {
-        "collectives": count(rank, tp, weights["llama"], parts),
-        "chunks": in_chunks(rank, tp, weights, parts),
-    }
-    return both(rank, tp, weights, parts) | others
-
-
-# Tensor-parallel size, and whether its ranks divide the sequence.
-LAYOUTS = [(1, False), (2, False), (2, True)]
+def on_ranks(rank, tp, weights):
+    """What this rank finds in every layout of ``tp`` ranks."""
+    own = Rank(rank, tp, weights)
+    found = {}
+    for layout in own.meshes:
+        steps = {}
+        for name in weights:
+            for again, ways in RECOMPUTED.items():
+                steps[name, again] = step(own.model(name, layout, ways), batch())
+        dropped = own.model("llama", layout, **DROPOUT)
+        found[layout] = {
+            "steps": steps,
+            "chunks": step(own.model("llama", layout, cross_entropy_chunk_size=5), batch()),
+            "dropped": step(dropped, batch()),
+            "not dropped": dropped.mean_loss([batch()]),
+            "empty": step(dropped, empty(batch())),
+            "collectives": collectives(own.model("llama", layout)),
+        }
+    return found
 
 
 @pytest.fixture(scope="module")
-def measured():
-    weights = {name: weights_of(name) for name in FAMILIES}
-    ranks = {(2, parts): run_ranks(over_ranks, 2, weights, parts) for parts in (False, True)}
-    return {(1, False): [both(0, 1, weights) | {"chunks": in_chunks(0, 1, weights)}]} | ranks
+def weights():
+    return {name: weights_of(name) for name in CONVERTIBLE}
+
+
+@pytest.fixture(scope="module")
+def measured(weights):
+    """By layout, what each rank found."""
+    alone = on_ranks(0, 1, weights)
+    ranks = run_ranks(on_ranks, 2, {name: weights[name] for name in FAMILIES}, timeout=280)
+    found = {layout: [rank[layout] for rank in ranks] for layout in (TWO, PARTS)}
+    return found | {ONE: [alone[ONE]]}
 
 
 @pytest.fixture(scope="module")
 def truth():
-    return {name: reference(huggingface(name), batch()) for name in FAMILIES}
+    """Of each family, the loss per target and its gradients as HuggingFace's model has them."""
+    found = {}
+    count = batch()["loss_mask"].sum()
+    for name in CONVERTIBLE:
+        loss, grads = reference(huggingface(name), batch())
+        found[name] = loss / count, named(name, {key: each / count for key, each in grads.items()})
+    return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", FAMILIES)
+def close(shards, grads):
+    """Whether shards are those of the gradients, as far as rounding to fp32 lets them be."""
+    assert {shard.name for shard in shards} == set(grads)
+    for shard in shards:
+        expected = part_of(grads[shard.name], shard)
+        scale = grads[shard.name].abs().max()
+        assert (shard.tensor - expected).abs().max() <= 5e-6 * scale, shard.name
+
+
+def same(one, other):
+    """Whether two steps have the same bits."""
+    assert one[0] == other[0]
+    for first, second in zip(one[1], other[1], strict=True):
+        assert first.name == second.name
+        assert torch.equal(first.tensor, second.tensor), first.name
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_loss_and_every_gradient_equal_huggingface(measured, truth, name, layout):
-    tp, _ = layout
     loss, grads = truth[name]
-    for rank, results in enumerate(measured[layout]):
-        for our_loss, ours in results[name]:
-            torch.testing.assert_close(our_loss, loss, rtol=2e-6, atol=0)
-            assert set(ours) == set(grads)
-            for tensor, (piece, grad) in ours.items():
-                expected = take(grads[tensor], piece, rank, tp)
-                scale = grads[tensor].abs().max()
-                assert (grad - expected).abs().max() <= 5e-6 * scale, (tensor, rank)
+    for rank in measured[layout]:
+        for again in RECOMPUTED:
+            found, shards = rank["steps"][name, again]
+            assert found == pytest.approx(loss.item(), rel=2e-6)
+            close(shards, grads)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_engine_and_one_autograd_graph_agree(measured, name, layout):
-    """Bitwise, but for a tied table, whose two uses are added in another order."""
-    tied = not FAMILIES[name].untie_embeddings_and_output_weights
-    for results in measured[layout]:
-        (loss, grads), *engines = results[name]
-        for engine_loss, engine_grads in engines:
-            assert torch.equal(loss, engine_loss)
-            for tensor, (_, grad) in grads.items():
-                if tied and tensor.endswith(("wte.weight", "embed_tokens.weight")):
-                    torch.testing.assert_close(engine_grads[tensor][1], grad, rtol=1e-5, atol=1e-5)
-                else:
-                    assert torch.equal(engine_grads[tensor][1], grad), tensor
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_in_chunks_computes_the_same(measured, layout):
-    for results in measured[layout]:
-        loss, grads = results["llama"][0]
-        for chunked_loss, chunked_grads in results["chunks"]:
-            torch.testing.assert_close(chunked_loss, loss, rtol=1e-6, atol=0)
-            for tensor, (_, grad) in grads.items():
-                assert (chunked_grads[tensor][1] - grad).abs().max() <= 5e-6 * grad.abs().max(), (
-                    tensor
-                )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_recomputation_changes_no_bit(measured, name, layout):
-    for results in measured[layout]:
-        _, (loss, grads), *recomputed = results[name]
-        for again, grads_again in recomputed:  # layers, and activations alone
-            assert torch.equal(loss, again)
-            assert all(torch.equal(grads[tensor][1], grads_again[tensor][1]) for tensor in grads)
+    for rank in measured[layout]:
+        for again in RECOMPUTED:
+            same(rank["steps"][name, again], rank["steps"][name, "nothing"])
 
 
-def test_every_tensor_of_the_family_has_a_layout():
-    for name, config in FAMILIES.items():
-        units = [build_unit(i, config, Placement()) for i in range(config.num_layers + 2)]
-        named = {
-            piece.sharding.name: piece.sharding.shape
-            for unit in units
-            for layout in unit.layouts.values()
-            for piece in layout.pieces
-        }
-        assert named == {key: tuple(p.shape) for key, p in huggingface(name).named_parameters()}
-        for unit in units:
-            assert set(unit.layouts) == {local for local, _ in unit.named_parameters()}
+@pytest.mark.parametrize("name", [name for name in CONVERTIBLE if name != "llama-biased"])
+def test_every_activation_is_recomputed_that_a_flag_names(name, weights):
+    model = Rank(0, 1, weights).model(name, ONE, RECOMPUTED["activations"])
+    assert model.blueprint.fused["recomputed activation"] == LAYERS
+    model = Rank(0, 1, weights).model(name, ONE, RECOMPUTED["layers"])
+    assert model.plan.stages[0].runs == tuple((unit,) for unit in range(1, LAYERS + 1))
+
+
+@pytest.mark.parametrize("name", CONVERTIBLE)
+def test_the_engine_and_one_autograd_graph_agree(name, weights):
+    """Bitwise, but for a tied table, whose two uses are added in another order."""
+    loss, grads = plain(name, weights[name], batch())
+    chain = GPTChain(gpt(name, weights[name]), batch())
+    assert chain.units == LAYERS + 2
+    tied = not CONVERTIBLE[name].untie_embeddings_and_output_weights
+    for stages, recompute in ((1, False), (1, True), (2, True), (chain.units, False)):
+        engine_loss, found = Stages(chain, stages, recompute).step(chain.batch)
+        assert torch.equal(engine_loss, loss)
+        differ = unequal(found, grads)
+        if tied:
+            (table,) = [key for key in grads if key.endswith(("wte.weight", "embed_tokens.weight"))]
+            assert differ.pop(table, 0.0) < 1e-6
+        assert differ == {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_in_chunks_computes_the_same(measured, truth, layout):
+    for rank in measured[layout]:
+        loss, shards = rank["chunks"]
+        whole_loss, whole = rank["steps"]["llama", "nothing"]
+        assert loss == pytest.approx(whole_loss, rel=1e-6)
+        for shard, other in zip(shards, whole, strict=True):
+            difference = (shard.tensor - other.tensor).abs().max()
+            assert difference <= 5e-6 * other.tensor.abs().max(), shard.name
+        close(shards, truth["llama"][1])
 
 
 def test_number_of_collectives(measured):
     """Forward: embedding, two per layer, statistics of the loss. Backward: two per layer, and the
     head's.
     """
-    sums, gather, layers = "allreduce_", "_allgather_base_", 2
-    forward, backward = Counter({sums: 1 + 2 * layers, gather: 1}), Counter({sums: 2 * layers + 1})
-    assert [results["collectives"] for results in measured[2, False]] == [(forward, backward)] * 2
+    sums = "allreduce_"
+    gather = "_allgather_base_"
+    forward = Counter({sums: 1 + 2 * LAYERS, gather: 1})
+    backward = Counter({sums: 2 * LAYERS + 1})
+    assert [rank["collectives"] for rank in measured[TWO]] == [(forward, backward)] * 2
 
 
 def test_number_of_collectives_on_parts_of_the_sequence(measured):
     """Every all-reduce of the residual stream becomes a gathering and a reduce-scatter; the loss's
-    gathering remains, and in the backward every norm's weight has an all-reduce."""
-    sums, gather, scatter, layers = "allreduce_", "_allgather_base_", "_reduce_scatter_base_", 2
-    forward = Counter({scatter: 1 + 2 * layers, gather: 2 * layers + 2})
-    backward = Counter({gather: 1 + 2 * layers, scatter: 2 * layers + 1, sums: 2 * layers + 1})
-    assert [results["collectives"] for results in measured[2, True]] == [(forward, backward)] * 2
-
-
-def test_dropout_is_off_in_eval_mode():
-    config = replace(FAMILIES["gpt2"], hidden_dropout=0.3, attention_dropout=0.3)
-    gpt = GPT(config, Placement()).eval()
-    load(gpt.units, weights_of("gpt2"), 0, 1)
-    expected, _ = reference(huggingface("gpt2"), batch())
-    torch.testing.assert_close(gpt(batch()).detach(), expected, rtol=2e-6, atol=0)
-    losses = [gpt.train()(batch()).item() for _ in range(2)]
-    assert losses[0] != losses[1]
-
-
-def test_later_tokens_do_not_matter():
-    gpt = GPT(FAMILIES["llama"], Placement())
-    load(gpt.units, weights_of("llama"), 0, 1)
-    data = batch()
-    data["loss_mask"] = torch.zeros(2, 12).index_fill_(1, torch.arange(6), 1.0)
-    changed = data | {"tokens": data["tokens"].clone().index_fill_(1, torch.arange(6, 12), 1)}
-    assert torch.equal(gpt(data), gpt(changed))
-
-
-def test_an_empty_mask_gives_zero_and_no_nan():
-    gpt = GPT(FAMILIES["gpt2"], Placement())
-    load(gpt.units, weights_of("gpt2"), 0, 1)
-    loss = gpt(batch() | {"loss_mask": torch.zeros(2, 12)})
-    loss.backward()
-    assert loss.item() == 0
-    assert all(p.grad.count_nonzero() == 0 for p in gpt.parameters())
-
-
-def _parts_dropped(rank, tp):
-    """Which elements dropout zeroes in an embedding of ones: this rank's part, on a stream of its
-    own.
+    gathering remains. In the backward every norm's weight has an all-reduce, and what linear layers
+    read is gathered again: two times per layer, and by the head.
     """
-    config = replace(FAMILIES["llama"], hidden_dropout=0.5)
-    place = Placement(
-        dist.group.WORLD, rng=model_parallel_seed(5, rank, CPU), sequence_parallel=True
-    )
-    embedding = build_unit(0, config, place)
-    torch.nn.init.ones_(embedding.tokens.weight)
-    (segment, embed) = embedding.segments()
-    x = embed.fn(Common(batch()), *segment.fn(Common(batch())))[0]
-    assert x.shape == embedding.border_shape(2, 12) == (2, 12 // tp, 32)
-    return (x == 0).detach()
+    sums = "allreduce_"
+    gather = "_allgather_base_"
+    scatter = "_reduce_scatter_base_"
+    around = 2 * LAYERS + 1
+    forward = Counter({scatter: around, gather: around + 1})
+    backward = Counter({gather: 2 * around, scatter: around, sums: around})
+    assert [rank["collectives"] for rank in measured[PARTS]] == [(forward, backward)] * 2
 
 
-def test_on_parts_of_the_sequence_ranks_draw_their_own_masks():
-    first, second = run_ranks(_parts_dropped, 2)
-    assert not torch.equal(first, second)
-    assert 0.3 < first.float().mean() < 0.7
+def test_one_rank_communicates_nothing(measured):
+    assert measured[ONE][0]["collectives"] == (Counter(), Counter())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evaluation_drops_nothing(measured, truth, layout):
+    loss, _ = truth["llama"]
+    for rank in measured[layout]:
+        assert rank["not dropped"] == pytest.approx(loss.item(), rel=2e-6)
+        assert abs(rank["dropped"][0] - loss.item()) > 1e-3
+
+
+def test_parts_of_the_sequence_have_their_parts_of_the_masks(measured):
+    """A rank drops of its part what it drops of it without sequence parallelism."""
+    for whole, parts in zip(measured[TWO], measured[PARTS], strict=True):
+        loss, shards = whole["dropped"]
+        again, found = parts["dropped"]
+        assert again == pytest.approx(loss, rel=2e-6)
+        for shard, other in zip(found, shards, strict=True):
+            difference = (shard.tensor - other.tensor).abs().max()
+            assert difference <= 5e-6 * other.tensor.abs().max(), shard.name
+
+
+def test_later_tokens_do_not_matter(weights):
+    data = batch()
+    early = torch.arange(LENGTH // 2)
+    late = torch.arange(LENGTH // 2, LENGTH)
+    data["loss_mask"] = torch.zeros(2, LENGTH).index_fill_(1, early, 1.0)
+    changed = data | {"tokens": data["tokens"].clone().index_fill_(1, late, 1)}
+    unlike = data | {"tokens": data["tokens"].clone().index_fill_(1, early[-1:], 1)}
+    loss, _ = plain("llama", weights["llama"], data)
+    assert torch.equal(loss, plain("llama", weights["llama"], changed)[0])
+    assert not torch.equal(loss, plain("llama", weights["llama"], unlike)[0])
+    model = Rank(0, 1, weights).model("llama", ONE)
+    assert model.mean_loss([data]) == model.mean_loss([changed])
+    assert model.mean_loss([data]) != model.mean_loss([unlike])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_targets_give_zero_and_no_nan(measured, layout):
+    for rank in measured[layout]:
+        loss, shards = rank["empty"]
+        assert loss == 0
+        assert len(shards) == len(rank["steps"]["llama", "nothing"][1])
+        assert all(shard.tensor.count_nonzero() == 0 for shard in shards)
 
 
 def test_of_one_rank_sequence_parallelism_means_nothing():
-    place = Placement(sequence_parallel=True)
-    assert not place.on_parts
-    assert build_unit(1, FAMILIES["gpt2"], place).border_shape(2, 13) == (2, 13, 32)
+    """Sequences may have any length then."""
+    parts = Layout(1, parts=True)
+    own = make_plan(parts.config("gpt2", seq_length=13), 1)
+    assert not own.sequence_parallel
+    assert own == make_plan(ONE.config("gpt2", seq_length=13), 1)

@@ -47,7 +47,7 @@ def arm(world: World, kind: str) -> None:
     Executor._run = watched
 
 
-def native(kind: str, pp: str) -> None:
+def gpt(kind: str, pp: str) -> None:
     from megatron_merak.training.pretrain import pretrain
 
     words = [*FLAGS.split(), "--pipeline-model-parallel-size", pp]
@@ -92,4 +92,4 @@ def hf(kind: str, pp: str, directory: str) -> None:
 
 if __name__ == "__main__":
     door, *arguments = sys.argv[1:]
-    native(*arguments[:2]) if door == "native" else hf(*arguments)
+    gpt(*arguments[:2]) if door == "gpt" else hf(*arguments)

@@ -24,7 +24,7 @@ from megatron_merak.plan import Plan
 from megatron_merak.planner import plan as make_plan
 from megatron_merak.runtime.weights import Gradient
 from megatron_merak.training.trainer import Trainer
-from tests.engines import native_trainer
+from tests.engines import gpt_trainer, gradient_step
 from tests.parallel.walk import Line, mesh_of, walk
 from tests.parity.batches import replica_batch
 from tests.parity.cases import Case
@@ -99,7 +99,7 @@ def config_of(case: Case) -> Config:
 
 
 def trainer_of(case: Case, mesh: Mesh) -> Trainer:
-    trainer = native_trainer(config_of(case), make_plan(config_of(case), case.world), mesh)
+    trainer = gpt_trainer(config_of(case), make_plan(config_of(case), case.world), mesh)
     disturb(trainer)
     return trainer
 
@@ -111,7 +111,7 @@ def traced_step(trainer: Trainer, batches) -> list[list[tuple[str, float, float]
     dist.barrier()
     trainer.model.executor(len(batches)).trace = []
     with trainer.mesh.clock.kernels(), mock.patch.object(Gradient, "start"):
-        trainer.model.gradients(batches)
+        gradient_step(trainer, batches)
     return gather_json(trainer.model.executor(len(batches)).trace, trainer.mesh.control, "cpu")
 
 
@@ -218,7 +218,7 @@ def both(rank, world_size, store, case):
         assert dist.get_backend(mesh.control) == "gloo"
         trainer = trainer_of(case, mesh)
         with mesh.clock.kernels():
-            loss = trainer.model.gradients(replica_batch(case, 0, mesh.dp_rank))
+            loss = gradient_step(trainer, replica_batch(case, 0, mesh.dp_rank))
             norm = trainer.optimizer.step([(1e-3, 0.1), (1e-3, 0.0)]).grad_norm
         flats = (trainer.model.buffer.main_grad, trainer.model.buffer.data)
         found.append(

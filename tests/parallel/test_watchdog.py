@@ -226,13 +226,13 @@ def test_a_pulse_says_where_a_rank_is():
 
 JOBS = {
     (
-        "native",
+        "gpt",
         "stopped",
         2,
     ): r"rank 1 \(stage 1\) last seen in RECV_F0@1 of step 3: silent for \d+ s, it is stopped",
-    ("native", "ends", 1): r"rank 1 last seen in F0@0 of step 3: it has ended, and rank 0 waits",
+    ("gpt", "ends", 1): r"rank 1 last seen in F0@0 of step 3: it has ended, and rank 0 waits",
     (
-        "native",
+        "gpt",
         "dies",
         2,
     ): r"rank 1 \(stage 1\) last seen in RECV_F0@1 of step 3: it has ended without a word",

@@ -12,7 +12,7 @@ from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.tensor_parallel import derive_seed
 from megatron_merak.training.trainer import Trainer
-from tests.engines import native_trainer
+from tests.engines import gpt_trainer, gradient_step
 from tests.ranks import run_ranks
 
 from .batches import replica_batch
@@ -74,7 +74,7 @@ def part_of(full: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 def new_trainer(case: Case, mesh: Mesh) -> Trainer:
     config = case.config()
-    trainer = native_trainer(config, make_plan(config, case.world), mesh)
+    trainer = gpt_trainer(config, make_plan(config, case.world), mesh)
     disturb(trainer)
     return trainer
 
@@ -111,7 +111,7 @@ def train(case: Case, mesh: Mesh) -> Outcome:
     buffer = trainer.model.buffer
     evaluated = trainer.model.mean_loss(replica_batch(case, 0, mesh.dp_rank))
     spoil(buffer)
-    first_loss = trainer.model.gradients(replica_batch(case, 0, mesh.dp_rank))
+    first_loss = gradient_step(trainer, replica_batch(case, 0, mesh.dp_rank))
     trainer.model.gatherer.full(buffer.own_gradient())  # where replicas have shards
     gradients, stray = parts(trainer, buffer.main_grad), _stray(trainer, buffer.main_grad)
     reports = [trainer.step(replica_batch(case, step, mesh.dp_rank)) for step in range(case.steps)]

@@ -7,10 +7,10 @@ from .compare import TOLERANCE, Distance, distance
 from .families import FAMILIES, HEADS, HIDDEN, LAYERS, SEQUENCE
 from .reference import reference
 
-TEXT = """# Parity of the native models: every layout computes what one process computes
+TEXT = """# Parity of the GPT of flags: every layout computes what one process computes
 
-This page compares the native models with **one process that runs HuggingFace's own model** (`GPT2LMHeadModel`,
-`LlamaForCausalLM`, and `Qwen3ForCausalLM` with biases on its qkv projections) with plain autograd,
+This page compares the GPT that flags describe with **one process that runs HuggingFace's own model**
+(`GPT2LMHeadModel`, `LlamaForCausalLM`, and `Qwen3ForCausalLM` with biases on its qkv projections) with plain autograd,
 `torch.optim.AdamW`, no weight decay on biases and norms, and `clip_grad_norm_`. There are {cases} runs:
 
 - every layout of up to 8 ranks under gpipe and 1f1b, with and without recomputation of every layer, with and without

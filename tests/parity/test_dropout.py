@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_merak.training.trainer import Trainer
+from tests.engines import gradient_step
 from tests.ranks import run_ranks
 
 from .batches import replica_batch
@@ -65,12 +66,12 @@ def _attention_gradients(rank: int, case: Case) -> list[torch.Tensor]:
     """c_proj's gradient on this rank, all ranks holding the same shards of every weight."""
     mesh = mesh_of(case, rank)
     trainer = new_trainer(case, mesh)
-    for number, name in enumerate(trainer.model.layouts):
+    for number, name in enumerate(sorted(trainer.model.buffer.slots)):
         generator = torch.Generator().manual_seed(number)
         parameter = trainer.model.buffer.parameter(name)
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    trainer.model.gradients(replica_batch(case, 0, mesh.dp_rank))
-    names = [name for name in trainer.model.layouts if name.endswith("proj.weight")]
+    gradient_step(trainer, replica_batch(case, 0, mesh.dp_rank))
+    names = [name for name in trainer.model.buffer.slots if name.endswith("attn.c_proj.weight")]
     assert len(names) == 4
     return [trainer.model.buffer.grad(name).clone() for name in names]
 
@@ -90,7 +91,7 @@ def _losses(case: Case, rank: int = 0) -> list[float]:
     trainer: Trainer = new_trainer(case, mesh)
     found = []
     for trainer.iteration in range(24):
-        found.append(trainer.model.gradients(replica_batch(case, 0, mesh.dp_rank)))
+        found.append(gradient_step(trainer, replica_batch(case, 0, mesh.dp_rank)))
     return found
 
 

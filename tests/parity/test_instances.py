@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.engines import gradient_step
 from tests.ranks import run_ranks
 
 from .batches import replica_batch
@@ -80,7 +81,7 @@ def gradient(case: Case, rank: int, alone: bool = False) -> dict[str, torch.Tens
     """
     mesh = mesh_of(case, rank)
     trainer = new_trainer(case, replace(mesh, dp=None) if alone else mesh)
-    trainer.model.gradients(replica_batch(case, 1, mesh.dp_rank))
+    gradient_step(trainer, replica_batch(case, 1, mesh.dp_rank))
     buffer = trainer.model.buffer
     return {
         part.name: part.tensor

@@ -1,18 +1,22 @@
-"""Unit costs against the model families they describe, and against the published formulas."""
+"""Unit costs against the model families they describe, against what the model keeps and its graph
+says, and against the published formulas.
+"""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 import transformers
 
-from megatron_merak.cluster import find_cluster, find_device, peak_flops
+from megatron_merak.cluster import CLUSTERS, find_cluster, find_device, peak_flops
 from megatron_merak.config import ModelConfig
 from megatron_merak.errors import PlanError
-from megatron_merak.models.gpt import GPTPrelude, build_unit
-from megatron_merak.models.layers import Placement
-from megatron_merak.plan import Grid, held_parameters
+from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters
 from megatron_merak.planner.cost import TIED_TABLE, gpt_units, model_flops, unit_costs
+from megatron_merak.planner.make import gpt_chain
+from megatron_merak.stages.gpt_model import traced_gpt
+from megatron_merak.training.hf_model import blueprint_of
+from tests.planner.kept import SAMPLES, gpt, kept_by
 
 GPT2 = ModelConfig(
     num_layers=3,
@@ -128,83 +132,92 @@ def test_units_are_named_in_order_and_every_border_is_one_activation():
     assert [unit.output_bytes for unit in units[:-1]] == [2 * 16 * 48 * 2] * 4
 
 
-def saved_by_autograd(unit: torch.nn.Module, common: dict, x: torch.Tensor) -> int:
-    """Bytes of the storages that the unit's forward saves, besides its input, its parameters and
-    the batch.
-    """
-    known = [x, *unit.parameters(), *common.values()]
-    outside, saved = {tensor.untyped_storage().data_ptr() for tensor in known}, {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage
-        return tensor
-
-    values = {unit.source: x}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        for segment in unit.segments():
-            results = segment.fn(common, *[values[source.value] for source in segment.ins])
-            values.update(zip([out.value for out in segment.outs], results, strict=True))
-    return sum(storage.nbytes() for address, storage in saved.items() if address not in outside)
-
-
 @pytest.mark.parametrize(
-    ("name", "dropout"), [(name, dropout) for name in MODELS for dropout in (0.1, 0.0)]
+    ("name", "dropout", "multiple", "dtype"),
+    [
+        (name, *case)
+        for name in MODELS
+        for case in ((0.1, 1, "float32"), (0.0, 8, "float32"), (0.1, 8, "bfloat16"))
+    ],
 )
-def test_saved_bytes_equal_what_the_native_model_saves(name, dropout):
-    model = replace(MODELS[name], hidden_dropout=dropout, attention_dropout=dropout)
-    tokens = torch.randint(model.vocab_size, (2, model.seq_length))
-    positions = torch.arange(model.seq_length).expand(2, -1)
-    batch = {
-        "tokens": tokens,
-        "labels": tokens.clone(),
-        "loss_mask": torch.ones(2, 16),
-        "position_ids": positions,
-    }
-    common = GPTPrelude(model, torch.device("cpu"))(batch)
-    predicted = gpt_units(model, 2, 4, tp=1, fused_dropout=False)
-    for index, kind in ((0, "embedding"), (1, "layer"), (model.num_layers + 1, "head")):
-        unit = build_unit(index, model, Placement()).train()
-        hidden = torch.randn(2, model.seq_length, model.hidden_size, requires_grad=True)
-        assert predicted[index].kind == kind
-        assert predicted[index].saved_bytes == saved_by_autograd(unit, common, hidden)
+def test_saved_bytes_equal_what_the_model_saves(name, dropout, multiple, dtype):
+    model = replace(
+        MODELS[name],
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        make_vocab_size_divisible_by=multiple,
+    )
+    planned = gpt_units(model, SAMPLES, DTYPE_BYTES[dtype], tp=1, fused_dropout=False)
+    found = kept_by(gpt(model, dtype=dtype))
+    assert [unit.saved_bytes for unit in planned] == [unit.saved for unit in found]
+    assert [unit.output_bytes for unit in planned] == [unit.leaves for unit in found]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_fp32_residual_stream_keeps_and_sends_more(name):
-    """Beside one of 16 bits: the residual sum inside a layer, and what leaves a unit."""
+    """Beside one of 16 bits: the residual sum inside a layer, the weights of norms, and what leaves
+    a unit.
+    """
     model = replace(MODELS[name], hidden_dropout=0, attention_dropout=0)
-    tokens = torch.randint(model.vocab_size, (2, model.seq_length))
-    batch = {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(2, 16)}
-    common = GPTPrelude(model, torch.device("cpu"))(
-        batch | {"position_ids": torch.arange(16).expand(2, -1)}
-    )
-    plans, found = [], []
-    for wide in (False, True):
-        plans.append(
-            gpt_units(
-                replace(model, fp32_residual_connection=wide), 2, 2, tp=1, fused_dropout=False
-            )
-        )
-        units = [
-            build_unit(index, model, Placement(dtype=torch.bfloat16, fp32_residual=wide))
-            for index in range(5)
-        ]
-        stream = units[0].place.stream
-        hidden = torch.randn(
-            2, model.seq_length, model.hidden_size, dtype=stream, requires_grad=True
-        )
-        (looked_up,) = units[0].segments()[0].fn(common)
-        (left,) = units[0].segments()[1].fn(common, looked_up)
-        saved = [saved_by_autograd(unit, common, hidden) for unit in units]
-        found.append((saved, left.nbytes))
-        assert (
-            left.dtype == stream
-            and [unit.output_bytes for unit in plans[-1][:-1]] == [left.nbytes] * 4
-        )
-    more = [wide.saved_bytes - half.saved_bytes for half, wide in zip(*plans, strict=True)]
-    assert more == [wide - half for half, wide in zip(found[0][0], found[1][0], strict=True)]
-    assert more == [0] + [2 * 2 * model.seq_length * model.hidden_size] * 3 + [0]
+    plans = []
+    for residual in (False, True):
+        wide = replace(model, fp32_residual_connection=residual)
+        plans.append(gpt_units(wide, SAMPLES, 2, tp=1, fused_dropout=False))
+        found = kept_by(gpt(wide, dtype="bfloat16"))
+        assert [unit.saved_bytes for unit in plans[-1]] == [unit.saved for unit in found]
+        assert [unit.output_bytes for unit in plans[-1]] == [unit.leaves for unit in found]
+    stream = SAMPLES * model.seq_length * model.hidden_size * 2
+    weight = 4 * model.hidden_size
+    layers = model.num_layers
+    saved = [wide.saved_bytes - half.saved_bytes for half, wide in zip(*plans, strict=True)]
+    assert saved == [0] + [stream + 2 * weight] * layers + [weight]
+    left = [wide.output_bytes - half.output_bytes for half, wide in zip(*plans, strict=True)]
+    assert left == [stream] * (layers + 1) + [0]
+
+
+# of a unit, what the formulas and the graph say alike
+ALIKE = [
+    each.name
+    for each in fields(Unit)
+    if each.name not in ("kind", "tied", "transient_bytes", "operations", "products")
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("tp", "dtype", "shape", "parallel"),
+    [
+        (1, "float32", {}, {}),
+        (1, "bfloat16", {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {}),
+        (1, "bfloat16", {"fp32_residual_connection": True}, {}),
+        (1, "float32", {"cross_entropy_chunk_size": 5}, {"recompute_granularity": "selective"}),
+        (2, "bfloat16", {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {}),
+        (2, "float32", {"cross_entropy_chunk_size": 5}, {"sequence_parallel": True}),
+        (2, "bfloat16", {"fp32_residual_connection": True}, {"sequence_parallel": True}),
+        (4, "float32", {"hidden_dropout": 0.1}, {"sequence_parallel": True}),
+    ],
+)
+def test_formulas_say_what_the_graph_says(name, tp, dtype, shape, parallel):
+    """Of ``products`` only what they amount to: the formulas take those of one input as one, and
+    the graph does not know the chunks of a loss.
+    """
+    still = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    model = replace(MODELS[name], **still | shape)
+    if model.group_query_attention:
+        model = replace(model, num_query_groups=4)
+    config = gpt(model, tp, dtype, **parallel)
+    cluster = CLUSTERS["cpu"]
+    planned = gpt_chain(config, tp, cluster)
+    measured = blueprint_of(traced_gpt(config), config, tp, cluster).plan.units
+    assert len(measured) == len(planned) == model.num_layers + 2
+    for ours, theirs in zip(planned, measured, strict=True):
+        for each in ALIKE:
+            assert getattr(ours, each) == getattr(theirs, each), (ours.name, each)
+        assert [size for _, size in ours.tied] == [size for _, size in theirs.tied]
+        chunked = ours.kind == "head" and model.cross_entropy_chunk_size
+        if not chunked:
+            work = [sum(m * n * k for m, n, k in unit.products) for unit in (ours, theirs)]
+            assert work[0] == work[1]
 
 
 def test_a_large_vocabulary_makes_the_head_outweigh_layers():
@@ -237,7 +250,8 @@ def test_tensor_parallel_collectives_cost_time():
     together = unit_costs(units, find_cluster("cpu"), "float32", Grid(tp=2))
     assert [cost.reduces for cost in alone] == [(0, 0)] * 5
     more = [(cost.reduces[0] > 0, cost.reduces[1] > 0) for cost in together]
-    assert more == [(True, False), *[(True, True)] * 3, (False, True)]
+    # the forward of the head sends statistics of its loss
+    assert more == [(True, False), *[(True, True)] * 3, (True, True)]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatron_merak import ops
-from megatron_merak.stages import native as build
+from megatron_merak.stages import parameter_shards
 
 from .attention import attend
 from .memory import Memory
@@ -269,7 +269,7 @@ def _patches():
     yield mock.patch.dict(ops.PROBLEMS, {"_ops_cuda": ""})
     yield mock.patch.object(ops, "adds_in_product", lambda device: device.type == "cuda")
     # fake tensors are for one thread
-    yield mock.patch.object(build, "workers_for", lambda device: 1)
+    yield mock.patch.object(parameter_shards, "workers_for", lambda model, device: 1)
     yield mock.patch.object(FakeTensor, "tolist", _tolist)
     yield mock.patch.object(FakeTensor, "data_ptr", _address)
     yield mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))

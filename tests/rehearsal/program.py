@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MICRO_BATCHES = 2
-OURS = ("native", "captured", "trainer")
+OURS = ("gpt", "captured", "trainer")
 CARD = "NVIDIA H100 80GB HBM3"
 BYTES = 85_000_000_000  # what such a card tells
 

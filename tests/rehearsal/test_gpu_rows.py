@@ -30,11 +30,11 @@ def small(monkeypatch, model):
 )
 @pytest.mark.parametrize(
     ("model", "contestant"),
-    [("7b", "native")]
+    [("7b", "gpt")]
     + [
         pytest.param(*row, marks=pytest.mark.slow)
         for row in (
-            ("8b", "native"),
+            ("8b", "gpt"),
             ("qwen", "trainer"),
             ("8b-lora", "trainer"),
             ("7b-12", "captured"),

@@ -15,7 +15,7 @@ from tests.graph.tiny import FAMILIES, tiny
 from tests.parity.cases import Case
 
 from .device import Rehearsal, StoppedError
-from .trainers import captured, mesh_of, native, steps
+from .trainers import captured, gpt, mesh_of, steps
 
 pytestmark = pytest.mark.long
 
@@ -39,7 +39,7 @@ def waits(rehearsal):
     return [finding.place.split(":")[0] for finding in rehearsal.findings if finding.kind == "sync"]
 
 
-NATIVE = [
+GPTS = [
     (Case("llama", dtype="bf16"), 0, 2),
     (
         Case("gpt2", hidden_dropout=0.1, attention_dropout=0.1, recompute="full", loss="per-token"),
@@ -53,14 +53,14 @@ NATIVE = [
 ]
 
 
-@pytest.mark.parametrize(("case", "rank", "micro_batches"), NATIVE, ids=str)
-def test_native(case, rank, micro_batches):
+@pytest.mark.parametrize(("case", "rank", "micro_batches"), GPTS, ids=str)
+def test_the_gpt_of_flags(case, rank, micro_batches):
     """The host waits once in a step, for loss and norm, and for the loss of the evaluation where
     the rank knows it.
     """
     ends = case.pp == 1 or rank == case.world - 1
     with mesh_of(Grid(tp=case.tp, dp=case.dp, pp=case.pp), rank) as mesh:
-        found = rehearse(lambda: native(case, micro_batches, mesh))
+        found = rehearse(lambda: gpt(case, micro_batches, mesh))
     assert ("aten::addmm.dtype_out" in found.operations) == (case.dtype == "bf16")
     assert waits(found) == [STEP, *[TRAINER] * ends]
 

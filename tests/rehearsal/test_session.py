@@ -9,7 +9,7 @@ import pytest
 from tests.rehearsal import session as rehearsal
 from tests.rehearsal.session import BUDGETS, STEPS, Different
 
-FEW = tuple(step for step in STEPS if step.name in ("start", "7b native 8", "two ranks, memory"))
+FEW = tuple(step for step in STEPS if step.name in ("start", "7b gpt 8", "two ranks, memory"))
 
 
 @pytest.fixture(scope="module")

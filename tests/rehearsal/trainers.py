@@ -1,4 +1,4 @@
-"""One rank's trainer, native or captured, on a GPU that only pretends; its peers do not exist."""
+"""One rank's trainer, of the GPT of flags or of any model, on a GPU that only pretends; its peers do not exist."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from megatron_merak.plan import Grid
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.stages.captured import CapturedModel
 from megatron_merak.training.trainer import Trainer
-from tests.engines import engine_of, native_trainer, step
+from tests.engines import engine_of, gpt_trainer, step
 from tests.parity.batches import replica_batch
 from tests.parity.cases import MICRO_BATCH, Case
 
@@ -40,13 +40,13 @@ def mesh_of(grid: Grid, rank: int) -> Iterator[Mesh]:
         dist.destroy_process_group()
 
 
-def native(case: Case, micro_batches: int, mesh: Mesh) -> tuple[Trainer, list[Mapping]]:
+def gpt(case: Case, micro_batches: int, mesh: Mesh) -> tuple[Trainer, list[Mapping]]:
     """A trainer of a model of two layers, and its micro-batches of one step."""
     config = case.config()
     train = replace(config.train, global_batch_size=micro_batches * MICRO_BATCH * case.dp)
     config = replace(config, model=replace(config.model, num_layers=LAYERS), train=train)
     batches = replica_batch(case, 0, mesh.dp_rank)[:micro_batches]
-    return native_trainer(config, make_plan(config, case.world), mesh), batches
+    return gpt_trainer(config, make_plan(config, case.world), mesh), batches
 
 
 def captured(

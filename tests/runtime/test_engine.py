@@ -2,6 +2,7 @@
 behind.
 """
 
+import functools
 import weakref
 from dataclasses import replace
 
@@ -10,12 +11,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_merak import ops
-from megatron_merak.models.gpt import GPTPrelude, build_unit
-from megatron_merak.models.layers import Placement
+from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megatron_merak.parallel.mesh import Mesh
+from megatron_merak.plan import Grid
+from megatron_merak.planner import plan
 from megatron_merak.runtime.engine import Interpreter, State
 from megatron_merak.runtime.weights import Gradient, WeightGradients
-from megatron_merak.segment import Collective, Common, In, Out, Segment, fuse
+from megatron_merak.segment import Collective, Common, In, Out, Segment
+from megatron_merak.stages.gpt_model import GPTModel
 from megatron_merak.tensor_parallel import derive_seed
+from tests.engines import gpt_model
 from tests.models.families import FAMILIES, batch
 from tests.oplog import OpLog
 from tests.ranks import run_ranks
@@ -23,58 +28,65 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-class Machine:
-    """An engine over the whole chain of a family, random weights, and the seeds that a stage would
-    give.
-    """
+@functools.cache
+def built(model: ModelConfig, tp: int, rank: int) -> GPTModel:
+    """One stage with random weights, different ones of each rank where they are sharded."""
+    parallel = ParallelConfig(tensor_model_parallel_size=tp)
+    train = TrainConfig(micro_batch_size=2, global_batch_size=2)
+    config = Config(model=model, parallel=parallel, train=train)
+    result = gpt_model(config, plan(config, tp), Mesh(Grid(tp=tp), rank, CPU))
+    tensors = result.blueprint.sharding.tensors
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(result.parameter_shards.parameters.items()):
+            own = rank if tensors[name].dim is not None else 0
+            generator = torch.Generator().manual_seed(tp * number + own)
+            parameter.normal_(0.0, 0.2, generator=generator)
+    return result
 
-    def __init__(
-        self, config, recompute=(), group=None, rank=0, fused=True, sequence_parallel=False
-    ):
-        self.config, self.rank, tp = config, rank, 1 if group is None else group.size()
-        place = Placement(group, "edge", sequence_parallel=sequence_parallel)
-        units = [build_unit(i, config, place) for i in range(config.num_layers + 2)]
-        generator = torch.Generator().manual_seed(rank)
-        parameters = [p for unit in units for p in unit.parameters()]
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.normal_(0.0, 0.2, generator=generator)
-        self.sink = WeightGradients({p: Gradient(torch.zeros(p.shape)) for p in parameters})
-        for unit in units:
-            for module in unit.modules():
-                if hasattr(module, "sink"):
-                    module.sink = self.sink
-        self.segments = [
-            s for u in units for s in ([fuse(u.segments())] if fused and tp == 1 else u.segments())
-        ]
+
+class Machine:
+    """An engine over the whole chain of a family, and the seeds that a stage would give."""
+
+    def __init__(self, config, recompute=(), group=None, rank=0):
+        self.rank = rank
+        self.tp = 1 if group is None else group.size()
+        model = built(config, self.tp, rank)
+        (programs,) = model.programs.values()
+        (self.batch,) = model.from_samples([batch()])
+        self.program = programs(self.batch, True)
+        self.segments = self.program.segments
+        self.names = {p: name for name, p in model.parameter_shards.parameters.items()}
+        self.sink = model.parameters.weights
+        for grad in self.sink.grads.values():
+            grad.total.zero_()
         self.engine = Interpreter(
             self.segments,
             [(unit,) for unit in recompute],
-            ("loss",),
+            self.program.outputs,
             group,
             weights=self.sink,
             device=CPU,
         )
-        self.prelude = GPTPrelude(config, CPU)
 
     def seed(self, segment):
-        shard = self.rank if segment.sharded else 0
+        shard = segment.random_shard(self.rank, 0, self.tp)
         torch.default_generator.manual_seed(derive_seed(11, segment.unit, segment.index, shard))
 
     def start(self, training=True):
-        return State(Common(self.prelude(batch()), self.seed), training)
+        return State(Common(self.program.prelude(self.batch), self.seed), training)
 
     def forward(self, state):
         self.engine.forward(state)
         return state.values.pop("loss")
 
     def step(self):
+        """The loss, and the gradients by name."""
         state = self.start()
         loss = self.forward(state)
         state.add_grad("loss", torch.ones(()))
         self.engine.backward(state)
         assert state.values == {} and state.works == {} and state.leftovers() == []
-        return loss, [grad.total.clone() for grad in self.sink.grads.values()]
+        return loss, {self.names[p]: grad.total.clone() for p, grad in self.sink.grads.items()}
 
 
 def with_dropout(name):
@@ -87,22 +99,26 @@ def recompute_choices(config):
 
 
 def recompute_equals_tape(rank, world_size):
-    """Bitwise, with dropout on, for every choice of units."""
+    """Bitwise, with dropout on, for every choice of units. Returns what ranks have in common."""
     group = dist.group.WORLD if world_size > 1 else None
+    common = {}
     for name in FAMILIES:
         config = with_dropout(name)
         loss, grads = Machine(config, (), group, rank).step()
         for units in recompute_choices(config):
             again, grads_again = Machine(config, units, group, rank).step()
             assert torch.equal(loss, again), (name, units)
-            assert all(map(torch.equal, grads, grads_again)), (name, units)
-    return loss.item()
+            for key, grad in grads.items():
+                assert grad.any() and torch.equal(grad, grads_again[key]), (name, units, key)
+        norm = "transformer.ln_f.weight" if name == "gpt2" else "model.norm.weight"
+        common[name] = (loss.item(), grads[norm].tolist())
+    return common
 
 
 def test_recomputation_changes_no_bit_with_dropout_and_launches_come_first():
     recompute_equals_tape(0, 1)
-    losses = run_ranks(tensor_parallel_checks, 2)
-    assert losses[0] == losses[1], "replicated regions drew different masks"
+    first, second = run_ranks(tensor_parallel_checks, 2, timeout=240)
+    assert first == second, "replicated regions drew different masks"
 
 
 def tensor_parallel_checks(rank, world_size):
@@ -121,9 +137,12 @@ def order_of_operations(rank):
     state.add_grad("loss", torch.ones(()))
     with OpLog() as log:
         machine.engine.backward(state)
-    # two input gradients, launch, two weight gradients
-    body = ["mm", "mm", "allreduce_", "addmm_", "addmm_"]
-    assert log.names == ["mm", "allreduce_", "addmm_", *body, *body, "add_rows_"], log.names
+    # gradients of inputs, launch, gradients of weights. Gate and up have one gradient of their
+    # input, and query, key and value add up theirs.
+    feed = ["mm", "mm", "allreduce_", *["addmm_"] * 3]
+    attention = ["mm", "mm", "addmm_", "addmm_", "allreduce_", *["addmm_"] * 4]
+    head = ["mm", "allreduce_", "addmm_"]
+    assert log.names == [*head, *feed, *attention, "add_rows_"], log.names
 
 
 def evaluation_sends_only_forward(rank):
@@ -145,12 +164,14 @@ def test_two_microbatches_in_flight_do_not_mix():
         state.add_grad("loss", torch.ones(()))
         machine.engine.backward(state)
     assert all(torch.equal(other, loss) for other in losses)
-    for grad, one in zip(machine.sink.grads.values(), single, strict=True):
+    for parameter, grad in machine.sink.grads.items():
+        one = single[machine.names[parameter]]
         torch.testing.assert_close(grad.total, 3 * one, rtol=1e-5, atol=1e-6)
 
 
 def test_done_reports_each_segment_after_its_gradients():
-    machine, seen = Machine(FAMILIES["gpt2"], (1,)), []
+    machine = Machine(FAMILIES["gpt2"], (1,))
+    seen = []
     state = machine.start()
     machine.forward(state)
     state.add_grad("loss", torch.full((), 2.0))
@@ -243,8 +264,8 @@ def saved_bytes(run, known):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tapes_keep_what_one_autograd_graph_keeps(name):
-    machine = Machine(with_dropout(name), fused=False)
-    known = [*machine.sink.grads, *batch().values()]
+    machine = Machine(with_dropout(name))
+    known = [*machine.sink.grads, *machine.batch.values()]
 
     def plain():
         values = {}

@@ -8,20 +8,21 @@ import pytest
 import torch
 
 from megatron_merak.config import Config, ParallelConfig, TrainConfig
-from megatron_merak.models.gpt import GPT
-from megatron_merak.models.layers import Placement
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.pipeline_parallel.check import check
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule
 from megatron_merak.pipeline_parallel.passes import add_communication, forward_only
 from megatron_merak.planner import plan
 from megatron_merak.runtime.executor import Executor
-from megatron_merak.stages.init_native import draw
-from megatron_merak.stages.native_model import NativeModel
-from tests.models.families import FAMILIES, batch, load, pieces
+from megatron_merak.stages.gpt_model import build_gpt
+from megatron_merak.stages.init_captured import Initialiser
+from tests.engines import gpt_model
+from tests.models.families import FAMILIES, batch, gpt
 from tests.ranks import run_ranks
 
-CPU, MICROBATCHES = torch.device("cpu"), 4
+CPU = torch.device("cpu")
+MICROBATCHES = 4
+SEED = 5
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,16 @@ class Rank:
             pipeline_schedule=case.schedule,
             recompute_granularity="full" if case.recompute else None,
         )
-        train = TrainConfig(micro_batch_size=2, global_batch_size=2 * MICROBATCHES, seed=5)
+        train = TrainConfig(micro_batch_size=2, global_batch_size=2 * MICROBATCHES, seed=SEED)
         config = Config(model=model, parallel=parallel, train=train)
         self.plan = plan(config, world_size)
         self.mesh = build_mesh(self.plan.grid, rank, CPU)
-        self.model = NativeModel(config, self.plan, self.mesh)
-        self.stages, self.per_token = self.model.stages, case.per_token
+        self.model = gpt_model(config, self.plan, self.mesh)
+        self.stages = self.model.stages
+        self.per_token = case.per_token
         self.executor = Executor(self.stages, add_communication(self.plan.schedule), self.mesh)
-        self.batches = global_batch()[self.mesh.dp_rank :: self.mesh.grid.dp]
+        own = global_batch()[self.mesh.dp_rank :: self.mesh.grid.dp]
+        self.batches = self.model.from_samples(own)
 
     def step(self, number=3):
         """Loss and every gradient that this rank holds, by HuggingFace name and place."""
@@ -87,22 +90,15 @@ class Rank:
 
 def single_graph(name, per_token):
     """Sum of losses, tokens, and every gradient of the same weights by plain autograd."""
-    gpt = GPT(FAMILIES[name], Placement())
-    drawn = {
-        p.sharding.name: draw(p, 5)
-        for u in gpt.units
-        for layout in u.layouts.values()
-        for p in layout.pieces
-    }
-    load(gpt.units, drawn, 0, 1)
-    sums = [gpt(data) for data in global_batch()]
+    empty = build_gpt(FAMILIES[name])
+    initialiser = Initialiser(empty)
+    drawn = {key: initialiser.draw(key, SEED) for key, _ in empty.named_parameters()}
+    model = gpt(name, drawn)
+    sums = [model(**model.batch_of(data)) for data in global_batch()]
     tokens = [data["loss_mask"].sum() for data in global_batch()]
     weights = [1.0 if per_token else 1 / count.clamp(min=1) / MICROBATCHES for count in tokens]
     sum(loss * weight for loss, weight in zip(sums, weights, strict=True)).backward()
-    grads = {
-        piece.sharding.name: grad
-        for piece, grad in pieces(gpt.units, 0, 1, lambda parameter: parameter.grad)
-    }
+    grads = {key: parameter.grad for key, parameter in model.named_parameters()}
     return torch.stack(sums).detach(), torch.stack(tokens), grads
 
 
@@ -185,25 +181,26 @@ OTHERS = [
 
 def over_four_ranks(rank, world_size):
     """Every case in one launch; two stages leave two replicas."""
-    results = {
-        case: Rank(case, rank, world_size).step() for base in PIPELINES for case in options(base)
-    }
-    results |= {case: Rank(case, rank, world_size).step() for case in OTHERS}
-    trace = Rank(PIPELINES[-1], rank, world_size)
-    trace.executor.trace = []
-    trace.step()
-    evaluated = {case: Rank(case, rank, world_size).evaluate() for case in (PIPELINES[0], *OTHERS)}
-    return (
-        results,
-        trace.executor.trace,
-        [str(op) for op in trace.executor.program if op.kind.is_compute],
-        evaluated,
-    )
+    cases = [*(case for base in PIPELINES for case in options(base)), *OTHERS]
+    kept = {PIPELINES[0], PIPELINES[-1], *OTHERS}
+    ranks = {}
+    results = {}
+    for case in cases:
+        one = Rank(case, rank, world_size)
+        results[case] = one.step()
+        if case in kept:
+            ranks[case] = one
+    traced = ranks[PIPELINES[-1]].executor
+    traced.trace = []
+    ranks[PIPELINES[-1]].step()
+    computed = [str(op) for op in traced.program if op.kind.is_compute]
+    evaluated = {case: ranks[case].evaluate() for case in (PIPELINES[0], *OTHERS)}
+    return results, traced.trace, computed, evaluated
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(over_four_ranks, 4)
+    return run_ranks(over_four_ranks, 4, timeout=240)
 
 
 def losses(results, case):

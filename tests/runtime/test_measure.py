@@ -10,13 +10,11 @@ import torch
 from megatron_merak.config import Config, ParallelConfig, TrainConfig
 from megatron_merak.parallel.mesh import Mesh, build_mesh
 from megatron_merak.pipeline_parallel.builders import BUILDERS
-from megatron_merak.pipeline_parallel.passes import add_communication
 from megatron_merak.plan import Grid, Plan
 from megatron_merak.planner import plan
 from megatron_merak.planner.memory import rank_memory
-from megatron_merak.runtime.executor import Executor
-from megatron_merak.stages.native import build_stages
-from tests.engines import engine_of
+from megatron_merak.stages.captured import CapturedModel
+from tests.engines import engine_of, gpt_model
 from tests.graph.tiny import randomise, tiny
 from tests.measured import MeasuredExecutor
 from tests.models.families import FAMILIES, batch
@@ -39,7 +37,7 @@ BLOCK = FULL | {"recompute_method": "block", "recompute_num_layers": 1}
 
 @dataclass(frozen=True)
 class Case:
-    """A model of six layers (native) or a tiny captured one, on two stages per rank at most."""
+    """The GPT of six layers, or a tiny model of somebody else, on two stages per rank at most."""
 
     name: str
     schedule: str = "1f1b"
@@ -57,36 +55,39 @@ class Case:
         )
 
 
-def measured(executor: Executor) -> MeasuredExecutor:
-    return MeasuredExecutor(executor.stages, executor.schedule, executor.mesh, executor.pipes)
+def measuring(model: CapturedModel) -> MeasuredExecutor:
+    """Let the training steps of a model be measured."""
+    own = model.executor(MICROBATCHES)
+    executor = MeasuredExecutor(own.stages, own.schedule, own.mesh, own.pipes)
+    model.executors._executors[MICROBATCHES, True] = executor
+    return executor
 
 
-def native(case: Case, rank: int, world_size: int) -> tuple[int, int]:
-    """(measured, predicted) bytes of this rank."""
-    model = replace(
+def priced_by_formulas(case: Case, rank: int, world_size: int) -> tuple[int, int]:
+    """(measured, predicted) bytes of this rank of the GPT that flags describe."""
+    shape = replace(
         FAMILIES[case.name],
         num_layers=6,
         hidden_dropout=case.dropout,
         attention_dropout=case.dropout,
     )
     train = TrainConfig(micro_batch_size=2, global_batch_size=2 * MICROBATCHES, seed=5)
-    config = Config(model=model, parallel=case.parallel(), train=train)
+    config = Config(model=shape, parallel=case.parallel(), train=train)
     made = plan(config, world_size)
-    mesh = build_mesh(made.grid, rank, torch.device("cpu"))
-    built = build_stages(config, made, mesh)
-    executor = MeasuredExecutor(built.stages, add_communication(made.schedule), mesh)
-    built.parameters.start_step()
-    executor.run([batch(seed=seed) for seed in range(MICROBATCHES)], 1)
-    built.parameters.finish_step()
-    return executor.peak, predicted(made, mesh.pp_rank)
+    model = gpt_model(config, made, build_mesh(made.grid, rank, torch.device("cpu")))
+    batches = model.from_samples([batch(seed=seed) for seed in range(MICROBATCHES)])
+    # what a capture keeps is not measured
+    model.admit(model._split(batches[0]), True)
+    executor = measuring(model)
+    model.gradients(batches)
+    return executor.peak, predicted(made, model.mesh.pp_rank)
 
 
 def captured(case: Case, rank: int, world_size: int) -> tuple[int, int]:
     real, _, example = tiny(case.name, **LAYERS.get(case.name, {}))
     how = {"parallel": case.parallel(), "microbatches": MICROBATCHES}
     trainer = engine_of(randomise(real()), example, mesh_of(case, rank), **how)
-    executor = measured(trainer.executor(MICROBATCHES))
-    trainer.executors._executors[MICROBATCHES, True] = executor
+    executor = measuring(trainer)
     trainer.gradients(micro_batches(case.name, MICROBATCHES))
     return executor.peak, predicted(trainer.plan, trainer.mesh.pp_rank)
 
@@ -99,8 +100,8 @@ def predicted(made: Plan, pp_rank: int) -> int:
     return rank_memory(made)[pp_rank].activations
 
 
-def natives(rank, world_size, cases):
-    return [native(case, rank, world_size) for case in cases]
+def gpts(rank, world_size, cases):
+    return [priced_by_formulas(case, rank, world_size) for case in cases]
 
 
 def captures(rank, world_size, cases):
@@ -111,7 +112,7 @@ def recomputations():
     return [tuple(flags.items()) for flags in ({}, FULL, RUNS, BLOCK)]
 
 
-def test_a_native_model_keeps_what_is_predicted_to_the_byte_under_every_schedule():
+def test_a_model_keeps_what_formulas_predict_to_the_byte_under_every_schedule():
     cases = [Case("gpt2", name, again) for name in BUILDERS for again in recomputations()[:2]]
     cases += [
         Case("gpt2", name, again)
@@ -124,8 +125,8 @@ def test_a_native_model_keeps_what_is_predicted_to_the_byte_under_every_schedule
         for again in recomputations()[:2]
     ]
     cases += [Case("gpt2", "zb-h1", SELECTIVE), Case("llama", "1f1b", SELECTIVE)]
-    cases += [Case(name, dropout=0.1) for name in ("gpt2", "qwen3")]
-    for case, *ranks in zip(cases, *run_ranks(natives, 2, cases, timeout=120), strict=True):
+    cases += [Case(name, dropout=0.1) for name in ("gpt2", "llama", "qwen3")]
+    for case, *ranks in zip(cases, *run_ranks(gpts, 2, cases, timeout=280), strict=True):
         for number, (found, expected) in enumerate(ranks):
             assert found == expected > 0, (case, number)
 
@@ -139,14 +140,16 @@ def test_tensor_parallel_ranks_too():
     ]
     cases += [Case(name, "1f1b", tp=2, more=sequence) for name in ("gpt2", "llama")]
     cases += [
+        Case("gpt2", "zb-h1", tp=2, more=sequence),
         Case("llama", "zb-h1", tp=2, more=sequence),
         Case("llama", "1f1b", tuple(FULL.items()), 2, more=sequence),
+        Case("qwen3", "1f1b", tp=2, more=sequence, dropout=0.1),
     ]
     halves = (("tp_comm_overlap", "sub-pipeline"),)
     cases += [Case("gpt2", "1f1b", again, tp=2, more=halves) for again in recomputations()[:2]]
-    for case, *ranks in zip(cases, *run_ranks(natives, 4, cases, timeout=120), strict=True):
+    for case, *ranks in zip(cases, *run_ranks(gpts, 4, cases, timeout=280), strict=True):
         for number, (found, expected) in enumerate(ranks):
-            assert found == pytest.approx(expected, rel=0.05), (case, number)
+            assert found == expected > 0, (case, number)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +207,6 @@ def _gradients(rank, world_size, case):
     batches = micro_batches(case.name, MICROBATCHES)
     trainer.gradients(batches)
     usual = trainer.buffer.main_grad.clone()
-    trainer.executors._executors[MICROBATCHES, True] = measured(trainer.executor(MICROBATCHES))
+    measuring(trainer)
     trainer.gradients(batches)
     return bool(torch.equal(usual, trainer.buffer.main_grad) and usual.abs().max() > 0)

@@ -13,7 +13,7 @@ from megatron_merak.pipeline_parallel.check import check
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule
 from megatron_merak.plan import Grid, Plan, StagePlan
 from megatron_merak.planner.make import plan as make_plan
-from tests.engines import native_trainer
+from tests.engines import gpt_trainer, gradient_step
 from tests.parity.batches import replica_batch
 from tests.parity.cases import Case
 from tests.parity.rig import Shard, assemble, disturb, parts, spoil
@@ -104,10 +104,10 @@ def _run(rank: int, world: int, case: Case, variants) -> list[tuple[float | None
     config = replace(config, model=replace(config.model, num_layers=LAYERS))
     found = []
     for variant in variants:
-        trainer = native_trainer(config, plan_of(case, *variant), mesh)
+        trainer = gpt_trainer(config, plan_of(case, *variant), mesh)
         disturb(trainer)
         spoil(trainer.model.buffer)
-        loss = trainer.model.gradients(replica_batch(case, 0, mesh.dp_rank))
+        loss = gradient_step(trainer, replica_batch(case, 0, mesh.dp_rank))
         assert all(stage.parts == {} for stage in trainer.model.stages.values())
         found.append((loss, parts(trainer, trainer.model.buffer.main_grad)))
     return found

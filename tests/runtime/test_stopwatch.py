@@ -11,7 +11,7 @@ from megatron_merak.runtime import executor
 from megatron_merak.runtime.stopwatch import GpuStopwatch
 from tests.parity.cases import Case
 from tests.rehearsal.device import DEVICE, Rehearsal
-from tests.rehearsal.trainers import mesh_of, native
+from tests.rehearsal.trainers import gpt, mesh_of
 
 
 class Gpu:
@@ -79,7 +79,7 @@ def test_a_step_marks_every_op_and_waits_when_all_are_launched(monkeypatch):
         executor, "GpuStopwatch", lambda now, device: GpuStopwatch(gpu.now, device, gpu)
     )
     with mesh_of(Grid(), 0) as mesh, Rehearsal():
-        trainer, batches = native(Case("gpt2"), 2, mesh)
+        trainer, batches = gpt(Case("gpt2"), 2, mesh)
         engine = trainer.model.executor(2)
         perform = engine._passes
         monkeypatch.setattr(engine, "_passes", lambda op: (gpu.launch(1.0), perform(op))[1])

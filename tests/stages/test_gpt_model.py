@@ -1,28 +1,40 @@
-"""The captured GPT beside the one of native units: losses and weights of the same steps under every
-kind of layout.
+"""The GPT that flags describe, trained: the losses and weights of the module's own training loop on
+one rank, and those of one rank under every kind of layout.
 """
+
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 from megatron_merak import arguments
-from megatron_merak.cluster import CLUSTERS
 from megatron_merak.config import Config
 from megatron_merak.parallel.mesh import build_mesh
-from megatron_merak.planner import plan
-from megatron_merak.stages.gpt_model import GPTModel, traced_gpt
-from megatron_merak.stages.native import tensors
-from megatron_merak.stages.native_model import NativeModel
-from megatron_merak.training.hf_model import blueprint_of
+from megatron_merak.planner import plan as make_plan
+from megatron_merak.stages.gpt_model import build_gpt
+from megatron_merak.stages.init_captured import Initialiser
+from tests.engines import gpt_model
+from tests.parity.rig import assemble, one
 from tests.ranks import run_ranks
 
-FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 60 --seq-length 16
-    --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data
-    --adam-eps 1e-3"""  # so that what rounding leaves of no gradient is no update
+FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 100 --seq-length 16
+    --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2
+    --mock-data --adam-eps 1e-3"""  # so that what rounding leaves of no gradient is no update
 LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"""
+PER_TOKEN = "--calculate-per-token-loss"
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
+RATE = 1e-2
+DECAY = 0.1
+STEPS = 2
+
+
+def config_of(flags):
+    words = [*FLAGS.split(), *flags.split()]
+    config, _ = arguments.read(arguments.build_parser(config=Config), words, Config)
+    return config
 
 
 def samples(count):
@@ -30,7 +42,7 @@ def samples(count):
     generator = torch.Generator().manual_seed(5)
     batches = []
     for index in range(count):
-        text = torch.randint(60, (2, 17), generator=generator)
+        text = torch.randint(100, (2, 17), generator=generator)
         mask = torch.ones(2, 16)
         mask[:, : 3 * index] = 0
         positions = torch.arange(16).expand(2, -1).contiguous()
@@ -45,73 +57,122 @@ def samples(count):
     return batches
 
 
-def steps(model, config, mesh):
-    """The losses of two steps and of an evaluation, and the weights of this rank."""
-    own = samples(4 // mesh.replicas * mesh.replicas)[mesh.replica :: mesh.replicas]
-    losses = []
-    for _ in range(2):
-        rates = [(1e-2, 0.1), (1e-2, 0.0)]
+def trained(rank, world, flags):
+    """(loss, gradient norm) of two steps, the loss of an evaluation, and the weights of this
+    rank.
+    """
+    config = config_of(flags)
+    plan = make_plan(config, world)
+    mesh = build_mesh(plan.grid, rank, torch.device("cpu"))
+    model = gpt_model(config, plan, mesh)
+    own = samples(4)[mesh.replica :: mesh.replicas]
+    rates = [(RATE, DECAY), (RATE, 0.0)]
+    steps = []
+    for _ in range(STEPS):
         model.begin_step(rates)
         result = model.update(rates, model.backward(model.from_samples(own)))
-        losses.append((result.loss, result.grad_norm))
-    losses.append((model.mean_loss(own), 0.0))
+        steps.append((result.loss, result.grad_norm))
+    evaluated = model.mean_loss(own)
+    model.gatherer.gather()
     shards = model.shards(model.buffer.data)
-    weights = {each.name: (each.intervals, each.tensor.clone()) for each in shards}
-    return losses, weights
+    weights = [replace(shard, tensor=shard.tensor.clone()) for shard in shards]
+    return steps, evaluated, weights
 
 
-def both(rank, world, flags):
-    words = [*FLAGS.split(), *flags.split()]
-    config, _ = arguments.read(arguments.build_parser(config=Config), words, Config)
-    found = []
-    for captured in (False, True):
-        if captured:
-            traced = traced_gpt(config)
-            blueprint = blueprint_of(traced, config, world, CLUSTERS["cpu"])
-            made = blueprint.plan
-        else:
-            made = plan(config, world, shardings=tensors(config))
-        mesh = build_mesh(made.grid, rank, torch.device("cpu"))
-        model = GPTModel(blueprint, config, mesh) if captured else NativeModel(config, made, mesh)
-        found.append(steps(model, config, mesh))
-    return found
+def together(ranks):
+    """What all ranks found: losses as those ranks know them who do, and full weights."""
+    steps = []
+    for number in range(STEPS):
+        of_ranks = [rank[0][number] for rank in ranks]
+        steps.append((one([loss for loss, _ in of_ranks]), one([norm for _, norm in of_ranks])))
+    evaluated = one([rank[1] for rank in ranks])
+    return steps, evaluated, assemble([rank[2] for rank in ranks])
+
+
+@cache
+def on_one_rank(flags):
+    return together([trained(0, 1, flags)])
+
+
+def mean_loss(model, per_token):
+    """Of all micro-batches: the mean of their means over targets, or the mean over all targets."""
+    batches = samples(4)
+    sums = [model(**model.batch_of(batch)) for batch in batches]
+    counts = [batch["loss_mask"].sum() for batch in batches]
+    if per_token:
+        return sum(sums) / sum(counts)
+    return sum(total / count for total, count in zip(sums, counts, strict=True)) / len(batches)
+
+
+def by_torch(flags):
+    """The same of a plain training loop."""
+    config = config_of(flags)
+    per_token = config.train.calculate_per_token_loss
+    model = build_gpt(config.model)
+    initialiser = Initialiser(model)
+    names = [name for name, _ in model.named_parameters()]
+    drawn = {name: initialiser.draw(name, config.train.seed) for name in names}
+    model.load_state_dict(drawn, assign=True)
+    decayed = [each for each in model.parameters() if each.dim() > 1]
+    others = [each for each in model.parameters() if each.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}],
+        lr=RATE,
+        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        eps=config.optimizer.adam_eps,
+    )
+    steps = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = mean_loss(model, per_token)
+        loss.backward()
+        clip = config.optimizer.clip_grad
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        steps.append((loss.item(), norm.item()))
+    with torch.no_grad():
+        evaluated = mean_loss(model, per_token).item()
+    return steps, evaluated, {name: each.detach() for name, each in model.named_parameters()}
+
+
+def check(found, wanted):
+    steps, evaluated, weights = found
+    expected_steps, expected, tensors = wanted
+    for step, expected_step in zip(steps, expected_steps, strict=True):
+        assert step == pytest.approx(expected_step, rel=2e-6)
+    assert evaluated == pytest.approx(expected, rel=2e-6)
+    assert weights.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("flags", ["", LLAMA, PER_TOKEN, f"{LLAMA} {PER_TOKEN}"])
+def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
+    steps, evaluated, _ = wanted = by_torch(flags)
+    losses = [loss for loss, _ in steps] + [evaluated]
+    assert losses[0] > losses[1] > losses[2]
+    check(on_one_rank(flags), wanted)
 
 
 @pytest.mark.parametrize(
-    ("world", "flags"),
+    ("world", "shape", "layout"),
     [
-        (1, ""),
-        (1, LLAMA),
-        (1, "--calculate-per-token-loss --cross-entropy-chunk-size 8"),
-        (2, f"{TP2} --sequence-parallel {LLAMA}"),
-        (2, f"{TP2} --tp-comm-overlap sub-pipeline"),
-        (2, f"{PP2} --recompute-granularity full"),
-        (2, f"{PP2} --pipeline-schedule pipedream --clip-grad 0 {LLAMA}"),
-        (2, f"--data-parallel-sharding-strategy optim_grads_params {LLAMA}"),
-        pytest.param(4, f"{TP2} {PP2} --calculate-per-token-loss", marks=pytest.mark.long),
-        pytest.param(4, f"{PP2} --use-distributed-optimizer {LLAMA}", marks=pytest.mark.long),
+        (1, PER_TOKEN, "--cross-entropy-chunk-size 8"),
+        (2, LLAMA, f"{TP2} --sequence-parallel"),
+        (2, "", f"{TP2} --tp-comm-overlap sub-pipeline"),
+        (2, "", f"{PP2} --recompute-granularity full"),
+        (2, LLAMA, "--data-parallel-sharding-strategy optim_grads_params"),
+        pytest.param(4, PER_TOKEN, f"{TP2} {PP2}", marks=pytest.mark.long),
+        pytest.param(4, LLAMA, f"{PP2} --use-distributed-optimizer", marks=pytest.mark.long),
         pytest.param(
             2,
+            "",
             f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule interleaved",
             marks=pytest.mark.long,
         ),
-        pytest.param(2, f"{TP2} --recompute-granularity selective {LLAMA}", marks=pytest.mark.long),
+        pytest.param(2, LLAMA, f"{TP2} --recompute-granularity selective", marks=pytest.mark.long),
     ],
 )
-def test_the_captured_gpt_trains_as_its_native_units_do(world, flags):
-    """To the bit where the graph computes products of the same shapes: GPT-2's, on one rank."""
-    for native, captured in run_ranks(both, world, flags):
-        for theirs, ours in zip(native[0], captured[0], strict=True):
-            for expected, found in zip(theirs, ours, strict=True):
-                assert (found is None) == (expected is None)
-                assert expected is None or found == pytest.approx(expected, rel=2e-6)
-        weights = {name: each for name, each in captured[1].items() if name in native[1]}
-        alike = [name for name, each in weights.items() if each[0] == native[1][name][0]]
-        assert alike
-        for name in alike:
-            ours = weights[name][1]
-            theirs = native[1][name][1]
-            if flags:
-                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-            else:
-                assert torch.equal(ours, theirs), name
+def test_a_layout_trains_as_one_rank_does(world, shape, layout):
+    ranks = run_ranks(trained, world, f"{shape} {layout}", timeout=150)
+    check(together(ranks), on_one_rank(shape))

@@ -16,7 +16,7 @@ from megatron_merak.plan import Grid
 from megatron_merak.stages.kernels import check_kernels
 from tests.parity.cases import Case
 from tests.rehearsal.device import Rehearsal
-from tests.rehearsal.trainers import captured, mesh_of, native
+from tests.rehearsal.trainers import captured, gpt, mesh_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GPU = torch.device("cuda", 0)
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 BUILDS = {
-    "native": lambda mesh: native(Case("llama"), 2, mesh),
+    "gpt": lambda mesh: gpt(Case("llama"), 2, mesh),
     "captured": lambda mesh: captured(Model(), {"x": torch.ones(4, 8)}, mesh),
 }
 

@@ -29,20 +29,26 @@ from megatron_merak.checkpoint.directory import read_manifest
 from megatron_merak.checkpoint.stored import StoredSource, chosen
 from megatron_merak.cli import convert
 from megatron_merak.errors import CheckpointError
-from megatron_merak.models.gpt import GPT
-from megatron_merak.models.hf_config import RENAMED, hf_config
-from megatron_merak.models.layers import Placement
-from megatron_merak.models.names import tensor_table
+from megatron_merak.models.hf_config import hf_config
 from megatron_merak.stages.saved_run import SavedRun
 from tests.checkpoint.kills import DISK, NAMES, fork, kill_before_call
 from tests.checkpoint.states import cut
-from tests.models.families import CONVERTIBLE, LLAMA, batch, huggingface, load, reference
+from tests.models.families import (
+    CONVERTIBLE,
+    LLAMA,
+    batch,
+    blueprint_of,
+    gpt,
+    huggingface,
+    named,
+    reference,
+)
 from tests.ranks import run_ranks
 
 TOOL = "convert"
 
 
-def _native_weights(path):
+def _our_weights(path):
     source = StoredSource(chosen(path, None))
     return {name: source.read(name) for name in source.names()}
 
@@ -51,17 +57,15 @@ def _native_weights(path):
 def test_a_directory_becomes_a_checkpoint_and_that_the_directory(name, tmp_path, tool, capsys):
     theirs = huggingface(name)
     theirs.save_pretrained(tmp_path / "hf")
-    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
     config = CONVERTIBLE[name]
-    weights = _native_weights(tmp_path / "native")
-    assert weights.keys() == {tensor.name for tensor in tensor_table(config, 1)}
+    weights = _our_weights(tmp_path / "ours")
+    ours = gpt(name, weights)
+    assert weights.keys() == {key for key, _ in ours.named_parameters()}
+    wanted, _ = reference(theirs, batch())
+    torch.testing.assert_close(ours(**ours.batch_of(batch())), wanted, rtol=2e-6, atol=2e-6)
 
-    native = GPT(config, Placement(None))
-    load(native.units, weights, 0, 1)
-    loss, (wanted, _) = native(batch()), reference(theirs, batch())
-    torch.testing.assert_close(loss, wanted, rtol=2e-6, atol=2e-6)
-
-    assert tool.main([str(tmp_path / "native"), str(tmp_path / "again")]) == 0
+    assert tool.main([str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(again) is type(theirs)
     assert again.state_dict().keys() == theirs.state_dict().keys()
@@ -82,8 +86,8 @@ def test_a_directory_becomes_a_checkpoint_and_that_the_directory(name, tmp_path,
 def test_a_model_that_was_saved_without_its_head_is_taken(name, tmp_path, tool):
     whole = huggingface(name)
     whole.base_model.save_pretrained(tmp_path / "base")
-    assert tool.main([str(tmp_path / "base"), str(tmp_path / "native")]) == 0
-    assert tool.main([str(tmp_path / "native"), str(tmp_path / "again")]) == 0
+    assert tool.main([str(tmp_path / "base"), str(tmp_path / "ours")]) == 0
+    assert tool.main([str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
     assert all(torch.equal(again[key], value) for key, value in whole.state_dict().items())
 
@@ -95,27 +99,24 @@ def test_rope_scaling_may_have_its_old_name_and_the_checkpoint_has_no_seed_to_co
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     config["rope_parameters"]["type"] = "llama3"
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
-    saved = SavedRun.read(read_manifest(tmp_path / "native" / "iter_0000000")[1].meta, "x")
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
+    saved = SavedRun.read(read_manifest(tmp_path / "ours" / "iter_0000000")[1].meta, "x")
     assert saved.data is None and "seed" not in saved.config["train"]
 
 
 def test_parts_of_a_checkpoint_are_joined_and_the_tokenizer_is_saved(tmp_path, tool):
     model = huggingface("starcoder2").to(torch.bfloat16)
-    renamed = RENAMED["starcoder2"]
-    tensors = {}
-    for name, value in model.named_parameters():
-        for ours, theirs in renamed:
-            name = name.replace(theirs, ours)
-        tensors[name] = value.detach()
+    theirs = {name: value.detach() for name, value in model.named_parameters()}
+    tensors = named("starcoder2", theirs)
     config = CONVERTIBLE["starcoder2"]
+    shardings = blueprint_of(config, 2).plan.shardings
     meta = {
         "consumed_samples": 0,
         "optimizer_steps": 3,
         "config": {"model": dataclasses.asdict(config)},
     }
     meta["config"] |= {"train": {}, "optimizer": {}, "data": {}}
-    run_ranks(_save_parts, 2, tmp_path / "run", tensors, meta)
+    run_ranks(_save_parts, 2, tmp_path / "run", tensors, shardings, meta)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({"a": 0, "</s>": 1})), eos_token="</s>"
     )
@@ -142,9 +143,9 @@ def test_parts_of_a_checkpoint_are_joined_and_the_tokenizer_is_saved(tmp_path, t
     )
 
 
-def _save_parts(rank, world_size, root, tensors, meta):
+def _save_parts(rank, world_size, root, tensors, shardings, meta):
     shards = []
-    for tensor in tensor_table(CONVERTIBLE["starcoder2"], world_size):
+    for tensor in shardings:
         spans = tensor.intervals(rank, world_size)
         part = cut(tensors[tensor.name], tensor.dim, spans)
         shards.append(
@@ -182,9 +183,9 @@ def _kill_conversions(rank, world, root, calls, stride):
         logging.disable()
     model = AutoModelForCausalLM.from_pretrained(root / "hf")
     assert _convert(root / "hf", root / "reference") == 0
-    wanted = _native_weights(root / "reference")
+    wanted = _our_weights(root / "reference")
     kills = []
-    for source, target in ((root / "hf", root / "native"), (root / "reference", root / "opened")):
+    for source, target in ((root / "hf", root / "ours"), (root / "reference", root / "opened")):
         kills.append(0)
         done = False
         while not done:
@@ -201,8 +202,8 @@ def _kill_conversions(rank, world, root, calls, stride):
             assert status == 0 if interrupted else status == 1, f"after {kills[-1] * stride} calls"
             assert not (done and interrupted) and not is_begun(target)
             assert not [*target.glob("*.new"), *target.glob("*.old"), *target.glob(".being*")]
-            if target.name == "native":
-                weights = _native_weights(target)
+            if target.name == "ours":
+                weights = _our_weights(target)
                 assert weights.keys() == wanted.keys()
                 assert all(torch.equal(weights[name], value) for name, value in wanted.items())
             else:
@@ -239,12 +240,12 @@ def _content(directory):
 
 def test_what_is_in_the_target_is_replaced_if_asked_for(tmp_path, tool, capsys):
     huggingface("llama").save_pretrained(tmp_path / "hf")
-    native = tmp_path / "native"
+    ours = tmp_path / "ours"
     opened = tmp_path / "opened"
     remedy = "Name another directory, or replace what it holds with --overwrite.\n"
     for source, target, names in (
-        (tmp_path / "hf", native, "iter_0000000, latest_checkpointed_iteration.txt"),
-        (native, opened, "config.json, generation_config.json, model.safetensors and 1 more"),
+        (tmp_path / "hf", ours, "iter_0000000, latest_checkpointed_iteration.txt"),
+        (ours, opened, "config.json, generation_config.json, model.safetensors and 1 more"),
     ):
         assert tool.main([str(source), str(target)]) == 0
         assert MARK not in os.listdir(target)
@@ -306,11 +307,11 @@ def test_a_conversion_to_megatron_is_replaced_and_a_run_of_it_is_not(kind, tmp_p
 
 def test_a_checkpoint_of_a_run_is_not_replaced(tmp_path, tool, capsys):
     huggingface("llama").save_pretrained(tmp_path / "hf")
-    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
-    (tmp_path / "native" / "iter_0000003").mkdir()
-    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "native"), "--overwrite"]) == 1
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
+    (tmp_path / "ours" / "iter_0000003").mkdir()
+    assert tool.main([str(tmp_path / "hf"), str(tmp_path / "ours"), "--overwrite"]) == 1
     assert (
-        "native: it holds checkpoints, of which a run would load the newest"
+        "ours: it holds checkpoints, of which a run would load the newest"
         in capsys.readouterr().err
     )
     store.save(
@@ -353,7 +354,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "relu"])
-def test_a_model_that_the_native_gpt_is_not_goes_both_ways(kind, tmp_path, tool, capsys):
+def test_a_model_that_the_gpt_of_flags_is_not_goes_both_ways(kind, tmp_path, tool, capsys):
     """merak-pretrain-hf trains it."""
     _make(kind, tmp_path / "hf")
     assert tool.main([str(tmp_path / "hf"), str(tmp_path / "checkpoint")]) == 0

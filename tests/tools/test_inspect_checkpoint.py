@@ -42,9 +42,9 @@ def _save(root, iteration, tensors, meta=None):
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory):
+def pretrained(tmp_path_factory):
     """The --save directory of a job of 4 ranks, and that of one of 2 with other settings."""
-    root = tmp_path_factory.mktemp("native")
+    root = tmp_path_factory.mktemp("pretrained")
     layout = "--bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     run_ranks(job, 4, f"{layout} --train-iters 4 --save-interval 2 --save {root / 'a'}")
     sharded = "--bf16 --use-distributed-optimizer --lr-warmup-iters 1"
@@ -52,8 +52,8 @@ def native(tmp_path_factory):
     return root
 
 
-def test_a_checkpoint_of_a_training_command(native, run):
-    directory = native / "a"
+def test_a_checkpoint_of_a_training_command(pretrained, run):
+    directory = pretrained / "a"
     size = sum(path.stat().st_size for path in (directory / "iter_0000004").iterdir()) / 1024
     other = sum(path.stat().st_size for path in (directory / "iter_0000002").iterdir()) / 1024
     assert run(directory) == (
@@ -79,17 +79,17 @@ other checkpoints in {directory}
     assert "iteration         2" in run(directory, "--ckpt-step", 2)
 
 
-def test_tensors_are_listed_and_picked_by_name(native, run):
-    listed = run(native / "a", "--tensors", "model/*c_attn.weight").split("\n\n")[-1]
+def test_tensors_are_listed_and_picked_by_name(pretrained, run):
+    listed = run(pretrained / "a", "--tensors", "model/*c_attn.weight").split("\n\n")[-1]
     assert listed == (
         """tensor                                      shape  data type  parts
 model/transformer.h.0.attn.c_attn.weight  32 x 96   bfloat16      2
 model/transformer.h.1.attn.c_attn.weight  32 x 96   bfloat16      2
 """
     )
-    every = run(native / "a", "--tensors").split("\n\n")[-1].splitlines()
+    every = run(pretrained / "a", "--tensors").split("\n\n")[-1].splitlines()
     assert len(every) == 1 + 4 * 28
-    facts = json.loads(run(native / "a", "--tensors", "*.wte.*", "--json"))
+    facts = json.loads(run(pretrained / "a", "--tensors", "*.wte.*", "--json"))
     assert facts["tensors"][0] == {
         "kind": "model",
         "name": "transformer.wte.weight",
@@ -108,9 +108,9 @@ model/transformer.h.1.attn.c_attn.weight  32 x 96   bfloat16      2
     }
 
 
-def test_two_layouts_of_a_run_are_compared(native, run):
-    a = native / "a"
-    b = native / "b"
+def test_two_layouts_of_a_run_are_compared(pretrained, run):
+    a = pretrained / "a"
+    b = pretrained / "b"
     text = run(a, "--diff", b, "--most", 2)
     head, settings, *kinds = text.split("\n\n")
     assert "2 ranks = tp 1 x cp 1 x dp 2 x pp 1, sharding optim" in head

@@ -1,4 +1,4 @@
-"""tools/plan.py as its users run it: native and captured models, stored plans, differences,
+"""tools/plan.py as its users run it: the GPT of flags and HuggingFace models, stored plans, differences,
 mistakes.
 """
 
@@ -39,7 +39,7 @@ def llama(tmp_path_factory) -> Path:
     return path
 
 
-def test_planning_a_native_model_imports_no_torch_and_no_numpy(imported, tmp_path):
+def test_planning_the_gpt_of_flags_imports_no_torch_and_no_numpy(imported, tmp_path):
     plan = tmp_path / "plan.json"
     for arguments in ([*FLAGS, "--save", plan], ["show", plan], ["diff", plan, plan]):
         assert imported(*arguments) == "[]"
@@ -135,7 +135,7 @@ def test_a_schedule_written_by_hand_is_planned(run, llama, tmp_path, model):
         run(*flags, "--schedule-file", tmp_path / "v.csv")
 
 
-def test_a_captured_model_is_planned_and_every_weight_is_explained(run, tmp_path, llama):
+def test_a_huggingface_model_is_planned_and_every_weight_is_explained(run, tmp_path, llama):
     path = tmp_path / "plan.json"
     printed = run(*CAPTURED, *TP2_PP2, "--model", llama, "--save", path)
     plan = Plan.from_json(path.read_text())

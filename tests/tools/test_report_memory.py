@@ -67,7 +67,7 @@ def test_a_stored_plan(run, load, tmp_path):
     assert run("--plan", tmp_path / "plan.json") == run(*FLAGS)
 
 
-def test_a_captured_model(run, tmp_path):
+def test_a_huggingface_model(run, tmp_path):
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=64,

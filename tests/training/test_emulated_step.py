@@ -19,7 +19,7 @@ from megatron_merak.plan import Plan, prediction
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = """--seq-length 64 --micro-batch-size 2 --global-batch-size 8 --vocab-size 300 --lr 1e-3 --mock-data
     --train-iters 2 --eval-iters 0 --log-interval 1""".split()
-NATIVE = "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --attention-dropout 0.1 --hidden-dropout 0".split()
+GPT = "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --attention-dropout 0.1 --hidden-dropout 0".split()
 LLAMA = LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=300, use_cache=False,
@@ -55,32 +55,30 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
 @pytest.mark.parametrize(
     ("model", "cluster", "ranks", "layout"),
     [
-        ("native", BOTH, 2, TP2),
+        ("gpt", BOTH, 2, TP2),
         pytest.param("llama", BOTH, 2, PP2, marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 1, [], marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 4, [*TP2, *PP2], marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 4, PP2, marks=pytest.mark.slow),  # two replicas
-        pytest.param("native", replace(BOTH, nics=1), 4, [], marks=pytest.mark.slow),
+        pytest.param("gpt", BOTH, 1, [], marks=pytest.mark.slow),
+        pytest.param("gpt", BOTH, 4, [*TP2, *PP2], marks=pytest.mark.slow),
+        pytest.param("gpt", BOTH, 4, PP2, marks=pytest.mark.slow),  # two replicas
+        pytest.param("gpt", replace(BOTH, nics=1), 4, [], marks=pytest.mark.slow),
         pytest.param(
-            "native",
+            "gpt",
             replace(BOTH, nics=3),
             4,
             [*PP2, "--rank-order", "tp-pp-dp"],
             marks=pytest.mark.slow,
         ),
-        pytest.param("native", LINKED, 2, TP2, marks=pytest.mark.slow),
-        pytest.param("native", LINKED, 2, PP2, marks=pytest.mark.slow),
-        pytest.param("native", LINKED, 2, [], marks=pytest.mark.slow),
-        pytest.param("native", LINKED, 2, ZERO, marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 4, [*TP2, *ZERO], marks=pytest.mark.slow),
-        pytest.param(
-            "native", LINKED, 2, ["--bf16", "--grad-reduce-in-bf16"], marks=pytest.mark.slow
-        ),
+        pytest.param("gpt", LINKED, 2, TP2, marks=pytest.mark.slow),
+        pytest.param("gpt", LINKED, 2, PP2, marks=pytest.mark.slow),
+        pytest.param("gpt", LINKED, 2, [], marks=pytest.mark.slow),
+        pytest.param("gpt", LINKED, 2, ZERO, marks=pytest.mark.slow),
+        pytest.param("gpt", BOTH, 4, [*TP2, *ZERO], marks=pytest.mark.slow),
+        pytest.param("gpt", LINKED, 2, ["--bf16", "--grad-reduce-in-bf16"], marks=pytest.mark.slow),
         pytest.param(
             "llama", LINKED, 2, ["--bf16", "--grad-reduce-in-bf16", *ZERO], marks=pytest.mark.slow
         ),
         pytest.param(
-            "native",
+            "gpt",
             BOTH,
             2,
             [*PP2, "--bf16", "--fp32-residual-connection"],
@@ -92,26 +90,26 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
         pytest.param(
             "llama", BOTH, 2, [*FULL, "--recompute-granularity", "full"], marks=pytest.mark.slow
         ),
-        pytest.param("native", BOTH, 2, GRADS, marks=pytest.mark.slow),
-        pytest.param("native", BOTH, 4, [*ZERO, *HYBRID], marks=pytest.mark.slow),
+        pytest.param("gpt", BOTH, 2, GRADS, marks=pytest.mark.slow),
+        pytest.param("gpt", BOTH, 4, [*ZERO, *HYBRID], marks=pytest.mark.slow),
         pytest.param(
-            "native",
+            "gpt",
             BOTH,
             4,
             [*ZERO, *HYBRID, "--ddp-bucket-size", "30000"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "native", BOTH, 4, [*ZERO, *HYBRID, "--no-overlap-grad-reduce"], marks=pytest.mark.slow
+            "gpt", BOTH, 4, [*ZERO, *HYBRID, "--no-overlap-grad-reduce"], marks=pytest.mark.slow
         ),
         pytest.param(
-            "native",
+            "gpt",
             NODE,
             4,
             [*ZERO, *HYBRID, "--ddp-bucket-size", "30000"],
             marks=pytest.mark.slow,
         ),
-        pytest.param("native", BOTH, 4, [*GRADS, *HYBRID, *TWO], marks=pytest.mark.slow),
+        pytest.param("gpt", BOTH, 4, [*GRADS, *HYBRID, *TWO], marks=pytest.mark.slow),
         pytest.param(
             "llama",
             BOTH,
@@ -120,14 +118,12 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "native", BOTH, 2, [*PP2, "--pipeline-schedule", "zb-h1"], marks=pytest.mark.slow
+            "gpt", BOTH, 2, [*PP2, "--pipeline-schedule", "zb-h1"], marks=pytest.mark.slow
         ),
         pytest.param(
-            "native", BOTH, 2, [*TP2, "--recompute-granularity", "full"], marks=pytest.mark.slow
+            "gpt", BOTH, 2, [*TP2, "--recompute-granularity", "full"], marks=pytest.mark.slow
         ),
-        pytest.param(
-            "native", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow
-        ),
+        pytest.param("gpt", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow),
         pytest.param("llama", BOTH, 2, TP2, marks=pytest.mark.slow),
         pytest.param(
             "llama", BOTH, 1, ["--cross-entropy-chunk-size", "32"], marks=pytest.mark.slow
@@ -148,7 +144,7 @@ def test_the_steps_of_an_emulated_run_take_what_its_plan_says(
         )
         flags, script = [*flags, "--model", tmp_path / "llama.json"], "pretrain_hf.py"
     else:
-        flags += NATIVE
+        flags += GPT
     shown = run(
         "tools/plan.py", ["show", *flags, "--world-size", ranks, "--device", own, "--save", saved]
     )

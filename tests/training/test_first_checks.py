@@ -21,7 +21,7 @@ FILE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A dataset, a model's directory, and a native run's checkpoint of iteration 1."""
+    """A dataset, a model's directory, and a checkpoint of iteration 1 of the GPT of flags."""
     root = tmp_path_factory.mktemp("place")
     with IndexedDatasetWriter(root / "a_text_document", np.uint16) as writer:
         writer.add_document(np.arange(50))
@@ -84,7 +84,7 @@ def refused(place: Path, flags: str, config: type[RunConfig]) -> str:
 @pytest.mark.parametrize("config", [Config, HFConfig])
 def test_nothing_is_planned_where_files_are_not_as_they_should(place, name, config, monkeypatch):
     """None of these needs the model; 'step' and 'seed' are of the kind's own checkpoint."""
-    monkeypatch.setattr(pretrain, "make_plan", lambda *_, **__: pytest.fail("it was planned"))
+    monkeypatch.setattr(pretrain, "traced_gpt", lambda *_: pytest.fail("it was captured"))
     monkeypatch.setattr(pretrain_hf, "traced_of", lambda *_: pytest.fail("it was captured"))
     monkeypatch.setattr("megatron_merak.training.trackers.chosen.is_installed", lambda _: False)
     monkeypatch.setattr("megatron_merak.training.outputs.check_drawing", lambda *_: None)
@@ -111,7 +111,7 @@ def test_nothing_is_planned_where_files_are_not_as_they_should(place, name, conf
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_before(place, config, flags, told, monkeypatch):
-    monkeypatch.setattr(pretrain, "make_plan", lambda *_, **__: pytest.fail("it was planned"))
+    monkeypatch.setattr(pretrain, "traced_gpt", lambda *_: pytest.fail("it was captured"))
     monkeypatch.setattr(pretrain_hf, "traced_of", lambda *_: pytest.fail("it was captured"))
     shape = LlamaConfig.from_pretrained(place / "model")
     shape.intermediate_size = 64

@@ -12,7 +12,7 @@ from megatron_merak.config.checks import check_precision
 from megatron_merak.errors import CheckpointError, ConfigError
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.stages.saved_run import SavedRun
-from tests.engines import native_trainer
+from tests.engines import gpt_trainer, gradient_step
 from tests.parity.batches import replica_batch
 from tests.parity.cases import Case
 from tests.parity.rig import disturb, mesh_of, new_trainer
@@ -143,9 +143,9 @@ def _gradients(case, **flags):
     config = replace(
         config, train=replace(config.train, **flags), optimizer=OptimizerConfig(lr=1e-3)
     )
-    trainer = native_trainer(config, make_plan(config, 1), mesh_of(case))
+    trainer = gpt_trainer(config, make_plan(config, 1), mesh_of(case))
     disturb(trainer)
-    loss = trainer.model.gradients(replica_batch(case, 0, 0))
+    loss = gradient_step(trainer, replica_batch(case, 0, 0))
     return loss, trainer.model.buffer.main_grad.clone()
 
 

@@ -1,5 +1,5 @@
 """The GPT that flags describe, trained on ranks that divide its sequences: the losses, checkpoints and
-plans of one process, whose native units divide nothing.
+plans of one process.
 """
 
 import re
@@ -43,11 +43,11 @@ def test_ranks_that_divide_sequences_train_as_one_process(shape, tmp_path):
     torch.testing.assert_close(torch.tensor(divided), torch.tensor(alone), rtol=1e-6, atol=0)
 
 
-def test_a_native_run_goes_on_captured_and_with_divided_sequences(tmp_path):
+def test_a_run_goes_on_with_divided_sequences(tmp_path):
     whole = losses(runs(1, "--train-iters 4"))
     runs(1, f"--train-iters 4 --exit-interval 2 --save {tmp_path}")
     again = f"--train-iters 4 --load {tmp_path}"
-    rest = losses(runs(1, f"{again} --captured --exit-interval 3 --save {tmp_path}"))
+    rest = losses(runs(1, f"{again} --exit-interval 3 --save {tmp_path}"))
     rest += losses(runs(2, f"{again} --context-parallel-size 2"))
     torch.testing.assert_close(torch.tensor(rest), torch.tensor(whole[2:]), rtol=1e-6, atol=0)
 

@@ -21,7 +21,7 @@ from megatron_merak.checkpoint.stored import read_stored
 from megatron_merak.config import Config, HFConfig, RunConfig
 from megatron_merak.errors import CheckpointError, DamagedError, FullDiskError
 from megatron_merak.parallel.interruption import Interrupted
-from megatron_merak.stages.native_model import NativeModel
+from megatron_merak.stages.gpt_model import GPTModel
 from megatron_merak.training.job import Job
 from megatron_merak.training.trainer import Trainer
 from tests.ranks import RankFailure, run_ranks
@@ -92,7 +92,7 @@ def _check(place: Path, other: Path, steps: Sequence[int]) -> None:
         assert not _differ(_state(place, step), _state(other, step)), step
 
 
-NATIVE = [
+GPTS = [
     pytest.param(1, "", 1, "", id="one rank"),
     pytest.param(2, f"{ZERO1} --bf16", 2, f"{ZERO1} --bf16", id="bf16, ZeRO-1"),
     pytest.param(2, ZERO3, 1, "", id="ZeRO-3, on one rank"),
@@ -128,7 +128,7 @@ NATIVE = [
 ]
 
 
-@pytest.mark.parametrize("ranks, flags, then, others", NATIVE)
+@pytest.mark.parametrize("ranks, flags, then, others", GPTS)
 def test_each_step_is_recovered(tmp_path, ranks, flags, then, others):
     run = tmp_path / "run"
     told = run_ranks(_every_state, ranks, f"{FLAGS} {flags} --save {run}", tmp_path / "all")[-1]
@@ -153,7 +153,7 @@ def test_each_step_is_recovered(tmp_path, ranks, flags, then, others):
 
 
 def _with_statistics() -> None:
-    """Let the native model have a buffer that each forward changes, as batch norms have."""
+    """Let the GPT have a buffer that each forward changes, as batch norms have."""
 
     def running(self) -> list[Shard]:
         if not hasattr(self, "statistics"):
@@ -165,9 +165,9 @@ def _with_statistics() -> None:
         self.running_state()[0].tensor.add_(torch.arange(3.0))
         return inner(self, batches)
 
-    inner = NativeModel.backward
-    NativeModel.running_state = NativeModel.others = running
-    NativeModel.backward = backward
+    inner = GPTModel.backward
+    GPTModel.running_state = running
+    GPTModel.backward = backward
 
 
 def _every_state_with_statistics(rank: int, world: int, flags: str, place: Path) -> str:
@@ -218,7 +218,7 @@ LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vo
         ),
     ],
 )
-def test_each_step_of_a_captured_model_is_recovered(tmp_path, ranks, flags, then, others):
+def test_each_step_of_a_huggingface_model_is_recovered(tmp_path, ranks, flags, then, others):
     config = LlamaConfig(**LLAMA, num_attention_heads=4, tie_word_embeddings=True)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     model = f"--model {tmp_path}/model"

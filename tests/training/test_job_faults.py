@@ -22,7 +22,7 @@ from megatron_merak.config import HFConfig
 from megatron_merak.data.indexed_dataset import IndexedDatasetWriter
 from megatron_merak.errors import CheckpointError, DataError, DirectoryLockedError, NumericsError
 from megatron_merak.parallel import launch
-from megatron_merak.stages.native_model import NativeModel
+from megatron_merak.stages.gpt_model import GPTModel
 from tests.ranks import RankFailure, run_ranks
 from tests.training.jobs import job
 
@@ -44,15 +44,15 @@ def refused(kind: type[Exception], flags: str, ranks: int = 1) -> str:
 
 def _with_nan(rank: int, world: int, flags: str, first: int) -> str:
     """A job in which one weight gradient is NaN from iteration ``first`` on."""
-    backward = NativeModel.backward
+    backward = GPTModel.backward
 
     def spoiled(self, batches):
         loss = backward(self, batches)
         if self.iteration >= first:
-            self.buffer.grad("layer.1.mlp.fc1.weight")[0] = math.nan
+            self.buffer.grad("transformer.h.1.mlp.c_fc.weight")[0] = math.nan
         return loss
 
-    NativeModel.backward = spoiled
+    GPTModel.backward = spoiled
     return job(rank, world, flags)
 
 
@@ -65,7 +65,7 @@ def test_steps_skipped_in_a_row_end_the_run_and_leave_the_finite_checkpoints(tmp
     assert isinstance(caught.value.__cause__, NumericsError)
     message = str(caught.value.__cause__)
     assert "--max-consecutive-skipped-steps 4: so many steps in a row" in message
-    assert "in the order of the backward pass layer.1.mlp.fc1.weight (1 of" in message
+    assert "in the order of the backward pass transformer.h.1.mlp.c_fc.weight (1 of" in message
     assert iterations(tmp_path) == [4, 6]
     resumed = run_ranks(job, 1, f"--train-iters 8 --load {tmp_path}")[0]
     assert "loaded the checkpoint of iteration 6" in resumed and "lm loss" in resumed

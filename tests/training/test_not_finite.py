@@ -8,7 +8,7 @@ import torch
 from megatron_merak.errors import NumericsError
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
-from megatron_merak.stages.native_model import NativeModel
+from megatron_merak.stages.gpt_model import GPTModel
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import RankFailure, run_ranks
 from tests.training.jobs import job
@@ -16,24 +16,27 @@ from tests.training.jobs import job
 
 def _overflowing(rank, world, flags, parameter):
     """A job in which a weight grows so large that its products overflow."""
-    backward = NativeModel.backward
+    backward = GPTModel.backward
 
     def spoiled(self, batches):
         if parameter in self.buffer.slots:
             self.buffer.parameter(parameter).fill_(3e38)
         return backward(self, batches)
 
-    NativeModel.backward = spoiled
+    GPTModel.backward = spoiled
     return job(rank, world, flags)
 
 
-def test_a_native_job_names_the_module_on_its_stage():
+def test_a_job_names_the_module_on_its_stage():
     flags = "--train-iters 9 --pipeline-model-parallel-size 2 --max-consecutive-skipped-steps 2"
     with pytest.raises(RankFailure) as caught:
-        run_ranks(_overflowing, 2, flags, "layer.1.mlp.fc1.weight")
+        run_ranks(_overflowing, 2, flags, "transformer.h.1.mlp.c_fc.weight")
     message = str(caught.value.__cause__)
     assert isinstance(caught.value.__cause__, NumericsError)
-    assert "the output of layer.1.mlp.fc1 on rank 1 is the first that is not finite" in message
+    assert (
+        "the output of transformer.h.1.mlp.c_fc on rank 1 is the first that is not finite"
+        in message
+    )
 
 
 def test_a_captured_model_names_the_module_of_the_user(tmp_path, caplog):

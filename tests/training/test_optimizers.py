@@ -16,7 +16,7 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid, held_parameters
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.stages.optimizer_state import optimizer_of_run
-from tests.engines import native_trainer
+from tests.engines import gpt_trainer
 from tests.ranks import run_ranks
 from tests.training.jobs import RUN, SHAPE, job
 
@@ -50,7 +50,7 @@ def test_steps_are_those_of_torch(name):
     (kept,), (adam,) = made.predicted_bytes, make_plan(config_of(""), 1).predicted_bytes
     assert made.state_bytes == 4 and adam - kept == 4 * held_parameters(made.units)
     mesh = build_mesh(Grid(), 0, torch.device("cpu"))
-    trainer = native_trainer(config, made, mesh, optimizer_of_run(config.optimizer))
+    trainer = gpt_trainer(config, made, mesh, optimizer_of_run(config.optimizer))
     buffer, drawn = trainer.model.buffer, torch.Generator().manual_seed(0)
     named = {key: nn.Parameter(buffer.parameter(key).clone()) for key in buffer.slots}
     numbers = {slot.group for slot in buffer.slots.values()}

@@ -32,7 +32,7 @@ def losses(told: str) -> list[str]:
 
 
 @pytest.mark.parametrize("pins", ["", ",tp=2", ",pp=2,sharding=optim"])
-def test_a_native_job_runs_what_is_found(pins):
+def test_a_gpt_of_flags_runs_what_is_found(pins):
     alone = job_of(1, "--train-iters 2")
     told = job_of(2, f"--train-iters 2 --parallel auto{pins}")
     asked, chosen = SEARCHED.search(told).groups()
@@ -47,7 +47,7 @@ def test_a_native_job_runs_what_is_found(pins):
 
 
 @pytest.mark.long
-def test_a_captured_job_runs_what_is_found(tmp_path):
+def test_a_huggingface_model_runs_what_is_found(tmp_path):
     path = tmp_path / "llama.json"
     path.write_text(json.dumps(LLAMA.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
     alone = job_of(1, f"--train-iters 2 --model {path}", HFConfig)

@@ -23,7 +23,7 @@ from megatron_merak.training.plan_file import decided, plan_of, stored
 from tests.engines import blueprint_of
 from tests.graph.tiny import randomise, tiny
 from tests.ranks import run_ranks
-from tests.training.test_pretrain_hf import NATIVE, ROOT, losses, pretrain, shape  # noqa: F401
+from tests.training.test_pretrain_hf import GPT, ROOT, losses, pretrain, shape  # noqa: F401
 from tools import plan as tool
 
 pytestmark = pytest.mark.long
@@ -44,15 +44,15 @@ def edit(path: Path, **changes) -> Plan:
     return stored(str(path))
 
 
-def test_a_native_model_runs_an_edited_plan(tmp_path, capsys):
+def test_the_gpt_of_flags_runs_an_edited_plan(tmp_path, capsys):
     path, alone, edited = (tmp_path / name for name in ("plan.json", "alone.jsonl", "edited.jsonl"))
-    made = planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
+    made = planned(path, 2, f"{GPT} --pipeline-model-parallel-size 2")
     assert [len(stage.units) for stage in made.stages] == [2, 2]
     stages = [{"first": 0, "last": 1}, {"first": 1, "last": 4, "recompute": [1, 2], "span": 2}]
     moved = edit(path, stages=stages, schedule=build_schedule("zb-h1", 2, 4).to_dict())
     assert moved.predicted_time > made.predicted_time and capsys.readouterr().out
-    pretrain("pretrain_gpt.py", f"{NATIVE} --metrics {alone}")
-    told = pretrain("pretrain_gpt.py", f"{NATIVE} --plan {path} --metrics {edited}", ranks=2).stdout
+    pretrain("pretrain_gpt.py", f"{GPT} --metrics {alone}")
+    told = pretrain("pretrain_gpt.py", f"{GPT} --plan {path} --metrics {edited}", ranks=2).stdout
     assert "layer.0 .. head" in told and "schedule zb-h1" in told and "2 of 3" in told
     assert losses(edited) == pytest.approx(losses(alone), abs=2e-6)
 
@@ -69,8 +69,8 @@ def test_a_native_model_runs_an_edited_plan(tmp_path, capsys):
 )
 def test_flags_that_contradict_a_plan_are_named(tmp_path, capsys, flags, told):
     path = tmp_path / "plan.json"
-    planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
-    line = f"{NATIVE} --plan {path} ".split()
+    planned(path, 2, f"{GPT} --pipeline-model-parallel-size 2")
+    line = f"{GPT} --plan {path} ".split()
     plain, _ = read(build_parser(), line, Config, decided(Config, line))
     assert (
         plan_of(plain, 2, CLUSTERS["cpu"]).grid == Grid(pp=2) and plain.train.global_batch_size == 8
@@ -86,10 +86,10 @@ def test_a_plan_and_either_flag_of_sharding_must_agree(tmp_path, capsys):
         "--use-distributed-optimizer",
         "--data-parallel-sharding-strategy",
     )
-    planned(path, 2, f"{NATIVE} {zero}")
+    planned(path, 2, f"{GPT} {zero}")
 
     def sharding(flags: str) -> str:
-        line = f"{NATIVE} --plan {path} {flags}".split()
+        line = f"{GPT} --plan {path} {flags}".split()
         config, _ = read(build_parser(), line, Config, decided(Config, line))
         config.validate(2, training=False)
         return plan_of(config, 2, CLUSTERS["cpu"]).sharding
@@ -110,13 +110,11 @@ def test_a_plan_and_either_flag_of_sharding_must_agree(tmp_path, capsys):
 
 def test_a_plan_decides_the_instances_and_a_flag_must_agree(tmp_path, capsys):
     path, count = tmp_path / "plan.json", "--num-distributed-optimizer-instances"
-    assert (
-        planned(path, 4, f"{NATIVE} --use-distributed-optimizer {count} 2").sharding_instances == 2
-    )
+    assert planned(path, 4, f"{GPT} --use-distributed-optimizer {count} 2").sharding_instances == 2
     text = path.read_text()
 
     def instances(flags: str) -> int:
-        line = f"{NATIVE} --plan {path} {flags}".split()
+        line = f"{GPT} --plan {path} {flags}".split()
         config, _ = read(build_parser(), line, Config, decided(Config, line))
         config.validate(4, training=False)
         assert config.parallel.num_distributed_optimizer_instances == 2
@@ -124,7 +122,7 @@ def test_a_plan_decides_the_instances_and_a_flag_must_agree(tmp_path, capsys):
 
     assert instances("") == instances(f"{count} 2") == 2
     with pytest.raises(MerakError, match=f"{count} 1: the plan has 2"):
-        line = f"{NATIVE} --plan {path} {count} 1".split()
+        line = f"{GPT} --plan {path} {count} 1".split()
         plan_of(read(build_parser(), line, Config, decided(Config, line))[0], 4, CLUSTERS["cpu"])
     for found, told in (
         (3, "sharding_instances 3: does not divide the 4"),
@@ -143,13 +141,13 @@ def test_a_plan_decides_the_instances_and_a_flag_must_agree(tmp_path, capsys):
 
 def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
     path, mapping = tmp_path / "plan.json", "--use-tp-pp-dp-mapping"
-    layout = f"{NATIVE} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    layout = f"{GPT} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     made = planned(path, 8, f"{layout} {mapping}")
     assert made.grid.groups("pp")[0] == [0, 2] and made.grid.groups("dp")[0] == [0, 4]
     assert planned(path, 8, f"{layout} --rank-order tp-cp-ep-pp-dp") == made
 
     def order(flags: str) -> str:
-        line = f"{NATIVE} --plan {path} {flags}".split()
+        line = f"{GPT} --plan {path} {flags}".split()
         config, _ = read(build_parser(), line, Config, decided(Config, line))
         config.validate(8, training=False)
         return plan_of(config, 8, CLUSTERS["cpu"]).grid.order
@@ -161,9 +159,10 @@ def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
     edit(path, grid=vars(made.grid) | {"order": "dp-tp-pp"})
     with pytest.raises(ConfigError, match=f"^{mapping} tp-cp-pp-dp: the plan has dp-tp-cp-pp"):
         order(mapping)
-    planned(path, 1, f"{NATIVE} --rank-order dp-tp-pp")
+    planned(path, 1, f"{GPT} --rank-order dp-tp-pp")
     with pytest.raises(
-        ConfigError, match="plan .*: it is a plan of the native model. Make it with tools/plan.py"
+        ConfigError,
+        match="plan .*: it is a plan of the GPT of merak-pretrain. Make it with tools/plan.py",
     ):
         MerakArguments("unused", use_cpu=True, plan=str(path))
     edit(path, graph_sharding="cut")
@@ -178,7 +177,7 @@ def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
 
 def test_hybrid_sharding_beside_a_plan_of_one_instance_is_refused(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    planned(path, 4, f"{NATIVE} --data-parallel-sharding-strategy optim_grads_params")
+    planned(path, 4, f"{GPT} --data-parallel-sharding-strategy optim_grads_params")
     edit(path, graph_sharding="cut")
     with pytest.raises(
         ConfigError,
@@ -189,9 +188,9 @@ def test_hybrid_sharding_beside_a_plan_of_one_instance_is_refused(tmp_path, caps
 
 def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    planned(path, 2, f"{NATIVE} --pipeline-model-parallel-size 2")
+    planned(path, 2, f"{GPT} --pipeline-model-parallel-size 2")
     stored_values = json.loads(path.read_text())
-    line = f"{NATIVE} --plan {path}".split()
+    line = f"{GPT} --plan {path}".split()
     config, _ = read(build_parser(), line, Config, decided(Config, line))
     with pytest.raises(PlanError, match="micro_batch_size of 2 or more"):
         edit(path, overlap="sub-pipeline", micro_batch_size=1)
@@ -212,7 +211,7 @@ def test_a_plan_that_cannot_run_here_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_a_captured_model_runs_the_edited_plan_through_both_doors(tmp_path, shape, capsys):  # noqa: F811
+def test_a_huggingface_model_runs_the_edited_plan_through_both_doors(tmp_path, shape, capsys):  # noqa: F811
     path, alone, edited = (tmp_path / name for name in ("plan.json", "alone.jsonl", "edited.jsonl"))
     made = planned(path, 2, f"--model {shape} --tensor-model-parallel-size 2")
     capsys.readouterr()

@@ -38,7 +38,7 @@ from tests.training.jobs import job
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = """--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data --log-interval 1
     --eval-iters 1 --train-samples 24 --rampup-batch-size 4 4 8"""  # steps of 4, 4, 8, 8 samples
-NATIVE = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
+GPT = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
     --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
     --vocab-size 130 --make-vocab-size-divisible-by 1"""
@@ -80,23 +80,19 @@ def losses(path: Path, kind: str = "train") -> dict[int, float]:
     return {row["iteration"]: row["loss"] for row in rows if row["kind"] == kind}
 
 
-def test_a_checkpoint_of_the_native_model_goes_on_as_the_captured_one(tmp_path, shape):
+def test_a_checkpoint_of_the_gpt_of_flags_goes_on_as_huggingfaces_model(tmp_path, shape):
     """Data, loss, schedules, optimizer and evaluation are the same, so nothing tells the two models
     apart.
     """
-    native, captured = tmp_path / "native.jsonl", tmp_path / "captured.jsonl"
-    pretrain(
-        "pretrain_gpt.py", f"{NATIVE} --save {tmp_path}/c --save-interval 2 --metrics {native}"
-    )
+    gpt, hf = tmp_path / "gpt.jsonl", tmp_path / "hf.jsonl"
+    pretrain("pretrain_gpt.py", f"{GPT} --save {tmp_path}/c --save-interval 2 --metrics {gpt}")
     told = pretrain(
-        "pretrain_hf.py", f"--model {shape} --load {tmp_path}/c --ckpt-step 2 --metrics {captured}"
+        "pretrain_hf.py", f"--model {shape} --load {tmp_path}/c --ckpt-step 2 --metrics {hf}"
     ).stdout
     assert "loaded the checkpoint of iteration 2" in told
-    assert losses(captured) == pytest.approx(
-        {k: v for k, v in losses(native).items() if k > 2}, abs=2e-6
-    )
+    assert losses(hf) == pytest.approx({k: v for k, v in losses(gpt).items() if k > 2}, abs=2e-6)
     for kind in ("valid", "test"):
-        assert losses(captured, kind) == pytest.approx(losses(native, kind), abs=2e-6)
+        assert losses(hf, kind) == pytest.approx(losses(gpt, kind), abs=2e-6)
 
 
 @pytest.mark.long

@@ -54,7 +54,7 @@ def _compare(plain: Path, behind: Path, iterations: range) -> None:
 
 
 @pytest.mark.long
-def test_a_captured_model_too(tmp_path):
+def test_a_huggingface_model_too(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 60}
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(
         tmp_path / "model"

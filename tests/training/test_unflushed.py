@@ -20,7 +20,7 @@ from megatron_merak.planner.predict import ending
 from megatron_merak.stages.blueprint import blueprint_from_plan
 from megatron_merak.stages.optimizer_state import optimizer_of_run
 from megatron_merak.stages.traced import Traced
-from tests.engines import blueprint_of, native_trainer
+from tests.engines import blueprint_of, gpt_trainer
 from tests.graph.tiny import tiny
 from tests.ranks import RankFailure, run_ranks
 from tests.training.jobs import RUN, SHAPE, job
@@ -115,7 +115,7 @@ def pipeline(rank, world_size, case):
     """Losses of the micro-batches of all steps, the weights of this rank, and versions held."""
     config = case.config()
     mesh = build_mesh(Grid(pp=case.stages), rank, CPU)
-    trainer = native_trainer(
+    trainer = gpt_trainer(
         config, make_plan(config, case.stages), mesh, optimizer_of_run(config.optimizer)
     )
     model = trainer.model
@@ -156,7 +156,7 @@ def serial(rank, world_size, case, owner):
     """The same on one process. owner: parameter -> its stage."""
     config = case.serial()
     mesh = build_mesh(Grid(), rank, CPU)
-    trainer = native_trainer(config, make_plan(config, 1), mesh, optimizer_of_run(config.optimizer))
+    trainer = gpt_trainer(config, make_plan(config, 1), mesh, optimizer_of_run(config.optimizer))
     model = trainer.model
     buffer = model.buffer
     losses = []
@@ -277,10 +277,10 @@ def test_a_stored_plan_does_not_bring_it_past_the_checks():
 
 
 def _built(rank, world_size, config, plan):
-    native_trainer(config, plan, build_mesh(Grid(pp=2), rank, CPU))
+    gpt_trainer(config, plan, build_mesh(Grid(pp=2), rank, CPU))
 
 
-def test_captured_models_refuse_it():
+def test_huggingface_models_refuse_it():
     parser = arguments.build_parser(config=HFConfig)
     flags = "--model m --pipeline-model-parallel-size 2 --pipeline-schedule pipedream"
     argv = [*flags.split(), *"--seq-length 8 --micro-batch-size 1 --mock-data --lr 1".split()]
@@ -290,7 +290,7 @@ def test_captured_models_refuse_it():
 
 
 @pytest.mark.long
-def test_a_captured_model_is_planned_without_it():
+def test_a_huggingface_model_is_planned_without_it():
     _, model, batch = tiny("gpt2")
     traced = Traced(model(), batch, "float32")
     with pytest.raises(ConfigError, match="the GPT of merak-pretrain alone"):

@@ -20,7 +20,7 @@ natural training head.
 
 `tests/zoo` finds types, configurations and batches in transformers; none is registered by hand, so a new release adds
 its own rows. Heads whose loss needs special labels (detection, instance segmentation, speech synthesis) or an image
-processor (text about images) have no rows. [parity_native.md](parity_native.md) covers the layouts of the native GPT.
+processor (text about images) have no rows. [parity_native.md](parity_native.md) covers the layouts of the GPT of flags.
 Measured with {versions}{origin}.
 
 | | all types | causal language models |

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -15,6 +16,8 @@ from ..ir.nodes import constant, is_op, operand, operands
 from ..lowering.flow import REDUCTIONS
 from .patterns import Either, Match, Var, call
 from .pointwise import put, value
+
+aten = torch.ops.aten
 
 _GATED = call(
     "gated",
@@ -37,13 +40,17 @@ ROWS = (("gate and up as one", _GATED, _join_gate_and_up),)
 # A linear layer after an activation recomputes its input in the backward instead of saving it.
 _HALVES = Either((call("gated_halves", Var("x"), Var("activation")), call("swiglu", Var("x"))))
 _GELU = Either(
-    (call("bias_gelu", Var("x"), Var("inner"), Var("activation")), call("gelu_tanh", Var("x")))
+    (
+        call("bias_gelu", Var("x"), Var("inner"), Var("activation")),
+        call("gelu_tanh", Var("x")),
+        call("gelu", Var("x"), Var("approximate")),
+    )
 )
 
 
 def _linears_of(inner: Either) -> Either:
     """Return a pattern for linear layers with input ``inner`` and a weight stored as [out, in] or
-    [in, out].
+    [in, out]; partial products of the latter are summed as rows, before their bias.
     """
     rows = call("view|reshape|_unsafe_view", inner, Var("rows"))
     stored = call("addmm", Var("bias"), rows, Var("weight"), 1, 1)
@@ -51,6 +58,7 @@ def _linears_of(inner: Either) -> Either:
         (
             call("linear", inner, Var("weight"), Var("bias")),
             call("view|reshape|_unsafe_view", stored, Var("shape")),
+            call("mm", rows, Var("weight")),
         )
     )
 
@@ -66,6 +74,8 @@ def _recompute_gated(graph: Graph, root: Node, match: Match) -> Node | None:
 def _recompute_gelu(graph: Graph, root: Node, match: Match) -> Node | None:
     features = value(match["x"]).shape[-1]
     activation = match.values.get("activation", "gelu_tanh")
+    if match.values.get("approximate") == "none":
+        activation = "gelu"
     more = (match.values.get("inner"), activation)
     return _fuse_recomputed(graph, root, match, ops.gelu_linear, features=features, more=more)
 
@@ -83,14 +93,16 @@ def _fuse_recomputed(
     operation: of ``ops``; ``more`` are its arguments after the bias.
     features:  number that the activation has.
     """
-    transposed = "shape" in match.values
-    if not _is_weight(match["weight"]) or value(match["weight"]).shape[not transposed] != features:
+    x = match["x"]
+    weight = match["weight"]
+    transposed = "rows" in match.values
+    if not _is_weight(weight) or value(weight).shape[not transposed] != features:
         return None
-    if transposed and tuple(match["shape"][:-1]) != tuple(value(match["x"]).shape[:-1]):
+    if "shape" in match.values and tuple(match["shape"][:-1]) != tuple(value(x).shape[:-1]):
         return None
-    return put(
-        graph, root, operation, match["x"], match["weight"], match["bias"], *more, transposed
-    )
+    if is_op(root, "mm"):
+        x = new_node(graph, x, aten.reshape.default, x, [-1, value(x).shape[-1]])
+    return put(graph, root, operation, x, weight, match.values.get("bias"), *more, transposed)
 
 
 RECOMPUTED = "recomputed activation"

@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from ... import ops
 from ..ir.inplace import call as new_node
+from ..ir.nodes import is_op
 from .patterns import Either, Match, Var, call, widened
 from .pointwise import put, value
 
@@ -16,7 +17,9 @@ aten = torch.ops.aten
 _MEAN = 1
 _SUM = 2
 
-_LOGITS = widened(call("linear", Var("x"), Var("weight"), None))
+_PRODUCT = call("linear", Var("x"), Var("weight"), None)
+_UNPADDED = call("slice", _PRODUCT, Var("last"), 0, Var("classes"), 1)
+_LOGITS = widened(Either((_PRODUCT, _UNPADDED)))
 _ROW_BY_ROW = widened(call("view|reshape|flatten", _LOGITS, Var("rows")))
 _LOSS = call(
     "cross_entropy_loss", _ROW_BY_ROW, Var("target"), None, Var("reduction"), Var("ignored"), 0.0
@@ -29,6 +32,16 @@ _STATS = call(
     Var("start"),
     Var("classes"),
     False,
+)
+
+_SHARD = widened(Var("logits"))
+_STATS_OF_SHARD = call(
+    "cross_entropy_stats",
+    Either((widened(call("view|reshape|flatten", _SHARD, Var("rows"))), _SHARD)),
+    Var("target"),
+    Var("start"),
+    Var("classes"),
+    Var("smoothing"),
 )
 
 
@@ -53,7 +66,9 @@ def _loss(graph: Graph, root: Node, match: Match, chunk: int) -> Node | None:
     like = value(x).new_empty(
         value(target).shape, dtype=torch.promote_types(value(x).dtype, torch.float32)
     )
+    classes = match.values.get("classes")
     options = {"chunk": chunk} if chunk else {}
+    options |= {} if classes is None else {"classes": classes}
     losses = put(
         graph, root, ops.linear_cross_entropy, rows, weight, safe_target, like=like, **options
     )
@@ -79,15 +94,24 @@ def _stats(graph: Graph, root: Node, match: Match, chunk: int) -> Node | None:
     return put(graph, root, ops.linear_cross_entropy_stats, x, weight, target, *rest)
 
 
+def _owned(graph: Graph, root: Node, match: Match) -> Node | None:
+    """Keep a shard of logits that nothing else reads in the type that the output layer has, and let
+    its gradient overwrite it.
+    """
+    logits = match["logits"]
+    if not is_op(logits, "linear") or len(logits.users) > 1 or len(root.args) > 5:
+        return None
+    rest = (match[name] for name in ("target", "start", "classes", "smoothing"))
+    return put(graph, root, ops.cross_entropy_stats, logits, *rest, True)
+
+
 def rows(chunk: int) -> tuple:
     """Return the fusion rules for the loss.
 
     chunk: rows whose logits are computed at a time; 0 for all, and then the vocabulary-parallel
-           loss is not fused.
+           loss is fused with no output layer.
     """
     loss = ("output layer with loss", _LOSS, partial(_loss, chunk=chunk))
-    return (
-        (loss, ("output layer with loss", _STATS, partial(_stats, chunk=chunk)))
-        if chunk
-        else (loss,)
-    )
+    if chunk:
+        return loss, ("output layer with loss", _STATS, partial(_stats, chunk=chunk))
+    return loss, ("loss in place of logits", _STATS_OF_SHARD, _owned)

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from ... import ops
 from ..ir.inplace import call as new_node
+from ..ir.kinds import kinds
 from ..ir.nodes import constant, is_op
 from .patterns import Call, Either, Match, Var, add, call, mul, narrowed, widened
 
@@ -239,33 +240,41 @@ def _repeats_pairs(table: Node, dims: int, rotated: int) -> bool:
     )
 
 
-# The norm of a sum that nothing else reads. Earlier rules have replaced the norm by one of ``ops``.
-_SUM = add(Var("x"), Var("residual"))
-
-
+# The norm of a sum. Earlier rules have replaced the norm by one of ``ops``.
 def _norm_of_sum(norm, of_sum, *parameters: str) -> tuple:
     def build(graph: Graph, root: Node, match: Match) -> Node | None:
-        operands = [match["x"], match["residual"]]
-        if root.target is not norm or not all(isinstance(each, Node) for each in operands):
+        total = match["sum"]
+        if root.target is not norm or not is_op(total, "add") or not _is_plain_sum(total):
             return None
-        expected = value(root).shape, value(root).dtype
-        if any((value(each).shape, value(each).dtype) != expected for each in operands):
+        if (total.meta.get("unit"), kinds(total)) != (root.meta.get("unit"), kinds(root)):
             return None
-        pair = put(
-            graph,
-            root,
-            of_sum,
-            *operands,
-            *(match[name] for name in parameters),
-            like=(value(root), value(root)),
-        )
-        return put(graph, root, operator.getitem, pair, 0)
+        # others read the sum from here on
+        if any(reader < root for reader in total.users):
+            return None
+        rest = [match[name] for name in parameters]
+        like = (value(root), value(root))
+        pair = put(graph, root, of_sum, *total.args[:2], *rest, like=like)
+        normed = put(graph, root, operator.getitem, pair, 0)
+        summed = put(graph, total, operator.getitem, pair, 1)
+        total.replace_all_uses_with(summed, delete_user_cb=lambda user: user is not root)
+        if not summed.users:
+            graph.erase_node(summed)
+        return normed
 
     return (
         f"add {norm.__name__.replace('_', ' ')}",
-        call(norm.__name__, _SUM, *map(Var, parameters)),
+        call(norm.__name__, Var("sum"), *map(Var, parameters)),
         build,
     )
+
+
+def _is_plain_sum(node: Node) -> bool:
+    """Whether a node adds two values of its own shape and dtype."""
+    operands = node.args[:2]
+    if len(node.args) > 2 or node.kwargs or not all(isinstance(each, Node) for each in operands):
+        return False
+    expected = (value(node).shape, value(node).dtype)
+    return all((value(each).shape, value(each).dtype) == expected for each in node.all_input_nodes)
 
 
 _NORM_ARGUMENTS = (Var("x"), Var("shape"), Var("weight"))

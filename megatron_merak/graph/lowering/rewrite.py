@@ -29,6 +29,7 @@ from ..sharding.shard import Sharding
 from ..sharding.writer import Writer
 from .collectives import move_collectives
 from .context import shard_contexts
+from .padded import pad_vocabularies
 from .sequence import shard_sequences
 
 aten = torch.ops.aten
@@ -84,6 +85,8 @@ def rewrite(
     assert sharding.tp == tp and 0 <= tp_rank < tp and 0 <= cp_rank < cp
     writer = GraphWriter(captured, chain, sharding, tp_rank)
     writer.run()
+    if tp == 1:
+        pad_vocabularies(writer.graph, sharding.tensors, mode=writer.mode)
     move_collectives(writer.graph, tp)
     if cp > 1:
         shard_contexts(writer.graph, captured, cp_rank, cp, mode=writer.mode)

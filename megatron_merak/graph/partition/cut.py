@@ -17,7 +17,6 @@ from .farthest import farthest_dependency
 from .node_sequence import NodeSequence
 
 ALGORITHMS = ("cut", "farthest-dependency")
-LAYERS = "layers"  # the units that a model names, see ``cut_layers``
 ABOUT = 1.5  # cuts whose bytes differ by less than this factor count as equal
 REMEDY = (
     "Train and evaluate with batches for which the model runs the same layers in the same order"

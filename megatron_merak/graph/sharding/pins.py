@@ -67,7 +67,7 @@ def _check_pin(name: str, pin: TensorSharding, shape: tuple[int, ...], tp: int) 
         )
     if pin.dim is None:
         return
-    if tp == 1:
+    if tp == 1 and not (pin.padded and pin.dim == 0 and len(shape) == 2):
         reason = (
             f"the plan has it {pin.describe()}, and there is one tensor-parallel rank, "
             "which holds all of it"

@@ -129,7 +129,9 @@ def shard(
     requested = (rules or TensorRules()).match(names)
     whole = _replicated(captured)
     if tp == 1:
-        return Sharding(1, whole, dict.fromkeys(whole, "replicated: one tensor-parallel rank"))
+        reasons = dict.fromkeys(whole, "replicated: one tensor-parallel rank")
+        padded = {name: pin for name, pin in pins.items() if name in whole and pin.padded}
+        return Sharding(1, whole | padded, reasons | dict.fromkeys(padded, "whole: padded"))
     pins = {name: pin for name, pin in pins.items() if name in whole}
     walk = partial(
         propagated, captured, tp, RULES, STARTERS, vocabulary_multiple=vocabulary_multiple

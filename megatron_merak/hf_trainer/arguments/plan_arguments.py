@@ -43,7 +43,7 @@ def take_from_plan(args: Any) -> None:
         raise ConfigError(
             "plan",
             args.plan,
-            "it is a plan of the native model",
+            "it is a plan of the GPT of merak-pretrain",
             "Make it with tools/plan.py show --model",
         )
     if (hybrid := fsdp.hybrid_of(args)) and plan.sharding_instances == 1 < plan.grid.copies:

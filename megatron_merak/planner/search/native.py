@@ -1,4 +1,4 @@
-"""The native model of a configuration, as a search needs it."""
+"""The GPT that flags describe, as a search needs it."""
 
 from dataclasses import replace
 
@@ -6,18 +6,18 @@ from megatron_merak.cluster import Cluster
 from megatron_merak.config import Config
 from megatron_merak.config.checks import (
     check_model,
-    check_native,
+    check_no_experts,
     check_sequence_parallel,
     check_tensor_parallel,
 )
 from megatron_merak.errors import ConfigError
 from megatron_merak.plan import Unit
-from megatron_merak.planner.make import native_units
+from megatron_merak.planner.make import gpt_chain
 from megatron_merak.planner.search.choice import Layer
 
 
 class NativeChain:
-    """The chains of a native model; a ``Model``.
+    """The chains of the GPT of flags, by formulas; a ``Model``.
 
     config: its shape and precision; degrees and micro-batch are not read.
     """
@@ -37,8 +37,8 @@ class NativeChain:
         config = self.config
         tp = layer.tp
         if layer.cp > 1:  # the formulas know whole sequences
-            reason = "the native units of the GPT cannot divide sequences"
-            raise ConfigError("--context-parallel-size", layer.cp, reason, "Add --captured")
+            reason = "the formulas for the GPT of flags know whole sequences"
+            raise ConfigError("--context-parallel-size", layer.cp, reason, f"Pin cp={layer.cp}")
         parallel = replace(
             config.parallel,
             tensor_model_parallel_size=tp,
@@ -49,10 +49,10 @@ class NativeChain:
             recompute_method=None,
             recompute_num_layers=None,
         )
-        check_native(parallel)
+        check_no_experts(parallel)
         check_tensor_parallel(config.model, tp)
         check_sequence_parallel(
             config.model.seq_length, config.model.max_position_embeddings, parallel
         )
         train = replace(config.train, micro_batch_size=micro_batch_size)
-        return native_units(replace(config, parallel=parallel, train=train), tp, self.cluster)
+        return gpt_chain(replace(config, parallel=parallel, train=train), tp, self.cluster)

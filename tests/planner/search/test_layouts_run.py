@@ -14,7 +14,7 @@ from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search
 from megatron_merak.planner.search.native import NativeChain
 from megatron_merak.training.searched import applied
-from tests.engines import native_trainer
+from tests.engines import gpt_trainer
 from tests.ranks import run_ranks
 
 BATCH = 8
@@ -87,7 +87,7 @@ def trained(rank: int, ranks: int, choices: list[Choice]) -> list[list[float | N
         if made.grid not in meshes:
             meshes[made.grid] = build_mesh(made.grid, rank, torch.device("cpu"))
         mesh = meshes[made.grid]
-        trainer = native_trainer(config, made, mesh)
+        trainer = gpt_trainer(config, made, mesh)
         own = [batches(step, choice.mb, mesh.dp_rank, made.grid.dp) for step in range(STEPS)]
         curves.append([trainer.step(each).loss for each in own])
     return curves

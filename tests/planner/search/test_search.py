@@ -9,7 +9,7 @@ from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConf
 from megatron_merak.errors import ConfigError
 from megatron_merak.plan import time_text
 from megatron_merak.planner import plan
-from megatron_merak.planner.request import Request
+from megatron_merak.planner.request import LAYERS, Request
 from megatron_merak.planner.search import Choice, Search, pins_of
 from megatron_merak.planner.search.choice import Layer
 from megatron_merak.planner.search.native import NativeChain
@@ -34,6 +34,7 @@ def search(config: Config, cluster: Cluster) -> Search:
         parallel=config.parallel,
         sequence_length=config.model.seq_length,
         dtype=config.train.dtype,
+        graph_sharding=LAYERS,
     )
     return Search(NativeChain(config, cluster), request, cluster)
 
@@ -44,9 +45,9 @@ def small(name: str, memory_gb: float, ranks_per_node: int = 8) -> Cluster:
     return replace(cluster, device=device, ranks_per_node=ranks_per_node)
 
 
-def test_native_units_do_not_divide_sequences():
+def test_formulas_know_whole_sequences():
     chain = NativeChain(configuration(), CLUSTERS["cpu"])
-    with pytest.raises(ConfigError, match="--context-parallel-size 2: .*Add --captured"):
+    with pytest.raises(ConfigError, match="--context-parallel-size 2: .*Pin cp=2"):
         chain.units(Layer(tp=1, cp=2, ep=1), 1, sequence_parallel=False, selective=False)
 
 

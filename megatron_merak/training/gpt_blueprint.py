@@ -1,0 +1,79 @@
+"""The plan of the GPT that flags describe, and its graph cut and sharded by it.
+
+What its units cost follows from the flags by formulas, which need no capture; `merak-plan` prints
+the same plan without PyTorch. Ranks that divide sequences, and weights that a stored plan shards
+otherwise, are priced from the graph.
+"""
+
+import dataclasses
+
+from ..cluster import Cluster
+from ..config import Config
+from ..models.gpt_module import GPTModule
+from ..plan import Plan, TensorSharding
+from ..plan.fit import check_chain
+from ..planner import plan as make_plan
+from ..planner.make import ProgressCallback, gpt_chain
+from ..planner.predict import priced
+from ..planner.request import LAYERS
+from ..stages.blueprint import Blueprint, blueprint_from_plan, followed
+from ..stages.parameter_groups import outer_names
+from ..stages.traced import Traced
+from .hf_model import blueprint_of
+from .plan_file import plan_of
+
+
+def gpt_blueprint(
+    traced: Traced,
+    config: Config,
+    world_size: int,
+    cluster: Cluster,
+    progress: ProgressCallback = lambda share: None,
+) -> Blueprint:
+    """Return the plan that ``--plan`` names, or one made for ``cluster``, with the graph. Raises
+    PlanError.
+
+    progress: see ``report_progress`` of ``plan``.
+    """
+    if config.is_priced_by_graph:
+        return blueprint_of(traced, config, world_size, cluster, progress=progress)
+    stored = plan_of(config, world_size, cluster)
+    if stored is None:
+        plan = make_plan(config, world_size, cluster, report_progress=progress)
+        return by_formulas(traced, config, plan)
+    units = gpt_chain(config, stored.grid.tp, stored.cluster)
+    check_chain(stored, [unit.name for unit in units])
+    plan = dataclasses.replace(stored, units=units, graph_sharding=LAYERS)
+    own = by_formulas(traced, config, priced(dataclasses.replace(plan, shardings=())))
+    if not stored.shardings or {*stored.shardings} == {*own.plan.shardings}:
+        return own
+    multiple = config.model.make_vocab_size_divisible_by
+    return blueprint_from_plan(traced, plan, vocabulary_multiple=multiple)
+
+
+def by_formulas(traced: Traced, config: Config, plan: Plan) -> Blueprint:
+    """Apply a plan that formulas priced, and that says nothing of weights, to the graph."""
+    multiple = config.model.make_vocab_size_divisible_by
+    pins = _tables(traced, plan.grid.tp, multiple)
+    return followed(traced, plan, pins, vocabulary_multiple=multiple)
+
+
+def _tables(traced: Traced, tp: int, multiple: int) -> dict[str, TensorSharding]:
+    """Return how the tables of a model are sharded, as formulas have it: the vocabulary is padded
+    and sharded, whatever its size, and positions are whole on each rank.
+    """
+    module = traced.model
+    assert isinstance(module, GPTModule)
+    found = {}
+    for name in outer_names(module):
+        shape = traced.captured.shapes.get(name)
+        if shape is None:  # tied to another
+            continue
+        step = tp * multiple
+        padded = -(-shape[0] // step) * step
+        if tp > 1 or padded != shape[0]:
+            found[name] = TensorSharding(name, tuple(shape), 0, padded=padded)
+    positions = module.positions_name
+    if positions is not None:
+        found[positions] = TensorSharding(positions, tuple(traced.captured.shapes[positions]))
+    return found
