@@ -1,7 +1,7 @@
 """The frozen plan of a training step and its parts."""
 
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
-from megatron_merak.plan.frozen import Plan
+from megatron_merak.plan.frozen import LAYERS, Plan
 from megatron_merak.plan.parts import (
     AXES,
     DTYPE_BYTES,
@@ -30,6 +30,7 @@ from megatron_merak.plan.table import (
 __all__ = [
     "AXES",
     "DTYPE_BYTES",
+    "LAYERS",
     "UNSHARDED",
     "Grid",
     "Plan",

@@ -22,6 +22,8 @@ from megatron_merak.plan.sharding import TensorSharding
 from megatron_merak.plan.stored import build, record, rows_of
 from megatron_merak.strict_json import parse
 
+LAYERS = "layers"  # a ``graph_sharding``: into the units that the GPT of flags names
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -171,6 +173,11 @@ class Plan:
             )
         if error := refused_of(self.dtype, self.grad_reduce_in_bf16, self.fp32_residual):
             raise error
+
+    @property
+    def is_of_gpt(self) -> bool:
+        """Whether it is a plan of the GPT that the flags of merak-pretrain describe."""
+        return self.graph_sharding in ("", LAYERS)
 
     @property
     def num_microbatches(self) -> int:

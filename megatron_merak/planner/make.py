@@ -14,6 +14,7 @@ from megatron_merak.pipeline_parallel.pairs import pair
 from megatron_merak.pipeline_parallel.search.placement import placements
 from megatron_merak.plan import (
     DTYPE_BYTES,
+    LAYERS,
     Plan,
     StagePlan,
     TensorSharding,
@@ -26,7 +27,7 @@ from megatron_merak.planner.cost import gpt_units
 from megatron_merak.planner.layout import StageLayouts
 from megatron_merak.planner.predict import priced
 from megatron_merak.planner.recompute import check_limit
-from megatron_merak.planner.request import LAYERS, Request, request_of
+from megatron_merak.planner.request import Request, request_of
 from megatron_merak.planner.tables import by_family
 from megatron_merak.planner.written import FLAG, is_paired, written
 

@@ -7,8 +7,6 @@ from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.plan import Grid
 from megatron_merak.planner.recompute import Recompute
 
-LAYERS = "layers"  # a ``graph_sharding``: into the units that the model names
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

@@ -39,11 +39,11 @@ from ..graph.measure import measure
 from ..graph.partition.cut import Chain, align, cut, cut_layers
 from ..graph.sharding.shard import Sharding, TensorRules, shard
 from ..parallel.mesh import Mesh
-from ..plan import Plan, TensorSharding, Unit
+from ..plan import LAYERS, Plan, TensorSharding, Unit
 from ..plan.fit import check_chain
 from ..planner.make import ProgressCallback, plan_chain
 from ..planner.predict import priced
-from ..planner.request import LAYERS, Request
+from ..planner.request import Request
 from ..planner.tables import by_family
 from ..runtime.program import Program
 from ..segment import Common
@@ -188,7 +188,7 @@ def blueprint_from_plan(
     if plan.fp32_residual != wide:
         reason = "the model's own code decides the dtype of its residuals"
         raise PlanError("plan: fp32_residual", plan.fp32_residual, reason, f"Set it to {wide}")
-    if plan.graph_sharding in ("", LAYERS) and not has_units(model):
+    if plan.is_of_gpt and not has_units(model):
         reason = "it is a plan of the GPT of merak-pretrain"
         remedy = "Make a plan of this model"
         raise PlanError("plan: graph_sharding", repr(plan.graph_sharding), reason, remedy)

@@ -10,12 +10,11 @@ import dataclasses
 from ..cluster import Cluster
 from ..config import Config
 from ..models.gpt_module import GPTModule
-from ..plan import Plan, TensorSharding
+from ..plan import LAYERS, Plan, TensorSharding
 from ..plan.fit import check_chain
 from ..planner import plan as make_plan
 from ..planner.make import ProgressCallback, gpt_chain
 from ..planner.predict import priced
-from ..planner.request import LAYERS
 from ..stages.blueprint import Blueprint, blueprint_from_plan, followed
 from ..stages.parameter_groups import outer_names
 from ..stages.traced import Traced

@@ -17,8 +17,9 @@ from ..errors import CheckpointError, ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
 from ..parallel.ranks import Members
+from ..plan import LAYERS
 from ..planner.make import ProgressCallback
-from ..planner.request import LAYERS, Request, request_of
+from ..planner.request import Request, request_of
 from ..stages.blueprint import Blueprint, blueprint_from_plan, make_blueprint
 from ..stages.gpt_model import traced_gpt
 from ..stages.searched import CapturedChain

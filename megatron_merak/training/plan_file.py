@@ -93,6 +93,10 @@ def decided(kind: type[RunConfig], arguments: Sequence[str]) -> dict[str, Any]:
         return {}
     plan = stored(path)
     known = {flag.field for flag in flags(kind)}
+    if plan.is_of_gpt and "graph_sharding" in known:
+        reason = "it is a plan of the GPT of merak-pretrain"
+        remedy = "Make one with the flags of merak-pretrain-hf: merak-plan show --model"
+        raise PlanError("--plan", path, reason, remedy)
     names = {argument.partition("=")[0] for argument in arguments}
     for name in MAKES:
         if flag_name(name) in names and name in known:

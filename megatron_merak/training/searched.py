@@ -8,7 +8,8 @@ from ..cluster import Cluster
 from ..config import Config, HFConfig, RunConfig, flag_name
 from ..config.checks import check_searched
 from ..errors import ConfigError, MerakError, PlanError
-from ..planner.request import LAYERS, Request
+from ..plan import LAYERS
+from ..planner.request import Request
 from ..planner.search import Choice, Model, Result, Search, pins_of
 from ..planner.search.choice import SEARCHED
 from ..planner.search.native import NativeChain

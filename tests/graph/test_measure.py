@@ -20,10 +20,10 @@ from megatron_merak.graph.lowering.split import split
 from megatron_merak.graph.measure import measure, stored_values
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.shard import shard
-from megatron_merak.plan import Grid, TensorSharding, held_parameters
+from megatron_merak.plan import LAYERS, Grid, TensorSharding, held_parameters
 from megatron_merak.planner import plan, plan_chain
 from megatron_merak.planner.cost import gpt_units
-from megatron_merak.planner.request import LAYERS, request_of
+from megatron_merak.planner.request import request_of
 from megatron_merak.segment import Common
 from megatron_merak.stages.blueprint import measured
 from megatron_merak.stages.gpt_model import traced_gpt

@@ -11,7 +11,7 @@ import torch
 
 from megatron_merak.arguments import build_parser, read
 from megatron_merak.cluster import CLUSTERS, DEVICES
-from megatron_merak.config import Config, flag_name, table
+from megatron_merak.config import Config, HFConfig, flag_name, table
 from megatron_merak.errors import ConfigError, MerakError, PlanError
 from megatron_merak.hf_trainer.arguments import plan_arguments
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
@@ -165,6 +165,8 @@ def test_a_plan_and_either_flag_of_the_rank_order_must_agree(tmp_path, capsys):
         match="plan .*: it is a plan of the GPT of merak-pretrain. Make it with tools/plan.py",
     ):
         MerakArguments("unused", use_cpu=True, plan=str(path))
+    with pytest.raises(PlanError, match="^--plan .*: it is a plan of the GPT of merak-pretrain. "):
+        decided(HFConfig, ["--plan", str(path)])
     edit(path, graph_sharding="cut")
     for given in (None, "dp-tp-cp-pp", "dp-tp-pp"):
         assert (

@@ -39,7 +39,7 @@ def take_from_plan(args: Any) -> None:
     it, or from which plans are made.
     """
     plan = stored(args.plan)
-    if not plan.graph_sharding:
+    if plan.is_of_gpt:
         raise ConfigError(
             "plan",
             args.plan,

@@ -7,9 +7,9 @@ import pytest
 from megatron_merak.cluster import CLUSTERS, GIB, Cluster, find_cluster
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.errors import ConfigError
-from megatron_merak.plan import time_text
+from megatron_merak.plan import LAYERS, time_text
 from megatron_merak.planner import plan
-from megatron_merak.planner.request import LAYERS, Request
+from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search, pins_of
 from megatron_merak.planner.search.choice import Layer
 from megatron_merak.planner.search.native import NativeChain
