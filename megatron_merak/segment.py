@@ -7,8 +7,8 @@ are the edges ``In.collective`` and ``Out.collective``, so that whoever runs the
 to launch and when to wait.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -135,62 +135,3 @@ class Segment:
         """Return the number of a rank's random numbers among those of the ranks of a layer."""
         own_weights = self.sharded and not self.along_sequence
         return (tp_rank if own_weights else 0) + (cp_rank * tp if self.own_context else 0)
-
-
-@dataclass(frozen=True, eq=False)
-class SegmentChain:
-    """The function of a fused segment: its parts one after the other, values passed by name."""
-
-    parts: tuple[Segment, ...]
-    ins: tuple[str, ...]
-    outs: tuple[str, ...]
-
-    def __call__(self, common: Common, *ins: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        values = dict(zip(self.ins, ins, strict=True))
-        for part in self.parts:
-            if part.random:
-                common.seed(part)
-            outputs = part.fn(common, *(values[i.value] for i in part.ins))
-            values.update(zip((o.value for o in part.outs), outputs, strict=True))
-        return tuple(values[name] for name in self.outs)
-
-
-def fuse(segments: Sequence[Segment]) -> Segment:
-    """Return one segment that does the work of one unit's ``segments``, between which there is no
-    collective.
-
-    Each random part sets its own seed, so that fusing changes no random number.
-    """
-    written = {o.value for s in segments for o in s.outs}
-    ins = {i.value: i for s in segments for i in s.ins if i.value not in written}
-    outs = segments[-1].outs
-    assert not any(edge.collective for s in segments for edge in s.ins)
-    assert not any(edge.collective for s in segments for edge in s.outs)
-    parameters = tuple({id(p): p for s in segments for p in s.parameters}.values())
-    chain = SegmentChain(tuple(segments), tuple(ins), tuple(o.value for o in outs))
-    return replace(
-        segments[0],
-        index=0,
-        fn=chain,
-        ins=tuple(ins.values()),
-        outs=outs,
-        parameters=parameters,
-        sharded=False,
-        random=False,
-    )
-
-
-def run_serial(
-    segments: Sequence[Segment], common: Common, values: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
-    """Run a segment list on its own: one autograd graph, collectives called by the layers
-    themselves.
-    """
-    values = dict(values or {})
-    for segment in segments:
-        assert not any(o.collective for o in segment.outs), (
-            "edges are collectives: build the model with collectives='call'"
-        )
-        outputs = segment.fn(common, *(values[i.value] for i in segment.ins))
-        values.update(zip((o.value for o in segment.outs), outputs, strict=True))
-    return values

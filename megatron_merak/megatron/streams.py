@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..tensor_parallel.random import MODEL_PARALLEL, default_generator
+from ..tensor_parallel.random import default_generator
 
+MODEL_PARALLEL = "model-parallel-rng"
 _DEFAULT = "default-rng"
 
 

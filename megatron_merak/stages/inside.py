@@ -2,17 +2,16 @@
 segment again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from ..graph.ir.names import place
-from ..segment import Common, Segment, SegmentChain
+from ..segment import Common, Segment
 
 
 def all_finite(values: Sequence[Any]) -> bool:
@@ -30,61 +29,9 @@ def module_inside(segment: Segment, common: Common, values: Sequence[Tensor]) ->
 
     "" if that cannot be told.
     """
-    fn = segment.fn
-    if isinstance(fn, SegmentChain):
-        return _inside_chain(fn, common, values)
     if segment.random:
         common.seed(segment)
-    owner = getattr(fn, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return _inside_module(owner, partial(fn, common, *values))
-    return _inside_graph(fn, common, values)
-
-
-def _inside_chain(chain: SegmentChain, common: Common, ins: Sequence[Tensor]) -> str:
-    values = dict(zip(chain.ins, ins, strict=True))
-    for part in chain.parts:
-        read = [values[i.value] for i in part.ins]
-        if part.random:
-            common.seed(part)
-        made = part.fn(common, *read)
-        if not all_finite(made):
-            return module_inside(part, common, read)
-        values.update(zip((o.value for o in part.outs), made, strict=True))
-    return ""
-
-
-def _inside_module(owner: nn.Module, run: Callable[[], object]) -> str:
-    """Watch the submodules of a module whose method a segment calls."""
-    found: list[str] = []
-    with _hooked(owner, found):
-        run()
-    unit = getattr(owner, "name", "")
-    return f"{unit}.{found[0]}" if found else unit
-
-
-@contextmanager
-def _hooked(owner: nn.Module, found: list[str]) -> Iterator[None]:
-    """Append the names of submodules that make of finite inputs what is not finite, innermost
-    first.
-    """
-
-    def hook(name: str) -> Callable[..., None]:
-        def look(module: nn.Module, inputs: tuple, output: object) -> None:
-            outputs = output if isinstance(output, tuple) else (output,)
-            if not all_finite(outputs) and all_finite(inputs):
-                found.append(name)
-
-        return look
-
-    handles = [
-        module.register_forward_hook(hook(name)) for name, module in owner.named_modules() if name
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return _inside_graph(segment.fn, common, values)
 
 
 class _Watch(Interpreter):

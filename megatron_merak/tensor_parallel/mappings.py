@@ -1,10 +1,8 @@
 """The conjugate pairs between replicated and sharded regions: what each does forward, its partner
 does backward.
 
-Sources: Shoeybi et al., "Megatron-LM", 2019, section 3; along the sequence, Korthikanti et al.,
-"Reducing Activation
-Recomputation in Large Transformer Models", 2022, section 4.2. ``group`` None, or of one rank, makes
-each the identity.
+Source: Shoeybi et al., "Megatron-LM", 2019, section 3. ``group`` None, or of one rank, makes each
+the identity.
 """
 
 from collections.abc import Callable
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .sequence import gathered, own_part, reduce_scattered, stack
+from .sequence import stack
 
 Group = dist.ProcessGroup | None
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -43,10 +41,6 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     ]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, -1)
-
-
-def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return own_part(x, group).contiguous()
 
 
 def _own_entry(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -102,29 +96,3 @@ def stack_over_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
     Backward takes this rank's gradient: every rank must compute the same from what is stacked.
     """
     return x.unsqueeze(0) if group_size(group) == 1 else _Pair.apply(x, group, stack, _own_entry)
-
-
-def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
-    """This rank's part [b, s / n, ...] of the sequence of x [b, s, ...]; backward gathers."""
-    return paired(x, group, _own_part, gathered)
-
-
-def gather_from_sequence_parallel_region(
-    x: Tensor, group: Group, tensor_parallel_output_grad: bool = True
-) -> Tensor:
-    """All parts x [b, s / n, ...] of the sequence joined, [b, s, ...].
-
-    Backward sums the gradient over ``group`` and keeps this rank's part, as it must before a
-    sharded region; without ``tensor_parallel_output_grad``, before a replicated one, it takes this
-    rank's part.
-    """
-    return paired(
-        x, group, gathered, reduce_scattered if tensor_parallel_output_grad else _own_part
-    )
-
-
-def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
-    """This rank's part [b, s / n, ...] of the sum over ``group`` of x [b, s, ...]; backward
-    gathers.
-    """
-    return paired(x, group, reduce_scattered, gathered)

@@ -5,7 +5,6 @@ ranks' parts one behind the other, [n, b, s / n, ...]. Of a single sample that i
 it is a copy.
 """
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,21 +28,3 @@ def stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = x.new_empty(group.size(), *x.shape)
     gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
     return parts
-
-
-def own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part [b, s / n, ...] of x [b, s, ...], a view."""
-    return x.unflatten(1, (group.size(), -1)).select(1, group.rank())
-
-
-def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' parts x [b, s / n, ...] joined, [b, s, ...]."""
-    return unstacked(stack(x, group))
-
-
-def reduce_scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part [b, s / n, ...] of the sum of all ranks' x [b, s, ...]."""
-    parts = stacked(x, group.size())
-    out = torch.empty_like(parts[0])
-    reduce_scatter_single(out, parts.flatten(0, 1), group=group)
-    return out

@@ -6,13 +6,10 @@ import torch.distributed as dist
 
 from megatron_merak.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     group_rank,
     group_size,
     reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
 from tests.ranks import run_ranks
@@ -52,57 +49,19 @@ def test_conjugate_pairs(n):
         assert results["gather"] == (every, slice_)
 
 
-def gather_for_replicated(x, group):
-    return gather_from_sequence_parallel_region(x, group, tensor_parallel_output_grad=False)
-
-
-def run_sequence_pairs(rank, n):
-    """Two samples, one position per rank. mine: [b, 1, 2]; all: [b, n, 2], and what each rank adds
-    to a sum.
-    """
-    group = dist.group.WORLD
-    every = torch.arange(2.0 * n).view(1, n, 2) + torch.tensor([0.0, 100.0]).view(2, 1, 1)
-    mine, partial = every[:, rank : rank + 1], every * (rank + 1)
-    kept = every.clone()
-    results = {
-        "scatter": both_ways(scatter_to_sequence_parallel_region, every, mine, group),
-        "gather": both_ways(gather_from_sequence_parallel_region, mine, partial, group),
-        "gather_for_replicated": both_ways(gather_for_replicated, mine, every, group),
-        "reduce_scatter": both_ways(
-            reduce_scatter_to_sequence_parallel_region, partial, mine, group
-        ),
-    }
-    assert torch.equal(every, kept), "a collective wrote into its input"
-    return results
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_conjugate_pairs_along_the_sequence(n):
-    every = [[[100.0 * b + 2 * t, 100.0 * b + 2 * t + 1] for t in range(n)] for b in range(2)]
-    times = n * (n + 1) // 2
-    for rank, results in enumerate(run_ranks(run_sequence_pairs, n)):
-        mine = [[sample[rank]] for sample in every]
-        summed = [[[times * value for value in sample[rank]]] for sample in every]
-        assert results["scatter"] == (mine, every)
-        assert results["gather"] == (every, summed)
-        assert results["gather_for_replicated"] == (every, mine)
-        assert results["reduce_scatter"] == (summed, every)
-
-
 def run_strided(rank, world_size):
     """A transposed input: what leaves must be the values, not the memory order."""
     x = torch.arange(6.0).view(2, 3).t() + 100 * rank
     return [
         reduce_from_tensor_model_parallel_region(x, dist.group.WORLD).tolist(),
         gather_from_tensor_model_parallel_region(x, dist.group.WORLD).tolist(),
-        gather_from_sequence_parallel_region(x, dist.group.WORLD).tolist(),
     ]
 
 
 def test_strided_inputs():
-    for reduced, gathered, joined in run_ranks(run_strided, 2):
+    for reduced, gathered in run_ranks(run_strided, 2):
         assert reduced == [[100, 106], [102, 108], [104, 110]]
-        assert gathered == joined == [[0, 3, 100, 103], [1, 4, 101, 104], [2, 5, 102, 105]]
+        assert gathered == [[0, 3, 100, 103], [1, 4, 101, 104], [2, 5, 102, 105]]
 
 
 @pytest.mark.parametrize(
@@ -112,9 +71,6 @@ def test_strided_inputs():
         reduce_from_tensor_model_parallel_region,
         scatter_to_tensor_model_parallel_region,
         gather_from_tensor_model_parallel_region,
-        scatter_to_sequence_parallel_region,
-        gather_from_sequence_parallel_region,
-        reduce_scatter_to_sequence_parallel_region,
     ],
 )
 def test_alone_each_is_the_identity(fn):

@@ -1,7 +1,8 @@
 """The conjugate pairs between replicated and sharded regions, with the sequence first: what each
 does forward, its partner does backward.
 
-Sources: see ``megatron_merak.tensor_parallel.mappings``, of which this has another layout.
+Sources: see ``megatron_merak.tensor_parallel.mappings``; along the sequence, Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.
 """
 
 from collections.abc import Sequence

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...tensor_parallel.random import MODEL_PARALLEL
 from ..parallel_state import (
     get_expert_model_parallel_rank,
     get_expert_tensor_parallel_rank,
     get_tensor_model_parallel_rank,
 )
 from ..process import PROCESS
-from ..streams import CudaRNGStatesTracker, current_device
+from ..streams import MODEL_PARALLEL, CudaRNGStatesTracker, current_device
 
 _EXPERT_PARALLEL = "expert-parallel-rng"
 _DATA_PARALLEL = "data-parallel-rng"
