@@ -137,12 +137,14 @@ def test_tensor_parallel_ranks_too():
     cases += [
         Case("gpt2", "shifted", tuple(FULL.items()), tp=2),
         Case("llama", "zb-h1", SELECTIVE, tp=2),
+        Case("gpt2", "1f1b", SELECTIVE, tp=2),
     ]
     cases += [Case(name, "1f1b", tp=2, more=sequence) for name in ("gpt2", "llama")]
     cases += [
         Case("gpt2", "zb-h1", tp=2, more=sequence),
         Case("llama", "zb-h1", tp=2, more=sequence),
         Case("llama", "1f1b", tuple(FULL.items()), 2, more=sequence),
+        Case("gpt2", "1f1b", SELECTIVE, 2, more=sequence),
         Case("qwen3", "1f1b", tp=2, more=sequence, dropout=0.1),
     ]
     halves = (("tp_comm_overlap", "sub-pipeline"),)
