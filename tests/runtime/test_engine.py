@@ -29,9 +29,12 @@ CPU = torch.device("cpu")
 
 
 @functools.cache
-def built(model: ModelConfig, tp: int, rank: int) -> GPTModel:
-    """One stage with random weights, different ones of each rank where they are sharded."""
-    parallel = ParallelConfig(tensor_model_parallel_size=tp)
+def built(model: ModelConfig, tp: int, rank: int, along: bool) -> GPTModel:
+    """One stage with random weights, different ones of each rank where they are sharded.
+
+    along: whether ranks divide sequences.
+    """
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=along)
     train = TrainConfig(micro_batch_size=2, global_batch_size=2)
     config = Config(model=model, parallel=parallel, train=train)
     result = gpt_model(config, plan(config, tp), Mesh(Grid(tp=tp), rank, CPU))
@@ -47,10 +50,10 @@ def built(model: ModelConfig, tp: int, rank: int) -> GPTModel:
 class Machine:
     """An engine over the whole chain of a family, and the seeds that a stage would give."""
 
-    def __init__(self, config, recompute=(), group=None, rank=0):
+    def __init__(self, config, recompute=(), group=None, rank=0, sequence_parallel=False):
         self.rank = rank
         self.tp = 1 if group is None else group.size()
-        model = built(config, self.tp, rank)
+        model = built(config, self.tp, rank, sequence_parallel)
         (programs,) = model.programs.values()
         (self.batch,) = model.from_samples([batch()])
         self.program = programs(self.batch, True)

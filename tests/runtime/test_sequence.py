@@ -36,8 +36,11 @@ def order(rank, world_size):
 
 def test_a_gradient_is_on_its_way_before_the_weight_gradients():
     forward = [SCATTER, *[GATHER, SCATTER] * 2, GATHER, GATHER]  # the last: statistics of the loss
-    # The input is gathered again behind two input gradients; their reduce-scatter, two weight
-    # gradients; then the gradient's parts are gathered.
-    body = [GATHER, "mm", "mm", SCATTER, "addmm_", "addmm_", GATHER]
-    backward = ["mm", SCATTER, "addmm_", GATHER, *body, *body, "add_rows_"]
+    # The gradient's parts and those of the input are gathered; the reduce-scatter of the input
+    # gradient is launched before the weight gradients.
+    head = [GATHER, "mm", SCATTER, "addmm_"]
+    feed = [GATHER, GATHER, "mm", "mm", SCATTER, *["addmm_"] * 3]
+    projections = ["mm", "addmm_", "addmm_"]  # of queries, keys and values, into one gradient
+    attention = [GATHER, GATHER, "mm", *projections, SCATTER, *["addmm_"] * 4]
+    backward = [*head, *feed, *attention, GATHER, "add_rows_"]
     assert run_ranks(order, 2) == [(forward, backward, forward)] * 2

@@ -179,7 +179,7 @@ def serial(rank, world_size, case, owner):
 
             model.parameters.start_step()
             executor = model.executor(case.every)
-            part = batches[first : first + case.every]
+            part = model.from_samples(batches[first : first + case.every])
             executor.run(part, step, between=Rewritten(buffer, values))
             losses += [mean for _, _, mean in executor.last.losses]
             model.parameters.finish_step()

@@ -2,6 +2,7 @@
 node.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 
 from torch.fx import Node
@@ -55,12 +56,17 @@ def _delay_parameter_work(flow: Flow, nodes: Sequence[Node], level: dict[Node, i
     present = sorted(dict.fromkeys(level.values()))
     for node in reversed(nodes):
         users = list(node.users)
-        if not free[node] or not users or any(user not in level for user in users):
+        if not free[node]:
             continue
-        last = min((level[user], kinds(user)) for user in users)
-        level[node] = max(
-            x for x in present if (x, kinds(node)) <= last and x % 2 == level[node] % 2
-        )
+        if users and all(user in level for user in users):
+            last = min((level[user], kinds(user)) for user in users)
+            level[node] = max(
+                x for x in present if (x, kinds(node)) <= last and x % 2 == level[node] % 2
+            )
+        # no tuple passes from segment to segment
+        for user in users:
+            if user.target is operator.getitem:
+                level[user] = level[node]
 
 
 def check_in_place(
