@@ -96,7 +96,7 @@ def _megatron_parts() -> list[str]:
         "",
         "## Megatron-LM flags that are not supported",
         "",
-        "Each is an error that says what to use instead. `--moe-*` and the like are all further flags that begin so.",
+        "Each is an error that says what to use instead. `--fp8-*` and the like are all further flags that begin so.",
         "",
         _row("flags", "instead"),
         _row("---", "---"),

@@ -69,6 +69,7 @@ def check_needs(section: Section) -> None:
 
 def check_model(model: ModelConfig) -> None:
     check_needs(model)
+    check_routed(model)
     heads = model.num_attention_heads
     groups = model.num_query_groups
     hidden = model.hidden_size
@@ -107,14 +108,37 @@ def check_model(model: ModelConfig) -> None:
         )
 
 
+def check_routed(model: ModelConfig) -> None:
+    """Check the shape of a model with routed experts."""
+    experts = model.num_experts
+    if experts is None:
+        return
+    if not model.swiglu:
+        reason = "is needed with --num-experts: experts are gated"
+        raise ConfigError("--swiglu", "off", reason, "Add it")
+    if not model.disable_bias_linear:
+        reason = "is needed with --num-experts: experts have no biases"
+        raise ConfigError("--disable-bias-linear", "off", reason, "Add it")
+    if model.moe_router_topk > experts:
+        reason = f"is more than --num-experts {experts}"
+        raise ConfigError(
+            "--moe-router-topk", model.moe_router_topk, reason, f"Use at most {experts}"
+        )
+
+
 def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:
-    """Whether ``size`` ranks can shard a layer evenly: query heads, key-value heads and
-    MLP width.
+    """Whether ``size`` ranks can shard a layer evenly: query heads, key-value heads and MLP width,
+    which experts may be wider or narrower than.
     """
     return all(
         extent % size == 0
-        for extent in (model.num_attention_heads, model.query_groups, model.ffn_size)
+        for extent in (model.num_attention_heads, model.query_groups, _inner(model))
     )
+
+
+def _inner(model: ModelConfig) -> int:
+    """Return the width of the MLP, or of each expert."""
+    return model.ffn_size if model.num_experts is None else model.expert_ffn_size
 
 
 def check_tensor_parallel(model: ModelConfig, size: int, most: int | None = None) -> None:
@@ -127,8 +151,9 @@ def check_tensor_parallel(model: ModelConfig, size: int, most: int | None = None
     groups = model.query_groups
     if heads % size:
         reason = f"does not divide --num-attention-heads {heads}"
-    elif model.ffn_size % size:
-        reason = f"does not divide the MLP width {model.ffn_size}"
+    elif _inner(model) % size:
+        of = "MLP" if model.num_experts is None else "expert"
+        reason = f"does not divide the {of} width {_inner(model)}"
     else:
         reason = f"does not divide --num-query-groups {groups}"
     fitting = (d for d in divisors(heads) if tensor_parallel_fits(model, d))
@@ -235,7 +260,12 @@ def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
 
 def check_recomputed_activations(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Check that the feed-forward part of the GPT has an activation that is recomputed alone."""
-    if parallel.recomputes_activations and model.swiglu and not model.disable_bias_linear:
+    if not parallel.recomputes_activations:
+        return
+    if model.num_experts is not None:
+        reason = "the activations of experts are not recomputed by themselves"
+        raise ConfigError("--recompute-granularity", "selective", reason, "Use full")
+    if model.swiglu and not model.disable_bias_linear:
         raise ConfigError(
             "--recompute-granularity",
             "selective",
@@ -244,16 +274,19 @@ def check_recomputed_activations(model: ModelConfig, parallel: ParallelConfig) -
         )
 
 
-def check_no_experts(parallel: ParallelConfig) -> None:
-    """Check that nothing asks for experts, which the model has none of."""
+def check_divided_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check that ranks that are to divide experts can."""
     size = parallel.expert_model_parallel_size
-    if size > 1:
-        raise ConfigError(
-            "--expert-model-parallel-size",
-            size,
-            "the GPT that these flags describe has no experts",
-            "Use pretrain_hf.py with a --model that has, or leave it out",
-        )
+    if size == 1:
+        return
+    flag = "--expert-model-parallel-size"
+    if model.num_experts is None:
+        remedy = "Add --num-experts, or leave it out"
+        raise ConfigError(flag, size, "the model has no experts", remedy)
+    if model.num_experts % size:
+        reason = f"does not divide --num-experts {model.num_experts}"
+        remedy = f"Use {closest(size, divisors(model.num_experts))}"
+        raise ConfigError(flag, size, reason, remedy)
 
 
 def check_experts(parallel: ParallelConfig) -> None:

@@ -10,10 +10,10 @@ from .checks import (
     check_context_parallel,
     check_conversations,
     check_data,
+    check_divided_experts,
     check_experts,
     check_model,
     check_needs,
-    check_no_experts,
     check_optimizer,
     check_pipeline,
     check_precision,
@@ -213,9 +213,9 @@ class Config(RunConfig):
     @property
     def is_priced_by_graph(self) -> bool:
         """Whether a plan's numbers come from the graph of the model: the formulas for its shape know
-        no ranks that divide sequences.
+        no experts, and no ranks that divide sequences.
         """
-        return self.parallel.context_parallel_size > 1
+        return self.model.num_experts is not None or self.parallel.context_parallel_size > 1
 
     def check_model(self, world_size: int) -> None:
         check_model(self.model)
@@ -224,7 +224,7 @@ class Config(RunConfig):
         stages = parallel.pipeline_model_parallel_size
         ranks = world_size - parallel.num_parameter_servers
         check_tensor_parallel(self.model, tensor, left(ranks, parallel.ranks_of_replica // tensor))
-        check_no_experts(self.parallel)
+        check_divided_experts(self.model, parallel)
         check_recomputed_activations(self.model, self.parallel)
         check_sequence_parallel(
             self.model.seq_length, self.model.max_position_embeddings, self.parallel

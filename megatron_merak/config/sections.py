@@ -20,6 +20,8 @@ _ROTARY = Needs(
     "position_embedding_type", ("rope",), reason="has no effect without rotary embedding"
 )
 _SCALING = Needs("use_rope_scaling", reason="has no effect without scaling")
+_EXPERTS = Needs("num_experts")
+_BALANCED = Needs("moe_router_load_balancing_type", ("aux_loss",))
 _FP16 = Needs("fp16")
 _STRAGGLER = Needs("log_straggler")
 _LOAD = Needs("load", remedy="Give --load DIRECTORY, or leave it out")
@@ -83,6 +85,33 @@ class ModelConfig(Section):
     """Build all linear layers without biases."""
     add_qkv_bias: bool = setting(False)
     """Keep the bias of queries, keys and values with --disable-bias-linear."""
+    num_experts: int | None = setting(None, least=2, most=65536)
+    """Number of experts of each layer, which take the place of its MLP; needs --swiglu and
+    --disable-bias-linear.
+    """
+    moe_ffn_hidden_size: int | None = setting(None, least=1, most=1 << 22, needs=_EXPERTS)
+    """Width of an expert (unset: that of the MLP)."""
+    moe_router_topk: int = setting(2, least=1, needs=_EXPERTS)
+    """Number of experts that each token is sent to."""
+    moe_router_pre_softmax: bool = setting(False, needs=_EXPERTS)
+    """Weigh a token's experts by their probabilities among all experts, instead of among those of
+    the token.
+    """
+    moe_router_dtype: str | None = setting(
+        None, choices=("fp32",), not_yet={"fp64": ""}, needs=_EXPERTS
+    )
+    """Type in which routers compute logits (unset: that of the weights); probabilities are fp32."""
+    moe_router_load_balancing_type: str = setting(
+        "aux_loss",
+        choices=("aux_loss", "none"),
+        not_yet={"seq_aux_loss": "", "global_aux_loss": "", "sinkhorn": ""},
+        needs=_EXPERTS,
+    )
+    """What balances the load of experts: an auxiliary loss of each micro-batch, or nothing."""
+    moe_aux_loss_coeff: float = setting(0.0, least=0, needs=(_EXPERTS, _BALANCED))
+    """Factor of the auxiliary loss of load balancing; 1e-2 is a good start."""
+    moe_z_loss_coeff: float | None = setting(None, least=0, needs=_EXPERTS)
+    """Factor of the loss that keeps the logits of routers small; 1e-3 is a good start."""
     untie_embeddings_and_output_weights: bool = setting(False)
     """Give the output layer its own weight instead of sharing the token embedding's."""
     hidden_dropout: float = setting(0.1, least=0, below=1)
@@ -109,6 +138,10 @@ class ModelConfig(Section):
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return 8 * self.hidden_size // (3 * 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     @property
     def head_dim(self) -> int:

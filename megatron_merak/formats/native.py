@@ -14,7 +14,8 @@ from ..models.hf_config import RENAMED, hf_config, settings_of
 _FREE = frozenset(
     """transformers_version _name_or_path architectures dtype torch_dtype use_cache initializer_range pretraining_tp
     max_window_layers bos_token_id eos_token_id pad_token_id attn_pdrop resid_pdrop embd_pdrop attention_dropout
-    hidden_dropout residual_dropout embedding_dropout reorder_and_upcast_attn n_ctx""".split()
+    hidden_dropout residual_dropout embedding_dropout reorder_and_upcast_attn n_ctx router_aux_loss_coef
+    output_router_logits router_jitter_noise""".split()
 )
 _DROPOUTS = (  # settings of --hidden-dropout, which is one here
     ("resid_pdrop", "embd_pdrop"),

@@ -57,7 +57,7 @@ _BOARD = "Leave it out: --tensorboard-dir gets losses, rates, norms, times and p
 _PROFILE = "Leave it out, or draw a step with --timeline"
 _COLLECTOR = "Leave it out: Python decides when it collects garbage"
 _LOOP = "Use an Engine: it has the parts of such a loop"
-_EXPERTS = "Use pretrain_hf.py with a model that has experts, which tensor parallelism shards"
+_EXPERTS = "Leave it out, or use pretrain_hf.py with a model of transformers that does this"
 _DECAY = "Leave it out: biases and norms have no weight decay"
 
 # (what is refused, remedy), with the flags that share it.
@@ -106,7 +106,19 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         _EXPERTS,
-        """--num-experts --overlap-moe-expert-parallel-comm --use-fused-weighted-squared-relu
+        """--moe-shared-expert-intermediate-size --moe-shared-expert-overlap --moe-extended-tp --moe-latent-size --moe-use-upcycling
+        --moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor
+        --moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-router-force-load-balancing
+        --moe-router-padding-for-fp8 --moe-input-jitter-eps --moe-per-layer-logging --moe-deepep-num-sms
+        --moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy
+        --moe-apply-probs-on-input --moe-upcycling-granularity --moe-pad-experts-for-cuda-graph-inference
+        --moe-shared-expert-gate --moe-shared-expert-glu-interleave-size --moe-enable-routing-replay
+        --moe-router-padding-for-quantization --moe-router-force-biased --moe-n-hash-layers
+        --moe-single-grouped-weight --moe-single-grouped-bias --moe-flex-dispatcher-backend
+        --moe-permute-fusion-into-hybridep --moe-hybridep-pad-variable-tokens --moe-expert-rank-capacity-factor
+        --moe-flex-dispatcher-num-sms --moe-hybridep-num-sms --moe-ncclep-static-shape
+        --moe-mlp-glu-interleave-size --moe-paged-stash --moe-paged-stash-page-size
+        --overlap-moe-expert-parallel-comm --use-fused-weighted-squared-relu
         --high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert --use-mok-megakernel
         --actual-vocab-size --log-moe-overload-factor --overlap-dispatch-backward-with-experts-wgrad
         --ep-overlap-early-attn-memory-release""",
@@ -367,7 +379,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys("--fp8- --fp4- --kitchen-".split(), _FP8),
-        **dict.fromkeys("--moe- --mok-".split(), _EXPERTS),
+        "--mok-": _EXPERTS,
         "--mup-": "Leave it out: learning rates and initial weights do not depend on the width",
         "--cuda-graph-": "Leave it out: kernels are launched one by one, without CUDA graphs",
         "--mtp-": "Leave it out: the output head predicts the next token only",

@@ -144,6 +144,18 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         """.split(),
             _FUSED,
         ),
+        **dict.fromkeys(
+            "--moe-grouped-gemm --moe-use-legacy-grouped-gemm".split(),
+            Taken("the products of all experts of a layer are one"),
+        ),
+        **dict.fromkeys("--moe-permute-fusion --moe-router-fusion".split(), _FUSED),
+        "--moe-token-dispatcher-type": Taken(
+            "ranks exchange the rows of each other's experts, which computes the same",
+            ("allgather", "alltoall", "flex"),
+        ),
+        "--moe-enable-deepep": Taken("ranks exchange the rows of each other's experts in any case"),
+        "--moe-layer-freq": Taken("every layer has experts", _ONE),
+        "--moe-router-score-function": Taken("probabilities are a softmax", ("softmax",)),
         "--cross-entropy-fusion-impl": Taken("there is one implementation", ("native", "te")),
         "--no-async-tensor-model-parallel-allreduce": Taken("Megatron-LM ignores it, too"),
         "--no-align-grad-reduce": _WHEN_FULL,

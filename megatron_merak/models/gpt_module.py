@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..config import ModelConfig
+from .gpt_experts import MixtureFeedForward
 from .hf_config import is_gpt2_style
 from .targets import IGNORED, targets
 
@@ -228,15 +229,32 @@ class GPTLayer(nn.Module):
             GPTNorm(config.hidden_size, config),
             GPT2Attention(config) if gpt2 else LlamaAttention(config),
             GPTNorm(config.hidden_size, config),
-            GPT2FeedForward(config) if gpt2 else LlamaFeedForward(config),
+            self._feed_forward(config),
         )
         for name, part in zip(self.names, parts, strict=True):
             self.add_module(name, part)
 
-    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
+    @staticmethod
+    def _feed_forward(config: ModelConfig) -> nn.Module:
+        if config.num_experts is not None:
+            return MixtureFeedForward(config)
+        return GPT2FeedForward(config) if is_gpt2_style(config) else LlamaFeedForward(config)
+
+    def forward(
+        self, x: Tensor, angles: Angles | None, auxiliary: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream, and the sum of the auxiliary losses up to this layer.
+
+        auxiliary: that of the layers before; None: they have none.
+        """
         before, attention, between, feed = (getattr(self, name) for name in self.names)
         x = self._add(x, attention(before(x), angles))
-        return self._add(x, feed(between(x)))
+        if not isinstance(feed, MixtureFeedForward):
+            return self._add(x, feed(between(x))), auxiliary
+        output, own = feed(between(x))
+        if own is not None:
+            auxiliary = own if auxiliary is None else auxiliary + own
+        return self._add(x, output), auxiliary
 
     def _add(self, x: Tensor, part: Tensor) -> Tensor:
         return x + F.dropout(part.to(x.dtype), self.dropout, self.training)
@@ -351,17 +369,23 @@ class GPTModule(nn.Module):
             x = x.to(torch.float32)
         x = F.dropout(x, c.hidden_dropout, self.training)
         angles = self._angles(tokens.shape[1], tokens.device)
+        auxiliary = None
         for layer in self._part(self.names.layers).children():
-            x = layer(x, angles)
+            x, auxiliary = layer(x, angles, auxiliary)
         table = self.get_output_embeddings().get_parameter("weight")
         normed = self._part(self.names.norm)(x)
         logits = F.linear(normed, table).float()
-        return F.cross_entropy(
+        loss = F.cross_entropy(
             logits.view(-1, logits.shape[-1]),
             targets.view(-1),
             ignore_index=IGNORED,
             reduction="sum",
         )
+        if auxiliary is None:
+            return loss
+        # Its gradient is that of a mean over tokens, and it is no part of the loss that is shown,
+        # as in Megatron-LM.
+        return loss + (targets != IGNORED).sum() * (auxiliary - auxiliary.detach())
 
     def batch_of(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what `forward` takes, given a micro-batch of a GPT data set."""

@@ -9,6 +9,8 @@ It has the function and the tensor names of one of these model types, or of none
     qwen3       rotary, RMSNorm, SwiGLU, no biases, normalized queries and keys
     stablelm    rotary, LayerNorm, SwiGLU, no biases but perhaps of queries, keys and values
     starcoder2  rotary, LayerNorm, GELU, biases; its MLP has other tensor names (RENAMED)
+    mixtral     llama without biases, with experts, weighed among those of a token
+    qwen3_moe   qwen3 with experts
 """
 
 from collections.abc import Callable, Mapping
@@ -26,6 +28,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "qwen3": "Qwen3ForCausalLM",
         "stablelm": "StableLmForCausalLM",
         "starcoder2": "Starcoder2ForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
     }
 )
 
@@ -68,12 +72,20 @@ def hf_type(model: ModelConfig) -> str:
                 "--rotary-percent", model.rotary_percent, "1, with --normalization RMSNorm"
             )
         if not model.qk_layernorm:
-            return "llama" if biased or not qkv else "qwen2"
+            if model.num_experts is None:
+                return "llama" if biased or not qkv else "qwen2"
+            if qkv:
+                raise _no_type("--add-qkv-bias", "on", "off, with --num-experts")
+            if model.moe_router_pre_softmax:
+                raise _no_type("--moe-router-pre-softmax", "on", "off, or --qk-layernorm")
+            return "mixtral"
         if biased or qkv:
             raise _no_type(
                 "--qk-layernorm", "on", "off, or --disable-bias-linear without --add-qkv-bias"
             )
-        return "qwen3"
+        return "qwen3" if model.num_experts is None else "qwen3_moe"
+    if model.num_experts is not None:
+        raise _no_type("--normalization", model.normalization, "RMSNorm, with --num-experts")
     if model.qk_layernorm:
         raise _no_type("--qk-layernorm", "on", "off, or --normalization RMSNorm")
     if model.head_dim * model.num_attention_heads != model.hidden_size:
@@ -163,6 +175,28 @@ def _rms(model: ModelConfig) -> dict[str, Any]:
     return {"rms_norm_eps": model.norm_epsilon, "hidden_act": "silu", "head_dim": model.head_dim}
 
 
+def _mixtral(model: ModelConfig) -> dict[str, Any]:
+    return _rms(model) | {
+        "intermediate_size": model.expert_ffn_size,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "sliding_window": None,
+    }
+
+
+def _qwen3_moe(model: ModelConfig) -> dict[str, Any]:
+    return _rms(model) | {
+        "moe_intermediate_size": model.expert_ffn_size,
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+        "sliding_window": None,
+    }
+
+
 def _stablelm(model: ModelConfig) -> dict[str, Any]:
     rope = _rotary(model)["rope_parameters"] | {"partial_rotary_factor": model.rotary_percent}
     return {
@@ -192,6 +226,8 @@ _OWN: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = MappingProxyType(
         "llama": _llama,
         "qwen2": _rms,
         "qwen3": _rms,
+        "mixtral": _mixtral,
+        "qwen3_moe": _qwen3_moe,
         "stablelm": _stablelm,
         "starcoder2": _starcoder2,
     }
@@ -260,10 +296,24 @@ def _rotary_settings(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": config["rms_norm_eps"]
         if norm
         else config.get("layer_norm_eps", config.get("norm_epsilon")),
-        "qk_layernorm": kind == "qwen3",
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe"),
         "swiglu": kind != "starcoder2",
         "disable_bias_linear": not biased,
         "add_qkv_bias": kind == "qwen2" or bool(config.get("use_qkv_bias")),
         "attention_dropout": config["attention_dropout"],
         "hidden_dropout": config.get("hidden_dropout", config.get("residual_dropout", 0.0)),
+        **_expert_settings(kind, config),
+    }
+
+
+def _expert_settings(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    if kind not in ("mixtral", "qwen3_moe"):
+        return {}
+    mixtral = kind == "mixtral"
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    return {
+        "num_experts": experts,
+        "moe_ffn_hidden_size": config["intermediate_size" if mixtral else "moe_intermediate_size"],
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_router_pre_softmax": not (mixtral or config["norm_topk_prob"]),
     }

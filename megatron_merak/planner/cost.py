@@ -84,6 +84,7 @@ def gpt_units(
                            of a head that computes in chunks.
     recompute_activations: the second matrix of the feed-forward network does not keep its input.
     """
+    assert model.num_experts is None, "experts are priced from the graph"
     tokens = micro_batch_size * model.seq_length
     parts = tp if sequence_parallel else 1
     hidden = model.hidden_size
@@ -307,9 +308,17 @@ def model_flops(model: ModelConfig, batch_samples: int) -> int:
     """Return the FLOPs of forward and backward of ``batch_samples`` sequences, for MFU.
 
     Counts the matrix products and the causal half of attention, with the vocabulary padded as for
-    one rank. The backward counts twice the forward; recomputation does not count.
+    one rank. The backward counts twice the forward; recomputation does not count. Of experts those
+    count that a token is sent to, and the router.
     """
-    return 3 * sum(unit.flops for unit in gpt_units(model, batch_samples, bytes_per_value=4, tp=1))
+    routing = 0
+    if model.num_experts is not None:
+        rows = batch_samples * model.seq_length * model.num_layers
+        routing = 2 * rows * model.hidden_size * model.num_experts
+        width = model.moe_router_topk * model.expert_ffn_size
+        model = replace(model, num_experts=None, ffn_hidden_size=width)
+    units = gpt_units(model, batch_samples, bytes_per_value=4, tp=1)
+    return 3 * (sum(unit.flops for unit in units) + routing)
 
 
 def unit_costs(

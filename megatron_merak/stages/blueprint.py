@@ -62,6 +62,7 @@ def make_blueprint(
     cluster: Cluster = CLUSTERS["cpu"],
     *,
     state_of: StateOf | None = None,
+    pins: Mapping[str, TensorSharding] | None = None,
     progress: ProgressCallback = lambda share: None,
 ) -> "Blueprint":
     """Plan a captured model.
@@ -70,6 +71,7 @@ def make_blueprint(
               sequence length.
     cluster:  what it is planned for.
     state_of: ``state_bytes`` of each parameter, where they differ.
+    pins:     see ``shard``.
     progress: see ``report_progress`` of ``plan_chain``.
 
     Raises PlanError.
@@ -87,7 +89,7 @@ def make_blueprint(
     if request.sequence_length is None:
         request = replace(request, sequence_length=length)
     request = replace(request, micro_batch_size=samples, dtype=traced.dtype)
-    chain, sharding, units = measured(traced, request, cluster, state_of)
+    chain, sharding, units = measured(traced, request, cluster, state_of, pins)
     plan = plan_chain(
         units,
         request,
@@ -101,11 +103,15 @@ def make_blueprint(
 
 
 def measured(
-    traced: Traced, request: Request, cluster: Cluster, state_of: StateOf | None = None
+    traced: Traced,
+    request: Request,
+    cluster: Cluster,
+    state_of: StateOf | None = None,
+    pins: Mapping[str, TensorSharding] | None = None,
 ) -> tuple[Chain, Sharding, tuple[Unit, ...]]:
     """Return how a captured model is cut and sharded as requested, and its units.
 
-    state_of: see ``make_blueprint``.
+    state_of, pins: see ``make_blueprint``.
 
     Raises PlanError.
     """
@@ -118,6 +124,7 @@ def measured(
         captured,
         tp,
         rules,
+        pins=pins,
         vocabulary_multiple=request.vocabulary_multiple,
         experts=parallel.expert_model_parallel_size > 1,
     )

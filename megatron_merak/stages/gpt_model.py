@@ -12,6 +12,7 @@ from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.agree import together
 from ..parallel.mesh import Mesh
 from ..parallel.ranks import Members
+from ..plan import TensorSharding
 from .blueprint import Blueprint
 from .captured import CapturedModel
 from .optimizer_state import OptimizerOf, adamw_of
@@ -40,6 +41,27 @@ def traced_gpt(config: Config, ranks: Members | None = None) -> Traced:
         "position_ids": positions,
     }
     return Traced(model, model.batch_of(samples), train.dtype, train.is_half, ranks=ranks)
+
+
+def tables_of(traced: Traced, tp: int, multiple: int) -> dict[str, TensorSharding]:
+    """Return how the tables of a model are sharded, as Megatron-LM has it: the vocabulary is padded
+    and sharded, whatever its size, and positions are whole on each rank.
+    """
+    module = traced.model
+    assert isinstance(module, GPTModule)
+    found = {}
+    for name in outer_names(module):
+        shape = traced.captured.shapes.get(name)
+        if shape is None:  # tied to another
+            continue
+        step = tp * multiple
+        padded = -(-shape[0] // step) * step
+        if tp > 1 or padded != shape[0]:
+            found[name] = TensorSharding(name, tuple(shape), 0, padded=padded)
+    positions = module.positions_name
+    if positions is not None:
+        found[positions] = TensorSharding(positions, tuple(traced.captured.shapes[positions]))
+    return found
 
 
 class GPTModel(TokenLosses, CapturedModel):

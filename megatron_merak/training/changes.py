@@ -19,7 +19,8 @@ _FREE = frozenset(
 )
 # ... those that may change during a run, ...
 _REPORTED = frozenset(
-    "hidden_dropout attention_dropout attn_implementation fp32_residual_connection".split()
+    "hidden_dropout attention_dropout attn_implementation fp32_residual_connection "
+    "moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff".split()
 )
 # ... and those that a new run from old weights may choose anew.
 _OF_A_RUN = frozenset(
@@ -37,7 +38,8 @@ _SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmu
 # Settings that follow from others where they are unset: they are compared last, by what they come
 # to.
 _DERIVED = (
-    "ffn_hidden_size kv_channels group_query_attention num_query_groups max_position_embeddings"
+    "ffn_hidden_size moe_ffn_hidden_size kv_channels group_query_attention num_query_groups "
+    "max_position_embeddings"
 ).split()
 
 # Of the config.json of a model: keys that are of no consequence for training, and those that may
@@ -171,7 +173,9 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
         name: value for name, value in dataclasses.asdict(model).items() if name not in _DERIVED
     }
     values |= {
-        "ffn_hidden_size": model.ffn_size,
+        # experts take the place of the MLP
+        "ffn_hidden_size": model.ffn_size if model.num_experts is None else None,
+        "moe_ffn_hidden_size": None if model.num_experts is None else model.expert_ffn_size,
         "kv_channels": model.head_dim,
         "num_query_groups": model.query_groups,
     }

@@ -9,14 +9,13 @@ import dataclasses
 
 from ..cluster import Cluster
 from ..config import Config
-from ..models.gpt_module import GPTModule
-from ..plan import LAYERS, Plan, TensorSharding
+from ..plan import LAYERS, Plan
 from ..plan.fit import check_chain
 from ..planner import plan as make_plan
 from ..planner.make import ProgressCallback, gpt_chain
 from ..planner.predict import priced
 from ..stages.blueprint import Blueprint, blueprint_from_plan, followed
-from ..stages.parameter_groups import outer_names
+from ..stages.gpt_model import tables_of
 from ..stages.traced import Traced
 from .hf_model import blueprint_of
 from .plan_file import plan_of
@@ -53,26 +52,5 @@ def gpt_blueprint(
 def by_formulas(traced: Traced, config: Config, plan: Plan) -> Blueprint:
     """Apply a plan that formulas priced, and that says nothing of weights, to the graph."""
     multiple = config.model.make_vocab_size_divisible_by
-    pins = _tables(traced, plan.grid.tp, multiple)
+    pins = tables_of(traced, plan.grid.tp, multiple)
     return followed(traced, plan, pins, vocabulary_multiple=multiple)
-
-
-def _tables(traced: Traced, tp: int, multiple: int) -> dict[str, TensorSharding]:
-    """Return how the tables of a model are sharded, as formulas have it: the vocabulary is padded
-    and sharded, whatever its size, and positions are whole on each rank.
-    """
-    module = traced.model
-    assert isinstance(module, GPTModule)
-    found = {}
-    for name in outer_names(module):
-        shape = traced.captured.shapes.get(name)
-        if shape is None:  # tied to another
-            continue
-        step = tp * multiple
-        padded = -(-shape[0] // step) * step
-        if tp > 1 or padded != shape[0]:
-            found[name] = TensorSharding(name, tuple(shape), 0, padded=padded)
-    positions = module.positions_name
-    if positions is not None:
-        found[positions] = TensorSharding(positions, tuple(traced.captured.shapes[positions]))
-    return found

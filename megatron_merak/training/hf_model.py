@@ -21,7 +21,7 @@ from ..plan import LAYERS
 from ..planner.make import ProgressCallback
 from ..planner.request import Request, request_of
 from ..stages.blueprint import Blueprint, blueprint_from_plan, make_blueprint
-from ..stages.gpt_model import traced_gpt
+from ..stages.gpt_model import tables_of, traced_gpt
 from ..stages.searched import CapturedChain
 from ..stages.traced import Batch, Traced
 from .hf_batches import TokenBatches
@@ -172,7 +172,10 @@ def blueprint_of(
     if stored is not None:
         return blueprint_from_plan(traced, stored)
     request = _sharded_as(request_of(config, world_size), config)
-    return make_blueprint(traced, request, cluster, progress=progress)
+    pins = None
+    if isinstance(config, Config):
+        pins = tables_of(traced, request.grid.tp, request.vocabulary_multiple)
+    return make_blueprint(traced, request, cluster, pins=pins, progress=progress)
 
 
 def captured_chain(

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from megatron_merak.cluster import CLUSTERS
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.models.gpt_module import GPTModule
 from megatron_merak.models.hf_config import RENAMED, hf_config, hf_type
-from megatron_merak.planner import plan
 from megatron_merak.stages.blueprint import Blueprint
 from megatron_merak.stages.captured import CapturedModel
 from megatron_merak.stages.gpt_model import build_gpt, traced_gpt
-from megatron_merak.training.gpt_blueprint import by_formulas
+from megatron_merak.training.gpt_blueprint import gpt_blueprint
 from tests.parity.rig import part_of
 
 LENGTH, VOCABULARY = 12, 101
@@ -68,10 +68,14 @@ STABLELM = replace(
     untie_embeddings_and_output_weights=False,
 )
 LLAMA_BIASED = replace(LLAMA, disable_bias_linear=False)
+MIXTRAL = replace(LLAMA, num_experts=4, moe_ffn_hidden_size=24)
+QWEN3_MOE = replace(QWEN3, num_experts=8, moe_ffn_hidden_size=16, moe_router_topk=3)
 CONVERTIBLE = FAMILIES | {
     "starcoder2": GPT_ROPE,
     "stablelm": STABLELM,
     "llama-biased": LLAMA_BIASED,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
 }
 
 
@@ -159,4 +163,4 @@ def blueprint_of(shape: ModelConfig, tp: int) -> Blueprint:
         parallel=ParallelConfig(tensor_model_parallel_size=tp),
         train=TrainConfig(micro_batch_size=2, global_batch_size=2),
     )
-    return by_formulas(traced_gpt(config), config, plan(config, tp))
+    return gpt_blueprint(traced_gpt(config), config, tp, CLUSTERS["cpu"])

@@ -103,7 +103,7 @@ def _keep_input(found, key, part, given):
 
 
 def _keep_output(found, key, part, given, made):
-    found[key] = made
+    found[key] = made[0] if isinstance(made, tuple) else made  # layers return two values
 
 
 def as_a_module(name, weights, wide):

@@ -27,6 +27,10 @@ def expected(name, shape, tp, gpt2, multiple):
         return replace(whole, dim=0, padded=padded)
     if tp == 1:
         return whole
+    if kind == "gate_up_proj":  # of all experts, [expert, gate and up, in]
+        return replace(whole, dim=1, blocks=2)
+    if kind == "down_proj":
+        return replace(whole, dim=2)
     if role in COLUMN:
         blocks = 3 if role == "c_attn" else 1
         return replace(whole, dim=len(shape) - 1 if gpt2 else 0, blocks=blocks)

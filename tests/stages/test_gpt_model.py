@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron_merak import arguments
+from megatron_merak.cluster import CLUSTERS
 from megatron_merak.config import Config
 from megatron_merak.parallel.mesh import build_mesh
-from megatron_merak.planner import plan as make_plan
-from megatron_merak.stages.gpt_model import build_gpt
+from megatron_merak.stages.gpt_model import GPTModel, build_gpt, traced_gpt
 from megatron_merak.stages.init_captured import Initialiser
-from tests.engines import gpt_model
+from megatron_merak.training.gpt_blueprint import gpt_blueprint
 from tests.parity.rig import assemble, one
 from tests.ranks import run_ranks
 
@@ -23,6 +23,8 @@ FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 
     --mock-data --adam-eps 1e-3"""  # so that what rounding leaves of no gradient is no update
 LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"""
+MIXTURE = f"""{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1
+    --moe-z-loss-coeff 0.01"""
 PER_TOKEN = "--calculate-per-token-loss"
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -62,9 +64,9 @@ def trained(rank, world, flags):
     rank.
     """
     config = config_of(flags)
-    plan = make_plan(config, world)
-    mesh = build_mesh(plan.grid, rank, torch.device("cpu"))
-    model = gpt_model(config, plan, mesh)
+    blueprint = gpt_blueprint(traced_gpt(config), config, world, CLUSTERS["cpu"])
+    mesh = build_mesh(blueprint.plan.grid, rank, torch.device("cpu"))
+    model = GPTModel(blueprint, config, mesh)
     own = samples(4)[mesh.replica :: mesh.replicas]
     rates = [(RATE, DECAY), (RATE, 0.0)]
     steps = []
@@ -146,7 +148,7 @@ def check(found, wanted):
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("flags", ["", LLAMA, PER_TOKEN, f"{LLAMA} {PER_TOKEN}"])
+@pytest.mark.parametrize("flags", ["", LLAMA, PER_TOKEN, f"{LLAMA} {PER_TOKEN}", MIXTURE])
 def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
     steps, evaluated, _ = wanted = by_torch(flags)
     losses = [loss for loss, _ in steps] + [evaluated]
@@ -162,6 +164,23 @@ def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
         (2, "", f"{TP2} --tp-comm-overlap sub-pipeline"),
         (2, "", f"{PP2} --recompute-granularity full"),
         (2, LLAMA, "--data-parallel-sharding-strategy optim_grads_params"),
+        (2, MIXTURE, f"{TP2} --sequence-parallel --expert-model-parallel-size 2"),
+        (2, MIXTURE, f"{PP2} --recompute-granularity full"),
+        pytest.param(2, MIXTURE, TP2, marks=pytest.mark.long),
+        pytest.param(
+            2,
+            MIXTURE,
+            "--data-parallel-sharding-strategy optim_grads_params",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(2, MIXTURE, "--context-parallel-size 2", marks=pytest.mark.long),
+        pytest.param(
+            4,
+            f"{MIXTURE} {PER_TOKEN}",
+            f"{TP2} {PP2} --sequence-parallel --expert-model-parallel-size 2 "
+            "--pipeline-schedule zb-v",
+            marks=pytest.mark.long,
+        ),
         pytest.param(4, PER_TOKEN, f"{TP2} {PP2}", marks=pytest.mark.long),
         pytest.param(4, LLAMA, f"{PP2} --use-distributed-optimizer", marks=pytest.mark.long),
         pytest.param(

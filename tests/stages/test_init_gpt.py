@@ -19,7 +19,7 @@ from tests.models.families import CONVERTIBLE, FAMILIES, GPT2, LLAMA
 from tests.parity.rig import assemble
 from tests.ranks import run_ranks
 
-OUTPUTS = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
+OUTPUTS = ("c_proj.weight", "o_proj.weight", "down_proj.weight", "experts.down_proj")
 TABLE = "model.embed_tokens.weight"
 SHAPES = CONVERTIBLE | {
     "no positions": replace(GPT2, position_embedding_type="none"),

@@ -83,8 +83,29 @@ def find_routed(graph: Graph, weights: Container[str] | None = None) -> dict[Nod
         _sort_for_inverse(graph, node)
         routed = _routed(node)
         if routed is not None:
+            _read_first(routed)
             found[node] = routed
     return found
+
+
+def _read_first(routed: Routed) -> None:
+    """Move what is read of the rows in front of their sort, wherever a model computes it: a walk
+    through the graph knows it then before it comes to the rows by expert.
+    """
+    later: dict[Node, None] = {}
+    node = routed.sort.next
+    while node.op != "root":
+        later[node] = None
+        node = node.next
+    wanted = {x for x in routed.reads if x in later}
+    moved = []
+    for node in reversed(later):
+        if node in wanted:
+            moved.append(node)
+            wanted |= {x for x in node.all_input_nodes if x in later}
+    if not any(node in routed.roles for node in moved):
+        for node in reversed(moved):
+            routed.sort.prepend(node)
 
 
 def weight_of(product: Node) -> str:

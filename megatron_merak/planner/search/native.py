@@ -5,8 +5,8 @@ from dataclasses import replace
 from megatron_merak.cluster import Cluster
 from megatron_merak.config import Config
 from megatron_merak.config.checks import (
+    check_divided_experts,
     check_model,
-    check_no_experts,
     check_sequence_parallel,
     check_tensor_parallel,
 )
@@ -49,7 +49,7 @@ class NativeChain:
             recompute_method=None,
             recompute_num_layers=None,
         )
-        check_no_experts(parallel)
+        check_divided_experts(config.model, parallel)
         check_tensor_parallel(config.model, tp)
         check_sequence_parallel(
             config.model.seq_length, config.model.max_position_embeddings, parallel
