@@ -49,15 +49,15 @@ class Practice:
 # "fitted" is by `python -m benchmarks calibrate`, on published steps of the device;
 # docs/evidence/planner.md shows what that is worth.
 _A100 = Practice(
-    product=0.883,  # fitted
+    product=0.882,  # fitted
     attention=0.45,  # FlashAttention-2 (2307.08691): 120 to 190 TFLOP/s, causal
     # unfused, as in Megatron-LM of 2021 and 2022: in the time in which a score moves 13 bytes and
     # is computed with its masked half, 256 FLOPs of it count (128 features of a head)
     attention_drops=0.075,
     passes=1.35,  # fitted
-    inside=0.636,  # fitted
-    between=0.872,  # fitted
-    step=0.00945,  # fitted
+    inside=0.638,  # fitted
+    between=0.875,  # fitted
+    step=0.00944,  # fitted
     handover=150e-6,  # assumed: the host's messages of a pass, of 30 to 50 us each
     skew=0.005,  # assumed: half a percent for each doubling of the nodes
     low=0.927,  # by rows that were not fitted, as fitted
