@@ -355,6 +355,30 @@ def test_layers_of_virtual_stages_become_stages_of_ranks(flags, now):
     assert result.refused == [] and result.renamed[0][1].endswith(f" layers = {now}")
 
 
+EXPERTS = "--num-experts 8 --swiglu --disable-bias-linear --expert-model-parallel-size 4"
+
+
+@pytest.mark.parametrize("flags", ["", "--sequence-parallel", "--tensor-model-parallel-size 1"])
+def test_experts_of_replicas_become_those_of_the_ranks_of_a_layer(flags):
+    result = converted_of(f"{EXPERTS} {flags} --moe-grouped-gemm", ranks=8)
+    assert result.refused == []
+    line = " ".join(map(str, result.flags))
+    for flag in (
+        "--expert-model-parallel-size 4",
+        "--tensor-model-parallel-size 4",
+        "--sequence-parallel",
+    ):
+        assert line.count(flag) == 1
+    ((given, told),) = result.renamed
+    assert given == "--expert-model-parallel-size 4" and "not over replicas" in told
+
+
+def test_other_numbers_of_ranks_that_divide_experts_are_told():
+    result = converted_of(f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel", ranks=8)
+    ((given, told),) = result.refused
+    assert given == "--expert-model-parallel-size 4" and "over the 2 tensor-parallel ranks" in told
+
+
 def test_layers_of_virtual_stages_that_do_not_divide_are_refused():
     result = converted_of(
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 5"
