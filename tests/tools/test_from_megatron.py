@@ -110,6 +110,24 @@ def test_a_script_of_llama_3_in_fp8(capsys):
     assert dropped in comments and config.data.tiktoken_pattern == "v2"
 
 
+def test_a_script_of_a_mixture(capsys):
+    status, comments, words = launched(capsys, "mixtral.sh")
+    assert status == 0
+    config = read(build_parser(), words[words.index("pretrain") + 1 :])[0]
+    config.validate(64)
+    model = config.model
+    assert (model.num_experts, model.moe_router_topk, model.expert_ffn_size) == (8, 2, 14336)
+    assert model.moe_aux_loss_coeff == 1e-2
+    parallel = config.parallel
+    assert (parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size) == (8, 8)
+    assert parallel.sequence_parallel and parallel.pipeline_model_parallel_size == 4
+    assert sorted(listed(comments, "renamed")) == [
+        "--expert-model-parallel-size 8 -> --tensor-model-parallel-size 8 --sequence-parallel "
+        "--expert-model-parallel-size 8",
+        "pretrain_gpt.py -> -m megatron_merak pretrain",
+    ]
+
+
 def test_a_script_that_can_be_honoured_ends_with_status_0(tmp_path, capsys):
     script = tmp_path / "train.sh"
     script.write_text(
