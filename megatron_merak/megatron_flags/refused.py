@@ -106,7 +106,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         _EXPERTS,
-        """--moe-shared-expert-intermediate-size --moe-shared-expert-overlap --moe-extended-tp --moe-latent-size --moe-use-upcycling
+        """--moe-shared-expert-intermediate-size --moe-shared-expert-overlap --moe-extended-tp
+        --moe-latent-size --moe-use-upcycling
         --moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor
         --moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-router-force-load-balancing
         --moe-router-padding-for-fp8 --moe-input-jitter-eps --moe-per-layer-logging --moe-deepep-num-sms

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config, ModelConfig
-from ..graph.capture.empty import init_empty_weights
+from ..graph.capture.empty import empty_parameters
 from ..models.gpt_module import GPTModule, target_count
 from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.agree import together
@@ -23,7 +23,7 @@ from .traced import Traced
 
 def build_gpt(config: ModelConfig) -> GPTModule:
     """Return the model, without memory."""
-    with init_empty_weights():
+    with empty_parameters():
         return GPTModule(config)
 
 

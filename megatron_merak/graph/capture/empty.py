@@ -26,19 +26,42 @@ def init_empty_weights() -> Iterator[None]:
     """Build modules whose parameters have a shape and a dtype, but no values and no memory, inside
     the context.
 
-    Buffers and Python numbers stay real, since they are part of the model's definition. A
-    HuggingFace model draws no initial weights, but fills its buffers and ties its weights as usual.
-    Modules may be moved and converted, which torch refuses for fake parameters. May be nested.
+    A HuggingFace model draws no initial weights, but fills its buffers and ties its weights as
+    usual. Otherwise as `empty_parameters`.
     """
     from transformers.modeling_utils import PreTrainedModel  # here, since it takes a second
 
+    initialise = PreTrainedModel.initialize_weights
+
+    def initialise_buffers(model: PreTrainedModel) -> None:
+        marked = [p for p in model.parameters() if is_fake(p) and not hasattr(p, _INITIALIZED)]
+        for parameter in marked:
+            setattr(parameter, _INITIALIZED, True)
+        initialise(model)
+        for parameter in marked:
+            delattr(parameter, _INITIALIZED)
+
+    with (
+        overriding(PreTrainedModel, "initialize_weights", initialise_buffers),
+        empty_parameters(),
+    ):
+        yield
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Build modules whose parameters have a shape and a dtype, but no values and no memory, inside
+    the context; none of transformers, whose models draw initial weights.
+
+    Buffers and Python numbers stay real, since they are part of the model's definition. Modules may
+    be moved and converted, which torch refuses for fake parameters. May be nested.
+    """
     mode = fake_mode()
     register = nn.Module.register_parameter
     apply = nn.Module._apply
     # Keyed by the ids of parameter and function, which are kept alive so that their ids stay
     # unique.
     converted: dict[tuple[int, int], tuple] = {}
-    initialise = PreTrainedModel.initialize_weights
 
     def register_fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
@@ -62,18 +85,9 @@ def init_empty_weights() -> Iterator[None]:
             module._parameters[name] = converted[id(fake), id(function)][0]
         return module
 
-    def initialise_buffers(model: PreTrainedModel) -> None:
-        marked = [p for p in model.parameters() if is_fake(p) and not hasattr(p, _INITIALIZED)]
-        for parameter in marked:
-            setattr(parameter, _INITIALIZED, True)
-        initialise(model)
-        for parameter in marked:
-            delattr(parameter, _INITIALIZED)
-
     with ExitStack() as patches:
         patches.enter_context(overriding(nn.Module, "register_parameter", register_fake))
         patches.enter_context(overriding(nn.Module, "_apply", apply_to_fake))
-        patches.enter_context(overriding(PreTrainedModel, "initialize_weights", initialise_buffers))
         patches.enter_context(_LargeAreFake(mode))
         yield
 

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -76,7 +77,7 @@ def eager_branches() -> Iterator[None]:
     - ``module.to(dtype)`` that changes nothing is skipped, and distributions do not validate their
       arguments.
     """
-    from transformers import masking_utils
+    masks = _masks_of_transformers()
 
     def by_broadcasting(mask_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def broadcast_mask(*positions: Tensor) -> Tensor:
@@ -97,18 +98,25 @@ def eager_branches() -> Iterator[None]:
         patches.enter_context(overriding(nn.Module, "_apply", _skip_no_op_apply(nn.Module._apply)))
         patches.enter_context(overriding(torch, "bincount", _fixed_bins(torch.bincount)))
         patches.enter_context(overriding(Tensor, "bincount", _fixed_bins(Tensor.bincount)))
-        if hasattr(masking_utils, "_vmap_expansion_sdpa"):
-            patches.enter_context(
-                overriding(masking_utils, "_vmap_expansion_sdpa", by_broadcasting)
-            )
-        if hasattr(masking_utils, "TransformGetItemToIndex"):
-            patches.enter_context(overriding(masking_utils, "TransformGetItemToIndex", nullcontext))
+        if hasattr(masks, "_vmap_expansion_sdpa"):
+            patches.enter_context(overriding(masks, "_vmap_expansion_sdpa", by_broadcasting))
+        if hasattr(masks, "TransformGetItemToIndex"):
+            patches.enter_context(overriding(masks, "TransformGetItemToIndex", nullcontext))
         for module in modelling_modules:
             if "is_torchdynamo_exporting" in vars(
                 module
             ) and "is_torchdynamo_compiling" not in vars(module):
                 patches.enter_context(overriding(module, "is_torchdynamo_exporting", lambda: False))
         yield
+
+
+def _masks_of_transformers() -> ModuleType | None:
+    """Return transformers' code for masks; None where no model of it can be traced."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return None  # it would take a second to load
+    from transformers import masking_utils
+
+    return masking_utils
 
 
 def _skip_no_op_apply(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -152,7 +160,7 @@ def is_causal() -> Iterator[None]:
     sequences. Here it does not search; instead the positions are marked in the graph for
     ``positions_from_batch``.
     """
-    from transformers import masking_utils
+    masks = _masks_of_transformers()
 
     def find_packed_sequence_indices(position_ids: Tensor) -> None:
         # those of the exporter pass a layout too
@@ -164,8 +172,8 @@ def is_causal() -> Iterator[None]:
             ("is_tracing", lambda tensor=None: False),
             ("is_torchdynamo_exporting", lambda: False),
         ):
-            if hasattr(masking_utils, name):
-                patches.enter_context(overriding(masking_utils, name, value))
+            if hasattr(masks, name):
+                patches.enter_context(overriding(masks, name, value))
         yield
 
 
