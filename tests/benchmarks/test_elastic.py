@@ -25,7 +25,7 @@ LONG = (
     "trainer: dp1 2 x 4 -> dp2 2 x 4 (another batch, grouped by length)",
 )
 FURTHER = [pair for pair in PAIRS if pair.name not in (ALWAYS, *LONG) and pair.before.ranks < 8][
-    ::4
+    ::8
 ]
 
 

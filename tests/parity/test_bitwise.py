@@ -48,8 +48,7 @@ LAYOUTS = [
     Case("qwen", steps=STEPS, dp=2, dtype="bf16", **DROPOUT),
     Case("llama", steps=STEPS, tp=2, pp=2, dtype="fp16", **DROPOUT),
     Case("gpt2", steps=STEPS, tp=2, dp=2, **DROPOUT),
-    Case("gpt2", steps=STEPS, tp=2, pp=2, dp=2, **DROPOUT),
-    Case("qwen", steps=STEPS, tp=4, pp=2, dtype="bf16", **DROPOUT),
+    Case("qwen", steps=STEPS, tp=4, dtype="bf16", **DROPOUT),
 ]
 
 
