@@ -10,6 +10,12 @@ from tests.config import PP, TP, make, refusal
 FULL = {"recompute_granularity": "full"}
 
 
+MIXTURE = {"num_experts": 4, "swiglu": True, "disable_bias_linear": True}
+EXPERTS = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "expert_model_parallel_size": 2,
+}
 REFUSED = [
     (
         {"parallel": {"recompute_method": "block"}},
@@ -58,6 +64,53 @@ REFUSED = [
         {"model": {"num_query_groups": 16, "group_query_attention": True}},
         1,
         "--num-query-groups 16: does not divide --num-attention-heads 8. Use 8.",
+    ),
+    (
+        {"model": {"moe_aux_loss_coeff": 0.01}},
+        1,
+        "--moe-aux-loss-coeff 0.01: has no effect without --num-experts. Add --num-experts, or leave it out.",
+    ),
+    (
+        {"model": MIXTURE | {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "none"}},
+        1,
+        "--moe-aux-loss-coeff 0.01: has no effect without --moe-router-load-balancing-type aux_loss. "
+        "Add --moe-router-load-balancing-type aux_loss, or leave it out.",
+    ),
+    (
+        {"model": {"num_experts": 4}},
+        1,
+        "--swiglu off: is needed with --num-experts: experts are gated. Add it.",
+    ),
+    (
+        {"model": {"num_experts": 4, "swiglu": True}},
+        1,
+        "--disable-bias-linear off: is needed with --num-experts: experts have no biases. Add it.",
+    ),
+    (
+        {"model": MIXTURE | {"moe_router_topk": 5}},
+        1,
+        "--moe-router-topk 5: is more than --num-experts 4. Use at most 4.",
+    ),
+    (
+        {"model": MIXTURE | {"moe_router_topk": 1}},
+        1,
+        "--moe-router-topk 1: the weight of a token's one expert is 1, from which its router learns nothing. "
+        "Add --moe-router-pre-softmax.",
+    ),
+    (
+        {"model": MIXTURE, "parallel": {"recompute_granularity": "selective"}},
+        1,
+        "--recompute-granularity selective: the activations of experts are not recomputed by themselves. Use full.",
+    ),
+    (
+        {"parallel": EXPERTS},
+        2,
+        "--expert-model-parallel-size 2: the model has no experts. Add --num-experts, or leave it out.",
+    ),
+    (
+        {"model": MIXTURE | {"num_experts": 3}, "parallel": EXPERTS},
+        2,
+        "--expert-model-parallel-size 2: does not divide --num-experts 3. Use 1 or 3.",
     ),
     (
         {"model": {"max_position_embeddings": 16}},

@@ -124,6 +124,9 @@ def check_routed(model: ModelConfig) -> None:
         raise ConfigError(
             "--moe-router-topk", model.moe_router_topk, reason, f"Use at most {experts}"
         )
+    if model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
+        reason = "the weight of a token's one expert is 1, from which its router learns nothing"
+        raise ConfigError("--moe-router-topk", 1, reason, "Add --moe-router-pre-softmax")
 
 
 def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:

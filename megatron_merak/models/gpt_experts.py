@@ -43,9 +43,6 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     # torch's own product is traced for bf16 alone
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, weights.mT, offs=ends)
-    # here, since it takes a second
-    import transformers.integrations.moe  # noqa: F401  (it defines the operation)
-
     return torch.ops.transformers.grouped_mm_fallback(rows, weights.mT, ends)
 
 
@@ -100,6 +97,9 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         assert config.num_experts is not None
+        # here, since it takes a second; it defines the product that is not torch's own
+        import transformers.integrations.moe  # noqa: F401
+
         experts = config.num_experts
         width = config.expert_ffn_size
         hidden = config.hidden_size
