@@ -395,7 +395,7 @@ def _make(kind, path):
         save_file(weights, path / "model.safetensors", {"format": "pt"})
     elif kind in ("mixtral", "bare", "relu"):
         config = (
-            MixtralConfig(num_local_experts=2)
+            MixtralConfig(num_local_experts=2, sliding_window=4)
             if kind == "mixtral"
             else AutoConfig.for_model(**hf_config(LLAMA))
         )
