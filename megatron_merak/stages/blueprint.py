@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +37,7 @@ from ..graph.lowering.undropped import undropped
 from ..graph.measure import measure
 from ..graph.partition.cut import Chain, align, cut, cut_layers
 from ..graph.sharding.shard import Sharding, TensorRules, shard
+from ..models.gpt_module import GPTModule
 from ..parallel.mesh import Mesh
 from ..plan import LAYERS, Plan, TensorSharding, Unit
 from ..plan.fit import check_chain
@@ -82,7 +82,7 @@ def make_blueprint(
     check_experts(parallel)
     check_recompute(parallel)
     check_schedule(parallel)
-    if not has_units(traced.model):
+    if not is_gpt(traced.model):
         refuse_unflushed(parallel.pipeline_schedule)
     check_sharding(parallel)
     samples, length = traced.size
@@ -144,17 +144,16 @@ def measured(
     return chain, sharding, units
 
 
-def has_units(model: nn.Module) -> bool:
-    """Whether a model says into which units its plans cut it."""
-    return hasattr(model, "unit_names")
+def is_gpt(model: nn.Module) -> bool:
+    """Whether a model is the GPT that flags describe, which says into which units plans cut it."""
+    return isinstance(model, GPTModule)
 
 
 def chain_of(captured: Captured, algorithm: str, model: nn.Module) -> Chain:
     """Cut a captured model by an algorithm of ``cut``, or into the units that it names."""
-    if algorithm != LAYERS or not has_units(model):
-        return cut(captured, algorithm)
-    names: Any = model.unit_names
-    return cut_layers(captured, names)
+    if algorithm == LAYERS and isinstance(model, GPTModule):
+        return cut_layers(captured, model.unit_names)
+    return cut(captured, algorithm)
 
 
 def frozen_bytes(traced: Traced) -> float:
@@ -191,15 +190,15 @@ def blueprint_from_plan(
     captured = traced.captured
     tp = plan.grid.tp
     model = traced.model
-    wide = bool(getattr(model, "fp32_residual", False))
+    wide = isinstance(model, GPTModule) and model.fp32_residual
     if plan.fp32_residual != wide:
         reason = "the model's own code decides the dtype of its residuals"
         raise PlanError("plan: fp32_residual", plan.fp32_residual, reason, f"Set it to {wide}")
-    if plan.is_of_gpt and not has_units(model):
+    if plan.is_of_gpt and not is_gpt(model):
         reason = "it is a plan of the GPT of merak-pretrain"
         remedy = "Make a plan of this model"
         raise PlanError("plan: graph_sharding", repr(plan.graph_sharding), reason, remedy)
-    if plan.schedule.updates is not None and not has_units(model):
+    if plan.schedule.updates is not None and not is_gpt(model):
         reason = "only the GPT of merak-pretrain updates weights while micro-batches are in flight"
         raise PlanError("plan: schedule.updates", plan.schedule.name, reason, "Use 1f1b")
     chain = chain_of(captured, plan.graph_sharding, model)

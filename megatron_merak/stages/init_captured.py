@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList, type_before_parametr
 from ..errors import ConfigError
 from ..graph.capture.empty import fake_mode, fake_parameter, init_empty_weights, is_fake
 from ..graph.capture.overriding import overriding
+from ..models.gpt_module import GPTModule
 from ..tensor_parallel import derive_seed
 
 _SMALL = 1 << 16  # elements of a parameter that gets memory when the model is constructed
@@ -39,7 +40,7 @@ def workers_for(model: nn.Module, device: torch.device) -> int:
     Those that draw with a generator of their own, see ``Initialiser.draw``, are drawn by as many as
     the rank has of the host's cores: one on a CPU, an equal share on a GPU.
     """
-    if device.type != "cuda" or not hasattr(model, "draw"):
+    if device.type != "cuda" or not isinstance(model, GPTModule):
         return 1
     return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
 
@@ -71,18 +72,15 @@ class Initialiser:
 
         The result has the full shape and the parameter's dtype, and is on the CPU.
 
-        A model with a method ``draw(name, generator)`` draws it by that. Of others, first the
-        module's ``reset_parameters`` draws it, then ``_init_weights`` of the transformers
-        models that contain the module. If neither sets it, and it is a HuggingFace model, the model
-        is constructed again, with memory for this parameter. Raises `ConfigError` if nothing sets
-        it.
+        The GPT of flags draws it itself. Of other models, first the module's ``reset_parameters``
+        draws it, then ``_init_weights`` of the transformers models that contain the module. If
+        neither sets it, and it is a HuggingFace model, the model is constructed again, with memory
+        for this parameter. Raises `ConfigError` if nothing sets it.
         """
         parameter = self._model.get_parameter(name)
-        if hasattr(self._model, "draw"):
+        if isinstance(self._model, GPTModule):
             generator = torch.Generator().manual_seed(derive_seed(seed, name))
-            own: Any = self._model.draw
-            drawn: torch.Tensor = own(name, generator)
-            return drawn.to(parameter.dtype)
+            return self._model.draw(name, generator).to(parameter.dtype)
         names = self._names[id(parameter)]
         # transformers initialises the source of tied parameters, and ties the others to it
         # afterwards.

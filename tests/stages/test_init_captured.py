@@ -10,8 +10,12 @@ from torch import nn
 
 from megatron_merak.errors import ConfigError
 from megatron_merak.graph.capture.empty import init_empty_weights
+from megatron_merak.plan import Grid
 from megatron_merak.stages import init_captured as initialise
+from megatron_merak.stages.blueprint import blueprint_from_plan
 from megatron_merak.stages.init_captured import Initialiser, draw_parameter
+from megatron_merak.stages.traced import Traced
+from tests.engines import blueprint_of
 
 DRAWS = 4
 SIZES = {
@@ -234,3 +238,28 @@ def test_plain_modules_reset_themselves_or_are_refused():
         ConfigError, match=r"0.scale: neither Scale nor .*outside init_empty_weights"
     ):
         ours.draw("0.scale", 0)
+
+
+class Painter(nn.Module):
+    """A model of a user, whose attributes have names that the GPT of flags has, too."""
+
+    fp32_residual = True
+    unit_names = ("canvas",)
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def draw(self, width):
+        raise AssertionError("of the user's own")
+
+    def forward(self, x):
+        return {"loss": self.inner(x).square().mean()}
+
+
+def test_names_of_a_users_model_mean_nothing():
+    model = Painter()
+    drawn = draw_parameter(model, "inner.weight", 3)
+    assert 0 < drawn.abs().max() <= 8**-0.5
+    blueprint = blueprint_of(Traced(model, {"x": torch.zeros(2, 8)}), Grid(), graph_sharding="cut")
+    assert blueprint_from_plan(blueprint.traced, blueprint.plan).plan.fp32_residual is False
