@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (its grouped product)
 from torch import nn
 
 from megatron_merak.errors import PlanError
@@ -192,6 +193,42 @@ def test_rows_that_meet_are_not_routed():
     sharding = shard(captured, 2, experts=True)
     with pytest.raises(PlanError, match="are not routed"):
         rewrite(captured, cut(captured), sharding, 0, 2, sequence_parallel=True)
+
+
+class ReadsLate(nn.Module):
+    """Reads the weights of rows behind the sort of these; ``doubled``: after it changed them."""
+
+    def __init__(self, doubled):
+        super().__init__()
+        self.doubled = doubled
+        self.table = nn.Embedding(96, 16)
+        self.weight = nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, input_ids):
+        x = self.table(input_ids).flatten(0, 1)
+        weights = x.sum(-1)
+        numbers, order = torch.sort(input_ids.flatten() % 4)
+        if self.doubled:
+            weights.view(4, 4).mul_(2)
+        counts = torch.histc(numbers.float(), 4, 0, 3).cumsum(0).to(torch.int32)
+        y = torch.ops.transformers.grouped_mm_fallback(x[order], self.weight, counts)
+        y = y * (weights + 1)[order].unsqueeze(-1)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        return {"loss": y[place].square().mean()}
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_what_is_read_behind_a_sort_is_known_before_it_unless_it_changes(doubled):
+    torch.manual_seed(0)
+    model = ReadsLate(doubled)
+    batch = {"input_ids": torch.randint(0, 96, (2, 8))}
+    module = capture(model, batch).module
+    (routed,) = find_routed(module.graph).values()
+    module.graph.lint()
+    order = {node: at for at, node in enumerate(module.graph.nodes)}
+    first = [order[read] < order[routed.sort] for read in routed.reads]
+    assert first == [True, not doubled]
 
 
 def test_a_model_without_experts_is_refused_by_name():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..ir.aliases import storages, writers
 from ..ir.marks import copy_in, reduce_sum
 from ..ir.nodes import constant, is_op, op_name, operand, operands, values
 from ..sharding.rules_value import POINTWISE, argument
@@ -91,6 +92,9 @@ def find_routed(graph: Graph, weights: Container[str] | None = None) -> dict[Nod
 def _read_first(routed: Routed) -> None:
     """Move what is read of the rows in front of their sort, wherever a model computes it: a walk
     through the graph knows it then before it comes to the rows by expert.
+
+    It stays where it is if it follows from the experts' results, or if its memory is written to
+    behind the sort.
     """
     later: dict[Node, None] = {}
     node = routed.sort.next
@@ -103,9 +107,16 @@ def _read_first(routed: Routed) -> None:
         if node in wanted:
             moved.append(node)
             wanted |= {x for x in node.all_input_nodes if x in later}
-    if not any(node in routed.roles for node in moved):
-        for node in reversed(moved):
-            routed.sort.prepend(node)
+    if not moved or any(node in routed.roles for node in moved):
+        return
+    graph = routed.sort.graph
+    home = storages(graph)
+    writes = writers(graph)
+    used = {home[x] for node in moved for x in (node, *node.all_input_nodes)}
+    if any(write in later for storage in used for write in writes.get(storage, ())):
+        return
+    for node in reversed(moved):
+        routed.sort.prepend(node)
 
 
 def weight_of(product: Node) -> str:
