@@ -26,7 +26,7 @@ from megatron_merak.plan import Grid, time_text
 from megatron_merak.planner import plan
 from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search
-from megatron_merak.planner.search.native import NativeChain
+from megatron_merak.planner.search.formulas import FormulaChain
 from megatron_merak.planner.tables import align
 from megatron_merak.stages.gpt_model import GPTModel, traced_gpt
 from megatron_merak.training.gpt_blueprint import by_formulas
@@ -60,7 +60,7 @@ def cluster(memory_gb: float, profile: str | None) -> Cluster:
 
 def search_of(config: Config, host: Cluster) -> Search:
     request = Request(sequence_length=config.model.seq_length)
-    return Search(NativeChain(config, host), request, host)
+    return Search(FormulaChain(config, host), request, host)
 
 
 def layouts(search: Search, ranks: int) -> list[tuple[Choice, float]]:

@@ -12,7 +12,7 @@ from ..plan import LAYERS
 from ..planner.request import Request
 from ..planner.search import Choice, Model, Result, Search, pins_of
 from ..planner.search.choice import SEARCHED
-from ..planner.search.native import NativeChain
+from ..planner.search.formulas import FormulaChain
 from ..planner.search.report import lacking, left_out
 from ..planner.search.search import Report
 
@@ -75,7 +75,7 @@ def search_of(config: RunConfig, cluster: Cluster, pinned: Mapping[str, Any]) ->
     if isinstance(config, Config) and not by_graph:
         residual = config.model.fp32_residual_connection
         request = dataclasses.replace(request, graph_sharding=LAYERS, fp32_residual=residual)
-        model = NativeChain(config, cluster)
+        model = FormulaChain(config, cluster)
     else:
         # here, since it takes seconds
         from .hf_model import captured_chain

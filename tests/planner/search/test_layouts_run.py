@@ -12,7 +12,7 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.planner import plan
 from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search
-from megatron_merak.planner.search.native import NativeChain
+from megatron_merak.planner.search.formulas import FormulaChain
 from megatron_merak.training.searched import applied
 from tests.engines import gpt_trainer
 from tests.ranks import run_ranks
@@ -46,7 +46,7 @@ def proposed(ranks: int, mb: int) -> list[Choice]:
     """Every choice that the planner makes a plan of."""
     cluster = host()
     request = Request(sequence_length=SEQUENCE)
-    search = Search(NativeChain(CONFIG, cluster), request, cluster)
+    search = Search(FormulaChain(CONFIG, cluster), request, cluster)
     space = search.space(ranks, [BATCH], {"mb": mb})
     choices = []
     for layer in space.layers():

@@ -12,7 +12,7 @@ from megatron_merak.planner import plan
 from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search, pins_of
 from megatron_merak.planner.search.choice import Layer
-from megatron_merak.planner.search.native import NativeChain
+from megatron_merak.planner.search.formulas import FormulaChain
 from megatron_merak.planner.search.report import Breakdown, left_out
 from tests.planner.search.tried import everything
 
@@ -36,7 +36,7 @@ def search(config: Config, cluster: Cluster) -> Search:
         dtype=config.train.dtype,
         graph_sharding=LAYERS,
     )
-    return Search(NativeChain(config, cluster), request, cluster)
+    return Search(FormulaChain(config, cluster), request, cluster)
 
 
 def small(name: str, memory_gb: float, ranks_per_node: int = 8) -> Cluster:
@@ -46,7 +46,7 @@ def small(name: str, memory_gb: float, ranks_per_node: int = 8) -> Cluster:
 
 
 def test_formulas_know_whole_sequences():
-    chain = NativeChain(configuration(), CLUSTERS["cpu"])
+    chain = FormulaChain(configuration(), CLUSTERS["cpu"])
     with pytest.raises(ConfigError, match="--context-parallel-size 2: .*Pin cp=2"):
         chain.units(Layer(tp=1, cp=2, ep=1), 1, sequence_parallel=False, selective=False)
 

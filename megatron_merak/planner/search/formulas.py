@@ -16,7 +16,7 @@ from megatron_merak.planner.make import gpt_chain
 from megatron_merak.planner.search.choice import Layer
 
 
-class NativeChain:
+class FormulaChain:
     """The chains of the GPT of flags, by formulas; a ``Model``.
 
     config: its shape and precision; degrees and micro-batch are not read.
