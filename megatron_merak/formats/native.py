@@ -1,4 +1,4 @@
-"""Settings of the native GPT and the config.json of the model of transformers that computes the same."""
+"""Settings of the GPT of flags and the config.json of the model of transformers that computes the same."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ Say = Callable[[str], object]
 
 
 def config_of_native(native: ModelConfig, say: Say) -> dict[str, Any]:
-    """Return the config.json of a native GPT. Raises ConfigError if transformers has no such model.
+    """Return the config.json of a GPT of flags. Raises ConfigError if transformers has no such model.
 
     say: called with a line on what it does not have.
     """
@@ -51,19 +51,19 @@ def config_of_native(native: ModelConfig, say: Say) -> dict[str, Any]:
 
 
 def native_of_saved(settings: Mapping[str, Any]) -> ModelConfig:
-    """Return the native GPT of settings that another version may have saved."""
+    """Return the GPT of flags of settings that another version may have saved."""
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     return ModelConfig.from_dict({name: value for name, value in settings.items() if name in known})
 
 
 def native_of_config(config: Any, where: Path | str, say: Say) -> ModelConfig:
-    """Return the native GPT that computes what a model of transformers does.
+    """Return the GPT of flags that computes what a model of transformers does.
 
     config: the model's, of transformers.
     where:  names it in errors.
     say:    called with a line on settings that are one here.
 
-    Raises ConfigError for what the native GPT does not have.
+    Raises ConfigError for what the GPT of flags does not have.
     """
     theirs = json.loads(config.to_json_string(use_diff=False))
     native = native_of_saved(settings_of(theirs))
@@ -78,18 +78,18 @@ def native_of_config(config: Any, where: Path | str, say: Say) -> ModelConfig:
     for key in sorted(theirs.keys() & ours.keys() - _FREE):
         if _same(theirs[key]) != _same(ours[key]) and not key.startswith(_BESIDE):
             remedy = "Train it with merak-pretrain-hf, which runs the model's own code"
-            reason = f"{where}: the native GPT has {ours[key]}"
+            reason = f"{where}: the GPT of flags has {ours[key]}"
             raise ConfigError(f"config.json {key}", theirs[key], reason, remedy)
     return native
 
 
 def native_name(name: str, model_type: str) -> str:
-    """Return what the native GPT calls a tensor of transformers."""
+    """Return what the GPT of flags calls a tensor of transformers."""
     return _replaced(name, [(theirs, ours) for ours, theirs in RENAMED.get(model_type, ())])
 
 
 def hf_name(name: str, model_type: str) -> str:
-    """Return what transformers calls a tensor of the native GPT."""
+    """Return what transformers calls a tensor of the GPT of flags."""
     return _replaced(name, RENAMED.get(model_type, ()))
 
 
