@@ -103,6 +103,14 @@ REFUSED = [
         "--recompute-granularity selective: the activations of experts are not recomputed by themselves. Use full.",
     ),
     (
+        {
+            "model": MIXTURE | {"moe_ffn_hidden_size": 5},
+            "parallel": {"tensor_model_parallel_size": 2},
+        },
+        2,
+        "--tensor-model-parallel-size 2: does not divide the expert width 5. Use 1.",
+    ),
+    (
         {"parallel": EXPERTS},
         2,
         "--expert-model-parallel-size 2: the model has no experts. Add --num-experts, or leave it out.",

@@ -120,6 +120,8 @@ def _experts_of_a_layer(script_flags: list[ScriptFlag], result: Converted) -> li
     )
     result.renamed.append((str(experts), f"{now[0]} {now[1]} {experts}: {why}"))
     others = [each for each in script_flags if each.name not in (_TENSOR, now[1].name)]
+    # of the three flags at most --sequence-parallel is as it was
+    result.kept -= 2 if now[1].name in by_name else 3
     return [*others, *now]
 
 

@@ -87,7 +87,7 @@ def check_model(model: ModelConfig) -> None:
             f"does not divide --num-attention-heads {heads}",
             f"Use {closest(groups, divisors(heads))}",
         )
-    if model.ffn_size == 0:
+    if _inner(model) == 0:
         raise ConfigError(
             "--hidden-size", hidden, "gives --swiglu an MLP of width 0", "Give --ffn-hidden-size"
         )
@@ -129,14 +129,16 @@ def check_routed(model: ModelConfig) -> None:
         raise ConfigError("--moe-router-topk", 1, reason, "Add --moe-router-pre-softmax")
 
 
-def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:
-    """Whether ``size`` ranks can shard a layer evenly: query heads, key-value heads and MLP width,
-    which experts may be wider or narrower than.
+def tensor_parallel_fits(model: ModelConfig, size: int, whole_experts: bool = False) -> bool:
+    """Whether ``size`` ranks can shard a layer evenly: query heads, key-value heads and the width
+    of the MLP, or of each expert.
+
+    whole_experts: whether no expert is sharded.
     """
-    return all(
-        extent % size == 0
-        for extent in (model.num_attention_heads, model.query_groups, _inner(model))
-    )
+    extents = [model.num_attention_heads, model.query_groups]
+    if not whole_experts:
+        extents.append(_inner(model))
+    return all(extent % size == 0 for extent in extents)
 
 
 def _inner(model: ModelConfig) -> int:
@@ -144,22 +146,26 @@ def _inner(model: ModelConfig) -> int:
     return model.ffn_size if model.num_experts is None else model.expert_ffn_size
 
 
-def check_tensor_parallel(model: ModelConfig, size: int, most: int | None = None) -> None:
-    """Raise ConfigError for a degree that the model's layers cannot be sharded by. most: see
-    ``degrees``.
+def check_tensor_parallel(
+    model: ModelConfig, size: int, most: int | None = None, whole_experts: bool = False
+) -> None:
+    """Raise ConfigError for a degree that the model's layers cannot be sharded by.
+
+    most:          see ``degrees``.
+    whole_experts: see ``tensor_parallel_fits``.
     """
-    if tensor_parallel_fits(model, size):
+    if tensor_parallel_fits(model, size, whole_experts):
         return
     heads = model.num_attention_heads
     groups = model.query_groups
     if heads % size:
         reason = f"does not divide --num-attention-heads {heads}"
-    elif _inner(model) % size:
+    elif _inner(model) % size and not whole_experts:
         of = "MLP" if model.num_experts is None else "expert"
         reason = f"does not divide the {of} width {_inner(model)}"
     else:
         reason = f"does not divide --num-query-groups {groups}"
-    fitting = (d for d in divisors(heads) if tensor_parallel_fits(model, d))
+    fitting = (d for d in divisors(heads) if tensor_parallel_fits(model, d, whole_experts))
     remedy = degrees(size, fitting, most)
     raise ConfigError("--tensor-model-parallel-size", size, reason, remedy)
 

@@ -101,9 +101,8 @@ class ParallelConfig(Section):
     expert_model_parallel_size: int = setting(
         1, least=1, plan=InPlan("expert_parallel", taken=True)
     )
-    """Expert-parallel degree: number of ranks that divide the experts of each layer of a
-    HuggingFace model, and exchange the rows of tokens: 1, or the tensor-parallel size with
-    --sequence-parallel.
+    """Expert-parallel degree: number of ranks that divide the experts of each layer, and exchange
+    the rows of tokens: 1, or the tensor-parallel size with --sequence-parallel.
     """
     expert_tensor_parallel_size: int | None = setting(None, least=1)
     """Number of ranks over which each expert is sharded (unset: the tensor-parallel size, and 1 with

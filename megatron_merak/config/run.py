@@ -223,7 +223,12 @@ class Config(RunConfig):
         tensor = parallel.tensor_model_parallel_size
         stages = parallel.pipeline_model_parallel_size
         ranks = world_size - parallel.num_parameter_servers
-        check_tensor_parallel(self.model, tensor, left(ranks, parallel.ranks_of_replica // tensor))
+        check_tensor_parallel(
+            self.model,
+            tensor,
+            left(ranks, parallel.ranks_of_replica // tensor),
+            whole_experts=parallel.expert_model_parallel_size > 1,
+        )
         check_divided_experts(self.model, parallel)
         check_recomputed_activations(self.model, self.parallel)
         check_sequence_parallel(

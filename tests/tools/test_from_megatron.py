@@ -389,6 +389,8 @@ def test_experts_of_replicas_become_those_of_the_ranks_of_a_layer(flags):
         assert line.count(flag) == 1
     ((given, told),) = result.renamed
     assert given == "--expert-model-parallel-size 4" and "not over replicas" in told
+    script = " ".join(f"{SMALL} {EXPERTS} {flags}".split())
+    assert result.kept == sum(str(flag) in script for flag in result.flags) - 1  # but this one
 
 
 def test_other_numbers_of_ranks_that_divide_experts_are_told():
