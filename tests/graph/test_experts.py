@@ -231,6 +231,15 @@ def test_what_is_read_behind_a_sort_is_known_before_it_unless_it_changes(doubled
     assert first == [True, not doubled]
 
 
+@pytest.mark.parametrize(("width", "sharded"), [(32, True), (24, False)])
+def test_shards_of_rows_that_torch_cannot_multiply_are_not_made(width, sharded):
+    """Its product in bf16 takes rows of whole 16 bytes."""
+    real, _, batch = tiny("mixtral", intermediate_size=width)
+    tensors = shard(capture(real().bfloat16(), batch), 2).tensors
+    dims = {tensor.dim for name, tensor in tensors.items() if ".experts." in name}
+    assert dims == ({1, 2} if sharded else {None})
+
+
 def test_a_model_without_experts_is_refused_by_name():
     real, _, batch = tiny("llama")
     with pytest.raises(PlanError) as caught:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ...planner.tables import family
-from ..ir.nodes import operands, schema
+from ..ir.nodes import op_name, operands, schema, values
 from .known import Known
 from .padding import zeros
 from .placement import Decision, Layout, ShardSpec
@@ -22,6 +22,7 @@ aten = torch.ops.aten
 COLUMN = "column parallel: its output features are sharded"
 EXPERTS = "expert parallel: each rank has some of the experts"
 ROW = "row parallel: its input features are sharded"
+_ALIGNMENT = 16  # bytes, of the rows of torch's grouped product
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,15 @@ def grouped(p: Known, node: Node) -> Decision | None:
         return Decision(None)  # rows are exchanged, see lowering/experts.py
     if layout and layout.dim != 1 or weight and weight.dim == 0 or len(p.shape(a)) != 2:
         return None
+    along_rows = layout is not None or weight is not None and weight.dim == 1
+    extent = p.shape(a)[1] if along_rows else p.shape(b)[2]
+    if op_name(node) == "_grouped_mm" and extent // p.tp * _itemsize(node) % _ALIGNMENT:
+        return None
     return product(p, MatrixProduct(node, a, b, 1, 2))
+
+
+def _itemsize(node: Node) -> int:
+    return values(node)[0].dtype.itemsize
 
 
 def _divides_experts(p: Known, weight: Node) -> bool:
