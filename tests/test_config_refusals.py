@@ -111,6 +111,11 @@ REFUSED = [
         "--tensor-model-parallel-size 2: does not divide the expert width 5. Use 1.",
     ),
     (
+        {"model": MIXTURE | {"moe_ffn_hidden_size": 20}, "train": {"bf16": True}},
+        1,
+        "--moe-ffn-hidden-size 20: is not a multiple of 8, which the products of experts in bf16 need. Use 16 or 24.",
+    ),
+    (
         {"parallel": EXPERTS},
         2,
         "--expert-model-parallel-size 2: the model has no experts. Add --num-experts, or leave it out.",

@@ -129,6 +129,17 @@ def check_routed(model: ModelConfig) -> None:
         raise ConfigError("--moe-router-topk", 1, reason, "Add --moe-router-pre-softmax")
 
 
+def check_rows_of_experts(model: ModelConfig, train: TrainConfig) -> None:
+    """Check that a product of all experts in bf16 has rows of whole 16 bytes, as torch wants them."""
+    if model.num_experts is None or not train.bf16:
+        return
+    flag = "--ffn-hidden-size" if model.moe_ffn_hidden_size is None else "--moe-ffn-hidden-size"
+    for name, width in (("--hidden-size", model.hidden_size), (flag, model.expert_ffn_size)):
+        if width % 8:
+            reason = "is not a multiple of 8, which the products of experts in bf16 need"
+            raise ConfigError(name, width, reason, f"Use {multiples(width, 8)}")
+
+
 def tensor_parallel_fits(model: ModelConfig, size: int, whole_experts: bool = False) -> bool:
     """Whether ``size`` ranks can shard a layer evenly: query heads, key-value heads and the width
     of the MLP, or of each expert.

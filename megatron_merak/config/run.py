@@ -20,6 +20,7 @@ from .checks import (
     check_ranks,
     check_recompute,
     check_recomputed_activations,
+    check_rows_of_experts,
     check_schedule,
     check_sequence_parallel,
     check_sharding,
@@ -230,6 +231,7 @@ class Config(RunConfig):
             whole_experts=parallel.expert_model_parallel_size > 1,
         )
         check_divided_experts(self.model, parallel)
+        check_rows_of_experts(self.model, self.train)
         check_recomputed_activations(self.model, self.parallel)
         check_sequence_parallel(
             self.model.seq_length, self.model.max_position_embeddings, self.parallel

@@ -69,7 +69,8 @@ def plan_table(plan: Plan, width: int = 120) -> str:
     lines = [layout(plan), batch(plan)]
     lines += [line] if (line := placement(grid, plan.cluster.ranks_per_node)) else []
     if plan.shardings:
-        sharded = sum(sharding.dim is not None for sharding in plan.shardings)
+        # what one rank pads has a dimension, too
+        sharded = sum(sharding.dim is not None for sharding in plan.shardings) * (grid.tp > 1)
         tensors = counted(len(plan.shardings), "tensor")
         over = counted(grid.tp, "tensor-parallel rank")
         lines.append(f"{tensors}, {sharded:,} of them sharded over {over}")
