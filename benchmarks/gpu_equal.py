@@ -71,7 +71,7 @@ def gpt_run(dtype: str, device: torch.device, tokens: Tensor) -> dict:
     blueprint = by_formulas(traced_gpt(config, mesh), config, make_plan(config, 1))
     model = GPTModel(blueprint, config, mesh)
     trainer = Trainer(config, model)
-    steps = [[_sample(row[None]) for row in step] for step in tokens]
+    steps = [_samples(step) for step in tokens]
     first = model.gradients(model.from_samples(steps[0]))
     sketches = {name: sketch(name, tensor) for name, tensor in gradients_of(model)}
     reports = [trainer.step(batches) for batches in steps]
@@ -81,6 +81,11 @@ def gpt_run(dtype: str, device: torch.device, tokens: Tensor) -> dict:
         "norms": [report.grad_norm for report in reports],
         "gradients": sketches,
     }
+
+
+def _samples(rows: Tensor) -> list[dict[str, Tensor]]:
+    """Each row as a micro-batch of one sample."""
+    return [_sample(row[None]) for row in rows]
 
 
 def _sample(row: Tensor) -> dict[str, Tensor]:

@@ -168,7 +168,8 @@ def test_a_flag_of_the_other_script_is_refused_by_name():
 
 
 def test_the_flags_that_the_scripts_share_mean_the_same():
-    gpt, hf = ({flag.name: flag for flag in flags(kind)} for kind in (Config, HFConfig))
+    gpt = {flag.name: flag for flag in flags(Config)}
+    hf = {flag.name: flag for flag in flags(HFConfig)}
     differing = [name for name in gpt if name in hf and gpt[name] != hf[name]]
     assert differing == ["--make-vocab-size-divisible-by", "--vocab-size"]
     assert [flag.name for flag in flags() if flag.name not in hf and flag.section != "model"] == []

@@ -24,11 +24,13 @@ def test_no_setting_is_both_decided_by_a_plan_and_there_to_make_one():
     assert not DECIDES.keys() & set(MAKES)
 
 
+def metadata_of(section):
+    return {row.name: row.metadata for row in dataclasses.fields(section)}
+
+
 def test_plans_say_the_same_of_a_setting_of_both_kinds_of_models():
-    gpt, hf = (
-        {row.name: row.metadata for row in dataclasses.fields(section)}
-        for section in (ModelConfig, HFModelConfig)
-    )
+    gpt = metadata_of(ModelConfig)
+    hf = metadata_of(HFModelConfig)
     both = gpt.keys() & hf.keys()
     assert {"seq_length", "make_vocab_size_divisible_by"} <= both
     for key in ("plan", "makes_plan"):

@@ -108,7 +108,6 @@ def gpt_units(
     if model.hidden_dropout:
         # of parts of sequences, each sample has a mask of its own
         kept += 2 * SEED_BYTES * (micro_batch_size if parts > 1 else 1)
-    layer = (_layer_parameters(model, tp), _layer_flops(model, tokens, tp), kept, hidden_state)
     chunk = model.cross_entropy_chunk_size
     entering = activation if chunk else activation // parts
     norm = tokens // parts * _norm_bytes(model) + _widened_norm(model, bytes_per_value)
@@ -142,11 +141,27 @@ def gpt_units(
         _layer_work(model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts)
         | work["layer"]
     )
-    return (
-        Unit("embedding", "embedding", own, 0, looked_up, hidden_state, tied, **table),
-        *(Unit(f"layer.{index}", "layer", *layer, **inner) for index in range(model.num_layers)),
-        head,
+    embedding = Unit(
+        name="embedding",
+        kind="embedding",
+        parameters=own,
+        flops=0,
+        saved_bytes=looked_up,
+        output_bytes=hidden_state,
+        tied=tied,
+        **table,
     )
+    layer = Unit(
+        name="layer",
+        kind="layer",
+        parameters=_layer_parameters(model, tp),
+        flops=_layer_flops(model, tokens, tp),
+        saved_bytes=kept,
+        output_bytes=hidden_state,
+        **inner,
+    )
+    layers = (replace(layer, name=f"layer.{index}") for index in range(model.num_layers))
+    return embedding, *layers, head
 
 
 def _stream(model: ModelConfig, bytes_per_value: int) -> int:

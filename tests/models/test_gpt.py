@@ -169,8 +169,10 @@ def measured(weights):
     """By layout, what each rank found."""
     alone = on_ranks(0, 1, weights)
     ranks = run_ranks(on_ranks, 2, {name: weights[name] for name in FAMILIES}, timeout=280)
-    found = {layout: [rank[layout] for rank in ranks] for layout in (TWO, PARTS)}
-    return found | {ONE: [alone[ONE]]}
+    found = {ONE: [alone[ONE]]}
+    for layout in (TWO, PARTS):
+        found[layout] = [rank[layout] for rank in ranks]
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,12 @@ def test_auxiliary_losses_are_megatrons(balance, size, pre_softmax):
     if balance:
         scores = logits.softmax(-1)
         expected = expected + moe.switch_load_balancing_loss_func(
-            scores, chosen.sum(0), len(x), 3, EXPERTS, balance
+            probs=scores,
+            tokens_per_expert=chosen.sum(0),
+            total_num_tokens=len(x),
+            topk=3,
+            num_experts=EXPERTS,
+            moe_aux_loss_coeff=balance,
         )
     if size is not None:
         expected = expected + moe.z_loss_func(logits, size)

@@ -216,8 +216,12 @@ def test_formulas_say_what_the_graph_says(name, tp, dtype, shape, parallel):
         assert [size for _, size in ours.tied] == [size for _, size in theirs.tied]
         chunked = ours.kind == "head" and model.cross_entropy_chunk_size
         if not chunked:
-            work = [sum(m * n * k for m, n, k in unit.products) for unit in (ours, theirs)]
-            assert work[0] == work[1]
+            assert multiplied(ours) == multiplied(theirs)
+
+
+def multiplied(unit) -> int:
+    """Multiplications of a unit's products."""
+    return sum(m * n * k for m, n, k in unit.products)
 
 
 def test_a_large_vocabulary_makes_the_head_outweigh_layers():
