@@ -39,11 +39,12 @@ class Crossing:
 
 class LayerAxis(StrEnum):
     """The ranks of a layer that share its work: tensor-parallel ones divide its weights, context-
-    parallel ones sequences.
+    parallel ones sequences; those of its copies that divide experts exchange rows of tokens.
     """
 
     TP = "tp"
     CP = "cp"
+    EP = "ep"
 
 
 class Collective(StrEnum):

@@ -5,6 +5,7 @@ work.
 import dataclasses
 from collections.abc import Iterable
 
+from ..counting import counted
 from ..errors import ConfigError
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
@@ -309,8 +310,31 @@ def check_divided_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
         raise ConfigError(flag, size, reason, remedy)
 
 
-def check_experts(parallel: ParallelConfig) -> None:
-    """Check the two degrees of experts against those of layers."""
+def refused_experts(experts: int, ranks: int, copies: int) -> tuple[str, str] | None:
+    """Return why the experts of a layer cannot be divided over so many ranks, and the remedy; None
+    if they can.
+
+    experts: ranks that are to divide them.
+    ranks:   tensor-parallel ranks of the layer.
+    copies:  ranks with the same weights of the layer, as replicas and contexts have.
+    """
+    if experts == 1 or experts % ranks == 0 and copies % (experts // ranks) == 0:
+        return None
+    sizes = [1, *(ranks * several for several in divisors(copies) if ranks * several > 1)]
+    reason = f"experts are divided over {counted(ranks, 'tensor-parallel rank')} of a layer"
+    reason += f" and over {'one' if copies == 1 else f'some of the {copies}'} of its copies"
+    if ranks == 1:
+        reason = f"experts are divided over ranks that have the same layer, and there are {copies}"
+    if sizes == [1]:
+        return "a layer is on one rank alone", "Leave it 1"
+    return reason, f"Use {closest(experts, sizes)}"
+
+
+def check_experts(parallel: ParallelConfig, copies: int) -> None:
+    """Check the two degrees of experts against those of layers.
+
+    copies: ranks with the same weights of a layer.
+    """
     experts = parallel.expert_model_parallel_size
     shards = parallel.expert_tensor_parallel_size
     ranks = parallel.tensor_model_parallel_size
@@ -322,18 +346,23 @@ def check_experts(parallel: ParallelConfig) -> None:
             remedy = f"Leave it out, or add --expert-model-parallel-size {ranks}"
             raise ConfigError("--expert-tensor-parallel-size", shards, reason, remedy)
         return
-    if experts != ranks:
-        reason = f"experts are divided over the {ranks} tensor-parallel ranks of their layer"
-        remedy = (
-            f"Use 1 or {ranks}"
-            if ranks > 1
-            else "Add --tensor-model-parallel-size, of the same size"
+    if refused := refused_experts(experts, ranks, copies):
+        raise ConfigError("--expert-model-parallel-size", experts, *refused)
+    if experts > ranks and parallel.served:
+        reason = "workers of parameter servers exchange no rows of tokens"
+        raise ConfigError("--expert-model-parallel-size", experts, reason, f"Use at most {ranks}")
+    if experts > ranks and parallel.num_distributed_optimizer_instances > 1:
+        reason = f"has an effect on weights that all copies of a layer have, and {experts} ranks divide its experts"
+        raise ConfigError(
+            "--num-distributed-optimizer-instances",
+            parallel.num_distributed_optimizer_instances,
+            reason,
+            f"Leave it 1, or use --expert-model-parallel-size {ranks}",
         )
-        raise ConfigError("--expert-model-parallel-size", experts, reason, remedy)
     if shards not in (None, 1):
         reason = f"with --expert-model-parallel-size {experts} no expert is sharded"
         raise ConfigError("--expert-tensor-parallel-size", shards, reason, "Set it to 1")
-    if not parallel.sequence_parallel:
+    if ranks > 1 and not parallel.sequence_parallel:
         reason = f"is needed with --expert-model-parallel-size {experts}, so that ranks have tokens of their own"
         raise ConfigError("--sequence-parallel", False, reason, "Add it")
 

@@ -128,7 +128,7 @@ class RunConfig:
         check_sizes(self.train, batches, replicas, batches.sizes[-1][0] if resumes else 0)
         check_length(self.train, batches)
         check_context_parallel(self.parallel)
-        check_experts(self.parallel)
+        check_experts(self.parallel, replicas * self.parallel.context_parallel_size)
         check_recompute(self.parallel)
         check_schedule(self.parallel)
         check_sharding(self.parallel)

@@ -100,7 +100,7 @@ class Engine:
         self.model = model
         self.args = args
         ranks = ranks_of(args)
-        self.mesh = ranks.mesh(grid_of(args), instances_of(args))
+        self.mesh = ranks.mesh(grid_of(args), instances_of(args), args.expert_model_parallel_size)
         self._default = loss_of_model if loss_fn is None else loss_fn
         self._losses = Losses(model, args.bf16 or args.fp16)
         with together(self.mesh.control, "cpu"):

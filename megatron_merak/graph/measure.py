@@ -18,9 +18,11 @@ from torch.fx.node import map_arg
 
 from ..errors import PlanError
 from ..plan import TensorSharding, Unit
+from ..segment import LayerAxis
 from .capture.captured import Captured
 from .fusion.fuse import fuse
 from .fusion.linear import RECOMPUTED
+from .ir.kinds import over
 from .ir.marks import (
     all_gather,
     copy_in,
@@ -179,7 +181,10 @@ def _assembled(
         last = index == len(chain.units) - 1
         crossing = _outputs(captured) if last else chain.crossing[index]
         own_nodes = frozenset(nodes)
-        sizes = {parameter: stored_values(sharding.tensors[parameter], tp) for parameter in names}
+        tensors = [sharding.tensors[parameter] for parameter in names]
+        sizes = {
+            tensor.name: stored_values(tensor, sharding.ranks_of(tensor)) for tensor in tensors
+        }
         own, shared = (
             [parameter for parameter in names if (users[parameter] > 1) == tied]
             for tied in (False, True)
@@ -198,6 +203,11 @@ def _assembled(
                 if last
                 else sum(size for node, size in crossing_bytes if node not in own_nodes),
                 frozen=sum(sizes[parameter] for parameter in frozen),
+                experts=sum(
+                    sizes[parameter]
+                    for parameter in own
+                    if sharding.tensors[parameter].experts and parameter in captured.trainable
+                ),
                 tied_frozen=tuple(
                     parameter for parameter in shared if parameter not in captured.trainable
                 ),
@@ -207,12 +217,12 @@ def _assembled(
     return tuple(units)
 
 
-def stored_values(tensor: TensorSharding, tp: int) -> int:
-    """Return how many values of a tensor one rank stores, padding included."""
+def stored_values(tensor: TensorSharding, ranks: int) -> int:
+    """Return how many values of a tensor one of ``ranks`` ranks stores, padding included."""
     if tensor.dim is None:
         return prod(tensor.shape)
     extent = tensor.shape[tensor.dim] if tensor.padded is None else tensor.padded
-    return prod(tensor.shape) // tensor.shape[tensor.dim] * (extent // tp)
+    return prod(tensor.shape) // tensor.shape[tensor.dim] * (extent // ranks)
 
 
 def _outputs(captured: Captured) -> tuple[Node, ...]:
@@ -262,11 +272,15 @@ def unit_costs(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False)
     """Return what the operations of one unit cost, except for its matrix products; all else is for
     the caller.
     """
-    marks = [node for node in nodes if node.target in (copy_in, *_SAME_BACKWARD)]
+    collectives = [node for node in nodes if node.target in REDUCTIONS or node.target is copy_in]
+    between_copies = [node for node in collectives if over(node) is LayerAxis.EP]
+    routed = sum(map(nbytes, between_copies))
+    inside = [node for node in collectives if over(node) is not LayerAxis.EP]
+    marks = [node for node in inside if node.target in (copy_in, *_SAME_BACKWARD)]
     regathered = [operand(node) for node in marks if is_regathered(flow, node, nodes)]
-    forward = [_forward_collective(node) for node in nodes if node.target in REDUCTIONS]
+    forward = [_forward_collective(node) for node in inside if node.target in REDUCTIONS]
     backward = [*map(_backward_collective, marks), *map(_forward_collective, regathered)]
-    exchanged = sum(_forward_collective(node)[1] for node in nodes if node.target in _EXCHANGES)
+    exchanged = sum(_forward_collective(node)[1] for node in inside if node.target in _EXCHANGES)
     replay = Replay(nodes, flow, fused_attention)
     attention, more = more_flops(nodes, fused_attention)
     return Unit(
@@ -283,6 +297,7 @@ def unit_costs(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False)
         reduces=(_count(forward), _count(backward)),
         reduced_bytes=(sum(size for _, size in forward), sum(size for _, size in backward)),
         exchanged_bytes=(exchanged, exchanged),
+        routed_bytes=(routed, routed),
         operations=(replay.operations, round(_BACKWARD_OPERATIONS * replay.operations)),
         weight_bytes=_weight_bytes(nodes, flow, replay),
         unread_bytes=sum(

@@ -205,7 +205,9 @@ class MerakTrainer:
         self._created_optimizer = self._given_optimizer
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._ranks = ranks_of(args)
-        self.mesh = self._ranks.mesh(grid_of(args), instances_of(args))
+        self.mesh = self._ranks.mesh(
+            grid_of(args), instances_of(args), args.expert_model_parallel_size
+        )
         logging.set_verbosity(args.get_process_log_level())
         set_seed(args.seed)
         self.model_init = model_init
@@ -402,7 +404,9 @@ class MerakTrainer:
             recipe=Recipe(self.made_optimizer(), named, self.mesh.device),
             loss=None if own is None else own.own_loss(),
         )
-        self.mesh = self._ranks.mesh(grid_of(args), instances_of(args))
+        self.mesh = self._ranks.mesh(
+            grid_of(args), instances_of(args), args.expert_model_parallel_size
+        )
         self._describe()
         for note in notes:
             say(args, note)

@@ -291,21 +291,26 @@ def _parts(
     the others.
 
     They include padding between two parameters. What several data-parallel ranks own, such as a
-    bucket that is not sharded, is counted by the first one. Those of ``frozen`` parameters are left
-    out.
+    bucket that is not sharded, is counted by the first one, of those over which the norm is taken.
+    Those of ``frozen`` parameters are left out.
     """
+    experts = buffer.experts
+    # unsharded, the norm is taken over one copy of everything, of which several divide experts
+    elsewhere = not buffer.sharded and experts is not None and experts.index > 0
     spans: list[list[int]] = []
     adjacent = False
     for name, slot in buffer.slots.items():
-        chosen = slot.counted == counted and name not in frozen
+        counts = slot.counted and not (elsewhere and not slot.experts)
+        chosen = counts == counted and name not in frozen
         if chosen and adjacent:
             spans[-1][1] = slot.stop
         elif chosen:
             spans.append([slot.start, slot.stop])
         adjacent = chosen
-    skips = buffer.sharded and buffer.shard > 0
     skipped = {
-        (bucket.start, bucket.stop) for bucket in buffer.buckets if skips and not bucket.sharded
+        (bucket.start, bucket.stop)
+        for bucket in buffer.buckets
+        if buffer.sharded and not bucket.sharded and buffer.places[bucket.experts] > 0
     }
     parts = []
     for low, high in spans:

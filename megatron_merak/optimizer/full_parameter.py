@@ -47,7 +47,7 @@ class FullParameter:
         bucket = next(
             bucket for bucket in buffer.buckets if bucket.start <= slot.start < bucket.stop
         )
-        if buffer.sharded and bucket.sharded:
+        if bucket.sharded:
             count = dist.get_world_size(shard_group)
             length = (bucket.stop - bucket.start) // count
             starts = [bucket.start + number * length for number in range(count)]

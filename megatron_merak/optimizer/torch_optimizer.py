@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 
 from ..config import OptimizerConfig
 from ..errors import ConfigError
@@ -32,6 +33,7 @@ class TorchOptimizer(LocalOptimizer):
     recipe:         the optimizer of each parameter.
     mesh:           of this rank.
     tensors:        how tensor parallelism shards parameters; those not in it are not sharded.
+    norm_group:     ``group`` of an `Optimizer`.
     """
 
     def __init__(
@@ -41,9 +43,10 @@ class TorchOptimizer(LocalOptimizer):
         recipe: Recipe,
         mesh: Mesh,
         tensors: Mapping[str, TensorSharding],
+        norm_group: dist.ProcessGroup | None = None,
         scaler: LossScaler | None = None,
     ):
-        super().__init__(buffer, config, mesh.weights, mesh.shard_group, scaler=scaler)
+        super().__init__(buffer, config, norm_group, mesh.shard_group, scaler=scaler)
         self.recipe = recipe
         self.mesh = mesh
         self.name = recipe.name
@@ -58,12 +61,13 @@ class TorchOptimizer(LocalOptimizer):
     def _share(self, name: str, slot: Slot, tensor: TensorSharding | None) -> Share:
         buffer = self.buffer
         mesh = self.mesh
+        experts = mesh.experts if slot.experts else None
         full = FullParameter(
             buffer,
             name,
             tensor or TensorSharding(name, slot.shape),
-            mesh.tp,
-            shard_group=mesh.shard_group,
+            mesh.tp if experts is None else experts.group,
+            shard_group=mesh.shard_group if experts is None else experts.same,
         )
         first, last = own_span(buffer, name)
         grad = values = self.master[:0]
@@ -167,12 +171,10 @@ class TorchOptimizer(LocalOptimizer):
         }
 
     def writes(self, name: str) -> bool:
-        mesh = self.mesh
-        return (
-            self.buffer.slots[name].counted
-            and mesh.tp_rank == 0
-            and mesh.copy_rank == self._shares[name].full.owner
-        )
+        slot = self.buffer.slots[name]
+        place, _ = self.mesh.same(slot.experts)
+        first = self.mesh.sharing(slot.experts)[0] == 0
+        return slot.counted and first and place == self._shares[name].full.owner
 
 
 def check_layout(recipe: Recipe, model_ranks: int, shards: bool) -> None:

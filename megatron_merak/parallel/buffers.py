@@ -54,6 +54,7 @@ class BufferEntry:
     fp32:    whether it is used in fp32 whatever the dtype of the buffer.
     tied:    whether ranks of other stages have it as well, so that its shards must be the same in
              all their buffers.
+    experts: whether it has experts that copies of a layer divide, see `ExpertShards`.
     """
 
     name: str
@@ -62,6 +63,23 @@ class BufferEntry:
     counted: bool = True
     fp32: bool = False
     tied: bool = False
+    experts: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertShards:
+    """Where data-parallel ranks divide experts, so that fewer of them have the same.
+
+    divided: number of neighbouring ranks that divide them.
+    index:   of this rank among these.
+    shards:  number of ranks that have the same experts.
+    shard:   index of this rank among these.
+    """
+
+    divided: int
+    index: int
+    shards: int
+    shard: int
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,7 @@ class Slot:
     group: int
     counted: bool
     fp32: bool
+    experts: bool
 
 
 @dataclass(frozen=True)
@@ -81,14 +100,16 @@ class Bucket:
     """Elements [start, stop) of `main_grad`, with padding, which contain exactly the parameters
     `names`.
 
-    sharded: whether every data-parallel rank owns an equal shard; otherwise each one owns, and
-             updates, all of it.
+    sharded: whether every rank that has these parameters owns an equal shard; otherwise each one
+             owns, and updates, all of it.
+    experts: whether they are experts that data-parallel ranks divide.
     """
 
     start: int
     stop: int
     names: tuple[str, ...]
     sharded: bool = False
+    experts: bool = False
 
 
 class OwnedRange(NamedTuple):
@@ -117,6 +138,7 @@ class ParameterBuffer:
     bucket_elements: a bucket is closed once it has this many elements; no parameter is split. None: one bucket.
     shards, shard:   number of data-parallel ranks to shard over, and the index of this one.
     sharding:        what is sharded over them.
+    experts:         of entries with experts that data-parallel ranks divide; None: there are none.
 
     data        [size] dtype     zeros until they are written through `parameter(name)`; see `filling`
     master      [owned_size]     fp32 values that the optimizer updates and rounds into `own_data`: the same memory
@@ -140,12 +162,15 @@ class ParameterBuffer:
         shards: int = 1,
         shard: int = 0,
         sharding: ShardedState = ShardedState.OPTIMIZER,
+        experts: ExpertShards | None = None,
     ):
         assert bucket_elements is None or bucket_elements > 0, bucket_elements
         assert 0 <= shard < shards, (shard, shards)
         shards, shard = (shards, shard) if sharding else (1, 0)
         self.sharding = sharding if shards > 1 else ShardedState.NOTHING
-        self.shard = shard
+        self.experts = experts
+        # of an unsharded bucket, index of this rank among those that have it: (others, experts)
+        self.places = (shard, 0 if experts is None else experts.shard)
         self.sharded = self.sharding > ShardedState.NOTHING
         self.rounds = dtype != torch.float32
         if dtype == torch.float32:  # then `data` is the master copy, and all entries are in it
@@ -157,13 +182,14 @@ class ParameterBuffer:
                 if by_unit
                 else _runs_of_size(entries, bucket_elements or math.inf)
             )
-            self.slots, self.size, self.buckets = _lay_out_shards(runs, shards * ALIGNMENT)
+            of_experts = 1 if experts is None else experts.shards
+            self.slots, self.size, self.buckets = _lay_out_shards(runs, shards, of_experts)
         else:
             self.slots, self.size = _lay_out(entries)
             self.buckets = _cut_into_buckets(
                 self.slots, self.size, bucket_elements or max(self.size, 1)
             )
-        self.owned = _owned(self.buckets, self.size, shards, shard)
+        self.owned = _owned(self.buckets, self.size, shards, shard, experts)
         self.owned_size = sum(stop - start for start, stop, _ in self.owned)
         places = [*zip(reversed(self.buckets), self.owned, strict=True)] if self.sharded else ()
         self._piece_of = {bucket: number for number, (bucket, _) in enumerate(places)}
@@ -377,7 +403,7 @@ def _lay_out(
 ) -> tuple[dict[str, Slot], int]:
     slots: dict[str, Slot] = {}
     for group in groups:
-        for entry in sorted(group, key=lambda entry: entry.group):
+        for entry in sorted(group, key=lambda entry: (entry.experts, entry.group)):
             assert entry.name not in slots, f"parameter {entry.name} is listed twice"
             elements = prod(entry.shape)
             slots[entry.name] = Slot(
@@ -387,6 +413,7 @@ def _lay_out(
                 entry.group,
                 counted=entry.counted,
                 fp32=entry.fp32,
+                experts=entry.experts,
             )
             offset = _align(offset + elements)
     return slots, offset
@@ -400,60 +427,84 @@ def _runs_of_size(
 
     The model reads fp32 entries from the master copy, so every rank needs all of them: they come
     first, in a bucket that is not sharded. A tied entry has a bucket of its own, so that all ranks
-    that have it shard it in the same way.
+    that have it shard it in the same way. Experts that these ranks divide have buckets of their own.
     """
     order = [
-        e for group in groups for e in sorted(group, key=lambda entry: entry.group) if not e.fp32
+        entry
+        for group in groups
+        for entry in sorted(group, key=lambda entry: (entry.experts, entry.group))
+        if not entry.fp32
     ]
     runs: list[list[BufferEntry]] = [[]]  # entries of each bucket, from the end
     elements = 0
     for entry in reversed(order):
-        if runs[-1] and (elements >= bucket_elements or entry.tied or runs[-1][-1].tied):
+        last = runs[-1][-1] if runs[-1] else entry
+        alone = entry.tied or last.tied or entry.experts != last.experts
+        if runs[-1] and (elements >= bucket_elements or alone):
             runs.append([])
             elements = 0
         runs[-1].append(entry)
         elements += _align(prod(entry.shape))
+    return [run for run in (*_fp32_runs(groups), *(run[::-1] for run in reversed(runs))) if run]
+
+
+def _fp32_runs(groups: Sequence[Sequence[BufferEntry]]) -> list[list[BufferEntry]]:
     fp32 = [entry for group in groups for entry in group if entry.fp32]
-    return [run for run in (fp32, *(run[::-1] for run in reversed(runs))) if run]
+    return [[entry for entry in fp32 if entry.experts == experts] for experts in (False, True)]
 
 
 def _runs_of_units(groups: Sequence[Sequence[BufferEntry]]) -> list[list[BufferEntry]]:
     """As `_runs_of_size`, with one bucket per unit."""
     plain = [[entry for entry in group if not entry.fp32] for group in groups]
-    fp32 = [entry for group in groups for entry in group if entry.fp32]
-    return [
-        run
-        for run in (fp32, *(run for group in plain for run in _runs_of_size([group], math.inf)))
-        if run
-    ]
+    of_units = [run for group in plain for run in _runs_of_size([group], math.inf)]
+    return [run for run in (*_fp32_runs(groups), *of_units) if run]
 
 
 def _lay_out_shards(
-    runs: Sequence[Sequence[BufferEntry]], alignment: int
+    runs: Sequence[Sequence[BufferEntry]], shards: int, expert_shards: int
 ) -> tuple[dict[str, Slot], int, tuple[Bucket, ...]]:
-    """As `_lay_out` and `_cut_into_buckets`, for given buckets, whose lengths become multiples of
-    `alignment`.
+    """As `_lay_out` and `_cut_into_buckets`, for given buckets, of which each can be divided into
+    aligned shards.
     """
     slots: dict[str, Slot] = {}
     buckets: list[Bucket] = []
     offset = 0
     for run in runs:
         placed, size = _lay_out([run], offset)
+        experts = run[0].experts
+        ranks = expert_shards if experts else shards
+        alignment = ranks * ALIGNMENT
         stop = offset + -(-(size - offset) // alignment) * alignment
-        buckets.append(Bucket(offset, stop, tuple(reversed(placed)), not run[0].fp32))
+        buckets.append(
+            Bucket(
+                offset,
+                stop,
+                tuple(reversed(placed)),
+                sharded=ranks > 1 and not run[0].fp32,
+                experts=experts,
+            )
+        )
         slots |= placed
         offset = stop
     return slots, offset, tuple(reversed(buckets))
 
 
-def _owned(buckets: Sequence[Bucket], size: int, shards: int, shard: int) -> tuple[OwnedRange, ...]:
+def _owned(
+    buckets: Sequence[Bucket], size: int, shards: int, shard: int, experts: ExpertShards | None
+) -> tuple[OwnedRange, ...]:
     if shards == 1:
         return (OwnedRange(0, size, 0),)
     owned = []
     offset = 0
     for bucket in reversed(buckets):
-        length = (bucket.stop - bucket.start) // (shards if bucket.sharded else 1)
-        start = bucket.start + (shard * length if bucket.sharded else 0)
+        ranks = shards
+        place = shard
+        if bucket.experts:
+            assert experts is not None, "a bucket of experts that nobody divides"
+            ranks = experts.shards
+            place = experts.shard
+        length = (bucket.stop - bucket.start) // (ranks if bucket.sharded else 1)
+        start = bucket.start + (place * length if bucket.sharded else 0)
         owned.append(OwnedRange(start, start + length, offset))
         offset += length
     return tuple(owned)
@@ -465,10 +516,12 @@ def _cut_into_buckets(
     buckets: list[Bucket] = []
     stop = size
     names = []
-    for name, slot in reversed(slots.items()):
+    order = [*reversed(slots.items())]
+    before = [slot.experts for _, slot in order[1:]] + [None]
+    for (name, slot), experts in zip(order, before, strict=True):
         names.append(name)
-        if stop - slot.start >= bucket_elements or slot.start == 0:
-            buckets.append(Bucket(slot.start, stop, tuple(names)))
+        if stop - slot.start >= bucket_elements or slot.experts != experts:
+            buckets.append(Bucket(slot.start, stop, tuple(names), experts=slot.experts))
             stop = slot.start
             names = []
     return tuple(buckets)

@@ -47,6 +47,26 @@ class ContextGroups:
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of a rank where several copies of a layer divide its experts.
+
+    ranks:   number of ranks that divide them.
+    rank:    index of this rank among these.
+    divided: number of copies that divide them, which are neighbours.
+    group:   the ranks that divide them.
+    same:    ranks that have the same experts; None: this one alone.
+    weights: ranks that have all weights together: ``group`` x pp.
+    """
+
+    ranks: int
+    rank: int
+    divided: int
+    group: dist.ProcessGroup | None
+    same: dist.ProcessGroup | None
+    weights: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
 class Mesh:
     """One rank's coordinates and process groups. A group is None where it would contain this rank
     alone.
@@ -68,6 +88,8 @@ class Mesh:
     division:        of samples; None: over the replicas of this mesh, as there are no others.
     pulse:           where this rank notes what it does, for the job's watchdog.
     contexts:        groups that context parallelism adds; None without it.
+    experts:         groups that are added where copies of a layer divide its experts; None where
+                     none do.
     """
 
     grid: Grid
@@ -86,6 +108,7 @@ class Mesh:
     division: SampleDivision | None = None
     pulse: Pulse = field(default_factory=Pulse)
     contexts: ContextGroups | None = None
+    experts: ExpertGroups | None = None
 
     @property
     def cp(self) -> dist.ProcessGroup | None:
@@ -101,6 +124,29 @@ class Mesh:
     def weights(self) -> dist.ProcessGroup | None:
         """The ranks that have all weights together, each others."""
         return self.model if self.contexts is None else self.contexts.weights
+
+    def sharing(self, experts: bool) -> tuple[int, int]:
+        """Return the index of this rank among those that shard a tensor of a layer, and their number.
+
+        experts: whether it has experts that copies of the layer divide.
+        """
+        if experts:
+            assert self.experts is not None, "no copies divide experts"
+            return self.experts.rank, self.experts.ranks
+        return self.tp_rank, self.grid.tp
+
+    def same(self, experts: bool) -> tuple[int, list[int]]:
+        """Return the index of this rank among those that have the same shard of a tensor, and these.
+
+        experts: see `sharing`.
+        """
+        members = self.grid.same_weights(self.rank)
+        place = self.copy_rank
+        if experts:
+            assert self.experts is not None, "no copies divide experts"
+            divided = self.experts.divided
+            return place // divided, members[place % divided :: divided]
+        return place, members
 
     @property
     def replicas(self) -> int:
@@ -226,18 +272,20 @@ def build_mesh(
     control: dist.ProcessGroup | None = None,
     instances: int = 1,
     pulse: Pulse | None = None,
+    expert_parallel: int = 1,
 ) -> Mesh:
     """Return the mesh of a rank, with all groups of ``grid``. Collective.
 
     The default process group must exist unless the grid is a single rank. Where it is an emulated
     one, the control group still uses gloo and takes no modelled time.
 
-    clock:       None is a `WallClock`.
-    collectives: backend of tp, cp and dp, where ranks of one host may share memory, and of pp if it
-                 supports point-to-point messages; None is that of the default group.
-    control:     None: it is created here.
-    instances:   see `Mesh`.
-    pulse:       see `Mesh`; None: one that nobody reads.
+    clock:           None is a `WallClock`.
+    collectives:     backend of tp, cp and dp, where ranks of one host may share memory, and of pp if
+                     it supports point-to-point messages; None is that of the default group.
+    control:         None: it is created here.
+    instances:       see `Mesh`.
+    pulse:           see `Mesh`; None: one that nobody reads.
+    expert_parallel: see `Plan`.
     """
     clock = clock or WallClock()
     if grid.size == 1:
@@ -258,6 +306,9 @@ def build_mesh(
             copies=new_groups(rank, grid.groups("cp-dp"), timeout, "dp", backend=collectives),
             weights=new_groups(rank, grid.groups("tp-pp"), timeout, "tp-pp"),
         )
+    experts = None
+    if expert_parallel > grid.tp:
+        experts = _expert_groups(grid, rank, expert_parallel, timeout, collectives)
     instance = None
     replicas = None
     if instances > 1:
@@ -283,4 +334,28 @@ def build_mesh(
         replicate_group=replicas,
         pulse=pulse,
         contexts=contexts,
+        experts=experts,
+    )
+
+
+def _expert_groups(
+    grid: Grid, rank: int, ranks: int, timeout: timedelta | None, collectives: str | None
+) -> ExpertGroups:
+    """Return the groups of a rank of which some of ``ranks`` ranks divide experts. Collective."""
+    divided = ranks // grid.tp
+    together = grid.expert_groups(ranks)
+    own = next(members for members in together if rank in members)
+    same: dict[tuple[int, int], list[int]] = {}
+    replicas: dict[int, list[int]] = {}
+    for members in together:
+        for place, member in enumerate(members):
+            same.setdefault((grid.coordinates(member)[3], place), []).append(member)
+            replicas.setdefault(grid.copy_rank(member) // divided, []).append(member)
+    return ExpertGroups(
+        ranks=ranks,
+        rank=own.index(rank),
+        divided=divided,
+        group=new_groups(rank, together, timeout, "tp", backend=collectives),
+        same=new_groups(rank, list(same.values()), timeout, "dp", backend=collectives),
+        weights=new_groups(rank, list(replicas.values()), timeout, "tp-pp"),
     )

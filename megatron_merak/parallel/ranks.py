@@ -55,8 +55,12 @@ class Ranks:
     def device(self) -> torch.device:
         return self.world.device
 
-    def mesh(self, grid: Grid, instances: int = 1) -> Mesh:
-        """Return this rank's groups of a grid. Collective. instances: see `Mesh`."""
+    def mesh(self, grid: Grid, instances: int = 1, expert_parallel: int = 1) -> Mesh:
+        """Return this rank's groups of a grid. Collective.
+
+        instances:       see `Mesh`.
+        expert_parallel: see `Plan`.
+        """
         world = self.world
         return build_mesh(
             grid,
@@ -67,6 +71,7 @@ class Ranks:
             collectives=world.collectives,
             control=self.control,
             instances=instances,
+            expert_parallel=expert_parallel,
             pulse=world.pulse,
         )
 

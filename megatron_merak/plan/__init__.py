@@ -10,6 +10,7 @@ from megatron_merak.plan.parts import (
     Unit,
     held_parameters,
     optimizer_state,
+    spread_parameters,
     trained_parameters,
     trained_tied,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "prediction",
     "refused_together",
     "sharding_text",
+    "spread_parameters",
     "stage_rows",
     "time_text",
     "trained_parameters",

@@ -17,7 +17,12 @@ from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.pipeline_parallel.ops import Schedule, ops_of
 from megatron_merak.plan.parts import DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
 from megatron_merak.plan.precision import refused_of
-from megatron_merak.plan.replicas import Shards, check_instances, refused_together
+from megatron_merak.plan.replicas import (
+    Shards,
+    check_experts,
+    check_instances,
+    refused_together,
+)
 from megatron_merak.plan.sharding import TensorSharding
 from megatron_merak.plan.stored import build, record, rows_of
 from megatron_merak.strict_json import parse
@@ -163,14 +168,7 @@ class Plan:
             raise PlanError(
                 "dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them"
             )
-        if self.expert_parallel not in (1, self.grid.tp):
-            raise PlanError(
-                "expert_parallel",
-                self.expert_parallel,
-                f"experts are divided over the tensor-parallel ranks of a layer, and grid.tp is "
-                f"{self.grid.tp}",
-                f"Use 1 or {self.grid.tp}" if self.grid.tp > 1 else "Use 1, or set grid.tp to it",
-            )
+        check_experts(self.expert_parallel, self.grid, self.sharding_instances)
         if error := refused_of(self.dtype, self.grad_reduce_in_bf16, self.fp32_residual):
             raise error
 
@@ -186,6 +184,15 @@ class Plan:
     @property
     def global_batch_size(self) -> int:
         return self.micro_batch_size * self.num_microbatches * self.grid.dp
+
+    @property
+    def expert_copies(self) -> int:
+        """Number of ranks with the same weights of a layer that divide its experts; 1: none do."""
+        return max(1, self.expert_parallel // self.grid.tp)
+
+    def ranks_of(self, tensor: TensorSharding) -> int:
+        """Return the number of ranks that shard a tensor."""
+        return self.expert_parallel if tensor.experts else self.grid.tp
 
     @property
     def optimizer_shards(self) -> int:

@@ -128,6 +128,19 @@ class Grid:
         size = self.copies // instances
         return [ranks[place::size] for ranks in self.groups("cp-dp") for place in range(size)]
 
+    def expert_groups(self, experts: int) -> list[list[int]]:
+        """Return the groups of ranks that divide the experts of a layer, each ascending: its tensor-
+        parallel ranks, in some neighbouring copies.
+
+        experts: number of ranks in a group.
+        """
+        together = experts // self.tp
+        groups: dict[tuple[int, int], list[int]] = {}
+        for rank in range(self.size):
+            key = (self.coordinates(rank)[3], self.copy_rank(rank) // together)
+            groups.setdefault(key, []).append(rank)
+        return list(groups.values())
+
     def copy_rank(self, rank: int) -> int:
         """Return the index of a rank among those that have the same weights, ascending."""
         _, cp, dp, _ = self.coordinates(rank)
@@ -170,6 +183,8 @@ class Unit:
     reduced_bytes:    their sizes together, of (forward, backward).
     exchanged_bytes:  those of ``reduced_bytes`` that stand for exchanges, of which every rank sends
                       another part to each other rank.
+    experts:          those of ``parameters`` that copies of a layer divide, all of them trained.
+    routed_bytes:     rows of tokens that these copies exchange, of (forward, backward).
     operations:       that the host starts, of (forward, backward).
     weight_bytes:     operands of its weight gradients (inputs and output gradients of its matrix
                       products), stored if these are deferred; 0: ``saved_bytes``, unless some are
@@ -211,6 +226,8 @@ class Unit:
     unneeded_flops: tuple[int, int] = (0, 0)
     attention_drops: bool = False
     exchanged_bytes: tuple[int, int] = (0, 0)
+    experts: int = 0
+    routed_bytes: tuple[int, int] = (0, 0)
 
     @property
     def held_bytes(self) -> int:
@@ -283,6 +300,13 @@ def trained_parameters(units: Sequence[Unit]) -> int:
     """Return ``held_parameters`` of those that are trained."""
     tied = dict(pair for unit in units for pair in trained_tied(unit))
     return sum(unit.parameters - unit.frozen for unit in units) + sum(tied.values())
+
+
+def spread_parameters(units: Sequence[Unit], divided: int) -> int:
+    """Return the number of trained values that ranks with the same weights shard together, where
+    ``divided`` of these have other experts each.
+    """
+    return trained_parameters(units) + (divided - 1) * sum(unit.experts for unit in units)
 
 
 def optimizer_state(units: Sequence[Unit], usual: float) -> float:

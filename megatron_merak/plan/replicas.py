@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_merak.config.checks import refused_experts
 from megatron_merak.config.instances import refused_instances
 from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import PlanError
@@ -39,6 +40,17 @@ def check_instances(instances: int, replicas: int, sharding: str) -> None:
     """
     if refused := refused_instances(instances, replicas, sharding):
         raise PlanError("sharding_instances", instances, *refused)
+
+
+def check_experts(experts: int, grid: Grid, instances: int) -> None:
+    """Raise PlanError if so many ranks of a grid cannot divide the experts of a layer."""
+    if refused := refused_experts(experts, grid.tp, grid.copies):
+        raise PlanError("expert_parallel", experts, *refused)
+    if experts > grid.tp and instances > 1:
+        reason = (
+            f"{experts} ranks divide experts, over copies of a layer that instances are made of"
+        )
+        raise PlanError("sharding_instances", instances, reason, "Use 1")
 
 
 def instances_by_node(grid: Grid, ranks_per_node: int) -> int:

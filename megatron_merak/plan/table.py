@@ -70,14 +70,16 @@ def plan_table(plan: Plan, width: int = 120) -> str:
     lines += [line] if (line := placement(grid, plan.cluster.ranks_per_node)) else []
     if plan.shardings:
         # what one rank pads has a dimension, too
-        sharded = sum(sharding.dim is not None for sharding in plan.shardings) * (grid.tp > 1)
+        own = [sharding for sharding in plan.shardings if not sharding.experts]
+        sharded = sum(sharding.dim is not None for sharding in own) * (grid.tp > 1)
         tensors = counted(len(plan.shardings), "tensor")
         over = counted(grid.tp, "tensor-parallel rank")
         lines.append(f"{tensors}, {sharded:,} of them sharded over {over}")
     if grid.cp > 1:
         lines.append(f"sequences divided over {counted(grid.cp, 'context-parallel rank')}")
     if plan.expert_parallel > 1:
-        lines.append(f"experts divided over {counted(plan.expert_parallel, 'rank')}")
+        copies = f", of {plan.expert_copies} copies of a layer" if plan.expert_copies > 1 else ""
+        lines.append(f"experts divided over {counted(plan.expert_parallel, 'rank')}{copies}")
     if grid.layer_ranks > 1:
         kind = "tensor" if grid.tp > 1 else "context"
         along_sequence = ", sequence parallelism" if plan.sequence_parallel else ""

@@ -337,9 +337,9 @@ def model_flops(model: ModelConfig, batch_samples: int) -> int:
 
 
 def unit_costs(
-    units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid
+    units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid, expert_copies: int = 1
 ) -> tuple[UnitCost, ...]:
-    """Return the times of each unit on one rank.
+    """Return the times of each unit on one rank. expert_copies: see ``Plan``.
 
     Matrix products take the device's compute rates, element-wise work its memory bandwidth, both as
     far as training reaches them.
@@ -360,22 +360,34 @@ def unit_costs(
         (getattr(grid, summing), reached_along(cluster, grid, summing)),
         (getattr(grid, exchanging), reached_along(cluster, grid, exchanging, exchanges=True)),
     )
+    routes = _routes(cluster, grid, expert_copies)
     known: dict[Unit, UnitCost] = {}  # most units differ by their names alone
     costs = []
     for unit in units:
         nameless = replace(unit, name="")
         if nameless not in known:
-            known[nameless] = _unit_cost(nameless, cluster.device, dtype, groups)
+            known[nameless] = _unit_cost(nameless, cluster.device, dtype, groups, routes)
         costs.append(known[nameless])
     return tuple(costs)
 
 
-def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCost:
+def _routes(cluster: Cluster, grid: Grid, copies: int) -> float:
+    """Return the seconds that a byte of rows takes to the ranks of their experts, where so many copies
+    of a layer divide these.
+    """
+    if copies == 1:
+        return 0.0
+    ranks = grid.tp * copies
+    link = reached_along(cluster, grid, "cp-dp", tuple(range(copies)), exchanges=True)
+    return (ranks - 1) / ranks / link.bandwidth
+
+
+def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups, routes: float) -> UnitCost:
     moved = 2 * (unit.saved_bytes + unit.transient_bytes) + unit.output_bytes
     trained = trained_parameters([unit])
     gradient = 8 * trained if unit.flops else 0
     reread = held_parameters([unit]) * DTYPE_BYTES[dtype] if unit.flops else 0
-    halves = _reduce_times(unit, groups, 2)
+    halves = _reduce_times(unit, groups, routes, 2)
     each = device.dispatch + (0.0 if device.practice is None else GAP)
     host = tuple(each * count for count in unit.operations)
     work = arithmetic(unit, device, dtype)
@@ -384,7 +396,7 @@ def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCo
         backward=work.backward + device.passes_time(2 * moved + gradient) + host[1],
         step=trained * device.passes_time(optimizer_bytes(dtype)),
         weight=work.weight + device.passes_time(gradient),
-        reduces=_reduce_times(unit, groups, 1),
+        reduces=_reduce_times(unit, groups, routes, 1),
         half_reduces=halves,
         last_reduces=(
             halves[0] / (2 * max(unit.reduces[0], 1)),
@@ -397,18 +409,20 @@ def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCo
     )
 
 
-def _reduce_times(unit: Unit, groups: Groups, parts: int) -> tuple[float, float]:
-    """Return the seconds of the (forward, backward) all-reduces of a unit, each split into
-    ``parts``.
+def _reduce_times(unit: Unit, groups: Groups, routes: float, parts: int) -> tuple[float, float]:
+    """Return the seconds of the (forward, backward) all-reduces and exchanges of a unit, each split
+    into ``parts``.
+
+    routes: see ``_routes``.
     """
     (ranks, link), (others, direct) = groups
     seconds = []
-    for count, message, exchanged in zip(
-        unit.reduces, unit.reduced_bytes, unit.exchanged_bytes, strict=True
+    for count, message, exchanged, routed in zip(
+        unit.reduces, unit.reduced_bytes, unit.exchanged_bytes, unit.routed_bytes, strict=True
     ):
         each = (message - exchanged) / max(parts * count, 1)
         sent = 2 * (others - 1) / others * exchanged / direct.bandwidth
-        seconds.append(parts * count * all_reduce(ranks, each, link) + sent)
+        seconds.append(parts * count * all_reduce(ranks, each, link) + sent + routes * routed)
     return seconds[0], seconds[1]
 
 

@@ -33,6 +33,21 @@ def link_across(plan: Plan) -> Link:
     )
 
 
+def share_of_experts(plan: Plan) -> float:
+    """Return how long it takes to reduce a gradient of experts, 1 being that of a weight that all
+    copies of a layer have: fewer ranks, which are farther apart, have the same experts.
+    """
+    divided = plan.expert_copies
+    copies = plan.grid.copies
+    same = copies // divided
+    if same == 1:
+        return 0.0
+    places = tuple(range(0, copies, divided))
+    link = reached_along(plan.cluster, plan.grid, "cp-dp", places, summed=False)
+    every = (copies - 1) / copies / link_inside(plan).bandwidth
+    return (same - 1) / same / link.bandwidth / every
+
+
 class CrossInstanceReduction:
     """Models the all-reduces of a rank's shards across instances, one at a time; no time with a
     single instance.

@@ -49,7 +49,7 @@ class StageLayouts:
         self.limit = limit
         self.units = draft.units
         self.schedule = draft.schedule
-        costs = unit_costs(self.units, draft.cluster, draft.dtype, draft.grid)
+        costs = unit_costs(self.units, draft.cluster, draft.dtype, draft.grid, draft.expert_copies)
         exposed = [times([cost], draft.overlap) for cost in costs]
         moved = optimizer_bytes(draft.dtype, draft.state_bytes)
         update = draft.cluster.device.passes_time(moved) / draft.optimizer_shards

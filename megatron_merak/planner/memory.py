@@ -14,6 +14,7 @@ from megatron_merak.plan import (
     StagePlan,
     Unit,
     held_parameters,
+    spread_parameters,
     trained_parameters,
 )
 from megatron_merak.planner.saved import Footprint, footprint, moments, of_stage, peak
@@ -28,15 +29,21 @@ class Values:
     state:   bytes of the optimizer's state; where it is sharded, the number of shards times the
              largest one.
     frozen:  bytes of frozen weights, which are never sharded over replicas.
+    spread:  how many more values are trained by the ranks that shard, where these have different
+             experts; their state is part of ``state`` if it is sharded.
     """
 
     trained: int
     state: float
     frozen: float = 0.0
+    spread: int = 0
 
     def __sub__(self, other: "Values") -> "Values":
         return Values(
-            self.trained - other.trained, self.state - other.state, self.frozen - other.frozen
+            self.trained - other.trained,
+            self.state - other.state,
+            self.frozen - other.frozen,
+            self.spread - other.spread,
         )
 
 
@@ -77,10 +84,13 @@ class StageMemory:
         shards: Shards = UNSHARDED,
         versions: int = 1,
     ) -> "StageMemory":
-        trained = values.trained * versions
-        weights = -(-trained * DTYPE_BYTES[dtype] // shards.parameters) + ceil(values.frozen)
-        gradients = -(-values.trained * 4 // shards.gradients)
-        kept = ceil(values.state) + (0 if dtype == "float32" else 4 * values.trained)
+        together = values.trained + values.spread
+        stored = together if shards.parameters > 1 else values.trained * versions
+        weights = -(-stored * DTYPE_BYTES[dtype] // shards.parameters) + ceil(values.frozen)
+        summed = together if shards.gradients > 1 else values.trained
+        gradients = -(-summed * 4 // shards.gradients)
+        updated = together if shards.optimizer > 1 else values.trained
+        kept = ceil(values.state) + (0 if dtype == "float32" else 4 * updated)
         optimizer = -(-kept // shards.optimizer)
         return cls(weights, gradients, optimizer, activations, working, transfers)
 
@@ -134,6 +144,7 @@ class Ledger:
     shards: over how many ranks each part of a stage's state is sharded.
     copied: number of gradients that are rounded to bf16 and sent at a time; 0 where fp32 is sent.
     state_bytes, frozen_bytes, bucket_size: see ``Plan``; 0: unknown.
+    expert_copies: see ``Plan``.
     """
 
     def __init__(
@@ -146,7 +157,9 @@ class Ledger:
         state_bytes: float = 8.0,
         frozen_bytes: float = 0.0,
         bucket_size: int = 0,
+        expert_copies: int = 1,
     ):
+        self.expert_copies = expert_copies
         self.state_bytes = state_bytes
         self.frozen_bytes = frozen_bytes or DTYPE_BYTES[dtype]
         self._bucket_size = 0 if shards.gradients > 1 else bucket_size
@@ -179,6 +192,7 @@ class Ledger:
             state_bytes=plan.state_bytes,
             frozen_bytes=plan.frozen_bytes,
             bucket_size=plan.bucket_size,
+            expert_copies=plan.expert_copies,
         )
 
     def alone(self, index: int, stage: StagePlan) -> StageMemory:
@@ -267,8 +281,14 @@ class Ledger:
             trained = trained_parameters(units)
             ranks = self.shards.optimizer
             state = shared_state(units, self.state_bytes, ranks, self._bucket_size)
+            spread = spread_parameters(units, self.expert_copies) - trained
+            if ranks > 1:
+                state += self.state_bytes * spread
             together = Values(
-                trained, state, self.frozen_bytes * (held_parameters(units) - trained)
+                trained,
+                state,
+                self.frozen_bytes * (held_parameters(units) - trained),
+                spread,
             )
             added.append(together - earlier)
             earlier = together

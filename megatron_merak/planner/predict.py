@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megatron_merak.cluster import all_reduce
 from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
-from megatron_merak.plan import Plan, trained_parameters, trained_tied
+from megatron_merak.plan import Plan, spread_parameters, trained_tied
 from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
 from megatron_merak.planner.links import reached_along
 from megatron_merak.planner.memory import stage_memory
@@ -83,7 +83,7 @@ def _handover(plan: Plan) -> float:
 
 
 def _unit_costs(plan: Plan) -> tuple[UnitCost, ...]:
-    return unit_costs(plan.units, plan.cluster, plan.dtype, plan.grid)
+    return unit_costs(plan.units, plan.cluster, plan.dtype, plan.grid, plan.expert_copies)
 
 
 def _stage_times(plan: Plan, costs: tuple[UnitCost, ...]) -> list[Times]:
@@ -139,7 +139,9 @@ def ending(plan: Plan) -> Ending:
     endings = []
     for rank in range(plan.grid.pp):
         own = [unit for stage in plan.stages_of(rank) for unit in plan.stages[stage].units]
-        parameters = trained_parameters([plan.units[unit] for unit in own])
+        updated = [plan.units[unit] for unit in own]
+        divided = plan.expert_copies if plan.optimizer_shards > 1 else 1
+        parameters = spread_parameters(updated, divided)
         reductions = _reductions(plan, rank, own, units, waits=waits) + ties[rank]
         endings.append(Ending(reductions, parameters * update * _updates(plan)))
     return max(endings, key=lambda ending: ending.total)

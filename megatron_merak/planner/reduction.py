@@ -7,9 +7,13 @@ with the next forward.
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_merak.cluster import Link, all_gather, all_reduce, reduce_scatter
-from megatron_merak.plan import DTYPE_BYTES, Plan, Unit, trained_tied
+from megatron_merak.plan import DTYPE_BYTES, Plan, trained_tied
 from megatron_merak.planner.cost import UnitCost
-from megatron_merak.planner.instances import CrossInstanceReduction, link_inside
+from megatron_merak.planner.instances import (
+    CrossInstanceReduction,
+    link_inside,
+    share_of_experts,
+)
 
 
 def exposed_reduction(plan: Plan, own: list[int], costs: tuple[UnitCost, ...]) -> float:
@@ -70,7 +74,7 @@ def _fill_buckets(plan: Plan, own: list[int]) -> Iterator[tuple[int, float, floa
     """
     filled = 0.0
     unit = own[0]
-    for unit, values in reversed(own_values(plan.units, own)):
+    for unit, values in reversed(own_values(plan, own)):
         if plan.shards_gradients:
             yield unit, 1.0, float(values)
             continue
@@ -98,16 +102,18 @@ def _link(plan: Plan) -> Link:
     return link_inside(plan)
 
 
-def own_values(units: tuple[Unit, ...], own: Iterable[int]) -> list[tuple[int, int]]:
+def own_values(plan: Plan, own: Iterable[int]) -> list[tuple[int, int]]:
     """Return (unit, number of trained parameters); a tied tensor counts for the first unit that has
-    it.
+    it, and an expert that copies of a layer divide as much as its reduction takes.
     """
+    units = plan.units
+    share = share_of_experts(plan) if plan.expert_copies > 1 else 1.0
     seen: set[tuple[str, int]] = set()
     counts = []
     for unit in own:
         tied = [pair for pair in trained_tied(units[unit]) if pair not in seen]
         seen.update(tied)
-        counts.append(
-            (unit, units[unit].parameters - units[unit].frozen + sum(values for _, values in tied))
-        )
+        less = round((1 - share) * units[unit].experts)
+        trained = units[unit].parameters - units[unit].frozen - less
+        counts.append((unit, trained + sum(values for _, values in tied)))
     return counts

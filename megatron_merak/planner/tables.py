@@ -77,7 +77,7 @@ def tensor_table(plan: Plan) -> str:
         grouped.setdefault(key, []).append(tensor)
     rows = [["tensors", "count", "shape", "a rank's part", "why"]]
     for (pattern, shape, _, reason), tensors in grouped.items():
-        part = tensors[0].local_shape(0, plan.grid.tp)
+        part = tensors[0].local_shape(0, plan.ranks_of(tensors[0]))
         rows.append([pattern, str(len(tensors)), _shape(shape), _shape(part), reason or "-"])
     share = rank_share(plan)
     return "\n".join(
@@ -89,12 +89,12 @@ def rank_share(plan: Plan) -> float:
     """Return the share of all parameters, without padding, on tensor-parallel rank 0 of all stages
     together.
     """
-    local = sum(prod(tensor.local_shape(0, plan.grid.tp)) for tensor in plan.shardings)
+    local = sum(prod(tensor.local_shape(0, plan.ranks_of(tensor))) for tensor in plan.shardings)
     return local / (sum(prod(tensor.shape) for tensor in plan.shardings) or 1)
 
 
 def _layout(tensor: TensorSharding) -> tuple[object, ...]:
-    return tensor.dim, tensor.blocks, tensor.padded
+    return tensor.dim, tensor.blocks, tensor.padded, tensor.experts
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -200,8 +200,8 @@ def _shardings(name: str, first: Plan, second: Plan) -> list[str]:
 def _sharding(tensor: TensorSharding | None) -> str:
     if tensor is None:
         return "none"
-    if tensor.dim is None:
-        return f"{_shape(tensor.shape)} replicated"
+    if tensor.dim is None or tensor.experts:
+        return f"{_shape(tensor.shape)} {tensor.describe()}"
     blocks = "" if tensor.blocks == 1 else f" in {tensor.blocks} blocks"
     return f"{_shape(tensor.shape)} sharded along {tensor.dim}{blocks}" + (
         f", padded to {tensor.padded}" if tensor.padded else ""

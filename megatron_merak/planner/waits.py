@@ -13,7 +13,11 @@ from megatron_merak.cluster import all_gather, reduce_scatter
 from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.plan import DTYPE_BYTES, Plan, StagePlan, trained_parameters
 from megatron_merak.planner.cost import UnitCost
-from megatron_merak.planner.instances import CrossInstanceReduction, link_inside
+from megatron_merak.planner.instances import (
+    CrossInstanceReduction,
+    link_inside,
+    share_of_experts,
+)
 from megatron_merak.planner.overlap import times
 from megatron_merak.planner.reduction import own_values
 
@@ -105,8 +109,9 @@ def unit_transfers(plan: Plan) -> list[tuple[float, float]]:
     link = link_inside(plan)
     ranks = plan.shard_ranks
     transfers = []
+    share = share_of_experts(plan) if plan.expert_copies > 1 else 1.0
     for unit in plan.units:
-        shard = trained_parameters([unit]) / ranks
+        shard = (trained_parameters([unit]) - (1 - share) * unit.experts) / ranks
         gather = (
             all_gather(ranks, DTYPE_BYTES[plan.dtype] * shard, link)
             if shard and plan.shards_parameters
@@ -135,7 +140,7 @@ def stage_waits(plan: Plan, costs: Sequence[UnitCost]) -> list[Waits]:
         weight = passes[Kind.W]
         forward_reuse = reuse.get((index, Kind.F), 0.0)
         backward_reuse = reuse.get((index, Kind.B), 0.0)
-        values = dict(own_values(plan.units, stage.units))
+        values = dict(own_values(plan, stage.units))
         recompute = _wait(passes[Kind.R], passes[Kind.R]) if early and passes[Kind.R] else 0.0
         waits.append(
             Waits(

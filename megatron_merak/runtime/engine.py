@@ -152,6 +152,8 @@ class Interpreter:
     outputs:             names of the values that leave the stage.
     group:               tensor-parallel ranks; None for a single rank.
     contexts:            context-parallel ranks; None for a single rank.
+    experts:             ranks of several copies of a layer that divide its experts; None where none
+                         do.
     weights:             accumulates the weight gradients.
     overlap:             whether collectives overlap with other work; otherwise each is waited for
                          at once.
@@ -177,8 +179,9 @@ class Interpreter:
         wait_for_parameters: SegmentCallback = lambda segment: None,
         pulse: Pulse | None = None,
         contexts: dist.ProcessGroup | None = None,
+        experts: dist.ProcessGroup | None = None,
     ):
-        self._groups = {LayerAxis.TP: group, LayerAxis.CP: contexts}
+        self._groups = {LayerAxis.TP: group, LayerAxis.CP: contexts, LayerAxis.EP: experts}
         self._pulse = Pulse() if pulse is None else pulse
         self._wait_for_parameters = wait_for_parameters
         self.observer: Callable[..., None] | None = None

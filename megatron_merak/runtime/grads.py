@@ -34,6 +34,8 @@ class GradientReducer:
     relay:           launches the all-reduce that follows a reduce-scatter; required with
                      ``replicate_group``.
     in_bf16:         see `Wire`.
+    experts:         the ranks with the same experts, where those of ``group`` divide them; None:
+                     this one alone.
 
     Attribute ``before_reduction``: called with each bucket's gradient on this rank; None: nobody
     looks at it.
@@ -48,6 +50,7 @@ class GradientReducer:
         replicate_group: dist.ProcessGroup | None = None,
         relay: Relay | None = None,
         in_bf16: bool = False,
+        experts: dist.ProcessGroup | None = None,
     ):
         self.buffer = buffer
         self.relay = relay
@@ -59,6 +62,7 @@ class GradientReducer:
             Wire(shard_group or self.group, in_bf16),
         )
         self._across_replicas = Wire(replicate_group, in_bf16)
+        self._of_experts = Wire(experts, in_bf16)
         self._bucket_of = {
             name: number for number, bucket in enumerate(buffer.buckets) for name in bucket.names
         }
@@ -69,7 +73,7 @@ class GradientReducer:
         self._missing = {name: None for bucket in self.buffer.buckets for name in bucket.names}
         self._unready = [len(bucket.names) for bucket in self.buffer.buckets]
         self._works: list[Work] = []
-        for wire in (self._all, self._over_shards, self._across_replicas):
+        for wire in (self._all, self._over_shards, self._across_replicas, self._of_experts):
             wire.start()
         self._launched = 0
         self._finished = False
@@ -123,17 +127,20 @@ class GradientReducer:
         self._launched += 1
         if self.before_reduction is not None:
             self.before_reduction(self.buffer.main_grad[bucket.start : bucket.stop])
-        if self.group is None:
+        group = self._of_experts.group if bucket.experts else self.group
+        if group is None:
             return
         grad = self.buffer.main_grad
         view = grad[bucket.start : bucket.stop]
         if bucket.sharded:
             start, stop = self.buffer.shard_of(bucket)
             own = grad[start:stop]
-            work = self._over_shards.reduce_scatter(own, view)
+            wire = self._of_experts if bucket.experts else self._over_shards
+            work = wire.reduce_scatter(own, view)
             if self.relay is None:
                 self._works.append(work)
             else:
                 self.relay.follow(work, partial(self._across_replicas.all_reduce, own))
         else:
-            self._works.append(self._all.all_reduce(view))
+            wire = self._of_experts if bucket.experts else self._all
+            self._works.append(wire.all_reduce(view))

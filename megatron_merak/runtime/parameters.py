@@ -67,6 +67,7 @@ class RankParameters:
         )
         shard_group = mesh.shard_group
         replicate_group = mesh.replicate_group
+        same_experts = None if mesh.experts is None else mesh.experts.same
         self.units = None
         if by_unit:
             self.units = UnitShards(
@@ -79,6 +80,7 @@ class RankParameters:
                 group=mesh.copies,
                 in_bf16=in_bf16,
                 pulse=mesh.pulse,
+                experts=same_experts,
             )
         relay = None if replicate_group is None or by_unit else Relay(mesh.device, mesh.clock)
         self.reducer = GradientReducer(
@@ -89,12 +91,25 @@ class RankParameters:
             replicate_group=replicate_group,
             relay=relay,
             in_bf16=in_bf16,
+            experts=same_experts,
         )
-        self.gatherer = ShardGatherer(buffer, shard_group, overlap_gathers, mesh.pulse)
+        self.gatherer = ShardGatherer(
+            buffer, shard_group, overlap_gathers, mesh.pulse, experts=same_experts
+        )
         self._replicated = replicated
         self._ties = ties
         self._shared = dict(shared or {})
         self._partial: dict[str, None] = dict.fromkeys(partial)
+
+    @property
+    def norm_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have all weights together, over which an optimizer takes a norm after the
+        ranks that shard them.
+        """
+        mesh = self.mesh
+        if mesh.experts is None or self.buffer.sharded:
+            return mesh.weights
+        return mesh.experts.weights
 
     @property
     def copies(self) -> list[tuple[list[str], dist.ProcessGroup]]:

@@ -29,6 +29,7 @@ class ShardGatherer:
     overlap: whether `launch` returns at once, and the next forward waits for each bucket; otherwise
              `launch` waits.
     pulse:   where waits are noted; None: nowhere.
+    experts: the ranks with the same experts, where those of ``group`` divide them.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class ShardGatherer:
         group: dist.ProcessGroup | None,
         overlap: bool = True,
         pulse: Pulse | None = None,
+        experts: dist.ProcessGroup | None = None,
     ):
         self.buffer = buffer
         self._pulse = Pulse() if pulse is None else pulse
         self.group = group
+        self.experts = experts
         self.overlap = overlap
         # in the order of the forward
         self._buckets = [bucket for bucket in reversed(buffer.buckets) if bucket.sharded]
@@ -157,6 +160,7 @@ class ShardGatherer:
             # `.data` has its own version counter: autograd may already use other buckets.
             full = flat[bucket.start : bucket.stop].data
             own = full[start - bucket.start : stop - bucket.start]
-            work = gather_single(full, own, group=self.group, async_op=True)
+            group = self.experts if bucket.experts else self.group
+            work = gather_single(full, own, group=group, async_op=True)
             works.append(self._pulse.timed(work))
         return works

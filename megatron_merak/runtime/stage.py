@@ -45,6 +45,7 @@ class _Runner:
             wait_for_parameters=parameters.wait_for,
             pulse=mesh.pulse,
             contexts=mesh.cp,
+            experts=None if mesh.experts is None else mesh.experts.group,
         )
         self.parameters = parameters
         self.last_uses = parameters.used_by(program.segments)

@@ -23,6 +23,7 @@ from ..parallel.pieces import in_pieces
 from ..parallel.pulse import Pulse
 from ..pipeline_parallel.ops import Kind
 from ..tensor_parallel.sequence import gather_single
+from .collectives import Done
 from .weights import Gradient
 from .wire import Wire
 
@@ -79,6 +80,7 @@ class UnitShards:
     group:           all data-parallel ranks; None: those of ``shard_group``.
     in_bf16:         whether gradients are exchanged in bf16, see `Wire`.
     pulse:           where waits are noted; None: nowhere.
+    experts:         the ranks with the same experts, where those of ``group`` divide them.
 
     Attribute ``before_reduction``: called with each gradient of this rank before its reduction;
     None: nobody looks.
@@ -96,10 +98,12 @@ class UnitShards:
         group: dist.ProcessGroup | None = None,
         in_bf16: bool = False,
         pulse: Pulse | None = None,
+        experts: dist.ProcessGroup | None = None,
     ):
         self.buffer = buffer
         self._pulse = Pulse() if pulse is None else pulse
         self.shard_group = shard_group
+        self.experts = experts
         self.grads = grads
         self.overlap = overlap
         self.before_reduction: Callable[[Tensor], None] | None = None
@@ -107,10 +111,13 @@ class UnitShards:
         self._all = Wire(group or shard_group, in_bf16)
         self._over_shards = Wire(shard_group, in_bf16)
         self._over_replicas = Wire(replicate_group, in_bf16)
+        self._of_experts = Wire(experts, in_bf16)
         # Below, a bucket is identified by its number, which is also the index of its piece and of
         # this rank's shard.
         self._buckets = buffer.buckets[::-1]
         self._sharded = [bucket.sharded for bucket in self._buckets]
+        # what segments read is in `data`, unless it is in the master copy
+        self._in_data = [not buffer.slots[bucket.names[0]].fp32 for bucket in self._buckets]
         self._padding = [[*_padding(buffer, bucket)] for bucket in self._buckets]
         number_of = {
             name: number for number, bucket in enumerate(self._buckets) for name in bucket.names
@@ -138,7 +145,7 @@ class UnitShards:
         """Begin a step without gradients."""
         in_pieces(self.buffer.main_grad).release_all()
         self._reduces.clear()
-        for wire in (self._all, self._over_shards, self._over_replicas):
+        for wire in (self._all, self._over_shards, self._over_replicas, self._of_experts):
             wire.start()
         self._begun.clear()
         self._sums.clear()
@@ -154,7 +161,7 @@ class UnitShards:
             return
         data = in_pieces(self.buffer.data)
         needed = dict.fromkeys(
-            n for unit in units for n in self._read.get(unit, ()) if self._sharded[n]
+            n for unit in units for n in self._read.get(unit, ()) if self._in_data[n]
         )
         for number in range(len(data)):
             if data.allocated(number) and number not in needed:
@@ -172,7 +179,11 @@ class UnitShards:
         data.allocate(number)
         full = data.piece(number).data
         own = self.buffer.own_data[number]
-        work = gather_single(full, own, group=self.shard_group, async_op=True)
+        if not self._sharded[number]:
+            full.copy_(own)
+            return
+        group = self.experts if self._buckets[number].experts else self.shard_group
+        work = gather_single(full, own, group=group, async_op=True)
         self._gathers[number] = self._pulse.timed(work)
         if not self.overlap:
             self._wait_gather(number)
@@ -210,12 +221,17 @@ class UnitShards:
             own = self.buffer.own_grads[number]
             if self.before_reduction is not None:
                 self.before_reduction(full)
+            experts = self._buckets[number].experts
             if self._sharded[number]:
                 into = torch.empty_like(own) if number in self._begun else own
-                work = self._over_shards.reduce_scatter(into, full)
+                wire = self._of_experts if experts else self._over_shards
+                work = wire.reduce_scatter(into, full)
+            elif experts and self.experts is None:
+                into = full
+                work = Done()
             else:
                 into = full
-                work = self._all.all_reduce(full)
+                work = (self._of_experts if experts else self._all).all_reduce(full)
             self._reduces[number] = (self._pulse.timed(work), into)
             if not self.overlap:
                 self._settle(number)

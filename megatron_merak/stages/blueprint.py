@@ -79,7 +79,7 @@ def make_blueprint(
     parallel = request.parallel
     check_needs(parallel)
     check_context_parallel(parallel)
-    check_experts(parallel)
+    check_experts(parallel, request.grid.copies)
     check_recompute(parallel)
     check_schedule(parallel)
     if not is_gpt(traced.model):
@@ -126,7 +126,7 @@ def measured(
         rules,
         pins=pins,
         vocabulary_multiple=request.vocabulary_multiple,
-        experts=parallel.expert_model_parallel_size > 1,
+        experts=parallel.expert_model_parallel_size,
     )
     units = measure(
         captured,
@@ -204,14 +204,13 @@ def blueprint_from_plan(
     chain = chain_of(captured, plan.graph_sharding, model)
     check_chain(plan, chain.names)
     pins = {tensor.name: tensor for tensor in plan.shardings}
-    divided = plan.expert_parallel > 1
     sharding = shard(
         captured,
         tp,
         pins=pins,
         vocabulary_multiple=vocabulary_multiple,
         complete=True,
-        experts=divided,
+        experts=plan.expert_parallel,
     )
     units = measure(
         captured,
@@ -401,8 +400,8 @@ class Blueprint:
     def _sharded(self, captured: Captured) -> Sharding:
         """Shard another capture like the first one."""
         tp = self.plan.grid.tp
-        divided = self.plan.expert_parallel > 1
-        return shard(captured, tp, pins=self.sharding.tensors, experts=divided)
+        experts = self.plan.expert_parallel
+        return shard(captured, tp, pins=self.sharding.tensors, experts=experts)
 
     def _parts(
         self,
@@ -423,6 +422,7 @@ class Blueprint:
             sequence_parallel=self.plan.sequence_parallel,
             cp_rank=mesh.cp_rank,
             cp=self.plan.grid.cp,
+            expert_rank=0 if mesh.experts is None else mesh.experts.rank,
         )
         if not role.drops:
             undropped(rewritten.graph)

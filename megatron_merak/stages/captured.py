@@ -336,17 +336,21 @@ class CapturedModel(TrainedModel):
                  dictionary has its index or key appended: "hidden_states.0".
         loss:    computes the loss and the outputs; None: the model does.
 
-        Collective over data-parallel ranks that shard parameters; these may have fewer batches than
-        others, or none.
+        Collective over data-parallel ranks that shard parameters or divide experts; these may have
+        fewer batches than others, or none. Of those that divide experts each computes as many.
         """
         count = self._most(len(batches))
         if not count:
             return None
         executor = self.executor(count, False)
         task = ModelTask(loss, tuple(outputs))
+        own = len(batches)
+        if self.mesh.experts is not None:
+            batches = [*batches, *[self.blueprint.traced.batch] * (count - own)]
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         executor.run(prepared, self.iteration, training=False, task=task)
-        return named_outputs(executor, self.programs, prepared, False, task=task)
+        found = named_outputs(executor, self.programs, prepared, False, task=task)
+        return None if found is None else found[:own]
 
     def reported(
         self, batches: Sequence[Batch], task: ModelTask | None = None
@@ -359,10 +363,10 @@ class CapturedModel(TrainedModel):
         return named_outputs(self.executor(len(batches)), self.programs, prepared, True, task=task)
 
     def _most(self, batches: int) -> int:
-        """The largest number of batches of any replica where replicas shard parameters, else this
-        one's.
+        """The largest number of batches of any replica where replicas shard parameters or divide
+        experts, else this one's.
         """
-        if self.buffer.sharding < ShardedState.PARAMETERS:
+        if self.buffer.sharding < ShardedState.PARAMETERS and self.mesh.experts is None:
             return batches
         most = torch.tensor(batches, device=self.mesh.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.shard_group)

@@ -78,17 +78,21 @@ class _Piece:
         return torch.Size(self.shape).numel() * self.header.dtype.itemsize
 
 
-def deliver(shards: Sequence[Shard], source: Source | None, mesh: Mesh) -> None:
+def deliver(
+    shards: Sequence[Shard], source: Source | None, mesh: Mesh, experts: bool = False
+) -> None:
     """Fill the shards of every rank from the first rank's ``source``, cast to their dtypes.
 
-    shards: of this rank; ranks that have the same weights pass shards with the same description.
-    source: read on the first rank only.
+    shards:  of this rank; ranks that have the same weights pass shards with the same description.
+    source:  read on the first rank only.
+    experts: whether they are of experts that copies of a layer divide.
 
     Collective over all ranks, by ``mesh.control``.
     """
     headers = [_ShardHeader.of(shard) for shard in shards]
+    first = mesh.same(experts)[0] == 0
     descriptions = gather_json(
-        [header.to_json() for header in headers] if mesh.copy_rank == 0 else None,
+        [header.to_json() for header in headers] if first else None,
         mesh.control,
         "cpu",
     )
@@ -100,20 +104,19 @@ def deliver(shards: Sequence[Shard], source: Source | None, mesh: Mesh) -> None:
             if rank != 0 and described is not None:
                 for message in _messages([_ShardHeader.from_json(fields) for fields in described]):
                     _send(message, partial(_read, source), rank, mesh)
-    elif mesh.copy_rank == 0:
+    elif first:
         for message in _messages(headers):
             _receive(message, tensors, 0, mesh)
-    broadcast_to_replicas(shards, mesh)
+    broadcast_to_replicas(shards, mesh, experts)
 
 
-def broadcast_to_replicas(shards: Sequence[Shard], mesh: Mesh) -> None:
+def broadcast_to_replicas(shards: Sequence[Shard], mesh: Mesh, experts: bool = False) -> None:
     """Copy the values of shards from the first of the ranks that have the same to the others.
-    Collective over all ranks.
+    Collective over all ranks. experts: see ``deliver``.
     """
     headers = [_ShardHeader.of(shard) for shard in shards]
     tensors = {shard.name: shard.tensor.detach() for shard in shards}
-    same = mesh.grid.same_weights(mesh.rank)
-    place = mesh.copy_rank
+    place, same = mesh.same(experts)
     span = 1
     while span < len(same):
         if place < span and place + span < len(same):

@@ -51,7 +51,7 @@ def adamw_of(
     return AdamW(
         parameters.buffer,
         config,
-        parameters.mesh.weights,
+        parameters.norm_group,
         parameters.mesh.shard_group,
         scaler=scaler,
     )
@@ -69,6 +69,7 @@ def torch_optimizer_of(recipe: Recipe) -> OptimizerOf:
             recipe,
             parameters.mesh,
             tensors=parameters.tensors,
+            norm_group=parameters.norm_group,
             scaler=scaler,
         )
 

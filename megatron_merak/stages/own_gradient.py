@@ -70,7 +70,7 @@ class OwnGradient:
                     names.append(name)
                     self.shards.append(
                         Shard(
-                            _key(name, mesh),
+                            _key(name, buffer, mesh),
                             (slot.stop - slot.start,),
                             0,
                             ((first - slot.start, last - slot.start),),
@@ -94,9 +94,9 @@ class OwnGradient:
             self._copied.synchronize()
 
 
-def _key(name: str, mesh: Mesh) -> str:
-    """Return the name of a rank's parameter in increments; one per tensor-parallel rank."""
-    return f"{mesh.tp_rank}/{name}"
+def _key(name: str, buffer: ParameterBuffer, mesh: Mesh) -> str:
+    """Return the name of a rank's parameter in increments; one for each rank that shards it."""
+    return f"{mesh.sharing(buffer.slots[name].experts)[0]}/{name}"
 
 
 def _written(buffer: ParameterBuffer, mesh: Mesh) -> Iterator[_Span]:
@@ -104,14 +104,17 @@ def _written(buffer: ParameterBuffer, mesh: Mesh) -> Iterator[_Span]:
 
     Parameters that another rank counts are left out; padding between two that it counts is not.
     """
-    # in the order of `owned`, where the buffer is sharded
-    buckets = buffer.buckets[::-1]
-    for number, (start, stop, _) in enumerate(buffer.owned):
-        copies = mesh.grid.copies
-        index = mesh.copy_rank
-        if buffer.sharded and buckets[number].sharded:
-            copies = mesh.instances
-            index = mesh.copy_rank // mesh.shard_ranks
+    for at, bucket in enumerate(reversed(buffer.buckets)):
+        # the order of `owned`, where the buffer is sharded; else there is one range of all
+        number = at if buffer.sharded else 0
+        start = bucket.start
+        stop = bucket.stop
+        index, same = mesh.same(bucket.experts)
+        copies = len(same)
+        if bucket.sharded:
+            start, stop = buffer.shard_of(bucket)
+            copies = 1 if bucket.experts else mesh.instances
+            index = 0 if bucket.experts else mesh.copy_rank // mesh.shard_ranks
         low = start + (stop - start) * index // copies
         high = start + (stop - start) * (index + 1) // copies
         run: list[int] = []
@@ -139,7 +142,7 @@ def _layout(model: TrainedModel, names: Sequence[str]) -> dict[str, list[PlacedT
         buffer.allocate(flat, buckets)  # views need memory
         for name in (name for bucket in buckets for name in bucket.names if name in wanted):
             start = int(buffer.view(flat, name).storage_offset())
-            layout[_key(name, model.mesh)] = [
+            layout[_key(name, buffer, model.mesh)] = [
                 PlacedTensor.of(shard, start) for shard in model.shards(flat, [name])
             ]
     buffer.allocate(flat, ())

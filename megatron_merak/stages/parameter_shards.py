@@ -24,7 +24,7 @@ from .deliver import deliver
 from .init_captured import Initialiser, workers_for
 from .parameter_groups import GroupOf
 from .precision import DTYPES, HALVES
-from .sharing import shard_of, stages_sharing, tie_groups
+from .sharing import expert_shards_of, shard_of, stages_sharing, tie_groups
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,26 @@ class StoredParameter:
         without padding.
         """
         tensor = self.sharding
-        tp = mesh.grid.tp
-        shape = tensor.local_shape(mesh.tp_rank, tp)
+        rank, ranks = mesh.sharing(tensor.experts)
+        shape = tensor.local_shape(rank, ranks)
         view = storage if tensor.dim is None else storage.narrow(tensor.dim, 0, shape[tensor.dim])
-        owner = self.counted and mesh.copy_rank == 0
+        owner = self.counted and mesh.same(tensor.experts)[0] == 0
         return Shard(
             tensor.name,
             tensor.shape,
             tensor.dim,
-            tensor.intervals(mesh.tp_rank, tp),
+            tensor.intervals(rank, ranks),
             tensor=view,
             owner=owner,
         )
 
 
-def stored_shape(tensor: TensorSharding, tp: int) -> tuple[int, ...]:
-    """The shape of a rank's shard, padding included."""
+def stored_shape(tensor: TensorSharding, ranks: int) -> tuple[int, ...]:
+    """The shape of the shard of one of ``ranks`` ranks, padding included."""
     if tensor.dim is None:
         return tensor.shape
     extent = tensor.shape[tensor.dim] if tensor.padded is None else tensor.padded
-    return tensor.shape[: tensor.dim] + (extent // tp,) + tensor.shape[tensor.dim + 1 :]
+    return tensor.shape[: tensor.dim] + (extent // ranks,) + tensor.shape[tensor.dim + 1 :]
 
 
 class ParameterShards:
@@ -128,8 +128,12 @@ class ParameterShards:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the weights that are exported are sharded over the data-parallel ranks."""
-        return self.shares_exact or self.buffer.sharding >= ShardedState.PARAMETERS
+        """Whether the data-parallel ranks have parts of the weights that are exported."""
+        return (
+            self.mesh.experts is not None
+            or self.shares_exact
+            or self.buffer.sharding >= ShardedState.PARAMETERS
+        )
 
     @property
     def shares_exact(self) -> bool:
@@ -181,7 +185,6 @@ class ParameterShards:
 
     def _make_buffer(self, units: list[list[str]], group_of: GroupOf) -> ParameterBuffer:
         blueprint = self.blueprint
-        tp = self.mesh.grid.tp
         tensors = blueprint.sharding.tensors
         captured = self.captured
 
@@ -192,11 +195,12 @@ class ParameterShards:
             ranks = {*map(blueprint.plan.schedule.rank_of, self.stages_of[name])}
             return BufferEntry(
                 name,
-                stored_shape(tensor, tp),
+                stored_shape(tensor, blueprint.plan.ranks_of(tensor)),
                 group,
                 self._counted(name),
                 fp32=fp32,
                 tied=len(ranks) > 1,
+                experts=tensor.experts,
             )
 
         entries = [[entry(name) for name in names if name in captured.trainable] for names in units]
@@ -204,7 +208,17 @@ class ParameterShards:
         dtype = kinds.pop() if len(kinds) == 1 else DTYPES[blueprint.plan.dtype]
         plan = blueprint.plan
         mesh = self.mesh
-        return ParameterBuffer(entries, dtype, mesh.device, plan.bucket_size, *shard_of(plan, mesh))
+        shards, shard, sharding = shard_of(plan, mesh)
+        return ParameterBuffer(
+            entries,
+            dtype,
+            mesh.device,
+            plan.bucket_size,
+            shards=shards,
+            shard=shard,
+            sharding=sharding,
+            experts=expert_shards_of(plan, mesh),
+        )
 
     def _counted(self, name: str) -> bool:
         """Whether this rank, of those of a replica that have the same values, counts and writes
@@ -224,7 +238,7 @@ class ParameterShards:
                 buffer = self.buffer
                 exact = buffer.view(buffer.main_grad if buffer.sharded else buffer.master, name)
         else:
-            shape = stored_shape(tensor, self.mesh.grid.tp)
+            shape = stored_shape(tensor, self.blueprint.plan.ranks_of(tensor))
             storage = exact = torch.zeros(
                 shape, dtype=captured.dtypes[name], device=self.mesh.device
             )
@@ -336,11 +350,13 @@ class ParameterShards:
         workers = workers_for(model, self.mesh.device)
 
         def fill_shards(shards: Sequence[Shard]) -> None:
-            deliver(
-                [shard for shard in shards if shard.name in in_memory],
-                ModuleSource(model),
-                self.mesh,
-            )
+            held = [shard for shard in shards if shard.name in in_memory]
+            source = ModuleSource(model)
+            experts = {name for name, each in self.stored.items() if each.sharding.experts}
+            deliver([shard for shard in held if shard.name not in experts], source, self.mesh)
+            if self.mesh.experts is not None:
+                own = [shard for shard in held if shard.name in experts]
+                deliver(own, source, self.mesh, experts=True)
             with together(control, "cpu"):
                 if directory is not None:
                     on_disk = [shard for shard in shards if shard.name in names]

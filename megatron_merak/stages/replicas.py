@@ -137,9 +137,13 @@ class Replicas:
         self._check_launched(collectives, when)
         self._check_samples(samples, when)
         place = [grid.coordinates(rank) for rank in range(grid.size)]
-        odd, known = _unlike_most(full, lambda rank: (place[rank][0], place[rank][3]))
-        shards = self.mesh.shard_ranks
         copy = [grid.copy_rank(rank) for rank in range(grid.size)]
+        # ranks that divide experts with others have other weights than these
+        divided = 1 if self.mesh.experts is None else self.mesh.experts.divided
+        odd, known = _unlike_most(
+            full, lambda rank: (place[rank][0], copy[rank] % divided, place[rank][3])
+        )
+        shards = self.mesh.shard_ranks
         others, both_known = _unlike_most(
             sharded, lambda rank: (place[rank][0], copy[rank] % shards, place[rank][3])
         )

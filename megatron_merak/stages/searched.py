@@ -14,7 +14,7 @@ from ..cluster import Cluster
 from ..config.checks import check_context_parallel, check_experts
 from ..graph.ir.nodes import op_name
 from ..graph.kept_state import StateOf
-from ..graph.lowering.routed import GROUPED
+from ..graph.sharding.experts import GROUPED
 from ..plan import Unit
 from ..planner.request import Request
 from ..planner.search.choice import Layer
@@ -30,6 +30,7 @@ _GROWING = (
     "passed_bytes",
     "reduced_bytes",
     "exchanged_bytes",
+    "routed_bytes",
     "weight_bytes",
     "unread_bytes",
     "attention_flops",
@@ -103,7 +104,7 @@ class CapturedChain:
                 recompute_granularity="selective" if selective else None,
             )
             check_context_parallel(parallel)
-            check_experts(parallel)
+            check_experts(parallel, layer.cp)
             traced = self._one if samples == 1 else self._two
             request = replace(self._request, parallel=parallel)
             self._measured[key] = measured(traced, request, self._cluster, self._state_of)[2]

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..errors import PlanError
-from ..parallel.buffers import ShardedState
+from ..parallel.buffers import ExpertShards, ShardedState
 from ..parallel.mesh import Mesh, new_groups
 from ..plan import Plan
 
@@ -60,6 +60,27 @@ def stages_sharing(
         if len(own) > 1:
             counts[key] = len(own)
     return counts
+
+
+def expert_shards_of(plan: Plan, mesh: Mesh) -> ExpertShards | None:
+    """Which of the data-parallel ranks that divide experts, and of those with the same experts, this
+    rank is; None where none divide any.
+
+    Raises PlanError if the mesh was built for another number of them.
+    """
+    divided = 1 if mesh.experts is None else mesh.experts.divided
+    if plan.expert_copies != divided:
+        reason = "the groups of ranks were made for another number"
+        raise PlanError(
+            "expert_parallel",
+            plan.expert_parallel,
+            reason,
+            "Build the mesh with the plan's number",
+        )
+    if mesh.experts is None:
+        return None
+    place, same = mesh.same(experts=True)
+    return ExpertShards(divided, mesh.copy_rank % divided, len(same), place)
 
 
 def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int, ShardedState]:

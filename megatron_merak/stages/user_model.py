@@ -27,9 +27,9 @@ class UserModel:
 
     exported: returns this rank's shards of the trained weights and buffers.
     settle:   updates all copies of the weights after the exported tensors were written.
-    sharded:  whether data-parallel ranks shard the weights.
+    sharded:  whether data-parallel ranks have parts of the weights.
 
-    If there is no tensor or pipeline parallelism, and replicas do not shard the weights, the model
+    If there is no tensor or pipeline parallelism, and replicas have all of the weights, the model
     is ``shared``: its parameters become views of the trained ones and need no memory of their own.
     Else they have no values on any rank: reading or writing one raises ConfigError, and so do the
     methods that need all (forward, ``generate``, ``save_pretrained``, ``state_dict``), until

@@ -109,7 +109,7 @@ def run_session(
     planned = planning(ranks, cluster)
     config = planned.config
     plan = planned.plan
-    mesh = strategy.mesh(ranks.mesh(plan.grid, plan.sharding_instances))
+    mesh = strategy.mesh(ranks.mesh(plan.grid, plan.sharding_instances, plan.expert_parallel))
     prints = world.rank == 0 and mesh.replica == 0
     if prints:
         print_fitted(

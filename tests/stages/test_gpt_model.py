@@ -28,6 +28,9 @@ MIXTURE = f"""{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-co
 PER_TOKEN = "--calculate-per-token-loss"
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
+EP4 = "--expert-model-parallel-size 4"
+ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
 RATE = 1e-2
 DECAY = 0.1
 STEPS = 2
@@ -65,7 +68,8 @@ def trained(rank, world, flags):
     """
     config = config_of(flags)
     blueprint = gpt_blueprint(traced_gpt(config), config, world, CLUSTERS["cpu"])
-    mesh = build_mesh(blueprint.plan.grid, rank, torch.device("cpu"))
+    plan = blueprint.plan
+    mesh = build_mesh(plan.grid, rank, torch.device("cpu"), expert_parallel=plan.expert_parallel)
     model = GPTModel(blueprint, config, mesh)
     own = samples(4)[mesh.replica :: mesh.replicas]
     rates = [(RATE, DECAY), (RATE, 0.0)]
@@ -163,22 +167,41 @@ def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
         (2, LLAMA, f"{TP2} --sequence-parallel"),
         (2, "", f"{TP2} --tp-comm-overlap sub-pipeline"),
         (2, "", f"{PP2} --recompute-granularity full"),
-        (2, LLAMA, "--data-parallel-sharding-strategy optim_grads_params"),
-        (2, MIXTURE, f"{TP2} --sequence-parallel --expert-model-parallel-size 2"),
+        (2, LLAMA, ZERO3),
+        (2, MIXTURE, f"{TP2} --sequence-parallel {EP2}"),
+        (2, MIXTURE, EP2),
         (2, MIXTURE, f"{PP2} --recompute-granularity full"),
+        pytest.param(4, MIXTURE, f"{EP2} {ZERO3}", marks=pytest.mark.long),
+        pytest.param(
+            4,
+            f"{MIXTURE} {PER_TOKEN}",
+            f"{TP2} --sequence-parallel {EP4} --use-distributed-optimizer",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            4,
+            MIXTURE,
+            f"{PP2} {EP2} --pipeline-schedule zb-v --tp-comm-overlap sub-pipeline",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            4,
+            f"{MIXTURE} {PER_TOKEN}",
+            f"--context-parallel-size 2 {EP4} --use-distributed-optimizer",
+            marks=pytest.mark.long,
+        ),
         pytest.param(2, MIXTURE, TP2, marks=pytest.mark.long),
         pytest.param(
             2,
             MIXTURE,
-            "--data-parallel-sharding-strategy optim_grads_params",
+            ZERO3,
             marks=pytest.mark.long,
         ),
         pytest.param(2, MIXTURE, "--context-parallel-size 2", marks=pytest.mark.long),
         pytest.param(
             4,
             f"{MIXTURE} {PER_TOKEN}",
-            f"{TP2} {PP2} --sequence-parallel --expert-model-parallel-size 2 "
-            "--pipeline-schedule zb-v",
+            f"{TP2} {PP2} --sequence-parallel {EP2} --pipeline-schedule zb-v",
             marks=pytest.mark.long,
         ),
         pytest.param(4, PER_TOKEN, f"{TP2} {PP2}", marks=pytest.mark.long),

@@ -15,8 +15,8 @@ from megatron_merak.errors import MerakError
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.capture.empty import init_empty_weights
 from megatron_merak.graph.ir.nodes import op_name
-from megatron_merak.graph.lowering.routed import GROUPED
 from megatron_merak.graph.partition.cut import cut
+from megatron_merak.graph.sharding.experts import GROUPED
 from megatron_merak.graph.sharding.shard import shard
 
 from .chain import Subject, check_chain, check_tensor_parallel

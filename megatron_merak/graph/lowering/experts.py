@@ -6,9 +6,12 @@
 The rows of routed experts (see ``routed``) are exchanged before the first grouped product, and back
 after the last one. How many rows each rank gets from each is exchanged first: the only numbers that
 the host has to know.
+
+Ranks of one layer have rows of their own where sequence parallelism gives them some, and pick their
+experts' of all rows where it cannot. Copies of a layer always have rows of their own.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +24,10 @@ from ...segment import LayerAxis
 from ..ir.kinds import NodeKind, kind, kinds_like
 from ..ir.marks import copy_in, exchange, exchange_rows, reduce_sum
 from ..ir.names import place
-from ..ir.nodes import op_name, operand, values
+from ..ir.nodes import called, op_name, operand, values
 from ..sharding import local
-from .routed import GROUPED, Routed, RoutedKind, weight_of
+from ..sharding.experts import GROUPED, views_of, weight_of
+from .routed import Routed, RoutedKind
 
 aten = torch.ops.aten
 
@@ -35,6 +39,7 @@ def divide_experts(
     rank: int,
     ranks: int,
     mode: FakeTensorMode,
+    axis: LayerAxis = LayerAxis.TP,
 ) -> None:
     """Exchange the rows of experts that ranks divide.
 
@@ -42,13 +47,15 @@ def divide_experts(
     found:   the routed experts.
     divided: names of the weights of which a rank has those of its experts.
     mode:    of the fake values in the graph.
+    axis:    of the ranks that divide them.
 
     Raises PlanError for a product with such weights that belongs to no routed experts.
     """
     for routed in found.values():
         if any(weight_of(node) in divided for node in routed.products()):
-            way = _Exchanged if kind(routed.sort, LayerAxis.TP) else _Picked
-            way(graph, routed, rank, ranks, mode=mode).run()
+            own_rows = axis is LayerAxis.EP or kind(routed.sort, LayerAxis.TP)
+            way = _Exchanged if own_rows else _Picked
+            way(graph, routed, rank, ranks, mode=mode, axis=axis).run()
     for node in graph.nodes:
         if op_name(node) not in GROUPED or node.meta.get("dispatched", False):
             continue
@@ -57,10 +64,57 @@ def divide_experts(
             raise PlanError("--expert-model-parallel-size", ranks, reason, "Leave it out")
 
 
+def divide_over_copies(
+    graph: Graph,
+    found: Mapping[Node, Routed],
+    divided: Container[str],
+    rank: int,
+    ranks: int,
+    mode: FakeTensorMode,
+    shared: Iterable[LayerAxis],
+) -> None:
+    """Let the ranks of several copies of a layer divide its experts; a rank's weights become those of
+    its own.
+
+    shared: axes of more than one rank, which must have rows of their own.
+
+    For the other arguments see ``divide_experts``. Raises PlanError as it does, and if the ranks of
+    a layer have the same rows.
+    """
+    for routed in found.values():
+        for axis in shared:
+            if not kind(routed.sort, axis):
+                reason = (
+                    f"{op_name(routed.sort)} in {place(routed.sort)} is of a batch of which the ranks "
+                    "of a layer cannot have even parts"
+                )
+                remedy = "Pad sequences to a multiple of these ranks"
+                raise PlanError("--expert-model-parallel-size", ranks, reason, remedy)
+    divide_experts(graph, found, divided, rank, ranks, mode=mode, axis=LayerAxis.EP)
+    for node in graph.find_nodes(op="get_attr"):
+        if node.target in divided:
+            value = node.meta["val"]
+            with torch.no_grad(), mode:
+                node.meta["val"] = value.new_empty(value.shape[0] // ranks, *value.shape[1:])
+                for view in views_of(node):
+                    args = map_arg(view.args, lambda x: x.meta["val"])
+                    options = map_arg(view.kwargs, lambda x: x.meta["val"])
+                    view.meta["val"] = called(view)(*args, **options)
+
+
 class _Divided:
     """Lets ranks compute with the rows of their own experts."""
 
-    def __init__(self, graph: Graph, routed: Routed, rank: int, ranks: int, mode: FakeTensorMode):
+    def __init__(
+        self,
+        graph: Graph,
+        routed: Routed,
+        rank: int,
+        ranks: int,
+        mode: FakeTensorMode,
+        axis: LayerAxis,
+    ):
+        self.axis = axis
         self.graph = graph
         self.routed = routed
         self.rank = rank
@@ -149,7 +203,7 @@ class _Divided:
     def _call(self, target: Any, args: tuple[Any, ...], like: Node, **meta: Any) -> Node:
         node = self.graph.call_function(target, args)
         node.meta = {"unit": like.meta["unit"], "grad": like.meta["grad"], **kinds_like(like)}
-        node.meta |= {"dispatched": True, **meta}
+        node.meta |= {"dispatched": True, "over": self.axis, **meta}
         if "val" not in meta:
             with torch.no_grad(), self.mode:
                 node.meta["val"] = target(*map_arg(args, lambda x: x.meta["val"]))

@@ -29,7 +29,9 @@ from ..sharding.shard import Sharding
 from ..sharding.writer import Writer
 from .collectives import move_collectives
 from .context import shard_contexts
+from .experts import divide_over_copies
 from .padded import pad_vocabularies
+from .routed import find_routed
 from .sequence import shard_sequences
 
 aten = torch.ops.aten
@@ -74,6 +76,7 @@ def rewrite(
     sequence_parallel: bool = False,
     cp_rank: int = 0,
     cp: int = 1,
+    expert_rank: int = 0,
 ) -> Rewritten:
     """Apply the decisions of ``sharding`` for one rank; the captured graph is not changed.
 
@@ -81,6 +84,7 @@ def rewrite(
                        could be complete on each rank.
     sequence_parallel: whether replicated work is sharded along the sequence where it can be.
     cp_rank, cp:       of the ranks that divide sequences.
+    expert_rank:       of the ranks that divide experts, where copies of a layer do.
     """
     assert sharding.tp == tp and 0 <= tp_rank < tp and 0 <= cp_rank < cp
     writer = GraphWriter(captured, chain, sharding, tp_rank)
@@ -88,11 +92,32 @@ def rewrite(
     if tp == 1:
         pad_vocabularies(writer.graph, sharding.tensors, mode=writer.mode)
     move_collectives(writer.graph, tp)
+    experts = frozenset(name for name, t in sharding.tensors.items() if t.experts)
+    rows = frozenset(name for name, t in sharding.tensors.items() if t.dim == 0)
+    routed = find_routed(writer.graph, rows)
     if cp > 1:
         shard_contexts(writer.graph, captured, cp_rank, cp, mode=writer.mode)
     if sequence_parallel and tp > 1:
-        divided = frozenset(name for name, t in sharding.tensors.items() if t.dim == 0)
-        shard_sequences(writer.graph, captured, tp_rank, tp, mode=writer.mode, divided=divided)
+        shard_sequences(
+            writer.graph,
+            captured,
+            tp_rank,
+            tp,
+            mode=writer.mode,
+            routed=routed,
+            divided=rows - experts,
+        )
+    if experts:
+        shared = [axis for axis, ranks in ((LayerAxis.TP, tp), (LayerAxis.CP, cp)) if ranks > 1]
+        divide_over_copies(
+            writer.graph,
+            routed,
+            experts,
+            expert_rank,
+            sharding.experts,
+            mode=writer.mode,
+            shared=shared,
+        )
     summed: tuple[str, ...] = ()
     trained = _trained(writer.graph, captured)
     if tp > 1:
@@ -100,7 +125,7 @@ def rewrite(
         summed = _separate_partial(writer.graph, whole, LayerAxis.TP, tp_rank, also=partial)
     if cp > 1:
         _separate_partial(writer.graph, trained, LayerAxis.CP, cp_rank, also=captured.trainable)
-    if tp > 1 and cp > 1:
+    if (tp > 1) + (cp > 1) + bool(experts) > 1:
         _part_marks(writer.graph)
     writer.graph.eliminate_dead_code()
     constants = {

@@ -21,11 +21,11 @@ from torch.fx import Graph, Node
 from ..ir.aliases import storages, writers
 from ..ir.marks import copy_in, reduce_sum
 from ..ir.nodes import constant, is_op, op_name, operand, operands, values
+from ..sharding.experts import GROUPED, weight_of
 from ..sharding.rules_value import POINTWISE, argument
 
 aten = torch.ops.aten
 
-GROUPED = ("_grouped_mm", "transformers.grouped_mm_fallback")
 _POINTWISE = frozenset(POINTWISE)
 _OTHER_DIMS = ("chunk", "split", "slice", "unsqueeze", "select", "split_with_sizes")
 
@@ -117,14 +117,6 @@ def _read_first(routed: Routed) -> None:
         return
     for node in reversed(moved):
         routed.sort.prepend(node)
-
-
-def weight_of(product: Node) -> str:
-    """Return the name of the parameter that a grouped product multiplies with, or with a view of."""
-    weight = operand(product, 1)
-    while weight.op == "call_function":
-        weight = operand(weight)
-    return str(weight.target)
 
 
 def _sort_for_inverse(graph: Graph, sort: Node) -> None:

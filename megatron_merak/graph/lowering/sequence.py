@@ -34,7 +34,7 @@ from ..sharding.rules import RULES, STARTERS
 from ..sharding.rules_local import LOCAL_RULES
 from .collectives import hoist_copies
 from .experts import divide_experts
-from .routed import Routed, RoutedKind, find_routed
+from .routed import Routed, RoutedKind
 from .sequence_writer import SequenceWriter, parts_of
 
 
@@ -44,14 +44,15 @@ def shard_sequences(
     rank: int,
     tp: int,
     mode: FakeTensorMode,
+    routed: Mapping[Node, Routed],
     divided: Container[str] = (),
 ) -> None:
     """Shard replicated work of one rank's graph along the sequence, where there is any.
 
     mode:    of the fake values in the graph.
+    routed:  routed experts, by their sort.
     divided: names of the weights of which a rank has those of its experts, among others.
     """
-    routed = find_routed(graph, divided)
     parts = _parts(graph, captured, tp, routed)
     if parts is not None:
         SequenceWriter(

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from ...planner.tables import family
 from ..ir.nodes import op_name, operands, schema, values
+from .experts import DIVIDED
 from .known import Known
 from .padding import zeros
 from .placement import Decision, Layout, ShardSpec
@@ -20,7 +21,6 @@ from .writer import Writer
 aten = torch.ops.aten
 
 COLUMN = "column parallel: its output features are sharded"
-EXPERTS = "expert parallel: each rank has some of the experts"
 ROW = "row parallel: its input features are sharded"
 _ALIGNMENT = 16  # bytes, of the rows of torch's grouped product
 
@@ -75,7 +75,7 @@ def grouped(p: Known, node: Node) -> Decision | None:
     layout = p.layout(a)
     weight = p.layout(b)
     if layout is None and _divides_experts(p, b):
-        p.explain_pin(b, EXPERTS)
+        p.explain_pin(b, DIVIDED)
         return Decision(None)  # rows are exchanged, see lowering/experts.py
     if layout and layout.dim != 1 or weight and weight.dim == 0 or len(p.shape(a)) != 2:
         return None
@@ -98,7 +98,7 @@ def _divides_experts(p: Known, weight: Node) -> bool:
     if layout is not None:
         return layout.dim == 0
     experts = p.shape(weight)[0]
-    return experts % p.tp == 0 and p.shard_parameter(weight, ShardSpec(0, (experts,)), EXPERTS)
+    return experts % p.tp == 0 and p.shard_parameter(weight, ShardSpec(0, (experts,)), DIVIDED)
 
 
 def product(p: Known, m: MatrixProduct) -> Decision | None:

@@ -1,7 +1,7 @@
 """Which parameters of a captured model are sharded over the tensor-parallel ranks, how, and why."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
@@ -15,13 +15,13 @@ from ..capture.captured import Captured
 from ..ir.names import place
 from ..ir.nodes import op_name
 from .assumptions import AS_PLANNED, Assumptions
+from .experts import DIVIDED, divided_experts
 from .known import ALIKE, Known
 from .pins import Pins, check_pins, conflict_error, spec_of
 from .placement import Decision, Layout, NodeLayout, PlanConflict
 from .propagate import propagated
 from .roles import roles
 from .rules import RULES, STARTERS
-from .rules_product import EXPERTS
 
 CHOICES = ("column", "row", "replicate", "vocabulary")
 
@@ -83,6 +83,7 @@ class Sharding:
     decisions: by node, what a rank does for it; a node without one is computed as captured, by
                every rank.
     layouts:   by node, how its value is sharded.
+    experts:   number of ranks that divide experts.
     """
 
     tp: int
@@ -91,9 +92,15 @@ class Sharding:
     decisions: Mapping[Node, Decision] = field(default_factory=dict, repr=False)
     layouts: Mapping[Node, NodeLayout] = field(default_factory=dict, repr=False)
 
+    experts: int = 1
+
+    def ranks_of(self, tensor: TensorSharding) -> int:
+        """Return the number of ranks that shard a tensor."""
+        return self.experts if tensor.experts else self.tp
+
     def share(self) -> float:
         """Return the fraction of all parameters that one rank stores."""
-        stored = sum(prod(t.local_shape(0, self.tp)) for t in self.tensors.values())
+        stored = sum(prod(t.local_shape(0, self.ranks_of(t))) for t in self.tensors.values())
         return stored / sum(prod(t.shape) for t in self.tensors.values())
 
 
@@ -108,7 +115,7 @@ def shard(
     pins: Pins | None = None,
     vocabulary_multiple: int = 1,
     complete: bool = False,
-    experts: bool = False,
+    experts: int = 1,
 ) -> Sharding:
     """Decide how every parameter and value of a capture is sharded.
 
@@ -116,31 +123,40 @@ def shard(
                          name; these are sharded just so.
     vocabulary_multiple: a vocabulary is padded to a multiple of this x tp, unless pins say
                          otherwise.
-    experts:             whether ranks divide the experts of grouped products.
+    experts:             ranks that divide the experts of grouped products: ``tp``, or more if copies of
+                         a layer divide them; 1: none do.
     complete:            pins are those of a plan and must name every parameter of the capture, and
                          no other.
 
     Raises PlanError if a rule or pin cannot be met, or no weight can be sharded.
     """
     pins = pins or {}
+    whole = _replicated(captured)
+    divided: dict[str, TensorSharding] = {}
+    if experts > tp:
+        divided = divided_experts(captured.module.graph, whole, experts)
+    _check_divided(divided, pins, experts, complete)
+    # weights of experts are no affair of tensor-parallel ranks then
+    pins = {name: whole.get(name, pin) if pin.experts else pin for name, pin in pins.items()}
     check_pins(captured, tp, pins, complete)
+    pins = {name: pin for name, pin in pins.items() if name not in divided}
     names = {name: name for name in captured.shapes} | dict(captured.aliases)
     names = {name: canonical for name, canonical in names.items() if canonical in captured.shapes}
     requested = (rules or TensorRules()).match(names)
-    whole = _replicated(captured)
     if tp == 1:
         reasons = dict.fromkeys(whole, "replicated: one tensor-parallel rank")
         padded = {name: pin for name, pin in pins.items() if name in whole and pin.padded}
-        return Sharding(1, whole | padded, reasons | dict.fromkeys(padded, "whole: padded"))
+        reasons |= dict.fromkeys(padded, "whole: padded") | dict.fromkeys(divided, DIVIDED)
+        return Sharding(1, whole | padded | divided, reasons, experts=experts)
     pins = {name: pin for name, pin in pins.items() if name in whole}
     walk = partial(
         propagated, captured, tp, RULES, STARTERS, vocabulary_multiple=vocabulary_multiple
     )
-    free = p = walk(assumptions=replace(_assumptions(captured, requested), experts=experts))
+    free = p = walk(assumptions=_assumptions(captured, requested, experts == tp, divided))
     unpinned = {name: _tensor(t, p.sharded_parameters.get(name)) for name, t in whole.items()}
     edited = [name for name, pin in pins.items() if spec_of(pin) != spec_of(unpinned[name])]
     if edited:
-        assumptions = replace(_assumptions(captured, requested), experts=experts)
+        assumptions = _assumptions(captured, requested, experts == tp, divided)
         assumptions.pins = {name: spec_of(pin) for name, pin in pins.items()}
         try:
             p = walk(assumptions=assumptions)
@@ -150,12 +166,14 @@ def shard(
         name: pins.get(name) or _tensor(t, p.sharded_parameters.get(name))
         for name, t in whole.items()
     }
+    tensors |= divided
     reasons = {name: _reason(p, free, name, name in edited) for name in tensors}
+    reasons |= dict.fromkeys(divided, DIVIDED)
     _check_requests(reasons, requested, pins)
-    if experts and not pins and EXPERTS not in p.reasons.values():
+    if experts == tp and not pins and DIVIDED not in p.reasons.values():
         reason = "the model has no grouped product of experts whose number it divides"
         raise PlanError("--expert-model-parallel-size", tp, reason, "Use 1, or another size")
-    if not p.sharded_parameters and not pins:
+    if not p.sharded_parameters and not pins and not divided:
         why = next(
             (f"{name} is {text}" for name, text in reasons.items()), "the graph reads no parameter"
         )
@@ -163,11 +181,30 @@ def shard(
         raise PlanError(
             "tensor parallel size", tp, reason, "Use 1, or a size that divides heads and features"
         )
-    return Sharding(tp, tensors, reasons, p.decisions, p.layouts)
+    return Sharding(tp, tensors, reasons, p.decisions, p.layouts, experts=experts)
 
 
-def _assumptions(captured: Captured, requested: Mapping[str, tuple[str, str]]) -> Assumptions:
-    assumptions = Assumptions(roles(captured))
+def _check_divided(
+    divided: Mapping[str, TensorSharding], pins: Pins, experts: int, complete: bool
+) -> None:
+    """Raise PlanError unless pins say what of copies of a layer divide."""
+    for name, pin in pins.items():
+        if pin.experts and name not in divided:
+            reason = "the plan has it divided by experts, and its experts are not divided so"
+            raise PlanError("sharding of", name, reason, "Let experts be false")
+        if name in divided and complete and not pin.experts:
+            reason = f"{experts} ranks divide experts, and the plan has it {pin.describe()}"
+            raise PlanError("sharding of", name, reason, "Let dim be 0 and experts true")
+
+
+def _assumptions(
+    captured: Captured,
+    requested: Mapping[str, tuple[str, str]],
+    experts: bool,
+    divided: Mapping[str, TensorSharding],
+) -> Assumptions:
+    assumptions = Assumptions(roles(captured), experts=experts)
+    assumptions.banned.update(dict.fromkeys(divided, DIVIDED))
     for name, (choice, pattern) in requested.items():
         if choice == "replicate":
             assumptions.banned[name] = f"the rule {pattern}=replicate asks for it"

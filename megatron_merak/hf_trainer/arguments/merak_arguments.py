@@ -186,8 +186,9 @@ class MerakArguments(SharedArguments, TrainingArguments):
             expert_model_parallel_size=self.expert_model_parallel_size,
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
         )
+        copies = self.world_size // (degrees.ranks_of_replica // degrees.context_parallel_size)
         check_context_parallel(degrees)
-        check_experts(degrees)
+        check_experts(degrees, copies)
         parallelism.check_world(self)
         check_instances(self)
         self._check_deepspeed()

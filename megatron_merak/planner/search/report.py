@@ -54,7 +54,7 @@ class Breakdown:
     @classmethod
     def of(cls, plan: Plan) -> "Breakdown":
         """Return the parts of ``predicted_time``, which they add up to."""
-        costs = unit_costs(plan.units, plan.cluster, plan.dtype, plan.grid)
+        costs = unit_costs(plan.units, plan.cluster, plan.dtype, plan.grid, plan.expert_copies)
         pipeline = timeline(plan)
         rank = max(range(plan.grid.pp), key=lambda each: pipeline.busy[each])
         stages = plan.stages_of(rank)
