@@ -319,16 +319,39 @@ def test_a_stored_plan_that_does_not_fit_is_refused(change):
 
 
 @pytest.mark.parametrize(
-    ("tp", "remedy"), [(1, "Use 1, or set grid.tp to it"), (2, "Use 1 or 2")], ids=["one", "two"]
+    ("grid", "reason"),
+    [
+        ({"tp": 1, "dp": 1}, "no two ranks have the same layer. Leave it out, or use more ranks"),
+        (
+            {"tp": 2, "dp": 1},
+            "experts are divided over the 2 tensor-parallel ranks of their layer. Use 2",
+        ),
+        (
+            {"tp": 1, "dp": 8},
+            "experts are divided over some of the 8 ranks that have the same layer. Use 2 or 4",
+        ),
+        (
+            {"tp": 2, "cp": 2, "dp": 4},
+            "experts are divided over the 2 tensor-parallel ranks of a layer, in some of its 8 "
+            "copies. Use 2 or 4",
+        ),
+    ],
+    ids=["one rank", "a layer", "replicas", "both"],
 )
-def test_experts_need_as_many_ranks_of_a_layer(tp, remedy):
+def test_experts_need_ranks_that_divide_them(grid, reason):
     plan = small_plan()
     with pytest.raises(PlanError) as caught:
-        replace(plan, grid=replace(plan.grid, tp=tp), expert_parallel=3)
-    assert str(caught.value) == (
-        "expert_parallel 3: experts are divided over the tensor-parallel ranks of a layer, and "
-        f"grid.tp is {tp}. {remedy}."
-    )
+        replace(plan, grid=replace(plan.grid, **grid), expert_parallel=3)
+    assert str(caught.value) == f"expert_parallel 3: {reason}."
+
+
+def test_copies_that_divide_experts_are_no_instances():
+    plan = small_plan()
+    grid = replace(plan.grid, dp=4)
+    sharded = replace(plan, grid=grid, sharding="optim", expert_parallel=4)
+    assert sharded.expert_copies == 2
+    with pytest.raises(PlanError, match="sharding_instances 2: 4 ranks divide experts"):
+        replace(sharded, sharding_instances=2)
 
 
 def test_a_plan_written_by_hand_may_name_clusters_devices_and_links():

@@ -79,7 +79,7 @@ def converted(tokens: Sequence[str], ranks: int | None = None) -> Converted:
     """
     result = Converted()
     ours = {flag.name: flag for flag in flags(Config)}
-    script_flags = _experts_of_a_layer(list(_script_flags(tokens, ours)), result)
+    script_flags = list(_script_flags(tokens, ours))
     for each in script_flags:
         if not each.name:
             result.flags.append(each)
@@ -101,28 +101,6 @@ def converted(tokens: Sequence[str], ranks: int | None = None) -> Converted:
     _add_defaults(result)
     _understood(result, ours, ranks)
     return result
-
-
-def _experts_of_a_layer(script_flags: list[ScriptFlag], result: Converted) -> list[ScriptFlag]:
-    """Let the ranks that divide experts be those of a layer, where a script has one rank for each
-    layer: replicas divide them there.
-    """
-    by_name = {each.name: each for each in script_flags}
-    experts = by_name.get(_EXPERT)
-    tensor = by_name.get(_TENSOR, ScriptFlag(_TENSOR, ("1",)))
-    if experts is None or tensor.values != ("1",):
-        return script_flags
-    if not (experts.values[:1] and experts.values[0].isdecimal() and int(experts.values[0]) > 1):
-        return script_flags
-    now = [ScriptFlag(_TENSOR, experts.values), ScriptFlag("--sequence-parallel")]
-    why = (
-        "experts are divided over the ranks of a layer, not over replicas, of which there are fewer"
-    )
-    result.renamed.append((str(experts), f"{now[0]} {now[1]} {experts}: {why}"))
-    others = [each for each in script_flags if each.name not in (_TENSOR, now[1].name)]
-    # of the three flags at most --sequence-parallel is as it was
-    result.kept -= 2 if now[1].name in by_name else 3
-    return [*others, *now]
 
 
 def consequence(error: ConfigError) -> str:

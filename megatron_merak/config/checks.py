@@ -5,7 +5,6 @@ work.
 import dataclasses
 from collections.abc import Iterable
 
-from ..counting import counted
 from ..errors import ConfigError
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
@@ -321,12 +320,17 @@ def refused_experts(experts: int, ranks: int, copies: int) -> tuple[str, str] | 
     if experts == 1 or experts % ranks == 0 and copies % (experts // ranks) == 0:
         return None
     sizes = [1, *(ranks * several for several in divisors(copies) if ranks * several > 1)]
-    reason = f"experts are divided over {counted(ranks, 'tensor-parallel rank')} of a layer"
-    reason += f" and over {'one' if copies == 1 else f'some of the {copies}'} of its copies"
-    if ranks == 1:
-        reason = f"experts are divided over ranks that have the same layer, and there are {copies}"
     if sizes == [1]:
-        return "a layer is on one rank alone", "Leave it 1"
+        return "no two ranks have the same layer", "Leave it out, or use more ranks"
+    if ranks == 1:
+        reason = f"experts are divided over some of the {copies} ranks that have the same layer"
+    elif copies == 1:
+        reason = f"experts are divided over the {ranks} tensor-parallel ranks of their layer"
+    else:
+        reason = (
+            f"experts are divided over the {ranks} tensor-parallel ranks of a layer, in some of its "
+            f"{copies} copies"
+        )
     return reason, f"Use {closest(experts, sizes)}"
 
 

@@ -102,11 +102,11 @@ class ParallelConfig(Section):
         1, least=1, plan=InPlan("expert_parallel", taken=True)
     )
     """Expert-parallel degree: number of ranks that divide the experts of each layer, and exchange
-    the rows of tokens: 1, or the tensor-parallel size with --sequence-parallel.
-    """
+    the rows of tokens: the tensor-parallel ranks, which then need --sequence-parallel, of one or
+    more replicas or contexts."""
     expert_tensor_parallel_size: int | None = setting(None, least=1)
-    """Number of ranks over which each expert is sharded (unset: the tensor-parallel size, and 1 with
-    --expert-model-parallel-size)."""
+    """Number of ranks over which each expert is sharded: 1 with --expert-model-parallel-size, else
+    the tensor-parallel size (unset: that)."""
     tp_comm_overlap: str = setting(
         "weight-gradient", choices=OVERLAPS, bare="auto", megatron=False, plan=InPlan("overlap")
     )

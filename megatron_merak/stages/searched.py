@@ -104,7 +104,7 @@ class CapturedChain:
                 recompute_granularity="selective" if selective else None,
             )
             check_context_parallel(parallel)
-            check_experts(parallel, layer.cp)
+            check_experts(parallel, layer.cp * layer.expert_copies)
             traced = self._one if samples == 1 else self._two
             request = replace(self._request, parallel=parallel)
             self._measured[key] = measured(traced, request, self._cluster, self._state_of)[2]

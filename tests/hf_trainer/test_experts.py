@@ -29,6 +29,13 @@ EXPERTS = {
     "expert_tensor_parallel_size": 1,
 }
 
+REPLICAS = {
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "expert_model_parallel_size": 2,
+    "per_device_train_batch_size": 2,
+}
+
 
 def mixture(balanced):
     set_seed(1)
@@ -91,24 +98,97 @@ def test_losses_and_weights_are_those_of_transformers(tmp_path):
         },
         {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4},
         {"pipeline_model_parallel_size": 2, "tp_comm_overlap": "sub-pipeline"},
+        {**REPLICAS, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
+        {
+            **REPLICAS,
+            "per_device_train_batch_size": 1,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "gradient_checkpointing": True,
+        },
+        {**REPLICAS, "context_parallel_size": 2, "expert_model_parallel_size": 4},
+        {"per_device_train_batch_size": 2, "expert_model_parallel_size": 4},
+        {
+            **REPLICAS,
+            "per_device_train_batch_size": 1,
+            "data_parallel_sharding_strategy": "optim",
+            "optim": "adafactor",
+        },
     ],
-    ids=["pipeline", "sharded replicas", "four", "halves"],
+    ids=[
+        "pipeline",
+        "sharded replicas",
+        "four",
+        "halves",
+        "replicas of stages",
+        "replicas that shard",
+        "replicas and contexts",
+        "replicas and tensor parallel",
+        "replicas with Adafactor",
+    ],
 )
 def test_other_layouts(tmp_path, changes):
-    args = TrainingArguments(str(tmp_path), **RUN)
-    if "per_device_train_batch_size" in changes:
-        halved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-        args = TrainingArguments(str(tmp_path), **{**RUN, **halved})
-    wanted = trained(Trainer, args, tmp_path)
+    samples_of_rank = changes.get("per_device_train_batch_size", 4)
+    batch = {
+        "per_device_train_batch_size": samples_of_rank,
+        "gradient_accumulation_steps": 8 // samples_of_rank,
+        "optim": changes.get("optim", "adamw_torch"),
+    }
+    wanted = trained(Trainer, TrainingArguments(str(tmp_path), **{**RUN, **batch}), tmp_path)
     for found in run_ranks(_rank, 4, tmp_path / "four", changes):
         check(found, wanted)
 
 
+def padded(items):
+    """Samples of different lengths in one batch."""
+    length = max(len(item["input_ids"]) for item in items)
+    batch = {
+        "input_ids": torch.zeros(len(items), length, dtype=torch.long),
+        "labels": torch.full((len(items), length), -100),
+        "attention_mask": torch.zeros(len(items), length, dtype=torch.long),
+    }
+    for row, item in enumerate(items):
+        own = slice(len(item["input_ids"]))
+        batch["input_ids"][row, own] = torch.as_tensor(item["input_ids"])
+        batch["labels"][row, own] = torch.as_tensor(item["labels"])
+        batch["attention_mask"][row, own] = 1
+    return batch
+
+
+def evaluated(kind, args):
+    """Losses of a training whose batches have different lengths, the loss of an evaluation, and
+    predictions: of a number of samples that ranks cannot share evenly.
+    """
+    data = samples(40, ragged=True), samples(13, ragged=True)
+    trainer = kind(mixture(False), args, padded, *data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses.append(trainer.evaluate()["eval_loss"])
+    predictions = trainer.predict(samples(5, ragged=True)).predictions
+    return losses, torch.as_tensor(predictions)
+
+
+def _evaluated(rank, world_size, directory):
+    args = MerakArguments(str(directory), **{**RUN, **REPLICAS, "per_device_eval_batch_size": 2})
+    return evaluated(MerakTrainer, args)
+
+
+def test_replicas_with_batches_of_other_lengths_and_numbers(tmp_path):
+    batch = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "per_device_eval_batch_size": 2,
+    }
+    wanted = evaluated(Trainer, TrainingArguments(str(tmp_path), **{**RUN, **batch}))
+    for losses, predictions in run_ranks(_evaluated, 2, tmp_path / "two"):
+        assert losses == pytest.approx(wanted[0], rel=2e-6)
+        torch.testing.assert_close(predictions, wanted[1], rtol=0, atol=2e-4)
+
+
 REFUSED = [
     (
-        {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
         ConfigError,
-        "--expert-model-parallel-size 2: experts are divided over the 1 tensor-parallel ranks",
+        "--expert-model-parallel-size 4: experts are divided over some of the 2 ranks that have",
     ),
     (
         {**EXPERTS, "expert_tensor_parallel_size": 2},

@@ -34,6 +34,9 @@ ZERO1 = "--use-distributed-optimizer"
 ZERO2 = "--data-parallel-sharding-strategy optim_grads"
 ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
 # the first two steps overflow
+MIXTURE = """--num-experts 4 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.01 --swiglu
+    --disable-bias-linear --normalization RMSNorm"""
+EP2 = "--expert-model-parallel-size 2"
 FP16 = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 3"
 COUNTERS = ("iteration", "consumed_samples", "skipped_iterations", "skipped_samples")
 SAVED = (*COUNTERS, "optimizer_steps", "loss_scale")
@@ -120,6 +123,13 @@ GPTS = [
                 f"--tensor-model-parallel-size 2 {ZERO3} --swiglu --normalization RMSNorm",
                 2,
                 "--pipeline-model-parallel-size 2 --swiglu --normalization RMSNorm",
+            ),
+            "experts of replicas, on one rank": (2, f"{MIXTURE} {EP2}", 1, MIXTURE),
+            "experts of replicas that shard": (
+                4,
+                f"{MIXTURE} {EP2} {ZERO3} --micro-batch-size 1",
+                2,
+                f"{MIXTURE} {EP2} {ZERO1} --micro-batch-size 1",
             ),
             "Lion": (2, f"{ZERO1} --optimizer lion", 1, "--optimizer lion"),
             "SGD": (2, f"{ZERO3} --optimizer sgd", 2, "--optimizer sgd"),

@@ -364,6 +364,7 @@ class Bounds:
                 state_bytes=request.state_bytes,
                 frozen_bytes=self.frozen_bytes,
                 bucket_size=bucket,
+                expert_copies=case.work.expert_copies,
             )
         return self._ledgers[key]
 
@@ -444,7 +445,7 @@ class Bounds:
             return 0.0, 0.0
         ranks = shards.optimizer
         link = self._link_of_replicas(case, copies if ranks == 1 else ranks)
-        values = case.work.parameters / case.degrees.pp
+        values = case.work.reduced / case.degrees.pp
         wide = 2 if self.request.parallel.grad_reduce_in_bf16 else 4
         if ranks == 1:
             return all_reduce(copies, wide * values, link), 0.0

@@ -38,6 +38,11 @@ class Layer:
     def ranks(self) -> int:
         return self.tp * self.cp
 
+    @property
+    def expert_copies(self) -> int:
+        """Number of copies of the layer that divide its experts; 1: none do."""
+        return max(1, self.ep // self.tp)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:

@@ -266,7 +266,7 @@ class Search:
         """Push all degrees; return why there are none, if there are none."""
         refusal: MerakError | None = None
         for layer in space.layers():
-            first = Choice(tp=layer.tp, cp=layer.cp, ep=layer.ep, sp=layer.ep > 1)
+            first = Choice(tp=layer.tp, cp=layer.cp, ep=layer.ep, sp=layer.ep > 1 and layer.tp > 1)
             try:
                 units = len(self._of(first, False).units)
             except MerakError as error:

@@ -71,25 +71,27 @@ class Space:
 
     def layers(self) -> Iterator[Layer]:
         """Return how layers may be divided, over few ranks first: over tensor-parallel ranks of a
-        node, which may divide experts, or over ranks that share sequences.
+        node, or over ranks that share sequences. Experts are divided over the ranks of a layer, or
+        over those of a node.
         """
         node = min(self.cluster.ranks_per_node, self.ranks)
         shared = [cp for cp in divisors(self.ranks) if self.length and self.length % cp == 0]
         for tp in self._some("tp", [tp for tp in divisors(self.ranks) if tp <= node]):
-            for ep in self._some("ep", (1, tp) if self.experts and tp > 1 else ()):
+            divided = sorted({1, tp, *([node] if node % tp == 0 else [])})
+            for ep in self._some("ep", divided if self.experts else ()):
                 for cp in self._some("cp", shared if tp == ep == 1 else ()):
                     yield Layer(tp, cp, ep)
 
     def degrees(self, layer: Layer, units: int) -> Iterator[Degrees]:
         """Return how a job whose layers are divided so can be divided. units: of the chain."""
         along = (True, False) if layer.tp > 1 else (False,)
-        along = (True,) if layer.ep > 1 else along
+        along = (True,) if layer.ep > 1 and layer.tp > 1 else along
         left = self.ranks // layer.ranks
         for pp in self._some("pp", [pp for pp in divisors(left) if pp <= units]):
             if self.ranks % (layer.ranks * pp):
                 continue
             dp = left // pp
-            if any(size % dp for size in self.batch):
+            if any(size % dp for size in self.batch) or layer.cp * dp % layer.expert_copies:
                 continue
             each = [size // dp for size in self.batch]
             powers = [2**power for power in range(_LARGEST.bit_length()) if 2**power <= each[-1]]

@@ -106,6 +106,7 @@ class ChainPart:
     count:      of the units.
     whole:      whether they are alike, so that a rank has a whole number of them.
     parameters: trained ones, with tied tensors once.
+    experts:    those of ``parameters`` that copies of a layer divide.
     frozen:     those that are not trained.
     saved:      bytes that a micro-batch keeps for its backward.
     inputs:     those that it keeps if units are recomputed.
@@ -114,6 +115,7 @@ class ChainPart:
     count: int
     whole: bool
     parameters: int
+    experts: int
     frozen: int
     saved: int
     inputs: int
@@ -134,6 +136,7 @@ class ChainPart:
             len(units),
             whole,
             parameters=sum(unit.parameters - unit.frozen for unit in units) + sum(tied.values()),
+            experts=sum(unit.experts for unit in units),
             frozen=sum(unit.frozen for unit in units),
             saved=sum(saved),
             inputs=sum(kept),
@@ -166,7 +169,10 @@ class ChainWork:
     def __init__(self, units: Sequence[Unit], cluster: Cluster, dtype: str, layer: Layer):
         self.units = tuple(units)
         self.dtype = dtype
-        self._costs = unit_costs(self.units, cluster, dtype, Grid(tp=layer.tp, cp=layer.cp))
+        self.expert_copies = layer.expert_copies
+        # neighbours, than whom no others are closer
+        grid = Grid(tp=layer.tp, cp=layer.cp, dp=layer.expert_copies)
+        self._costs = unit_costs(self.units, cluster, dtype, grid, layer.expert_copies)
         self._again = frozenset(recomputed_units(self.units))
         self._counts = Counter(
             (cost, index in self._again) for index, cost in enumerate(self._costs)
@@ -185,6 +191,14 @@ class ChainWork:
     @property
     def parameters(self) -> int:
         return self.parts[0].parameters
+
+    @property
+    def reduced(self) -> int:
+        """Number of gradients that all ranks with the same layers add up; those of experts that these
+        divide may be nobody else's.
+        """
+        whole = self.parts[0]
+        return whole.parameters - (whole.experts if self.expert_copies > 1 else 0)
 
     def largest(self, count: int) -> int:
         """Return the trained parameters of so many units that have most."""

@@ -76,7 +76,12 @@ def test_bounds_hold_where_sequences_are_divided(long):
 
 def test_bounds_hold_where_experts_are_divided(mixture):
     choices = [choice for choice, _ in everything(mixture, 8, 16, {"mb": 2, "tp": 4, "sp": True})]
-    assert {choice.ep for choice in choices} == {1, 4}
+    assert {choice.ep for choice in choices} == {1, 4, 8}
+
+
+def test_bounds_hold_where_replicas_divide_experts(mixture):
+    choices = [choice for choice, _ in everything(mixture, 8, 16, {"mb": 1, "tp": 1, "cp": 1})]
+    assert {choice.ep for choice in choices} == {1, 8}
 
 
 def test_experts_are_divided_rather_than_sharded(mixture):
