@@ -76,17 +76,13 @@ class NamedWeights:
         kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         parts: dict[str, list[_Part]] = {}
         for rank, reports in enumerate(gather_json(owned, mesh.control, "cpu")):
-            # owners are in the first replica; this one is sharded alike
-            tp, cp, _, pp = mesh.grid.coordinates(rank)
             for name, shape, kind, dim, intervals in reports:
                 stored = getattr(torch, kind)
                 kinds[name] = (
                     tuple(shape),
                     stored if dtype is None or not stored.is_floating_point else dtype,
                 )
-                part = _Part(
-                    mesh.grid.rank(tp, cp, mesh.dp_rank, pp), dim, tuple(map(tuple, intervals))
-                )
+                part = _Part(_alike(rank, mesh), dim, tuple(map(tuple, intervals)))
                 parts.setdefault(name, []).append(part)
         order = [name for name in names if name in parts]
         order += sorted(parts.keys() - {*order})
@@ -117,18 +113,46 @@ class NamedWeights:
                 (tensor, part) for tensor in bucket for part in tensor.parts if part.rank == rank
             ]
             message, views = _message_and_views(sent, device)
-            for (tensor, _), view in (
-                zip(sent, views, strict=True) if rank == self.mesh.rank else ()
-            ):
+            for (tensor, part), view in zip(sent, views, strict=True):
+                if not self._fetches(tensor, part):
+                    continue
                 shard = self._own_shards[tensor.name]
                 if shard.fetch is not None:
                     shard.fetch()
-                view.copy_(shard.tensor.detach())
-            if self.mesh.model is not None:
-                dist.broadcast(message, rank, group=self.mesh.model)
+                if rank == self.mesh.rank:
+                    view.copy_(shard.tensor.detach())
+            experts = self.mesh.experts
+            group = self.mesh.model if experts is None else experts.weights
+            if group is not None:
+                dist.broadcast(message, rank, group=group)
             for (tensor, part), view in zip(sent, views, strict=True):
                 _place(gathered[tensor.name], part, view)
         return list(gathered.items())
+
+    def _fetches(self, tensor: FullTensor, part: _Part) -> bool:
+        """Whether this rank takes part in the gather of what another one, or itself, sends: of those
+        that have it, one in each replica sends it, or one in several that divide experts.
+        """
+        mesh = self.mesh
+        if mesh.experts is None or part.rank == mesh.rank:
+            return part.rank == mesh.rank
+        shard = self._own_shards.get(tensor.name)
+        stage = mesh.grid.coordinates(part.rank)[3]
+        return shard is not None and stage == mesh.pp_rank and shard.intervals == part.intervals
+
+
+def _alike(owner: int, mesh: Mesh) -> int:
+    """Return the rank that has what an owner has, in this rank's replica, or in the replicas that
+    divide experts with it. Owners are in the first ones.
+    """
+    grid = mesh.grid
+    tp, cp, _, pp = grid.coordinates(owner)
+    if mesh.experts is None:
+        return grid.rank(tp, cp, mesh.dp_rank, pp)
+    divided = mesh.experts.divided
+    copy = mesh.copy_rank // divided * divided + grid.copy_rank(owner)
+    same = grid.same_weights(grid.rank(tp, 0, 0, pp))
+    return same[copy]
 
 
 def _message_and_views(

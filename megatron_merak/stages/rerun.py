@@ -157,7 +157,8 @@ class Rerun:
                 f"{self._named(who)} computed other numbers the second time: a transient fault"
             )
             return self._end(reduced, verdict, fatal, UnexpectedResultError)
-        if self.mesh.grid.dp == 1:
+        # replicas that divide experts compute with one another's rows, in an order of their own
+        if self.mesh.grid.dp == 1 or self.mesh.experts is not None:
             verdict = (
                 f"{self._named(suspects)} computed the same numbers again, and no other "
                 "replica can compute them"

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 from megatron_merak.engine import Engine, token_logprobs
 from megatron_merak.errors import MerakError
@@ -25,6 +32,16 @@ def tiny_llama(**changes: Any) -> LlamaForCausalLM:
         num_key_value_heads=2, initializer_range=0.1, pad_token_id=0, eos_token_id=1, bos_token_id=2, **changes,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+def tiny_mixture() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.1, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+        num_local_experts=4,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
 
 
 def arguments(directory: str, **changes: Any) -> MerakArguments:
@@ -84,7 +101,7 @@ def close(ours: Any, theirs: Any) -> None:
 class Reference:
     """One process, ``torch.optim.AdamW``, the gradients of all replicas."""
 
-    def __init__(self, model: LlamaForCausalLM):
+    def __init__(self, model: PreTrainedModel):
         self.model = copy.deepcopy(model)
         named = dict(self.model.named_parameters())
         groups = [
@@ -125,7 +142,8 @@ def compare(
 ) -> list[str]:
     """Train an engine and the reference, and hold everything that the engine says against it.
     Returns what ranks that differ are told."""
-    model = tiny_llama()
+    divides = changes.get("expert_model_parallel_size", 1) > 1
+    model: PreTrainedModel = tiny_mixture() if divides else tiny_llama()
     degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     reference = Reference(model)
     args = arguments(directory, gradient_accumulation_steps=2, **degrees, **changes)
@@ -179,7 +197,7 @@ def resume(engine: Engine, directory: str) -> None:
     engine.step()
     assert any(not torch.equal(tensor, before[name]) for name, tensor in engine.named_weights())
     engine.load(f"{directory}/state")
-    saved = LlamaForCausalLM.from_pretrained(f"{directory}/model").state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(f"{directory}/model").state_dict()
     for name, tensor in engine.named_weights():
         assert torch.equal(tensor, before[name]) and torch.equal(tensor, saved[name]), name
     for name, tensor in engine.named_weights(dtype=torch.bfloat16, bucket_bytes=1):
