@@ -332,6 +332,13 @@ class GPTModule(nn.Module):
     def _part(self, name: str) -> nn.Module:
         return self.get_submodule(f"{self.names.inside}.{name}")
 
+    @property
+    def evaluates_as_it_trains(self) -> bool:
+        """Whether an evaluation computes what training does, dropout aside: routers have losses of
+        their own in training alone.
+        """
+        return self.shape.num_experts is None
+
     def get_input_embeddings(self) -> nn.Module:
         return self._part(self.names.tokens)
 

@@ -358,8 +358,7 @@ class Blueprint:
         traced = self.traced
         arguments = (role, stage, mesh)
         first = traced.captured
-        as_first = role.training and role.compute is None and shapes_of(batch) == traced.example
-        if as_first and not (first.guards and first.guards.broken(batch)):
+        if self._as_first(batch, role):
             return first, self._parts(first, self.chain, self.sharding, *arguments)
         captured = traced.capture(batch, role.training, role.outputs, role.compute)
         unknown = [name for name in captured.trainable if name not in first.shapes]
@@ -397,6 +396,18 @@ class Blueprint:
         sharding = self._sharded(captured)
         return captured, self._parts(captured, chain, sharding, *arguments)
 
+    def _as_first(self, batch: Batch, role: ProgramRole) -> bool:
+        """Whether the first capture is that of a batch, which needs no other one then."""
+        traced = self.traced
+        guards = traced.captured.guards
+        if role.compute is not None or shapes_of(batch) != traced.example:
+            return False
+        if guards and guards.broken(batch):
+            return False
+        model = traced.model
+        alike = isinstance(model, GPTModule) and model.evaluates_as_it_trains
+        return role.training or alike and role.outputs == traced.trained
+
     def _sharded(self, captured: Captured) -> Sharding:
         """Shard another capture like the first one."""
         tp = self.plan.grid.tp
@@ -424,9 +435,9 @@ class Blueprint:
             cp=self.plan.grid.cp,
             expert_rank=0 if mesh.experts is None else mesh.experts.rank,
         )
-        if not role.drops:
-            undropped(rewritten.graph)
         first = self.traced.captured
+        if not role.drops or captured is first and not role.training:
+            undropped(rewritten.graph)
         summed = rewritten.partial
         if captured is first:
             self.partial = summed
