@@ -517,10 +517,10 @@ def _cut_into_buckets(
     stop = size
     names = []
     order = [*reversed(slots.items())]
-    before = [slot.experts for _, slot in order[1:]] + [None]
-    for (name, slot), experts in zip(order, before, strict=True):
+    for number, (name, slot) in enumerate(order):
         names.append(name)
-        if stop - slot.start >= bucket_elements or slot.experts != experts:
+        is_last = number + 1 == len(order) or order[number + 1][1].experts != slot.experts
+        if stop - slot.start >= bucket_elements or is_last:
             buckets.append(Bucket(slot.start, stop, tuple(names), experts=slot.experts))
             stop = slot.start
             names = []

@@ -5,7 +5,7 @@ both: the part that grows with the samples, and the part that does not. The plan
 a capture of its own micro-batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from ..config.checks import check_context_parallel, check_experts
 from ..graph.ir.nodes import op_name
 from ..graph.kept_state import StateOf
 from ..graph.sharding.experts import GROUPED
-from ..plan import Unit
+from ..plan import TensorSharding, Unit
 from ..planner.request import Request
 from ..planner.search.choice import Layer
 from .blueprint import frozen_bytes, measured
@@ -39,12 +39,17 @@ _GROWING = (
 )
 
 
+PinsOf = Callable[[Traced, int], Mapping[str, TensorSharding]]
+
+
 class CapturedChain:
     """The chains of a captured model; a ``planner.search.Model``.
 
     trace:    returns the model, captured with a micro-batch of so many samples.
     request:  how it is cut and sharded; degrees are not read.
     state_of: see ``stages.blueprint.make_blueprint``.
+    pins_of:  returns how some tensors are sharded over so many tensor-parallel ranks, as ``shard``
+              has it; None: nothing is said of any.
     """
 
     def __init__(
@@ -53,7 +58,9 @@ class CapturedChain:
         request: Request,
         cluster: Cluster,
         state_of: StateOf | None = None,
+        pins_of: PinsOf | None = None,
     ):
+        self._pins_of = pins_of
         self._trace = trace
         self._request = request
         self._cluster = cluster
@@ -107,7 +114,9 @@ class CapturedChain:
             check_experts(parallel, layer.cp * layer.expert_copies)
             traced = self._one if samples == 1 else self._two
             request = replace(self._request, parallel=parallel)
-            self._measured[key] = measured(traced, request, self._cluster, self._state_of)[2]
+            pins = None if self._pins_of is None else self._pins_of(traced, layer.tp)
+            chain = measured(traced, request, self._cluster, self._state_of, pins)
+            self._measured[key] = chain[2]
         return self._measured[key]
 
 

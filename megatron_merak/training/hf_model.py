@@ -1,6 +1,6 @@
 """From the flags of pretrain_hf.py to the model, its capture and its plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from ..errors import CheckpointError, ConfigError, TraceError
 from ..graph.capture.capture import accepts_num_items, capture
 from ..graph.capture.captured import Captured
 from ..parallel.ranks import Members
-from ..plan import LAYERS
+from ..plan import LAYERS, TensorSharding
 from ..planner.make import ProgressCallback
 from ..planner.request import Request, request_of
 from ..stages.blueprint import Blueprint, blueprint_from_plan, make_blueprint
@@ -191,8 +191,12 @@ def captured_chain(
         assert model is not None
         return traced_of(model, replace(config, train=train))[0]
 
+    def pins_of(traced: Traced, tp: int) -> Mapping[str, TensorSharding]:
+        return tables_of(traced, tp, request.vocabulary_multiple)
+
     request = _sharded_as(request, config)
-    return CapturedChain(trace, request, cluster), request
+    pins = pins_of if isinstance(config, Config) else None
+    return CapturedChain(trace, request, cluster, pins_of=pins), request
 
 
 def _sharded_as(request: Request, config: RunConfig) -> Request:
