@@ -242,7 +242,7 @@ REFUSED = [
     ),
     *_pairs(
         "qwen3_moe",
-        ["dp1 -> dp2 ep2 sp"],
+        ["dp1 -> dp2 ep4"],
     ),
     _special("trainer", "dp1 m4 -> dp2 m16 b32", "24 samples, batches of 32"),
 ]

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_row_is_printed():
     command = [sys.executable, "-m", "benchmarks", "preprocess", "--megabytes", "1.5", "--repeats"]
     done = subprocess.run([*command, "1"], capture_output=True, text=True, cwd=ROOT)

@@ -10,7 +10,7 @@ from benchmarks import ROOT
 from benchmarks.checkpoints.saves import RUNS, WAYS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_way_is_measured(tmp_path):
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks", "saves"]

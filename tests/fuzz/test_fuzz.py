@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.long
 
-MODULES = 200
+MODULES = 100
 AT_ONCE = 20
 
 

@@ -143,10 +143,11 @@ def test_lengths_that_ranks_do_not_share_are_computed_by_each(tmp_path):
         same(found, alone)
 
 
-def beside(rank, world_size, directory):
+def beside(rank, world_size, directory, ways):
     """Two ranks that divide sequences, times two of another dimension."""
     found = {}
-    for way, (model, changes) in BESIDE.items():
+    for way in ways:
+        model, changes = BESIDE[way]
         place = f"{directory}/{way}"
         found[way] = train(place, model and model(), context_parallel_size=2, **changes)
     return found
@@ -166,10 +167,18 @@ BESIDE = {
 }
 
 
-@pytest.mark.long
-def test_other_dimensions_beside_it_train_alike(tmp_path):
-    ranks = run_ranks(beside, 4, str(tmp_path), timeout=500)
-    for way, (model, changes) in BESIDE.items():
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param(("stages", "weights", "bf16"), marks=pytest.mark.long),
+        pytest.param(("optimizer", "adapters", "checkpointing"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+def test_other_dimensions_beside_it_train_alike(tmp_path, ways):
+    ranks = run_ranks(beside, 4, str(tmp_path), ways, timeout=500)
+    for way in ways:
+        model, changes = BESIDE[way]
         one = tmp_path / f"{way}-alone"
         alone = train(one, model and model(), bf16=changes.get("bf16", False))
         for found in ranks:

@@ -229,6 +229,7 @@ def test_a_script_that_is_interrupted_says_one_line(tmp_path, launcher, workers,
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_torchrun_adds_its_own_words_and_all_is_saved(tmp_path):
     """docs/checkpoints.md says how many lines, and that nothing within ranks can prevent them."""
     with started(tmp_path, TORCHRUN, 1) as run:

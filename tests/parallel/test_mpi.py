@@ -92,7 +92,9 @@ LAYOUTS = {
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["tp-pp", pytest.param("bf16-sequence", marks=pytest.mark.slow), "sharded"]
+)
 def test_training_has_the_bits_of_shared_memory(layout, tmp_path):
     """And in groups of two, whose sums have one order, those of gloo."""
     if reason():

@@ -129,6 +129,7 @@ SILENT = r"^ranks? [\d, ]+\(?.*silent for \d+ s, .*or its host is lost; rank \d 
 NO_STORE = r"^store of the job: it does not answer .* rank \d has stood still for \d+ s in "
 
 
+@pytest.mark.slow
 def test_a_cut_cable_ends_the_ranks_of_both_hosts_by_name(hosts, tmp_path):
     """torchrun itself, on the host without the rendezvous, waits for as long as TCP does."""
     job = Job(hosts, FOR_EVER, tmp_path)

@@ -147,7 +147,7 @@ VARIANTS = [
     "case",
     [
         Case("llama", pp=2, hidden_dropout=0.1, attention_dropout=0.1),
-        Case("llama", pp=4, hidden_dropout=0.1),
+        pytest.param(Case("llama", pp=4, hidden_dropout=0.1), marks=pytest.mark.slow),
         Case("llama", pp=2, tp=2, loss="per-token"),
     ],
     ids=str,

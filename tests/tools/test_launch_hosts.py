@@ -150,7 +150,9 @@ def alone(tmp_path_factory) -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_a_run_on_two_hosts_saves_ends_and_goes_on_without_another_word(number, alone, tmp_path):
     words = f"--nproc-per-node 2 --max-restarts 3 {SMALL} --save run --load run --train-iters 8"
     started = launchers(f"{words} --save-interval 1", tmp_path, free_port())

@@ -76,4 +76,4 @@ def test_random_scripts(judge):
 
 @pytest.mark.long
 def test_more_random_scripts(judge):
-    assert [each for seed in range(150, 2000) for each in strays(judge, seed)] == []
+    assert [each for seed in range(150, 600) for each in strays(judge, seed)] == []

@@ -13,7 +13,14 @@ CASES = {case.name: case for case in restarts.cases()}
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["gpt-2-gloo", "trainer-2-merak_shm", "gpt-2-gloo-2-nodes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-2-gloo-2-nodes",
+        "trainer-2-merak_shm",
+        pytest.param("gpt-2-gloo", marks=pytest.mark.slow),
+    ],
+)
 def test_a_restarted_job_ends_as_an_undisturbed_one(name, tmp_path):
     case = CASES[name]
     model = restarts.make_model(tmp_path / "model")

@@ -130,7 +130,11 @@ def interrupted(run: subprocess.Popen, *numbers: signal.Signals) -> tuple[int, s
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "status", "ignored"),
-    [(signal.SIGINT, 130, None), (signal.SIGTERM, 143, signal.SIGHUP), (signal.SIGUSR1, 138, None)],
+    [
+        (signal.SIGINT, 130, None),
+        pytest.param(signal.SIGTERM, 143, signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 138, None, marks=pytest.mark.slow),
+    ],
 )
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, number, status, ignored):
     command = ("-m", "megatron_merak", "pretrain")

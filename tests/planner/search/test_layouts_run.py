@@ -106,7 +106,7 @@ def whole(curves: tuple[list[float | None], ...]) -> list[float | None]:
 
 @pytest.mark.parametrize(
     "ranks, mb, every",
-    [(2, 2, 1), pytest.param(4, 1, 3, marks=pytest.mark.long)],
+    [(2, 2, 1), pytest.param(4, 1, 3, marks=pytest.mark.slow)],
 )
 def test_every_layout_that_is_proposed_trains_to_the_same_loss(ranks, mb, every):
     """every: of so many choices, one is run: all of them take minutes."""
