@@ -129,6 +129,16 @@ def initialize_from_mesh(
     """
     grid = mesh.grid
     numbered = grids(grid.size, tp=grid.tp, pp=grid.pp, cp=grid.cp, order=grid.order)
+    if mesh.experts is not None:
+        numbered = grids(
+            grid.size,
+            tp=grid.tp,
+            pp=grid.pp,
+            cp=grid.cp,
+            ep=mesh.experts.ranks,
+            etp=1,
+            order=grid.order.replace("dp", "ep-dp"),
+        )
     _enter(
         numbered,
         mesh.timeout,

@@ -117,6 +117,23 @@ def test_groups_of_a_mesh():
     assert run_ranks(from_mesh, 4) == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
+def experts_of_mesh(rank, size):
+    from megatron_merak.megatron import mpu
+
+    mesh = build_mesh(Grid(tp=2, dp=4), rank, "cpu", expert_parallel=4)
+    mpu.initialize_from_mesh(mesh)
+    group = mpu.get_expert_model_parallel_group()
+    assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(mesh.experts.group)
+    same = mpu.get_expert_data_parallel_group()
+    assert dist.get_process_group_ranks(same) == dist.get_process_group_ranks(mesh.experts.same)
+    return mpu.get_expert_model_parallel_rank(), mesh.experts.rank
+
+
+@pytest.mark.long
+def test_groups_of_a_mesh_whose_replicas_divide_experts():
+    assert run_ranks(experts_of_mesh, 8) == [(rank % 4, rank % 4) for rank in range(8)]
+
+
 def mistakes(_rank, _size):
     from megatron_merak.megatron import parallel_state
 

@@ -36,8 +36,8 @@ _PROFILES = (
 )
 _PIPELINE = ("stages are cut by the plan", "Leave it out, and set pipeline_model_parallel_size")
 _EXPERTS = (
-    "experts are divided by tensor parallelism",
-    "Leave it out, and set tensor_model_parallel_size",
+    "experts are divided as an argument says",
+    "Leave it out, and set expert_model_parallel_size",
 )
 _SERVES = ("it is for inference", "Leave it out")
 _RECOMPUTES = (
