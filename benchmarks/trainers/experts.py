@@ -8,8 +8,8 @@ parallelism and FSDP2, and ours.
 The script is experts_script.py, with models of the shapes of Qwen3-MoE and Mixtral whose weights are
 drawn once. HuggingFace's Trainer runs it with `DistributedConfig`: all of a model's weights sharded
 (fsdp_size 2), and experts on the ranks that have them (ep_size 2, all_to_all). MerakTrainer runs it,
-two lines changed, with experts divided over the ranks of a layer, and with the other ways in which
-two ranks share a mixture. It is an error if losses disagree.
+two lines changed, with experts divided over replicas or over the ranks of a layer, and with the other
+ways in which two ranks share a mixture. It is an error if losses disagree.
 """
 
 import argparse
@@ -65,6 +65,7 @@ TINY = {
     "intermediate_size": 96,
     "head_dim": 16,
 }
+OVER_REPLICAS = "EP over replicas"
 DEFAULTS: dict[str, Any] = {"replicas": 1, "distributed": {}, "degrees": {}, "more": {}}
 # contestant -> options of the script
 WAYS: dict[str, dict[str, Any]] = {
@@ -79,6 +80,14 @@ WAYS: dict[str, dict[str, Any]] = {
             "sequence_parallel": True,
             "expert_model_parallel_size": 2,
         }
+    },
+    f"{OURS}, {OVER_REPLICAS}": {"replicas": 2, "degrees": {"expert_model_parallel_size": 2}},
+    f"{OURS}, {OVER_REPLICAS}, optim": {
+        "replicas": 2,
+        "degrees": {
+            "expert_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim",
+        },
     },
     f"{OURS}, tensor": {"degrees": {"tensor_model_parallel_size": 2}},
     f"{OURS}, context": {"degrees": {"context_parallel_size": 2}},

@@ -15,11 +15,17 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.long
 
-MODULES = 100
+MODULES = 200
 AT_ONCE = 20
 
 
-@pytest.mark.parametrize("first", range(0, MODULES, AT_ONCE))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=pytest.mark.slow if 2 * first >= MODULES else ())
+        for first in range(0, MODULES, AT_ONCE)
+    ],
+)
 def test_random_modules(first):
     shares = []
     for seed in range(first, first + AT_ONCE):

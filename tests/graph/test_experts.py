@@ -27,7 +27,7 @@ class Model:
         real, _, self.batch = tiny(name, **overrides)
         self.model = randomise(real())
         self.captured = capture(self.model, self.batch)
-        self.sharding = shard(self.captured, tp, experts=True)
+        self.sharding = shard(self.captured, tp, experts=tp)
         self.chain = cut(self.captured)
         self.tp = tp
 
@@ -190,7 +190,7 @@ def test_rows_that_meet_are_not_routed():
     ids = torch.randint(0, 96, (2, 8))
     captured = capture(Sorted(), {"input_ids": ids, "labels": ids})
     assert find_routed(captured.module.graph) == {}
-    sharding = shard(captured, 2, experts=True)
+    sharding = shard(captured, 2, experts=2)
     with pytest.raises(PlanError, match="are not routed"):
         rewrite(captured, cut(captured), sharding, 0, 2, sequence_parallel=True)
 
@@ -243,7 +243,7 @@ def test_shards_of_rows_that_torch_cannot_multiply_are_not_made(width, sharded):
 def test_a_model_without_experts_is_refused_by_name():
     real, _, batch = tiny("llama")
     with pytest.raises(PlanError) as caught:
-        shard(capture(real(), batch), 2, experts=True)
+        shard(capture(real(), batch), 2, experts=2)
     assert str(caught.value) == (
         "--expert-model-parallel-size 2: the model has no grouped product of experts whose number "
         "it divides. Use 1, or another size."

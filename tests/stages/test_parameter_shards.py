@@ -4,11 +4,11 @@ them.
 
 from dataclasses import replace
 from math import prod
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_merak.parallel.mesh import Mesh
 from megatron_merak.plan import Grid, TensorSharding
 from megatron_merak.stages.parameter_shards import StoredParameter, stored_shape
 from tests.models.families import FAMILIES, blueprint_of
@@ -17,7 +17,7 @@ from tests.parity.rig import part_of
 
 def shard_of(tensor, storage, rank, tp):
     """A rank's shard of a tensor, as a view of its storage."""
-    mesh = SimpleNamespace(grid=Grid(tp=tp), tp_rank=rank, copy_rank=0)
+    mesh = Mesh(Grid(tp=tp), rank, torch.device("cpu"))
     return StoredParameter(tensor, storage, rank == 0, storage).shard(mesh, storage)
 
 

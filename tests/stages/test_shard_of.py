@@ -24,7 +24,7 @@ def test_a_strategy_is_what_the_buffer_shards_where_there_are_replicas(sharding,
         assert place == (dp, dp - 1, kept)
         buffer = ParameterBuffer([], torch.float32, "cpu", None, *place)
         assert buffer.sharding == (kept if dp > 1 else ShardedState.NOTHING)
-        assert buffer.sharding or (buffer.shard, len(buffer.owned)) == (0, 1)
+        assert buffer.sharding or (buffer.places, len(buffer.owned)) == ((0, 0), 1)
 
 
 def test_replicas_of_an_instance_share_and_its_mesh_must_know_it():

@@ -96,7 +96,7 @@ def cells(specimen: Specimen, subject: Subject, asked: Sequence[str]) -> dict[st
     )
     if any(op_name(node) in GROUPED for node in subject.captured.module.graph.nodes):
         checks["ep2"] = lambda s: check_tensor_parallel(
-            s, shard(s.captured, 2, experts=True), sequences=True
+            s, shard(s.captured, 2, experts=2), sequences=True
         )
     checks["curve"] = lambda s: check_curve(specimen, s)
     found: dict[str, Any] = {
