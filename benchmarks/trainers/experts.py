@@ -4,6 +4,7 @@ parallelism and FSDP2, and ours.
     python -m benchmarks experts --json result.json   # 5 repeats in turns; 40 minutes on two idle cores
     python -m benchmarks experts --quick              # tiny models, once: does it all still run?
     python -m benchmarks experts --from result.json --into docs/evidence/experts.md   # no run
+    python -m benchmarks experts --only 'EP over' ...   # only experts over replicas, beside the same of HuggingFace
 
 The script is experts_script.py, with models of the shapes of Qwen3-MoE and Mixtral whose weights are
 drawn once. HuggingFace's Trainer runs it with `DistributedConfig`: all of a model's weights sharded
@@ -30,6 +31,8 @@ from benchmarks.trainers.two_lines import measure
 SCRIPT = Path(__file__).resolve().with_name("experts_script.py")
 BEGIN = "<!-- written by: python -m benchmarks experts -->"
 END = "<!-- end of experts -->"
+REPLICAS_BEGIN = "<!-- written by: python -m benchmarks experts --only 'EP over' -->"
+REPLICAS_END = "<!-- end of EP over replicas -->"
 COMMON = {"vocab_size": 8192, "num_hidden_layers": 4, "max_position_embeddings": 2048}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": (
@@ -138,7 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, or show what was measured; 1 where losses disagree, 2 for a page without marks."""
     given = parse(argv)
     if given.saved:
-        return show(page(given.saved, table), given.into, BEGIN, END)
+        marks = (REPLICAS_BEGIN, REPLICAS_END) if given.only else (BEGIN, END)
+        return show(page(given.saved, table), given.into, *marks)
     options = QUICK if given.quick else FULL
     rows = [Row("fp32", shape, way) for shape, way in product(SHAPES, WAYS)]
     rows = [row for row in rows if given.only in f"{row.layout}, {row.contestant}"]
