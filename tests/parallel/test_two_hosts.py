@@ -13,7 +13,7 @@ import pytest
 
 from tests.two_hosts import Host, TwoHosts, reason_without
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 NODE = str(Path(__file__).with_name("torchrun_node.sh"))

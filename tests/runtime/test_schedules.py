@@ -19,7 +19,7 @@ from tests.parity.cases import Case
 from tests.parity.rig import Shard, assemble, disturb, parts, spoil
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 LAYERS = 6  # 8 units: two stages for each of four ranks
