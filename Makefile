@@ -139,7 +139,7 @@ compile-check: environment
 	@$(PY) tools/compile_check.py $(or $(TORCH),2.11.0) $(ARGS)
 
 test-slow: environment
-	@$(PY) -m pytest -q -m slow --timeout 3600 --ignore tests/parity $(ARGS)
+	@$(PY) -m pytest -q -m slow --timeout 3600 --ignore tests/parity/test_parity.py $(ARGS)
 
 KILLS = tests/faults/test_kills.py tests/checkpoint/test_crash.py tests/checkpoint/test_in_place.py tests/checkpoint/test_hf_crash.py tests/hf_trainer/test_crash.py tests/tools/test_convert.py
 

@@ -27,7 +27,7 @@ def losses(directory, ranks, example, *changes):
     return [*steps, float(evaluated)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "degrees"), EXAMPLES)
 def test_ranks_tell_the_losses_of_one_process(tmp_path, example, degrees):
     alone = losses(tmp_path / "one", 1, example)

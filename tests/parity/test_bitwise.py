@@ -13,7 +13,7 @@ from .cases import Case
 from .compare import differing, tensor_distances
 from .rig import run_all
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 STEPS = 3
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
