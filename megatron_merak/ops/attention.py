@@ -149,7 +149,7 @@ def attention(
     apart: Tensor | None = None,
 ) -> Tensor:
     """query [b, n, s, d], key [b, g, t, d], value [b, g, t, e] with n a multiple of g -> [b, n, s,
-    e].
+    e], of the strides that torch's kernels give it: a graph may view the heads of a token as one.
 
     mask:  [1 or b, 1 or n, 1 or s, t], without gradient: False hides a key, numbers are added to
            the scores.
@@ -161,10 +161,11 @@ def attention(
             partial(_masked, dropout=dropout, scale=scale), False, query, key, value, mask
         )
     if mask is not None and apart is not None and dropout == 0 and (rows := spans(apart)):
-        return _by_documents(
-            query, key, value, mask, scale=scale, rows=rows * (len(query) // len(rows))
-        )
-    return _masked(query, key, value, mask, dropout=dropout, scale=scale)
+        rows = rows * (len(query) // len(rows))
+        found = _by_documents(query, key, value, mask, scale=scale, rows=rows)
+    else:
+        found = _masked(query, key, value, mask, dropout=dropout, scale=scale)
+    return found.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _by_documents(

@@ -5,7 +5,7 @@ ones.
 import pytest
 import torch
 
-from megatron_merak.ops import attention, causal_attention
+from megatron_merak.ops import attention, causal_attention, documents
 
 TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)]
 
@@ -136,6 +136,17 @@ def test_a_query_without_any_key_gives_zero(length):
     mask = torch.ones(length, length).tril(-1).bool().view(1, 1, length, length)
     out, *grads = gradients(lambda *x: attention(*x, mask), inputs, torch.ones(1, 2, length, 8))
     assert not out[:, :, 0].any() and all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("length", [6, 300])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_heads_of_a_token_are_viewed_as_one(length, dropout):
+    """As those of torch's kernels, whose result a captured model may view without a copy."""
+    heads = [torch.randn(2, 4, length, 8) for _ in range(3)]
+    mask = torch.ones(length, length).tril().bool().expand(2, 1, length, length)
+    for given in (mask, None):
+        attention(*heads, given, dropout).transpose(1, 2).view(2, length, 32)
+    attention(*heads, mask, apart=documents(mask)).transpose(1, 2).view(2, length, 32)
 
 
 @pytest.mark.parametrize("length", [64, 300])
