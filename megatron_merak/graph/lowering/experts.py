@@ -12,6 +12,7 @@ experts' of all rows where it cannot. Copies of a layer always have rows of thei
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,15 +32,24 @@ from .routed import Routed, RoutedKind
 
 aten = torch.ops.aten
 
+_SETTING = "--expert-model-parallel-size"
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that divide experts, along ``axis``; this one is number ``rank`` of ``count``."""
+
+    rank: int
+    count: int
+    axis: LayerAxis = LayerAxis.TP
+
 
 def divide_experts(
     graph: Graph,
     found: Mapping[Node, Routed],
     divided: Container[str],
-    rank: int,
-    ranks: int,
+    ranks: ExpertRanks,
     mode: FakeTensorMode,
-    axis: LayerAxis = LayerAxis.TP,
 ) -> None:
     """Exchange the rows of experts that ranks divide.
 
@@ -47,29 +57,27 @@ def divide_experts(
     found:   the routed experts.
     divided: names of the weights of which a rank has those of its experts.
     mode:    of the fake values in the graph.
-    axis:    of the ranks that divide them.
 
     Raises PlanError for a product with such weights that belongs to no routed experts.
     """
     for routed in found.values():
         if any(weight_of(node) in divided for node in routed.products()):
-            own_rows = axis is LayerAxis.EP or kind(routed.sort, LayerAxis.TP)
+            own_rows = ranks.axis is LayerAxis.EP or kind(routed.sort, LayerAxis.TP)
             way = _Exchanged if own_rows else _Picked
-            way(graph, routed, rank, ranks, mode=mode, axis=axis).run()
+            way(graph, routed, ranks, mode).run()
     for node in graph.nodes:
         if op_name(node) not in GROUPED or node.meta.get("dispatched", False):
             continue
         if weight_of(node) in divided:
             reason = f"the rows that {op_name(node)} in {place(node)} multiplies are not routed"
-            raise PlanError("--expert-model-parallel-size", ranks, reason, "Leave it out")
+            raise PlanError(_SETTING, ranks.count, reason, "Leave it out")
 
 
 def divide_over_copies(
     graph: Graph,
     found: Mapping[Node, Routed],
     divided: Container[str],
-    rank: int,
-    ranks: int,
+    ranks: ExpertRanks,
     mode: FakeTensorMode,
     shared: Iterable[LayerAxis],
 ) -> None:
@@ -89,13 +97,13 @@ def divide_over_copies(
                     "of a layer cannot have even parts"
                 )
                 remedy = "Pad sequences to a multiple of these ranks"
-                raise PlanError("--expert-model-parallel-size", ranks, reason, remedy)
-    divide_experts(graph, found, divided, rank, ranks, mode=mode, axis=LayerAxis.EP)
+                raise PlanError(_SETTING, ranks.count, reason, remedy)
+    divide_experts(graph, found, divided, ranks, mode)
     for node in graph.find_nodes(op="get_attr"):
         if node.target in divided:
             value = node.meta["val"]
             with torch.no_grad(), mode:
-                node.meta["val"] = value.new_empty(value.shape[0] // ranks, *value.shape[1:])
+                node.meta["val"] = value.new_empty(value.shape[0] // ranks.count, *value.shape[1:])
                 for view in views_of(node):
                     args = map_arg(view.args, lambda x: x.meta["val"])
                     options = map_arg(view.kwargs, lambda x: x.meta["val"])
@@ -109,20 +117,19 @@ class _Divided:
         self,
         graph: Graph,
         routed: Routed,
-        rank: int,
-        ranks: int,
+        ranks: ExpertRanks,
         mode: FakeTensorMode,
-        axis: LayerAxis,
     ):
-        self.axis = axis
+        self.axis = ranks.axis
         self.graph = graph
         self.routed = routed
-        self.rank = rank
-        self.ranks = ranks
+        self.rank = ranks.rank
+        self.ranks = ranks.count
         self.mode = mode
         self.experts = int(values(self._counts())[0].shape[0])
-        self.share = self.experts // ranks
+        self.share = self.experts // ranks.count
         self.first_rows = operand(routed.products()[0])
+        self.unit = routed.products()[0].meta["unit"]
         self._made: dict[Any, Node] = {}
 
     def run(self) -> None:
@@ -202,7 +209,10 @@ class _Divided:
 
     def _call(self, target: Any, args: tuple[Any, ...], like: Node, **meta: Any) -> Node:
         node = self.graph.call_function(target, args)
-        node.meta = {"unit": like.meta["unit"], "grad": like.meta["grad"], **kinds_like(like)}
+        unit = like.meta["unit"]
+        # experts that follow from the batch alone: what ranks exchange is common to none
+        unit = self.unit if unit is None else unit
+        node.meta = {"unit": unit, "grad": like.meta["grad"], **kinds_like(like)}
         node.meta |= {"dispatched": True, "over": self.axis, **meta}
         if "val" not in meta:
             with torch.no_grad(), self.mode:

@@ -29,7 +29,7 @@ from ..sharding.shard import Sharding
 from ..sharding.writer import Writer
 from .collectives import move_collectives
 from .context import shard_contexts
-from .experts import divide_over_copies
+from .experts import ExpertRanks, divide_over_copies
 from .padded import pad_vocabularies
 from .routed import find_routed
 from .sequence import shard_sequences
@@ -113,8 +113,7 @@ def rewrite(
             writer.graph,
             routed,
             experts,
-            expert_rank,
-            sharding.experts,
+            ExpertRanks(expert_rank, sharding.experts, LayerAxis.EP),
             mode=writer.mode,
             shared=shared,
         )

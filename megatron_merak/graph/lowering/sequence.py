@@ -33,7 +33,7 @@ from ..sharding.placement import CannotShard, Decision, Layout, ShardSpec
 from ..sharding.rules import RULES, STARTERS
 from ..sharding.rules_local import LOCAL_RULES
 from .collectives import hoist_copies
-from .experts import divide_experts
+from .experts import ExpertRanks, divide_experts
 from .routed import Routed, RoutedKind
 from .sequence_writer import SequenceWriter, parts_of
 
@@ -66,7 +66,7 @@ def shard_sequences(
             tp=tp,
             mode=mode,
         ).run()
-    divide_experts(graph, routed, divided, rank, tp, mode=mode)
+    divide_experts(graph, routed, divided, ExpertRanks(rank, tp), mode)
     if parts is not None:
         finish_parts(graph, LayerAxis.TP, parts.decisions)
 
