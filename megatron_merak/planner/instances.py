@@ -40,6 +40,8 @@ def share_of_experts(plan: Plan) -> float:
     divided = plan.expert_copies
     copies = plan.grid.copies
     same = copies // divided
+    if divided == 1:
+        return 1.0
     if same == 1:
         return 0.0
     places = tuple(range(0, copies, divided))

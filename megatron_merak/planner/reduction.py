@@ -107,7 +107,7 @@ def own_values(plan: Plan, own: Iterable[int]) -> list[tuple[int, int]]:
     it, and an expert that copies of a layer divide as much as its reduction takes.
     """
     units = plan.units
-    share = share_of_experts(plan) if plan.expert_copies > 1 else 1.0
+    share = share_of_experts(plan)
     seen: set[tuple[str, int]] = set()
     counts = []
     for unit in own:

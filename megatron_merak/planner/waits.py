@@ -109,7 +109,7 @@ def unit_transfers(plan: Plan) -> list[tuple[float, float]]:
     link = link_inside(plan)
     ranks = plan.shard_ranks
     transfers = []
-    share = share_of_experts(plan) if plan.expert_copies > 1 else 1.0
+    share = share_of_experts(plan)
     for unit in plan.units:
         shard = (trained_parameters([unit]) - (1 - share) * unit.experts) / ranks
         gather = (

@@ -1,0 +1,76 @@
+"""What plans say of experts that replicas divide: what each rank stores, sends and waits for."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_merak.cluster import CLUSTERS
+from megatron_merak.plan import Grid, Plan
+from megatron_merak.planner.instances import share_of_experts
+from megatron_merak.planner.memory import stage_memory
+from megatron_merak.planner.predict import priced
+from megatron_merak.stages.traced import Traced
+from tests.engines import blueprint_of
+from tests.hf_trainer.stand_in import collate, samples
+from tests.hf_trainer.test_experts import mixture
+
+
+@pytest.fixture(scope="module")
+def traced():
+    return Traced(mixture(False), collate(samples(2, ragged=False)), "bfloat16")
+
+
+def planned(traced, experts, sharding="no_shard") -> Plan:
+    return blueprint_of(
+        traced,
+        Grid(dp=4),
+        expert_model_parallel_size=experts,
+        data_parallel_sharding_strategy=sharding,
+    ).plan
+
+
+def divided(plan):
+    return sum(unit.experts for unit in plan.units)
+
+
+def test_a_rank_has_its_experts(traced):
+    whole = planned(traced, 1)
+    halves = planned(traced, 2)
+    experts = 2 * 4 * (2 * 32 * 32 + 32 * 32)  # layers, experts, and three matrices of each
+    assert (divided(whole), divided(halves)) == (0, experts // 2)
+    assert whole.stage_parameters(0) - halves.stage_parameters(0) == experts // 2
+    ((before,), (after,)) = stage_memory(whole), stage_memory(halves)
+    assert before.weights - after.weights == experts
+    assert before.gradients - after.gradients == 2 * experts
+    assert before.optimizer - after.optimizer == 6 * experts
+
+
+@pytest.mark.parametrize("sharding", ["optim", "optim_grads", "optim_grads_params"])
+def test_what_all_ranks_shard_is_the_same_however_experts_are_divided(traced, sharding):
+    """Four ranks shard everything, or two each half of the experts."""
+    ((whole,), (halves,), (alone,)) = (
+        stage_memory(planned(traced, experts, sharding)) for experts in (1, 2, 4)
+    )
+    assert whole.optimizer == pytest.approx(halves.optimizer, abs=16)
+    assert whole.optimizer == pytest.approx(alone.optimizer, abs=16)
+    if sharding != "optim":
+        assert whole.gradients == pytest.approx(halves.gradients, abs=16)
+    if sharding == "optim_grads_params":
+        assert whole.weights == pytest.approx(halves.weights, abs=16)
+
+
+def test_rows_travel_where_the_copies_are(traced):
+    """Rows go to and fro in each pass, of each layer; between nodes they take longer."""
+    plan = planned(traced, 4)
+    rows = 2 * 8 * 2  # samples, tokens, experts of a token
+    sizes = {unit.routed_bytes for unit in plan.units}
+    assert max(sizes)[0] >= 2 * rows * 32 * 2 and len(sizes) == 2
+    near = priced(replace(plan, cluster=CLUSTERS["dgx-h100"]))
+    far = priced(replace(plan, cluster=replace(CLUSTERS["dgx-h100"], ranks_per_node=1)))
+    assert far.predicted_time > near.predicted_time
+
+
+def test_gradients_of_experts_are_those_of_fewer_ranks(traced):
+    assert share_of_experts(planned(traced, 1)) == 1.0
+    assert share_of_experts(planned(traced, 4)) == 0.0
+    assert 0 < share_of_experts(planned(traced, 2)) < 1
