@@ -449,8 +449,11 @@ def _runs_of_size(
 
 
 def _fp32_runs(groups: Sequence[Sequence[BufferEntry]]) -> list[list[BufferEntry]]:
+    """Return the fp32 entries: those that all data-parallel ranks have, and experts."""
     fp32 = [entry for group in groups for entry in group if entry.fp32]
-    return [[entry for entry in fp32 if entry.experts == experts] for experts in (False, True)]
+    shared = [entry for entry in fp32 if not entry.experts]
+    experts = [entry for entry in fp32 if entry.experts]
+    return [shared, experts]
 
 
 def _runs_of_units(groups: Sequence[Sequence[BufferEntry]]) -> list[list[BufferEntry]]:

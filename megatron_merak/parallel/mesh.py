@@ -135,18 +135,28 @@ class Mesh:
             return self.experts.rank, self.experts.ranks
         return self.tp_rank, self.grid.tp
 
-    def same(self, experts: bool) -> tuple[int, list[int]]:
-        """Return the index of this rank among those that have the same shard of a tensor, and these.
+    def same(self, experts: bool) -> tuple[int, int]:
+        """Return the index of this rank among those that have the same shard of a tensor, and their
+        number.
 
         experts: see `sharing`.
         """
-        members = self.grid.same_weights(self.rank)
-        place = self.copy_rank
+        divided = 1
         if experts:
             assert self.experts is not None, "no copies divide experts"
             divided = self.experts.divided
-            return place // divided, members[place % divided :: divided]
-        return place, members
+        return self.copy_rank // divided, self.grid.copies // divided
+
+    def ranks_with_same(self, experts: bool) -> list[int]:
+        """Return the ranks that have the same shard of a tensor, ascending. experts: see
+        `sharing`.
+        """
+        members = self.grid.same_weights(self.rank)
+        if not experts:
+            return members
+        assert self.experts is not None, "no copies divide experts"
+        divided = self.experts.divided
+        return members[self.copy_rank % divided :: divided]
 
     @property
     def replicas(self) -> int:

@@ -116,7 +116,8 @@ def broadcast_to_replicas(shards: Sequence[Shard], mesh: Mesh, experts: bool = F
     """
     headers = [_ShardHeader.of(shard) for shard in shards]
     tensors = {shard.name: shard.tensor.detach() for shard in shards}
-    place, same = mesh.same(experts)
+    same = mesh.ranks_with_same(experts)
+    place = same.index(mesh.rank)
     span = 1
     while span < len(same):
         if place < span and place + span < len(same):

@@ -109,8 +109,7 @@ def _written(buffer: ParameterBuffer, mesh: Mesh) -> Iterator[_Span]:
         number = at if buffer.sharded else 0
         start = bucket.start
         stop = bucket.stop
-        index, same = mesh.same(bucket.experts)
-        copies = len(same)
+        index, copies = mesh.same(bucket.experts)
         if bucket.sharded:
             start, stop = buffer.shard_of(bucket)
             copies = 1 if bucket.experts else mesh.instances

@@ -79,8 +79,8 @@ def expert_shards_of(plan: Plan, mesh: Mesh) -> ExpertShards | None:
         )
     if mesh.experts is None:
         return None
-    place, same = mesh.same(experts=True)
-    return ExpertShards(divided, mesh.copy_rank % divided, len(same), place)
+    place, count = mesh.same(experts=True)
+    return ExpertShards(divided, mesh.copy_rank % divided, shards=count, shard=place)
 
 
 def shard_of(plan: Plan, mesh: Mesh) -> tuple[int, int, ShardedState]:
