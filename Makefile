@@ -47,7 +47,7 @@ help-all: help
 	@echo "make install          only the set-up that all of these share; idempotent"
 	@echo "make test-oldest      the tests with the oldest libraries that pyproject.toml allows, in .venv-oldest"
 	@echo "make test-native      planted defects, sanitizers and registers of the CUDA kernels, without a GPU (5 minutes)"
-	@echo "make test-slow        the other long sweeps: every model type's weights, the largest shapes"
+	@echo "make test-slow        the other long sweeps: every model type's weights, random modules, jobs in further layouts, two hosts"
 	@echo "make compile-check    sources of csrc/ against the headers of another PyTorch, downloaded; TORCH=2.11.0 (2 minutes)"
 	@echo "make fuzz-graph       random modules on simulated ranks against their eager selves; ARGS='--modules 5000'"
 	@echo "make faults           a kill before every disk call of all that writes, then forty jobs with a fault each (40 minutes)"
