@@ -1,12 +1,14 @@
 """Expert parallelism: the experts of an unmodified mixture are divided over ranks.
 
     python examples/mixture.py
+    torchrun --nproc-per-node 4 examples/mixture.py --expert_model_parallel_size 4 \\
+        --per_device_train_batch_size 2
     torchrun --nproc-per-node 4 examples/mixture.py --tensor_model_parallel_size 2 \\
         --sequence_parallel true --expert_model_parallel_size 2 --pipeline_model_parallel_size 2
 
 A small Qwen3-MoE of eight experts learns Python's standard library byte by byte. With the second
-command each rank of a layer has four whole experts and sends rows of tokens to the rank of their
-experts; the losses are those of one process. The last line is about
+command each replica has two whole experts, with the third each rank of a layer four, and sends rows
+of tokens to the rank of their experts; the losses are those of one process. The last line is about
 
     eval_loss = 3.0
 """

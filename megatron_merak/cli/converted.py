@@ -18,8 +18,6 @@ from ..shell.left import is_left
 LAYERS = "--num-layers-per-virtual-pipeline-stage"
 STAGES = "--num-virtual-stages-per-pipeline-rank"
 INTERLEAVED = ("--pipeline-schedule", "interleaved")
-_TENSOR = "--tensor-model-parallel-size"
-_EXPERT = "--expert-model-parallel-size"
 # Flags that are kept and do something else here, and how so.
 _OTHERWISE: Mapping[str, str] = MappingProxyType(
     {

@@ -85,7 +85,7 @@ class StageMemory:
         versions: int = 1,
     ) -> "StageMemory":
         together = values.trained + values.spread
-        stored = together if shards.parameters > 1 else values.trained * versions
+        stored = (together if shards.parameters > 1 else values.trained) * versions
         weights = -(-stored * DTYPE_BYTES[dtype] // shards.parameters) + ceil(values.frozen)
         summed = together if shards.gradients > 1 else values.trained
         gradients = -(-summed * 4 // shards.gradients)
