@@ -40,7 +40,7 @@ struct Normed {
 template <bool kCentred>
 Normed forward(const char* op, const Tensor& input, const Tensor* residual, const Tensor& scale, const Tensor* shift,
                double eps) {
-  const Rows x(input);
+  const Rows x(input, true);
   const Tensor weight = as_float(scale), bias = kCentred ? as_float(*shift) : weight;
   const int64_t rows = x.count, width = x.width;
   check_count(weight, width, op);
@@ -58,8 +58,8 @@ Normed forward(const char* op, const Tensor& input, const Tensor* residual, cons
     float *mean = kCentred ? write<float>(made.mean) : nullptr, *rstd = write<float>(made.rstd);
     over_rows(rows, width, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        const T* in = from + row * x.stride;
-        fetch(in + x.stride, width);
+        const T* in = from + x.at(row);
+        fetch(from + x.at(row + 1), width);
         if (sum) {
           const T* more = added + row * other.stride;
           T* total = sum + row * width;
@@ -118,17 +118,18 @@ void backward_rows(const Row<T>& a, const Row<T>& b, const float* weight, float*
     return t.rstd * (widen(v[i]) * w - total_b - (widen(y[i]) - t.mean) * along_b);
   };
   T *to = a.to, *into = b.to;
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) {
+    to[i] = narrow<T>(one(i, weight[i]));
+    into[i] = narrow<T>(other(i, weight[i]));
+  }
+  // Rounded before the other gradient is added, in a loop of its own so that no fma joins both: the same bits as where
+  // norm and addition are apart.
   if (const T *extra = a.more, *further = b.more; extra) {
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
-      to[i] = narrow<T>(one(i, weight[i]) + widen(extra[i]));
-      into[i] = narrow<T>(other(i, weight[i]) + widen(further[i]));
-    }
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) {
-      to[i] = narrow<T>(one(i, weight[i]));
-      into[i] = narrow<T>(other(i, weight[i]));
+      to[i] = narrow<T>(widen(to[i]) + widen(extra[i]));
+      into[i] = narrow<T>(widen(into[i]) + widen(further[i]));
     }
   }
 }
@@ -142,7 +143,7 @@ Gradients backward(const char* op, const Tensor& upstream, const Maybe& further,
                    const Tensor& scale, const Tensor* means, const Tensor& reciprocals) {
   check_alike(upstream, input, op);
   if (further) check_alike(*further, input, op);
-  const Rows grad(upstream), x(input), more(further ? *further : upstream);
+  const Rows grad(upstream), x(input, true), more(further ? *further : upstream);
   const Tensor weight = as_float(scale), rstd = as_float(reciprocals), mean = kCentred ? as_float(*means) : rstd;
   const int64_t rows = x.count, width = x.width;
   check_count(weight, width, op);
@@ -157,14 +158,14 @@ Gradients backward(const char* op, const Tensor& upstream, const Maybe& further,
     T* to = write<T>(grad_x);
     const std::vector<T> zeros(width);
     const auto at = [&](int64_t row) {
-      return Row<T>{up + row * grad.stride, from + row * x.stride, extra ? extra + row * more.stride : nullptr,
+      return Row<T>{up + row * grad.stride, from + x.at(row), extra ? extra + row * more.stride : nullptr,
                     {kCentred ? m[row] : 0.f, r[row]}, to + row * width};
     };
     sums = sum_over_rows(rows, kCentred ? 2 * width : width, [&](int64_t begin, int64_t end, float* sum) {
       for (int64_t row = begin; row + 1 < end; row += 2) {
         for (const int64_t next : {row + 2, row + 3}) {
           fetch(up + next * grad.stride, width);
-          fetch(from + next * x.stride, width);
+          fetch(from + x.at(next), width);
         }
         backward_rows<kCentred>(at(row), at(row + 1), w, sum, sum + width, width);
       }

@@ -81,17 +81,21 @@ inline void check_count(const Tensor& tensor, int64_t count, const char* op) {
   STD_TORCH_CHECK(tensor.numel() == count, "merak::", op, ": ", count, " elements expected, not ", tensor.numel());
 }
 
-// The rows of a tensor [..., width], `stride` elements apart; those of a copy where they are not evenly spaced.
+// The rows of a tensor [..., width], `stride` elements apart; or, where the reader may have them so, `inner` rows side by
+// side, such as the heads of a token in a wider product, and the first of these `stride` elements apart. Those of a copy
+// where they do not lie so.
 struct Rows {
   Tensor tensor;
-  int64_t count, width, stride;
+  int64_t count, width, stride, inner = 1;
 
-  explicit Rows(const Tensor& from) : tensor(from), count(rows_of(from)), width(from.size(-1)), stride(width) {
+  explicit Rows(const Tensor& from, bool side_by_side = false)
+      : tensor(from), count(rows_of(from)), width(from.size(-1)), stride(width) {
     if (from.is_contiguous()) return;
-    const int64_t dims = from.dim();
     bool even = width <= 1 || from.stride(-1) == 1;
     int64_t next = -1, repeats = 1;  // the stride of the dimension behind, and its size
-    for (int64_t d = dims - 2; d >= 0; --d) {
+    int64_t d = from.dim() - 2;
+    for (; side_by_side && d >= 0 && (from.size(d) == 1 || from.stride(d) == inner * width); --d) inner *= from.size(d);
+    for (; d >= 0; --d) {
       if (from.size(d) == 1) continue;
       if (next < 0)
         stride = from.stride(d);
@@ -101,8 +105,10 @@ struct Rows {
     }
     if (even) return;
     tensor = torch::stable::contiguous(from);
-    stride = width;
+    stride = width, inner = 1;
   }
+
+  int64_t at(int64_t row) const { return inner == 1 ? row * stride : row / inner * stride + row % inner * width; }
 
   template <class T>
   const T* data() const {

@@ -17,19 +17,21 @@ enum MerakActivation { MERAK_SILU = 0, MERAK_GELU = 1, MERAK_GELU_TANH = 2 };
 
 const char* merak_error_string(int status);
 
-// ---- Norms: x [rows, width]; weight and bias [width], of `type` or of fp32
+// ---- Norms: x [rows, width], of which `inner` rows are side by side, and `outer` elements are from the first of these to
+// the first of the next; weight and bias [width], of `type` or of fp32
 
 // With residual: sum = x + residual, and sum is normed. With mean: LayerNorm, which has a bias; without: RMSNorm.
-int merak_norm(int type, const void* x, const void* residual, const void* weight, const void* bias, int weight_type,
-               void* y, void* sum, float* mean, float* rstd, int64_t rows, int64_t width, double eps, void* stream);
+int merak_norm(int type, const void* x, int64_t inner, int64_t outer, const void* residual, const void* weight,
+               const void* bias, int weight_type, void* y, void* sum, float* mean, float* rstd, int64_t rows,
+               int64_t width, double eps, void* stream);
 
 // Rows of `parts`, float [1 or 2 with mean, this many, width], which the backward needs to work in.
 int64_t merak_norm_parts(int type, int64_t rows, int64_t width);
 
 // grad_sum, where there is one, is added to grad_x. grad_weight and grad_bias are of weight_type.
-int merak_norm_backward(int type, const void* grad, const void* grad_sum, const void* x, const void* weight,
-                        int weight_type, const float* mean, const float* rstd, void* grad_x, float* parts,
-                        void* grad_weight, void* grad_bias, int64_t rows, int64_t width, void* stream);
+int merak_norm_backward(int type, const void* grad, const void* grad_sum, const void* x, int64_t inner, int64_t outer,
+                        const void* weight, int weight_type, const float* mean, const float* rstd, void* grad_x,
+                        float* parts, void* grad_weight, void* grad_bias, int64_t rows, int64_t width, void* stream);
 
 // ---- Activations: gate, up and x [rows, width]; the *_stride from row to row
 

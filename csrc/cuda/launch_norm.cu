@@ -23,8 +23,8 @@ int64_t blocks_of(int64_t rows, dim3 block) {
 }
 
 template <class T>
-bool vector(int64_t width, bool aligned) {
-  return aligned && width % kPack<T> == 0;
+bool vector(int64_t width, int64_t outer, bool aligned) {
+  return aligned && width % kPack<T> == 0 && outer % kPack<T> == 0;
 }
 
 template <class T, bool centred>
@@ -45,14 +45,16 @@ int launch_backward(const norm::Backward<T>& a, void* stream) {
 
 extern "C" {
 
-int merak_norm(int type, const void* x, const void* residual, const void* weight, const void* bias, int weight_type,
-               void* y, void* sum, float* mean, float* rstd, int64_t rows, int64_t width, double eps, void* stream) {
+int merak_norm(int type, const void* x, int64_t inner, int64_t outer, const void* residual, const void* weight,
+               const void* bias, int weight_type, void* y, void* sum, float* mean, float* rstd, int64_t rows,
+               int64_t width, double eps, void* stream) {
   if (width > kWidest || (weight_type != type && weight_type != MERAK_FLOAT)) return kInvalidValue;
   if (rows == 0 || width == 0) return 0;
   return by_type(type, [&](auto of) {
     using T = typename decltype(of)::type;
     const bool wide = weight_type == MERAK_FLOAT;
     const norm::Forward<T> a{static_cast<const T*>(x),
+                             {inner, outer},
                              static_cast<const T*>(residual),
                              {weight, wide},
                              {bias, wide},
@@ -63,7 +65,7 @@ int merak_norm(int type, const void* x, const void* residual, const void* weight
                              rows,
                              int(width),
                              float(eps),
-                             vector<T>(width, aligned(x, residual, weight, bias, y, sum))};
+                             vector<T>(width, outer, aligned(x, residual, weight, bias, y, sum))};
     return mean ? launch_forward<T, true>(a, stream) : launch_forward<T, false>(a, stream);
   });
 }
@@ -73,9 +75,9 @@ int64_t merak_norm_parts(int, int64_t rows, int64_t width) {
   return blocks_of(rows, block) * block.y;
 }
 
-int merak_norm_backward(int type, const void* grad, const void* grad_sum, const void* x, const void* weight,
-                        int weight_type, const float* mean, const float* rstd, void* grad_x, float* parts,
-                        void* grad_weight, void* grad_bias, int64_t rows, int64_t width, void* stream) {
+int merak_norm_backward(int type, const void* grad, const void* grad_sum, const void* x, int64_t inner, int64_t outer,
+                        const void* weight, int weight_type, const float* mean, const float* rstd, void* grad_x,
+                        float* parts, void* grad_weight, void* grad_bias, int64_t rows, int64_t width, void* stream) {
   if (width > kWidest || (weight_type != type && weight_type != MERAK_FLOAT)) return kInvalidValue;
   if (width == 0) return 0;
   int status = rows == 0 ? 0 : by_type(type, [&](auto of) {
@@ -83,6 +85,7 @@ int merak_norm_backward(int type, const void* grad, const void* grad_sum, const 
     const norm::Backward<T> a{static_cast<const T*>(grad),
                               static_cast<const T*>(grad_sum),
                               static_cast<const T*>(x),
+                              {inner, outer},
                               {weight, weight_type == MERAK_FLOAT},
                               mean,
                               rstd,
@@ -90,7 +93,7 @@ int merak_norm_backward(int type, const void* grad, const void* grad_sum, const 
                               parts,
                               rows,
                               int(width),
-                              vector<T>(width, aligned(grad, grad_sum, x, weight, grad_x, parts))};
+                              vector<T>(width, outer, aligned(grad, grad_sum, x, weight, grad_x, parts))};
     return mean ? launch_backward<T, true>(a, stream) : launch_backward<T, false>(a, stream);
   });
   if (status) return status;

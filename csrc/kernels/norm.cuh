@@ -62,9 +62,20 @@ struct Row {
   }
 };
 
+// Where rows begin: `inner` of them side by side, `outer` elements from the first of these to the first of the next.
+struct Places {
+  int64_t inner, outer;
+
+  __device__ __forceinline__ int64_t of(int64_t row, int width) const {
+    return inner == 1 ? row * outer : row / inner * outer + row % inner * width;
+  }
+};
+
 template <class T>
 struct Forward {
-  const T *x, *residual;
+  const T* x;
+  Places places;  // of x
+  const T* residual;
   Values weight, bias;
   T *y, *sum;
   float *mean, *rstd;
@@ -81,7 +92,7 @@ __global__ void __launch_bounds__(kThreads) forward(const Forward<T> a) {
   const int64_t index = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, start = index * a.width;
   const int width = index < a.rows ? a.width : 0;  // past the last row there is nothing to do but to meet at barriers
 
-  Row<T, kept> row(a.x + start, width, a.vector);
+  Row<T, kept> row(a.x + a.places.of(index, a.width), width, a.vector);
   if (a.residual) row.add(Row<T, kept>(a.residual + start, width, a.vector), a.sum + start);
 
   float mean = 0;
@@ -127,6 +138,7 @@ __global__ void __launch_bounds__(kThreads) forward(const Forward<T> a) {
 template <class T>
 struct Backward {
   const T *grad, *grad_sum, *x;
+  Places places;  // of x
   Values weight;
   const float *mean, *rstd;
   T* grad_x;
@@ -192,7 +204,7 @@ __global__ void __launch_bounds__(kThreads) backward(const Backward<T> a) {
   for (int64_t first = block; first < a.rows; first += groups) {  // the same for the block, which has barriers inside
     const int64_t index = first + threadIdx.y, start = index * a.width;
     const int width = index < a.rows ? a.width : 0;
-    const Row<T, kept> grad(a.grad + start, width, a.vector), x(a.x + start, width, a.vector);
+    const Row<T, kept> grad(a.grad + start, width, a.vector), x(a.x + a.places.of(index, a.width), width, a.vector);
     const float rstd = width > 0 ? a.rstd[index] : 0.f, mean = centred && width > 0 ? a.mean[index] : 0.f;
     float sums[kSums] = {};
     share<T, kept>(width, [&](int i, int c) {
@@ -221,7 +233,9 @@ __global__ void __launch_bounds__(kThreads) backward(const Backward<T> a) {
       for (int j = 0; j < N; ++j) {
         const float normed = (widen(from.at[j]) - mean) * rstd;
         const float found = rstd * (widen(g.at[j]) * weight[j] - shift - normed * dot);
-        to.at[j] = narrow<T>(a.grad_sum ? found + widen(more.at[j]) : found);
+        to.at[j] = narrow<T>(found);
+        // rounded before the other gradient is added, as where both come from kernels of their own
+        if (a.grad_sum) to.at[j] = narrow<T>(__fadd_rn(widen(to.at[j]), widen(more.at[j])));
       }
       store(a.grad_x + start + c, to, width - c, a.vector);
     });

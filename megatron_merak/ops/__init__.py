@@ -5,7 +5,8 @@ device; a compiled kernel, where loaded, replaces it behind the same signature.
 """
 
 from .activation import bias_gelu, gated, gated_halves, gelu_tanh, swiglu
-from .attention import attention, causal_attention
+from .adapted import adapted_linear, adapted_linears
+from .attention import attention, causal_attention, causal_chunks
 from .cross_entropy import (
     cross_entropy,
     cross_entropy_stats,
@@ -15,25 +16,34 @@ from .cross_entropy import (
 )
 from .documents import documents
 from .flat import accumulate_, adamw_, add_rows_, cast_, sum_of_squares
+from .fp8 import BLOCK, MULTIPLE, fp8_linear, fp8_linears
 from .heads import split_heads
 from .linear import WeightGradientSink, adds_in_product, embedding, embedding_part, linear
 from .linears import joined_linear, linears
 from .load import load
+from .moved import moved
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .operations import OPERATIONS, Kept, Operation, Scores, row
 from .recomputed import gated_linear, gelu_linear
 from .residual import bias_dropout_add, dropout_of_parts
-from .rotary import rotary, rotary_angles, rotary_frequencies
+from .ring import ring_arrive, ring_end, ring_part, ring_pass_back
+from .rotary import rotary, rotary_angles, rotary_frequencies, rotary_heads
 from .softmax import masked_softmax
+from .unkept import UNKEPT
 
 __all__ = [
+    "BLOCK",
+    "MULTIPLE",
     "OPERATIONS",
     "Kept",
     "Operation",
     "Scores",
+    "UNKEPT",
     "WeightGradientSink",
     "accumulate_",
     "adamw_",
+    "adapted_linear",
+    "adapted_linears",
     "add_layer_norm",
     "add_rms_norm",
     "add_rows_",
@@ -43,12 +53,15 @@ __all__ = [
     "bias_gelu",
     "cast_",
     "causal_attention",
+    "causal_chunks",
     "documents",
     "dropout_of_parts",
     "cross_entropy",
     "cross_entropy_stats",
     "embedding",
     "embedding_part",
+    "fp8_linear",
+    "fp8_linears",
     "gated",
     "gated_halves",
     "gated_linear",
@@ -62,10 +75,16 @@ __all__ = [
     "linears",
     "loss_of_stats",
     "masked_softmax",
+    "moved",
+    "ring_arrive",
+    "ring_end",
+    "ring_part",
+    "ring_pass_back",
     "rms_norm",
     "rotary",
     "rotary_angles",
     "rotary_frequencies",
+    "rotary_heads",
     "row",
     "split_heads",
     "sum_of_squares",

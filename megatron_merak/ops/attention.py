@@ -1,13 +1,17 @@
 """Attention on heads: causal, and with a mask."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from .documents import spans
+from .linear import WeightGradientSink
+from .moved import moved
 from .one_kernel import AsOneKernel, pricing
 from .register import kernels
 from .softmax import masked_softmax
@@ -24,6 +28,7 @@ class _ShortCausal(torch.autograd.Function):
     probabilities.
 
     Only query, key and value are saved. Query heads that share a key head are rows of one product.
+    Queries are those of the last positions of the keys, if there are fewer.
     """
 
     @staticmethod
@@ -31,14 +36,15 @@ class _ShortCausal(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.scale = scale
         queries, keys, values = _by_group(query, key, value)
-        context = torch.empty_like(queries)
+        before = keys.shape[1] - queries.shape[2]
+        context = queries.new_empty(*queries.shape[:3], values.shape[-1])
         for start in range(0, queries.shape[2], _BLOCK):
             part, stop = _probabilities(queries, keys, start, scale)
-            context[:, :, start:stop] = torch.bmm(part, values[:, :stop]).unflatten(
+            context[:, :, start:stop] = torch.bmm(part, values[:, : before + stop]).unflatten(
                 1, (queries.shape[1], -1)
             )
         return (
-            context.view(query.shape[0], query.shape[2], *queries.shape[2:])
+            context.view(query.shape[0], query.shape[2], *context.shape[2:])
             .transpose(1, 2)
             .flatten(2)
         )
@@ -47,7 +53,8 @@ class _ShortCausal(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value = ctx.saved_tensors
         queries, keys, values = _by_group(query, key, value)
-        grads, _, _ = _by_group(grad.view_as(query), key, value)
+        grads, _, _ = _by_group(grad.unflatten(2, (query.shape[2], -1)), key, value)
+        before = keys.shape[1] - queries.shape[2]
         grad_queries = torch.empty_like(queries)
         grad_keys = torch.zeros_like(keys)
         grad_values = torch.zeros_like(values)
@@ -55,39 +62,41 @@ class _ShortCausal(torch.autograd.Function):
         for start in range(0, queries.shape[2], _BLOCK):
             part, stop = _probabilities(queries, keys, start, scale)
             rows, grad_rows = (x[:, :, start:stop].flatten(1, 2) for x in (queries, grads))
-            grad_values[:, :stop].baddbmm_(part.transpose(1, 2), grad_rows)
-            grad_part = torch.bmm(grad_rows, values[:, :stop].transpose(1, 2))
+            seen = before + stop
+            grad_values[:, :seen].baddbmm_(part.transpose(1, 2), grad_rows)
+            grad_part = torch.bmm(grad_rows, values[:, :seen].transpose(1, 2))
             grad_heads = grad_part.unflatten(1, (queries.shape[1], -1))
             heads = part.unflatten(1, (queries.shape[1], -1))
             grad_scores = (
                 kernels(part).masked_softmax_backward(grad_heads, heads, scale, True).flatten(1, 2)
             )
-            grad_block = torch.bmm(grad_scores, keys[:, :stop])
+            grad_block = torch.bmm(grad_scores, keys[:, :seen])
             grad_queries[:, :, start:stop] = grad_block.unflatten(1, (queries.shape[1], -1))
-            grad_keys[:, :stop].baddbmm_(grad_scores.transpose(1, 2), rows)
+            grad_keys[:, :seen].baddbmm_(grad_scores.transpose(1, 2), rows)
         back = (grad_queries.flatten(0, 1), grad_keys, grad_values)
         return *(x.unflatten(0, (query.shape[0], -1)).transpose(1, 2) for x in back), None
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[b, s, n, d] and twice [b, s, g, d] -> [b g, n / g, s, d] and twice [b g, s, d],
+    """[b, s, n, d], [b, t, g, d], [b, t, g, e] -> [b g, n / g, s, d], [b g, t, d], [b g, t, e],
     contiguous.
     """
     batch, length, heads, dim = query.shape
     groups = key.shape[2]
     queries = query.transpose(1, 2).reshape(batch * groups, heads // groups, length, dim)
-    keys = key.transpose(1, 2).reshape(batch * groups, length, dim)
-    values = value.transpose(1, 2).reshape(batch * groups, length, dim)
+    keys = key.transpose(1, 2).reshape(batch * groups, *key.shape[1::2])
+    values = value.transpose(1, 2).reshape(batch * groups, *value.shape[1::2])
     return queries, keys, values
 
 
 def _probabilities(queries: Tensor, keys: Tensor, start: int, scale: float) -> tuple[Tensor, int]:
-    """Softmax over keys [.., :stop] of the queries start:stop, [b g, n / g (stop - start), stop],
-    and stop.
+    """Softmax of the queries start:stop over the keys that any of them sees, [b g, n / g (stop -
+    start), seen], and stop.
     """
     stop = min(start + _BLOCK, queries.shape[2])
+    seen = keys.shape[1] - queries.shape[2] + stop
     rows = queries[:, :, start:stop].flatten(1, 2)
-    scores = _scores(rows, keys[:, :stop]).unflatten(1, (queries.shape[1], -1))
+    scores = _scores(rows, keys[:, :seen]).unflatten(1, (queries.shape[1], -1))
     return masked_softmax(scores, None, scale, causal=True).to(queries.dtype).flatten(1, 2), stop
 
 
@@ -139,6 +148,59 @@ def _causal(
     return out.transpose(1, 2).flatten(2)
 
 
+def causal_chunks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Sequence[int],
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of chunks of a sequence: query [b, n, r, d], key [b, g, t, d], value [b, g,
+    t, e] with n a multiple of g -> [b, n, r, e], of the strides of ``attention``.
+
+    starts: the position of the first query of each chunk; chunks are of one length.
+    scale:  of the scores, None for 1 / sqrt(d).
+    """
+    size = query.shape[2] // len(starts)
+    found = []
+    for start, chunk in zip(starts, query.split(size, 2), strict=True):
+        seen = start + size
+        part = _chunk(chunk, key[:, :, :seen], value[:, :, :seen], dropout, scale=scale)
+        found.append(part.transpose(1, 2))
+    return (torch.cat(found, 1) if len(found) > 1 else found[0].contiguous()).transpose(1, 2)
+
+
+def _chunk(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None
+) -> Tensor:
+    """Causal attention of the last queries."""
+    if pricing() is None:
+        return _last_queries(query, key, value, None, dropout=dropout, scale=scale)
+    run = partial(_last_queries, dropout=dropout, scale=scale)
+    return AsOneKernel.apply(run, True, query, key, value, None)
+
+
+def _last_queries(
+    query: Tensor, key: Tensor, value: Tensor, _, dropout: float, scale: float | None
+) -> Tensor:
+    queries = query.shape[2]
+    keys = key.shape[2]
+    on_cpu = query.device.type == "cpu"
+    if on_cpu and dropout == 0 and keys <= _SHORT:
+        rows = (x.transpose(1, 2) for x in (query, key, value))
+        joined = _ShortCausal.apply(*rows, query.shape[-1] ** -0.5 if scale is None else scale)
+        return joined.unflatten(2, (query.shape[1], -1)).transpose(1, 2)
+    mask: Tensor
+    if on_cpu:
+        mask = torch.ones(queries, keys, dtype=torch.bool).tril_(keys - queries)
+    else:
+        mask = causal_lower_right(queries, keys)  # which kernels know without its values
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -147,6 +209,7 @@ def attention(
     dropout: float = 0.0,
     scale: float | None = None,
     apart: Tensor | None = None,
+    sink: WeightGradientSink | None = None,
 ) -> Tensor:
     """query [b, n, s, d], key [b, g, t, d], value [b, g, t, e] with n a multiple of g -> [b, n, s,
     e], of the strides that torch's kernels give it: a graph may view the heads of a token as one.
@@ -155,6 +218,7 @@ def attention(
            the scores.
     scale: of the scores; None: 1 / sqrt(d).
     apart: ``documents(mask)``, if known: documents are computed one by one.
+    sink:  of which the backward gets keys and values again, in a context of ``sink.unkept``.
     """
     if pricing() is not None:
         return AsOneKernel.apply(
@@ -164,6 +228,7 @@ def attention(
         rows = rows * (len(query) // len(rows))
         found = _by_documents(query, key, value, mask, scale=scale, rows=rows)
     else:
+        key, value = (_as_read_again(x, query, mask, sink=sink) for x in (key, value))
         found = _masked(query, key, value, mask, dropout=dropout, scale=scale)
     return found.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -203,7 +268,8 @@ def _masked(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    if query.device.type == "cpu" and query.shape[2] <= _SHORT_MASKED:
+    key, value = (_as_read(x, query, mask) for x in (key, value))
+    if _in_whole_rows(query):
         return _whole_rows(
             query,
             key,
@@ -213,13 +279,27 @@ def _masked(
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
         )
     grouped = query.shape[1] != key.shape[1]
-    if grouped and mask is not None and query.device.type != "cpu":
-        # Beside a mask no fused kernel of an accelerator shares heads.
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        grouped = False
     return F.scaled_dot_product_attention(
         query, key, value, mask, dropout, False, scale=scale, enable_gqa=grouped
     )
+
+
+def _in_whole_rows(query: Tensor) -> bool:
+    return query.device.type == "cpu" and query.shape[2] <= _SHORT_MASKED
+
+
+def _as_read(x: Tensor, query: Tensor, mask: Tensor | None) -> Tensor:
+    """Return keys or values as what computes masked attention reads them."""
+    if _in_whole_rows(query):
+        return x.contiguous()
+    repeats = query.shape[1] // x.shape[1]
+    if repeats > 1 and mask is not None and query.device.type != "cpu":
+        # Beside a mask no fused kernel of an accelerator shares heads.
+        return x.repeat_interleave(repeats, 1)
+    return x
+
+
+_as_read_again = moved(_as_read)
 
 
 def _whole_rows(

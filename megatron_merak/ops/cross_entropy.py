@@ -325,8 +325,9 @@ def linear_cross_entropy_stats(
     Logits exist for ``chunk`` rows at a time. A ``sink`` takes the weight gradient at once;
     autograd then returns none.
     """
-    arguments = x.reshape(-1, x.shape[-1]), weight, target.flatten(), start, classes, chunk, sink
-    return _ChunkedStats.apply(*arguments).view(*target.shape, 3)
+    rows = x.reshape(-1, x.shape[-1])
+    stats = _ChunkedStats.apply(rows, weight, target.flatten(), start, classes, chunk, sink)
+    return stats.view(*target.shape, 3)
 
 
 def linear_cross_entropy(

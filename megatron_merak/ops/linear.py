@@ -3,6 +3,7 @@ autograd.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -28,6 +29,9 @@ class WeightGradientSink(Protocol):
         ``now``.
         """
 
+    def product(self, weight: Tensor, product: Callable[[torch.dtype], Tensor]) -> None:
+        """weight [o, i] += product(dtype); the sink may defer it."""
+
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         """weight[index] += grad_output, with index int64 [t] and grad_output [t, i]."""
 
@@ -35,6 +39,12 @@ class WeightGradientSink(Protocol):
         """Return what gathers ``input`` for the backward of a linear layer; None: the layer has to
         save it.
         """
+
+    def again(self, result: Tensor, get: Callable[[], Tensor]) -> None:
+        """Let the backward call ``get`` for ``result``, which was moved from a gathered value."""
+
+    def unkept(self) -> AbstractContextManager[object]:
+        """Return a context in which no tape keeps what ``getter`` and ``again`` know."""
 
 
 class _Linear(torch.autograd.Function):

@@ -19,13 +19,14 @@ class _Linears(torch.autograd.Function):
 
     parameters: ``count`` weights, then as many biases or None.
     together:   whether there is one output, not ``count``.
+    views:      whether ``count`` outputs may be views of one.
     """
 
     @staticmethod
-    def forward(ctx, input, sink, together, count, *parameters):
+    def forward(ctx, input, sink, together, views, count, *parameters):
         weights = parameters[:count]
         biases = parameters[count:]
-        trained = sink is not None or any(ctx.needs_input_grad[4 : 4 + count])
+        trained = sink is not None or any(ctx.needs_input_grad[5 : 5 + count])
         ctx.get_input = None if sink is None else sink.getter(input)
         ctx.save_for_backward(input if trained and not ctx.get_input else None, *weights)
         ctx.shape = input.shape
@@ -34,7 +35,9 @@ class _Linears(torch.autograd.Function):
         ctx.count = count
         ctx.set_materialize_grads(False)
         if together:
-            return _side_by_side(input, weights)
+            return side_by_side(input, weights, biases)
+        if views and (product := in_one(input, weights, biases)) is not None:
+            return product.split([len(weight) for weight in weights], -1)
         return tuple(
             F.linear(input, weight, bias) for weight, bias in zip(weights, biases, strict=True)
         )
@@ -46,7 +49,7 @@ class _Linears(torch.autograd.Function):
         rows = [None if grad is None else grad.reshape(count, -1) for grad in grads]
         grad_input = None
         if ctx.together and rows[0] is not None:
-            merged = _joined(weights)
+            merged = joined(weights)
             if merged is not None and ctx.needs_input_grad[0]:
                 grad_input = rows[0] @ merged
             rows = rows[0].split([len(weight) for weight in weights], 1)
@@ -54,21 +57,27 @@ class _Linears(torch.autograd.Function):
             (grad, weight) for grad, weight in zip(rows, weights, strict=True) if grad is not None
         ]
         if grad_input is None and ctx.needs_input_grad[0] and pairs:
-            grad_input = _sum_of_products(pairs)
+            grad_input = sum_of_products(pairs)
         input = ctx.get_input() if ctx.get_input else input
         inputs = None if input is None else input.reshape(-1, input.shape[-1])
         grad_parameters = [None] * (2 * ctx.count)
+        of_biases = ctx.needs_input_grad[5 + ctx.count :]
+        if ctx.together and grads[0] is not None and any(of_biases):
+            sums = grads[0].reshape(count, -1).sum(0).split([len(weight) for weight in weights])
+            grad_parameters[ctx.count :] = sums
+            of_biases = [False] * ctx.count
         for place, (grad, weight) in enumerate(zip(rows, weights, strict=True)):
             if grad is None:
                 continue
             if ctx.sink is not None:
                 ctx.sink.matmul(weight, grad, inputs)
-            elif ctx.needs_input_grad[4 + place]:
+            elif ctx.needs_input_grad[5 + place]:
                 grad_parameters[place] = grad.t() @ inputs
-            if ctx.needs_input_grad[4 + ctx.count + place]:
+            if of_biases[place]:
                 grad_parameters[ctx.count + place] = grad.sum(0)
         return (
             None if grad_input is None else grad_input.view(ctx.shape),
+            None,
             None,
             None,
             None,
@@ -76,7 +85,8 @@ class _Linears(torch.autograd.Function):
         )
 
 
-def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the sum of products of matrices, added up in one buffer."""
     (grad, weight), *others = pairs
     total = grad @ weight
     for grad, weight in others:
@@ -84,21 +94,40 @@ def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return total
 
 
-def _side_by_side(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    merged = _joined(weights)
-    if merged is not None:
-        return F.linear(input, merged)
+def side_by_side(
+    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Tensor:
+    """Return the products with all weights, concatenated: [..., sum of o]. biases: all, or None
+    each.
+    """
+    if (product := in_one(input, weights, biases)) is not None:
+        return product
     sizes = [len(weight) for weight in weights]
     out = input.new_empty((*input.shape[:-1], sum(sizes)))
     rows = input.reshape(-1, input.shape[-1])
-    for part, weight in zip(out.view(len(rows), -1).split(sizes, 1), weights, strict=True):
-        torch.mm(rows, weight.t(), out=part)
+    parts = out.view(len(rows), -1).split(sizes, 1)
+    for part, weight, vector in zip(parts, weights, biases, strict=True):
+        if vector is None:
+            torch.mm(rows, weight.t(), out=part)
+        else:
+            torch.addmm(vector, rows, weight.t(), out=part)
     return out
 
 
-def _joined(weights: Sequence[Tensor]) -> Tensor | None:
-    """Return the weights as one tensor, if each begins in memory where the one before ends; else
-    None.
+def in_one(
+    input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Tensor | None:
+    """Return all outputs side by side, by one product; None where that takes copies of weights."""
+    added = [bias for bias in biases if bias is not None]
+    merged = joined(weights)
+    bias = joined(added) if added else None
+    fits = len(added) in (0, len(weights)) and (bias is not None) == bool(added)
+    return F.linear(input, merged, bias) if merged is not None and fits else None
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return weights, or biases, as one tensor, if each begins in memory where the one before
+    ends; else None.
     """
     first = weights[0]
     storage = first.untyped_storage()._cdata
@@ -111,27 +140,39 @@ def _joined(weights: Sequence[Tensor]) -> Tensor | None:
         ):
             return None
         end += weight.numel()
-    return first.detach().as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+    shape = (sum(map(len, weights)), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride())
 
 
 def linears(
     input: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    views: bool = False,
     sink: WeightGradientSink | None = None,
 ) -> tuple[Tensor, ...]:
     """input [..., i] @ weight [o, i]^T + bias [o] -> [..., o] for each weight and its bias.
 
     With a ``sink`` autograd has no gradients of weights.
+
+    views: whether results may be views of one product, of weights that are adjacent in memory, like
+           those of a flat buffer: all of it is kept as long as one of them is.
     """
-    return _Linears.apply(input, sink, False, len(weights), *weights, *biases)
+    return _Linears.apply(input, sink, False, views, len(weights), *weights, *biases)
 
 
 def joined_linear(
-    input: Tensor, weights: Sequence[Tensor], sink: WeightGradientSink | None = None
+    input: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] = (),
+    sink: WeightGradientSink | None = None,
 ) -> Tensor:
-    """input [..., i] @ weight [o, i]^T for each weight, concatenated in one tensor [..., sum of o].
+    """input [..., i] @ weight [o, i]^T + bias [o] for each weight, concatenated in one tensor [...,
+    sum of o].
 
     Weights that are adjacent in memory, like those of a flat buffer, are multiplied at once.
+
+    biases: one for each weight, or none.
     """
-    return _Linears.apply(input, sink, True, len(weights), *weights, *[None] * len(weights))
+    given: Sequence[Tensor | None] = biases or [None] * len(weights)
+    return _Linears.apply(input, sink, True, False, len(weights), *weights, *given)

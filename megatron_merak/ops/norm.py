@@ -24,7 +24,7 @@ def _per_row(x: Tensor) -> Tensor:
 
 def _keep(ctx, x: Tensor, weight: Tensor, statistics: Sequence[Tensor]) -> None:
     """Save for the backward the normalized input, and its statistics, which have no gradient."""
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # else an unread sum has a gradient of zeros, read and added
     ctx.mark_non_differentiable(*statistics)
     ctx.save_for_backward(x, weight, *statistics)
 
@@ -114,16 +114,15 @@ def _layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = rstd.dtype
-    operands = (
+    grad_x, *of_weights = torch.ops.aten.native_layer_norm_backward(
         grad.to(wide),
         x.to(wide),
         x.shape[-1:],
         mean.unsqueeze(-1),
         rstd.unsqueeze(-1),
         weight.to(wide),
-    )
-    grad_x, *of_weights = torch.ops.aten.native_layer_norm_backward(
-        *operands, weight.to(wide), [True, True, True]
+        weight.to(wide),
+        [True, True, True],
     )
     return grad_x.to(x.dtype).contiguous(), *(each.to(weight.dtype) for each in of_weights)
 
@@ -146,8 +145,9 @@ def _layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x - m) r w + b with r = (mean((x - m)^2) + eps)^-1/2, m and r."""
     wide = _wide(x)
-    operands = x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps
-    y, mean, rstd = torch.native_layer_norm(*operands)
+    y, mean, rstd = torch.native_layer_norm(
+        x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps
+    )
     return y.to(x.dtype).contiguous(), mean.squeeze(-1), rstd.squeeze(-1)
 
 

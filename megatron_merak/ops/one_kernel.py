@@ -40,7 +40,8 @@ class AsOneKernel(torch.autograd.Function):
     def forward(ctx, run: Callable[..., Tensor], causal: bool, *operands: Tensor | None) -> Tensor:
         leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in operands]
         with torch.enable_grad():
-            out = _priced(lambda: run(*leaves), operands, causal, back=False)
+            out = priced(lambda: run(*leaves), operands, causal, back=False)
+        ctx.save_for_backward(*operands)  # what a kernel keeps, or gets again
         ctx.leaves = leaves
         ctx.out = out
         ctx.causal = causal
@@ -49,9 +50,9 @@ class AsOneKernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         inputs = [x for x in ctx.leaves if x is not None and x.requires_grad]
-        operands = (*ctx.leaves, ctx.out, grad)
+        operands = (*ctx.saved_tensors, ctx.out, grad)
         computed = iter(
-            _priced(
+            priced(
                 lambda: torch.autograd.grad(ctx.out, inputs, grad), operands, ctx.causal, back=True
             )
         )
@@ -62,8 +63,9 @@ class AsOneKernel(torch.autograd.Function):
         )
 
 
-def _priced(
+def priced(
     run: Callable[[], Any], operands: tuple[Tensor | None, ...], causal: bool, back: bool
 ) -> Any:
+    """Return what ``run`` returns, priced as one kernel by a mode that does so."""
     mode = pricing()
     return run() if mode is None else mode.attention(run, operands, causal, back)

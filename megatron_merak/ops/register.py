@@ -61,7 +61,7 @@ def _differentiable(overload: Any, setup: Callable[..., None], backward: Callabl
         with torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
-    class Operation(torch.autograd.Function):
+    class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, keys, *args):
             output = below(keys, *args)
@@ -73,11 +73,11 @@ def _differentiable(overload: Any, setup: Callable[..., None], backward: Callabl
             grads_in = backward(ctx, *grads)
             return (None, *grads_in) if isinstance(grads_in, tuple) else (None, grads_in)
 
-    Operation.__name__ = f"{overload._opname}Backward"
+    Differentiable.__name__ = f"{overload._opname}Backward"
 
     def run(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
         needed = torch._C._any_requires_grad(*args) and torch.is_grad_enabled()
-        return Operation.apply(keys, *args) if needed else below(keys, *args)
+        return Differentiable.apply(keys, *args) if needed else below(keys, *args)
 
     return run
 

@@ -14,6 +14,10 @@ _STEP, _FIRST, _SECOND = (
     n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
+# Which chunks of sequences a rank has: (number of samples, numbers of its chunks in each sample,
+# number of all chunks). In memory full sequences are [samples, chunks, elements of a chunk].
+Place = tuple[int, tuple[int, ...], int]
+
 
 def _shift(z: Tensor, by: int) -> Tensor:
     """z >> by of unsigned numbers."""
@@ -98,13 +102,13 @@ def bias_dropout_add(
     residual: Tensor | None,
     dropout: float,
     training: bool,
-    place: tuple[int, int, int] | None = None,
+    place: Place | None = None,
 ) -> Tensor:
     """residual + dropout(x + bias); x and residual [..., h], bias [h]; residual and bias may be
     None.
 
-    place: number of samples, rank and number of ranks where x is this rank's part of each sample's
-           sequence, of an even number of elements: the mask is then its part of the full one.
+    place: where x is this rank's part of each sample's sequence, in chunks of an even number of
+           elements: the mask is then its part of the full one.
 
     The mask is a function of a seed, drawn from the default generator of x's device, and of an
     element's index: the backward recomputes it.
@@ -124,29 +128,27 @@ def _of_parts(
     residual: Tensor | None,
     p: float,
     seed: Tensor,
-    place: tuple[int, int, int],
+    place: Place,
 ) -> Tensor:
     """The same for parts, which begin somewhere in the full sequence of random numbers."""
-    samples, rank, ranks = place
-    pairs = x.numel() // samples // 2
-    xs = x.reshape(samples, -1, x.shape[-1])
-    residuals = [None] * samples if residual is None else residual.reshape(xs.shape).unbind()
+    samples, chunks, count = place
+    pieces = [(sample, chunk) for sample in range(samples) for chunk in chunks]
+    pairs = x.numel() // len(pieces) // 2
+    xs = x.reshape(len(pieces), -1, x.shape[-1])
+    residuals = [None] * len(pieces) if residual is None else residual.reshape(xs.shape).unbind()
     parts = []
-    for sample, (part, added) in enumerate(zip(xs.unbind(), residuals, strict=True)):
-        skipped = (sample * ranks + rank) * pairs * _STEP
+    for (sample, chunk), part, added in zip(pieces, xs.unbind(), residuals, strict=True):
+        skipped = (sample * count + chunk) * pairs * _STEP
         own = seed + ((skipped + 2**63) % 2**64 - 2**63)
         parts.append(kernels(part, bias, added).bias_dropout_add(part, bias, added, p, own))
-    return (parts[0] if samples == 1 else torch.stack(parts)).view(x.shape)
+    return (parts[0] if len(parts) == 1 else torch.stack(parts)).view(x.shape)
 
 
-def dropout_of_parts(x: Tensor, p: float, training: bool, place: tuple[int, int, int]) -> Tensor:
-    """Dropout of a rank's parts of sequences, with its part of the mask that torch draws for all.
-
-    place: number of samples, rank and number of ranks. Full sequences are
-           [samples, ranks, elements of a part] in memory.
-    """
-    samples, rank, ranks = place
+def dropout_of_parts(x: Tensor, p: float, training: bool, place: Place) -> Tensor:
+    """Dropout of a rank's parts of sequences, with its part of the mask that torch draws for all."""
+    samples, chunks, count = place
     if not training or p == 0:
         return x
-    mask = F.dropout(x.new_ones(samples, ranks, x.numel() // samples), p)
-    return x * mask[:, rank].clone().view(x.shape)  # a copy, so that the full mask is not kept
+    mask = F.dropout(x.new_ones(samples, count, x.numel() // (samples * len(chunks))), p)
+    own = torch.stack([mask[:, chunk] for chunk in chunks], 1)  # the full mask is not kept
+    return x * own.view(x.shape)

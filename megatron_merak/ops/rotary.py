@@ -34,11 +34,17 @@ def _backward_rotary(ctx, grad):
     _backward_rotary,
 )
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    return _turn(x.new_empty(x.shape), x, cos, sin, interleaved, inverse=inverse)
+
+
+def _turn(
+    out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> Tensor:
+    """Write x, rotated, into ``out``, which is separate memory."""
     cos = cos.to(x.dtype)
     sin = sin.to(x.dtype)
     sin = -sin if inverse else sin
     rotated = 2 * cos.shape[-1]
-    out = x.new_empty(x.shape)
     first, second = _pairs(x, rotated, interleaved)
     to_first, to_second = _pairs(out, rotated, interleaved)
     torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
@@ -51,7 +57,43 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: boo
 def _rotary_(
     into: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> None:
-    into.copy_(_rotary(x, cos, sin, interleaved, inverse))
+    if into.data_ptr() == x.data_ptr():
+        into.copy_(_rotary(x, cos, sin, interleaved, inverse))
+    else:
+        _turn(into, x, cos, sin, interleaved, inverse=inverse)
+
+
+class _RotaryHeads(torch.autograd.Function):
+    """The result is laid out as attention reads it, and the gradient as the product before it
+    does.
+    """
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, interleaved):
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        batch, length, heads, size = x.shape
+        # A CPU's products take the rows of a head side by side; kernels of accelerators any strides.
+        if x.device.type == "cpu":
+            into = x.new_empty((batch, heads, length, size)).transpose(1, 2)
+        else:
+            into = x.new_empty(x.shape)
+        kernels(x, cos, sin).rotary_(into, x, cos, sin, interleaved, False)
+        return into
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        turned = grad.new_empty(grad.shape)
+        kernels(grad, cos, sin).rotary_(turned, grad, cos, sin, ctx.interleaved, True)
+        return turned, None, None, None
+
+
+def rotary_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """``rotary`` of heads, x [b, s, n, d], as views of what attention on this device copies
+    least.
+    """
+    return _RotaryHeads.apply(x, cos, sin, interleaved)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -18,14 +18,20 @@ STUBS = ROOT / "tests/native/stubs.cpp"
 TORCH = Path(torch.__file__).parent
 OPTIONS = [
     *(flag for flag in FLAGS if not flag.startswith(("-std", "-O"))),
-    *("-std=c++17", "-O0", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
-    *(
-        "-isystem",
-        str(TORCH / "include"),
-        "-isystem",
-        str(TORCH / "include/torch/csrc/api/include"),
-    ),
-    *("-I", str(ROOT / "csrc"), "-I", str(ROOT / "csrc/include"), "-I", str(ROOT / "csrc/cuda")),
+    "-std=c++17",
+    "-O0",
+    "-DUSE_CUDA",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    "-isystem",
+    str(TORCH / "include"),
+    "-isystem",
+    str(TORCH / "include/torch/csrc/api/include"),
+    "-I",
+    str(ROOT / "csrc"),
+    "-I",
+    str(ROOT / "csrc/include"),
+    "-I",
+    str(ROOT / "csrc/cuda"),
 ]
 
 

@@ -49,6 +49,11 @@ def case(dtype, rows, width, centred=False, added=False, wide=False, seed=0):
     )
 
 
+def places(of):
+    """How many rows of x lie side by side, and how far the first of these are apart."""
+    return getattr(of, "places", (1, of.x.shape[1]))
+
+
 def unaligned(inputs):
     return SimpleNamespace(
         **{k: None if t is None else shifted(t) for k, t in vars(inputs).items()}
@@ -65,6 +70,7 @@ def forward(kernels, of):
         "merak_norm",
         code[0],
         of.x,
+        *places(of),
         of.residual,
         of.weight,
         of.bias,
@@ -89,8 +95,8 @@ def backward(kernels, of, total, mean, rstd):
     grad_x, grad_weight = torch.empty_like(of.x), torch.empty_like(of.weight)
     grad_bias = None if mean is None else torch.empty_like(of.weight)
     kernels(
-        "merak_norm_backward", code[0], of.grad, of.grad_sum, total, of.weight, code[1], mean, rstd, grad_x, parts,
-        grad_weight, grad_bias, rows, width,
+        "merak_norm_backward", code[0], of.grad, of.grad_sum, total, *places(of), of.weight, code[1], mean, rstd,
+        grad_x, parts, grad_weight, grad_bias, rows, width,
     )  # fmt: skip
     return grad_x, grad_weight, grad_bias
 
@@ -135,14 +141,12 @@ def compare(kernels, of, forward=forward, backward=backward):
         + inner.abs().mean(-1, keepdim=True)
         + spread * (inner * spread).abs().mean(-1, keepdim=True)
     )
-    if of.grad_sum is not None:
-        truth = truth + of.grad_sum.double()
-    near(
-        grad_x,
-        truth,
-        r * size + (0 if of.grad_sum is None else of.grad_sum.double().abs()),
-        operations,
-    )
+    if of.grad_sum is not None:  # the norm's own, rounded, and then the sum: to the bit
+        alone = SimpleNamespace(**vars(of) | {"grad_sum": None})
+        of_norm, *_ = backward(kernels, alone, total, mean, rstd)
+        assert torch.equal(grad_x, of_norm + of.grad_sum)
+        grad_x = of_norm
+    near(grad_x, truth, r * size, operations)
     near(grad_weight, (up * normed).sum(0), (up * spread).abs().sum(0), 16 + len(x))
     if grad_bias is not None:
         near(grad_bias, up.sum(0), up.abs().sum(0), 16 + len(x))
@@ -174,6 +178,22 @@ def test_unaligned_addresses_change_nothing(kernels, dtype, width):
         strict=True,
     ):  # fmt: skip
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("width", [8, 7, 136, 8200])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_heads_of_a_wider_product(kernels, dtype, width):
+    """Two of four heads of each of three tokens, read where they are: the same to the bit."""
+    inputs = case(dtype, 6, width, centred=True)
+    wide = torch.full((3, 4, width), torch.nan, dtype=dtype)
+    wide[:, 1:3] = inputs.x.view(3, 2, width)
+    heads = SimpleNamespace(**vars(inputs) | {"places": (2, 4 * width)})
+    y, x, *statistics = forward(kernels, inputs)
+    wanted = [y, *statistics, *backward(kernels, inputs, x, *statistics)]
+    heads.x = wide.flatten(0, 1)[1:7]  # begins where the first head does
+    y, x, *statistics = forward(kernels, heads)
+    found = [y, *statistics, *backward(kernels, heads, x, *statistics)]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 100])

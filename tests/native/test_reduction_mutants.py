@@ -49,19 +49,21 @@ MERGED = "    sum = sum * __expf(max - base) + other_sum * __expf(other_max - ba
 # fault -> (family, file, text, what stands there instead)
 MUTANTS = {
     "maximum: no barrier before it is read": (
-        *(
-            "softmax",
-            "softmax",
-            "scratch[first + threadIdx.x / kWarp] = value;\n  __syncthreads();\n",
-        ),
+        "softmax",
+        "softmax",
+        "scratch[first + threadIdx.x / kWarp] = value;\n  __syncthreads();\n",
         "scratch[first + threadIdx.x / kWarp] = value;\n",
     ),
     "maximum: no barrier before its place is used again": (
-        *("softmax", "softmax", "scratch[first + lane] : -INFINITY);\n  __syncthreads();\n"),
+        "softmax",
+        "softmax",
+        "scratch[first + lane] : -INFINITY);\n  __syncthreads();\n",
         "scratch[first + lane] : -INFINITY);\n",
     ),
     "diagonal one key too early": (
-        *("softmax", "softmax", "scores.keys - scores.queries + 1))"),
+        "softmax",
+        "softmax",
+        "scores.keys - scores.queries + 1))",
         "scores.keys - scores.queries))",
     ),
     "mask turned round": (
@@ -97,7 +99,9 @@ MUTANTS = {
         "at + i + 1 < visible && (mask",
     ),
     "running sums: no barrier": (
-        *("cross_entropy", "softmax", "  __syncthreads();\n  own = RunningSum();"),
+        "cross_entropy",
+        "softmax",
+        "  __syncthreads();\n  own = RunningSum();",
         "  own = RunningSum();",
     ),
     "the last elements of a row left out": (
@@ -107,27 +111,27 @@ MUTANTS = {
         "count})",
     ),
     "padding taken for the target's class": (
-        *("cross_entropy", "cross_entropy", "at < shard.classes ?"),
+        "cross_entropy",
+        "cross_entropy",
+        "at < shard.classes ?",
         "at <= shard.classes ?",
     ),
     "padding in the gradient": (
-        *(
-            "cross_entropy",
-            "cross_entropy",
-            "if (i >= shard.classes) return 0.f;\n    const float found",
-        ),
+        "cross_entropy",
+        "cross_entropy",
+        "if (i >= shard.classes) return 0.f;\n    const float found",
         "const float found",
     ),
     "smoothing over classes that do not exist": (
-        *("cross_entropy", "cross_entropy", "(x == -INFINITY ? 0.f : of_each)"),
+        "cross_entropy",
+        "cross_entropy",
+        "(x == -INFINITY ? 0.f : of_each)",
         "of_each",
     ),
     "a row without gradient computed": (
-        *(
-            "cross_entropy",
-            "cross_entropy",
-            "if (of_sum == 0.f && of_target == 0.f && of_each == 0.f) return",
-        ),
+        "cross_entropy",
+        "cross_entropy",
+        "if (of_sum == 0.f && of_target == 0.f && of_each == 0.f) return",
         "if (false) return",
     ),
     "no sum at the target": ("cross_entropy", "cross_entropy", "i == chosen ? e - sum : e", "e"),
@@ -139,7 +143,9 @@ MUTANTS = {
         "+ how.eps",
     ),
     "partial sums: no barrier": (
-        *("flat", "flat", "scratch[threadIdx.x / kWarp] = value;\n  __syncthreads();\n"),
+        "flat",
+        "flat",
+        "scratch[threadIdx.x / kWarp] = value;\n  __syncthreads();\n",
         "scratch[threadIdx.x / kWarp] = value;\n",
     ),
     "squares counted again": ("flat", "flat", "at += LOADS * step", "at += step"),

@@ -153,9 +153,18 @@ def whole_numbers(*shape):
 
 @pytest.mark.parametrize("sunk", [True, False])
 @pytest.mark.parametrize("beside", [True, False])
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("together", "biased", "views"),
+    [
+        (True, True, False),
+        (True, False, False),
+        (False, True, False),
+        (False, True, True),
+        (False, False, True),
+    ],
+)
 @pytest.mark.parametrize("shape", [(6,), (2, 3, 6)])
-def test_layers_of_one_input_are_those_layers(shape, together, beside, sunk):
+def test_layers_of_one_input_are_those_layers(shape, together, biased, views, beside, sunk):
     """Whole numbers, so that the order of sums cannot matter. beside: the weights are one piece of
     memory.
     """
@@ -166,23 +175,24 @@ def test_layers_of_one_input_are_those_layers(shape, together, beside, sunk):
         else [whole_numbers(rows * 6) for rows in (4, 5, 3)]
     )
     weights = [torch.nn.Parameter(piece.view(-1, 6)) for piece in pieces]
-    biases = (
-        [None, None, None]
-        if together
-        else [whole_numbers(4).requires_grad_(), None, whole_numbers(3)]
-    )
+    vectors = whole_numbers(12).split([4, 5, 3]) if beside else [*map(whole_numbers, (4, 5, 3))]
+    biases = [vector.requires_grad_() if biased else None for vector in vectors]
+    if biased and not together:
+        biases[1:] = [None, whole_numbers(3)]
     outs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     upstream = [whole_numbers(*out.shape) for out in outs]
-    inputs = [x, *weights, *biases[: not together]]
+    inputs = [x, *weights, *(bias for bias in biases if bias is not None and bias.requires_grad)]
     used = slice(None) if together else slice(0, 2)  # a layer whose output goes nowhere
     expected = torch.autograd.grad(outs[used], inputs, upstream[used], allow_unused=True)
     sink = Sink() if sunk else None
     if together:
-        found = joined_linear(x, weights, sink)
+        found = joined_linear(x, weights, biases if biased else (), sink)
         assert torch.equal(found, torch.cat(outs, -1))
         grads = torch.autograd.grad(found, inputs, torch.cat(upstream, -1), allow_unused=True)
     else:
-        found = linears(x, weights, biases, sink)
+        found = linears(x, weights, biases, views, sink)
+        one = len({out.untyped_storage().data_ptr() for out in found}) == 1
+        assert one == (views and beside and biases[0] is None)
         assert all(map(torch.equal, found, outs))
         grads = torch.autograd.grad(found[used], inputs, upstream[used], allow_unused=True)
     if sunk:

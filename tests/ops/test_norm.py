@@ -101,7 +101,7 @@ def strided():
     """
     wide = random((4, 9, 16))[0]
     yield "evenly spaced rows", random((24, 40))[0][:, 8:24].unflatten(0, (4, 6))
-    yield "slice", wide[:, 2:8]
+    yield "heads of a wider product", wide[:, 2:8]
     yield "transposed", random((6, 4, 16))[0].transpose(0, 1)
     yield "columns transposed", random((4, 16, 6))[0].transpose(1, 2)
     yield "every second", random((4, 6, 32))[0][..., ::2]
@@ -261,6 +261,21 @@ def test_gradients_of_a_sum_and_of_its_norm_meet(name, reads, dtype):
         else:
             assert ours.dtype == like.dtype
             assert_rounded(ours, truth, 24, roundings=4)
+
+
+@pytest.mark.parametrize("ops", KERNELS, ids=lambda ops: ops.name)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", NORMS)
+def test_both_gradients_are_added_as_where_norm_and_sum_are_apart(name, dtype, ops):
+    """To the bit, so that it changes nothing where the two may be fused and where not."""
+    _, _, vectors = NORMS[name]
+    (x, weight, *bias), upstream = inputs((71, 130), dtype, vectors)
+    (more,) = random((71, 130), dtype=dtype, seed=5)
+    _, *statistics = getattr(ops, name)(x, weight, *bias, EPS)
+    alone, *of_weights = getattr(ops, f"{name}_backward")(upstream, x, weight, *statistics)
+    both = getattr(ops, f"add_{name}_backward")(upstream, more, x, weight, *statistics)
+    wanted = (alone + more, *of_weights)
+    assert all(torch.equal(a, b) for a, b in zip(both, wanted, strict=True))
 
 
 def test_keeps_its_input_and_one_number_per_row():

@@ -42,12 +42,37 @@ def examples(dtype: torch.dtype = torch.float32) -> list[Example]:
     target = torch.randint(ROWS, (BATCH * LENGTH,))
     heads = [some(BATCH, LENGTH, HEADS, WIDTH) for _ in range(3)]
     whole = [some(BATCH, HEADS, LENGTH, WIDTH) for _ in range(3)]
+    both = some(BATCH, HEADS, LENGTH, 2 * WIDTH)
     seen = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
     return [
         Example(ops.linear, (x, layer(), some(OUT))),
         Example(ops.linear, (x, layer(WIDTH, OUT)), {"transposed": True}),
         Example(ops.linears, (x, [layer(), layer(OUT + 1)], [some(OUT), None])),
         Example(ops.joined_linear, (x, [layer(), layer(OUT + 1)])),
+        Example(
+            ops.adapted_linear,
+            (x, [layer(), layer(), layer(2), layer(OUT, 2)], [some(OUT), None], [], [1], [0.5]),
+        ),
+        Example(
+            ops.adapted_linear,
+            (x, [layer(), layer(OUT, 2)], [None], [some(BATCH, LENGTH, 2)], [0], [0.5]),
+        ),
+        Example(
+            ops.adapted_linears,
+            (
+                x,
+                [layer(), layer(), layer(2), layer(3), layer(OUT, 2), layer(OUT, 3)],
+                *([None, None], [], [0, 1], [0.5, 0.25]),
+            ),
+        ),
+        Example(ops.fp8_linear, (x, layer(), some(OUT), "hybrid", "tensorwise")),
+        Example(
+            ops.fp8_linear, (x, layer(WIDTH, OUT), None, "e4m3", "blockwise"), {"transposed": True}
+        ),
+        Example(
+            ops.fp8_linears,
+            (x, [layer(), layer(OUT + 1)], [some(OUT), None], "hybrid", "tensorwise", True, False),
+        ),
         Example(ops.gated_linear, (some(BATCH, LENGTH, 2 * WIDTH), layer(), some(OUT), "silu")),
         Example(
             ops.gated_linear,
@@ -63,8 +88,10 @@ def examples(dtype: torch.dtype = torch.float32) -> list[Example]:
         Example(ops.linear_cross_entropy_stats, (tokens, layer(ROWS), target, 0, ROWS, 5)),
         Example(ops.causal_attention, (*heads, 0.0, None)),
         Example(ops.attention, (*whole, seen, 0.0, None)),
+        Example(ops.causal_chunks, (*whole, (0, LENGTH // 2), 0.0, None)),
+        Example(ops.ring_part, (whole[0], both, None, (), (0, LENGTH, 0, LENGTH, False), None)),
         Example(ops.bias_dropout_add, (x, some(WIDTH), some(BATCH, LENGTH, WIDTH), 0.0, True)),
-        Example(ops.dropout_of_parts, (x, 0.0, True, (BATCH, 0, 2))),
+        Example(ops.dropout_of_parts, (x, 0.0, True, (BATCH, (0,), 2))),
     ]
 
 
@@ -97,6 +124,9 @@ class Sink:
 
     def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor, now: bool = False) -> None:
         self.kept += [] if now else [grad_output, input]
+
+    def product(self, weight: Tensor, product: Callable) -> None:
+        self.kept += [product.rows.values, product.columns.values]
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         self.kept += [grad_output]
@@ -160,11 +190,13 @@ def test_products_of_attention(place):
         results_of(example)
     scores = example.row.scores(*example.args, **example.options)
     assert scores.queries == LENGTH
-    more = (
-        causal_more(scores.flops, scores.queries, fused=False, dropout=False)[0]
-        if scores.causal
-        else 0
-    )
+    more = 0
+    if scores.causal:
+        more = causal_more(scores.flops, scores.queries, fused=False, dropout=False)[0]
+    if example.operation is ops.causal_chunks:  # with a mask, of full rows
+        query, key, value, starts = example.args[:4]
+        own = query.numel() * query.shape[2] // len(starts)
+        more = own // query.shape[-1] * (key.shape[-1] + value.shape[-1])
     assert counter.get_total_flops() == scores.flops + more > 0
 
 

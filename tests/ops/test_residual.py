@@ -56,19 +56,20 @@ def drawn(function, *args):
     return function(*args), torch.get_rng_state()
 
 
+@pytest.mark.parametrize("chunks", [[(0,), (1,), (2,), (3,)], [(0, 3), (1, 2)]])
 @pytest.mark.parametrize("samples", [1, 3])
-def test_parts_of_sequences_have_their_part_of_the_mask(samples):
+def test_parts_of_sequences_have_their_part_of_the_mask(samples, chunks):
     """All ranks draw the same numbers, as many as for the full value."""
-    ranks = 4
-    x, residual = torch.rand(2, samples, 4 * ranks, 6)
+    x, residual = torch.rand(2, samples, 16, 6)
     bias = torch.rand(6)
     added, state_of_sum = drawn(bias_dropout_add, x, bias, residual, 0.3, True)
     dropped, state = drawn(F.dropout, x, 0.3)
-    for rank in range(ranks):
+    for own_chunks in chunks:
         own, more, wanted, kept = (
-            each.chunk(ranks, 1)[rank] for each in (x, residual, added, dropped)
+            torch.cat([each.chunk(4, 1)[chunk] for chunk in own_chunks], 1)
+            for each in (x, residual, added, dropped)
         )
-        place = (samples, rank, ranks)
+        place = (samples, own_chunks, 4)
         for found, expected in (
             (drawn(bias_dropout_add, own, bias, more, 0.3, True, place), (wanted, state_of_sum)),
             (drawn(dropout_of_parts, own, 0.3, True, place), (kept, state)),

@@ -109,6 +109,7 @@ inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float __log2f(float x) { return log2f(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+__attribute__((noinline)) inline float __fadd_rn(float x, float y) { return x + y; }  // never part of an fma
 inline float __frcp_rn(float x) { return 1.f / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 #define rsqrtf simt_rsqrtf  // newer C libraries have one of that name
