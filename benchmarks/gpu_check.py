@@ -14,11 +14,16 @@ from pathlib import Path
 
 import torch
 from gpu_cases import CASES, MORE, Inputs, Sizes, tensors_of
+from gpu_rows import SEQUENCE, SHAPES, tiny
 from gpu_stopwatch import card, device_name, versions, write
 from torch import Tensor
 
-from megatron_merak.cluster import Profile
-from megatron_merak.parallel.launch import launch
+from megatron_merak.cluster import AttentionRate
+from megatron_merak.parallel.launch import World, launch
+from megatron_merak.parallel.nodes import Nodes
+from megatron_merak.probe.attention import by_kernel
+from megatron_merak.probe.measure import copy_speed, probe
+from megatron_merak.probe.shapes import ModelShape
 
 KERNELS = Sizes(
     tokens=256,
@@ -31,6 +36,8 @@ KERNELS = Sizes(
     parameters=1 << 20,
 )
 KERNEL_TOLERANCE = 2**-6  # of the largest value, bf16
+_SECONDS = 8.0  # of the probe
+_EACH = 0.15  # of one of torch's kernels of attention, forward or backward
 
 
 # ---- what is here
@@ -54,30 +61,50 @@ def start(device: torch.device) -> dict:
 
 
 # ---- rates
-def rates(device: torch.device, into: Path, models: tuple[str, ...]) -> dict:
+def rates(world: World, into: Path, models: tuple[str, ...]) -> dict:
     """Of copies, products and attention; the profile that the planner reads is beside ``into``."""
-    from calibrate import calibrate, shapes_of
-
-    on_cpu = device.type == "cpu"
-    shapes = shapes_of([], on_cpu, on_cpu, models)
-    profile, others = calibrate(shapes, "bfloat16" if not on_cpu else "float32", device, on_cpu)
-    profile.to_json(into.with_name("device_profile.json"))
-    measured = profile.device
-    product = max(row.forward for row in measured.rates.products)
-    ways = [row for row in others["attention"] if "forward" in row]
+    device = world.device
+    shapes = [_shape(name, device.type == "cpu") for name in models]
+    dtype = "float32" if device.type == "cpu" else "bfloat16"
+    profile = probe(world, None, Nodes(), shapes, (dtype,), _SECONDS)
+    into.with_name("device_profile.json").write_text(profile.to_json(), encoding="utf-8")
+    measured = profile.device.rates
+    own = [{"way": "ours", **asdict(row)} for row in measured.attention]
+    others = [
+        {"way": way, "length": shape.length, "heads": shape.heads, **_told(rate)}
+        for shape in shapes
+        for way, rate in by_kernel(shape.attention, dtype, device, _EACH)
+    ]
+    ways = [row for row in (*own, *others) if "forward" in row]
     best = max(ways, key=lambda row: row["forward"] + row["backward"])
-    figure = f"copy {measured.memory_bandwidth / 1e9:.0f} GB/s, product {product / 1e12:.4g} TFLOP/s, attention "
+    product = max(row.forward for row in measured.products)
+    copied = copy_speed(device)
+    figure = f"copy {copied / 1e9:.0f} GB/s, product {product / 1e12:.4g} TFLOP/s, attention "
     figure += f"{best['forward'] / 1e12:.4g} and {best['backward'] / 1e12:.4g} ({best['way']})"
     return {
         "figure": figure,
-        "table": _products(profile),
-        "copy": measured.memory_bandwidth,
-        **others,
+        "table": [asdict(row) for row in measured.products],
+        "copy": copied,
+        "attention": [*own, *others],
     }
 
 
-def _products(profile: Profile) -> list[dict]:
-    return [asdict(row) for row in profile.device.rates.products]
+def _told(rate: AttentionRate | str) -> dict:
+    return asdict(rate) if isinstance(rate, AttentionRate) else {"problem": rate}
+
+
+def _shape(name: str, small: bool) -> ModelShape:
+    model = tiny(SHAPES[name]) if small else SHAPES[name]
+    tokens = 64 if small else SEQUENCE
+    return ModelShape(
+        tokens,
+        model.hidden,
+        model.heads,
+        groups=model.groups,
+        ffn=model.ffn,
+        vocabulary=model.vocabulary,
+        length=tokens,
+    )
 
 
 # ---- kernels
@@ -120,11 +147,12 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--into", type=Path, required=True, metavar="FILE")
     given = parser.parse_args()
-    device = launch(use_cpu=given.device == "cpu").device  # with a job's precision of fp32 products
+    world = launch(use_cpu=given.device == "cpu")  # with a job's precision of fp32 products
+    device = world.device
     ways: dict[str, Callable[[], dict]] = {
         "start": lambda: start(device),
-        "rates": lambda: rates(device, given.into, ("7b",)),
-        "profile": lambda: rates(device, given.into, ("7b", "1.7b", "8b")),
+        "rates": lambda: rates(world, given.into, ("7b",)),
+        "profile": lambda: rates(world, given.into, ("7b", "1.7b", "8b")),
         "kernels": lambda: kernels(device),
     }
     found = ways[given.what]() | {"device": device_name(device)}

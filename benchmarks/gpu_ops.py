@@ -174,9 +174,14 @@ def table(rows: list[Row], copied: float) -> str:
             f"{way} {ratios[way]}" for way in ratios if way not in ("ours", "eager", "compiled")
         )
         cells = (
-            *(row.case.label, f"{row.moved / 1e6:.0f}", f"{time:.3f} ({low:.3f} to {high:.3f})"),
-            *(f"{row.speed():.0f}", f"{row.speed() / copied:.0%}"),
-            *(ratios.get("eager", "-"), ratios.get("compiled", "-"), others or "-"),
+            row.case.label,
+            f"{row.moved / 1e6:.0f}",
+            f"{time:.3f} ({low:.3f} to {high:.3f})",
+            f"{row.speed():.0f}",
+            f"{row.speed() / copied:.0%}",
+            ratios.get("eager", "-"),
+            ratios.get("compiled", "-"),
+            others or "-",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -25,6 +25,16 @@ def add_from(parser: argparse.ArgumentParser) -> None:
     add_into(parser)
 
 
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments of a parser with `add_from`. A page is written from a file alone, so
+    that its run can be looked at first.
+    """
+    given = parser.parse_args(argv)
+    if given.into and not given.saved:
+        parser.error("--into: writes what a run has measured. Give its --json FILE as --from FILE")
+    return given
+
+
 def add_into(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--into",

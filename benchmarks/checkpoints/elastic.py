@@ -39,7 +39,7 @@ from benchmarks.checkpoints.elastic_cases import (
     Pair,
 )
 from benchmarks.checkpoints.elastic_rank import LENGTH, VOCABULARY, Request, start
-from benchmarks.runs import add_from, circumstances, show
+from benchmarks.runs import add_from, circumstances, parsed, show
 from benchmarks.step.launcher import free_port, rank_environment
 from megatron_merak.checkpoint.difference import difference
 from megatron_merak.checkpoint.found import find
@@ -465,7 +465,7 @@ def main(argv: list[str] | None = None) -> int:
         help="write results here, pair by pair; what it has already is not run again",
     )
     add_from(parser)
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv)
     if options.saved:
         return show(page(options.saved), options.into, BEGIN, END)
     chosen = [pair for pair in PAIRS if re.search(options.only, pair.name)]

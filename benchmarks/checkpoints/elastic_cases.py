@@ -61,7 +61,7 @@ class Layout:
             found["context_parallel_size"] = self.cp
         if self.ep > 1:
             found["expert_model_parallel_size"] = self.ep
-        if self.sp or self.ep > 1:
+        if self.sp or self.ep > 1 and self.tp > 1:
             found["sequence_parallel"] = True
         if self.sharding:
             found["data_parallel_sharding_strategy"] = self.sharding
@@ -194,6 +194,13 @@ PAIRS = [
             "tp2 -> tp2 ep2",
             "tp2 cp2 ep2 -> dp2 optim",
             "dp1 -> tp2 cp2 ep2",
+            "dp1 -> dp2 ep2",
+            "dp2 ep2 optim -> dp1",
+            "dp4 ep4 m1 -> dp2 ep2 optim_grads_params",
+            "dp2 tp2 ep4 optim m1 -> tp2 ep2",
+            "tp2 ep2 -> dp4 ep2 optim m1",
+            "dp2 ep2 -> cp2 ep2",
+            "cp2 ep2 -> dp2 pp2 ep2 m1",
         ],
     ),
     *_pairs(
@@ -224,7 +231,13 @@ PAIRS = [
     _special("trainer", "tp2 m4 -> dp2 optim_grads_params", "Adafactor", optim="adafactor"),
     *_pairs(
         "trainer_moe",
-        ["tp2 ep2 m4 -> dp2", "dp2 optim -> tp2 ep2 m4"],
+        [
+            "tp2 ep2 m4 -> dp2",
+            "dp2 optim -> tp2 ep2 m4",
+            "dp2 ep2 -> tp2 ep2 m4",
+            "dp4 ep2 optim m1 -> dp2 ep2",
+            "dp2 -> dp2 tp2 ep4",
+        ],
     ),
 ]
 REFUSED = [

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.checkpoints.saves import RUN, seconds
-from benchmarks.runs import add_from, circumstances, heading, show
+from benchmarks.runs import add_from, circumstances, heading, parsed, show
 
 BEGIN = "<!-- written by: python -m benchmarks increments -->"
 END = "<!-- end of increments -->"
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements here")
     parser.add_argument("--quick", action="store_true", help="a few steps, once: a smoke test")
     add_from(parser)
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv)
     if options.saved:
         return show(page(options.saved), options.into, BEGIN, END)
     options.repeats = 1 if options.quick else options.repeats

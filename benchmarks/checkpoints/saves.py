@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Placed
 
 from benchmarks import ROOT
-from benchmarks.runs import add_from, circumstances, heading, show
+from benchmarks.runs import add_from, circumstances, heading, parsed, show
 from benchmarks.step.launcher import run_together
 from megatron_merak.checkpoint import store
 from megatron_merak.checkpoint.behind import Behind, Staging
@@ -337,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a small state, once: a smoke test")
     parser.add_argument("--rank-result", type=Path, help=argparse.SUPPRESS)
     add_from(parser)
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv)
     if options.saved:
         return show(page(options.saved), options.into, BEGIN, END)
     if options.rank_result is not None:

@@ -93,7 +93,8 @@ class Cell:
 
     def formula(self) -> float | None:
         """Seconds of a step in closed form; None where none holds."""
-        units = FORMULAS[self.schedule](self.ranks, self.microbatches)
+        find = FORMULAS.get(self.schedule)
+        units = find(self.ranks, self.microbatches) if find else None
         return None if units is None else units * self.forward
 
     @property

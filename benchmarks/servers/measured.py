@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import ROOT
-from benchmarks.runs import add_options, circumstances, heading, show, spread
+from benchmarks.runs import add_options, circumstances, heading, parsed, show, spread
 
 WAYS = {
     "`allreduce`": [],
@@ -90,7 +90,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser, repeats=3, timeout=600)
-    return parser.parse_args(argv)
+    return parsed(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> int:

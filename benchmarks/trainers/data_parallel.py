@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from itertools import product
 from statistics import median
 
-from benchmarks.runs import add_options, show, spread
+from benchmarks.runs import add_options, parsed, show, spread
 from benchmarks.step.cases import DATA, PRECISIONS, Case
 from benchmarks.trainers.rows import OURS, Row, disagreement, page, save
 from benchmarks.trainers.two_lines import FULL, QUICK, run_script, shape_of, timed_peer
@@ -57,7 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--only", default="", metavar="TEXT", help="rows with TEXT in 'fp32 torch FSDP2'-like names"
     )
     add_options(parser, repeats=5, timeout=900)
-    return parser.parse_args(argv)
+    return parsed(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.runs import add_options, show, spread
+from benchmarks.runs import add_options, parsed, show, spread
 from benchmarks.trainers.rows import OURS, Row, disagreement, page, save
 from benchmarks.trainers.two_lines import measure
 
@@ -134,7 +134,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--only", default="", metavar="TEXT", help="rows with TEXT in 'Mixtral, ...'-like names"
     )
     add_options(parser, repeats=5, timeout=900)
-    return parser.parse_args(argv)
+    return parsed(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import ROOT
-from benchmarks.runs import add_options, show
+from benchmarks.runs import add_options, parsed, show
 from benchmarks.step.cases import (
     DATA,
     LAYOUTS,
@@ -180,7 +180,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--warmup", type=int, default=0, help="more steps that are not counted (0)")
     add_options(parser, repeats=5, timeout=900)
-    return parser.parse_args(argv)
+    return parsed(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> int:

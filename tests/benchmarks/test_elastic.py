@@ -37,7 +37,7 @@ def test_there_are_enough_pairs_of_every_kind():
         ("tp", {1, 2}),
         ("pp", {1, 2}),
         ("cp", {1, 2}),
-        ("ep", {1, 2}),
+        ("ep", {1, 2, 4}),
     ):
         assert {getattr(each, degree) for each in layouts} == sizes
     assert {each.sharding for each in layouts} == {"", "optim", "optim_grads", "optim_grads_params"}

@@ -33,6 +33,7 @@ def test_halves_and_pairs_hide_nine_tenths_where_computing_takes_as_long(outcome
     assert recomputing > overlap_page.ENOUGH_MODELLED
 
 
+@pytest.mark.slow
 def test_nothing_is_hidden_beyond_the_time_of_computing():
     slow = modelled(2e9, 64)
     assert not overlap_page.covered(slow)

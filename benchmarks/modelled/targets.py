@@ -1,0 +1,137 @@
+"""Plans of models that others published times of, divided along experts and sequences: modelled.
+
+python -m benchmarks targets    # prints the table; --into docs/evidence/targets.md
+"""
+
+import argparse
+import contextlib
+import io
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import ROOT
+from benchmarks.runs import add_into, show
+from megatron_merak.cli import plan as tool
+from megatron_merak.cluster import GIB
+from megatron_merak.plan import Plan
+
+BEGIN = "<!-- written by: python -m benchmarks targets -->"
+END = "<!-- end of targets -->"
+COMMON = "--device dgx-h100 --bf16 --micro-batch-size 1 --recompute-granularity full --recompute-method capacity"
+
+
+class Target(NamedTuple):
+    """A model on H100s.
+
+    shape:  of examples/shapes.
+    flags:  of the layout.
+    beside: what others published of it.
+    """
+
+    model: str
+    shape: str
+    gpus: int
+    length: int
+    samples: int
+    flags: str
+    beside: str
+
+    @property
+    def command(self) -> str:
+        return (
+            f"merak-plan show --model examples/shapes/{self.shape}.json --world-size {self.gpus} "
+            f"{COMMON} --seq-length {self.length} --global-batch-size {self.samples} {self.flags}"
+        )
+
+
+OPTIM = "--data-parallel-sharding-strategy optim"
+TARGETS = [
+    Target(
+        "DeepSeek-V3",
+        "deepseek-v3",
+        gpus=256,
+        length=4096,
+        samples=2048,
+        flags=f"--pipeline-model-parallel-size 16 --expert-model-parallel-size 16 {OPTIM}",
+        beside="AutoModel: 1,002 (ep64 pp4)",
+    ),
+    Target(
+        "Qwen3-30B-A3B",
+        "qwen3-30b-a3b",
+        gpus=8,
+        length=4096,
+        samples=512,
+        flags=f"--expert-model-parallel-size 8 {OPTIM}",
+        beside="AutoModel: 12,885",
+    ),
+    Target(
+        "Llama 3.1 8B",
+        "llama-3.1-8b",
+        gpus=64,
+        length=2**17,
+        samples=32,
+        flags=f"--context-parallel-size 8 {OPTIM}",
+        beside="torchtitan: 1,071 (fp8, 8 GPUs)",
+    ),
+    Target(
+        "Llama 3.1 8B",
+        "llama-3.1-8b",
+        gpus=64,
+        length=2**20,
+        samples=4,
+        flags=f"--context-parallel-size 32 {OPTIM}",
+        beside="",
+    ),
+]
+
+
+def planned(target: Target) -> Plan:
+    """The plan that the command of a target shows."""
+    with tempfile.TemporaryDirectory() as directory:
+        saved = Path(directory) / "plan.json"
+        words = target.command.replace("examples", str(ROOT / "examples")).split()[1:]
+        with contextlib.redirect_stdout(io.StringIO()):
+            tool.main([*words, "--save", str(saved)])
+        return Plan.from_json(saved.read_text())
+
+
+def row(target: Target, plan: Plan) -> str:
+    grid = plan.grid
+    degrees = {
+        "tp": grid.tp,
+        "cp": grid.cp,
+        "pp": grid.pp,
+        "dp": grid.dp,
+        "ep": plan.expert_parallel,
+    }
+    layout = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+    again = sum(len(stage.recompute) for stage in plan.stages)
+    peak = max(plan.predicted_bytes)
+    fits = "" if peak <= plan.cluster.device.usable else " (does not fit)"
+    rate = target.samples * target.length / plan.predicted_time / target.gpus
+    return (
+        f"| {target.model} | {target.gpus} | {target.length:,} | {layout} | {again} of {len(plan.units)} "
+        f"| {peak / GIB:.1f} GiB{fits} | {plan.predicted_time:.1f} s | {rate:,.0f} | {target.beside} |"
+    )
+
+
+def table(targets: list[Target] | None = None) -> str:
+    chosen = TARGETS if targets is None else targets
+    lines = [
+        "| model | GPUs | tokens of a sequence | layout | recomputed units | peak of a rank | step "
+        "| tokens/s of a GPU | published |",
+        "|---|--:|--:|---|--:|--:|--:|--:|---|",
+    ]
+    lines += [row(target, planned(target)) for target in chosen]
+    commands = "\n".join(target.command for target in chosen)
+    return "\n".join([*lines, "", "```bash", commands, "```"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_into(parser)
+    given = parser.parse_args(argv)
+    return show(table(), given.into, BEGIN, END)
