@@ -114,7 +114,11 @@ def test_a_group_has_the_network_cards_of_its_ranks(name, ranks, bandwidth, late
 def test_a_node_may_have_any_number_of_network_cards():
     own = replace(CLUSTERS["dgx-a100"], ranks_per_node=4)
     assert [replace(own, nics=cards).link([0, 4]).bandwidth / 1e9 for cards in (0, 1, 2, 4, 8)] == [
-        *(23, 5.75, 11.5, 23, 46)
+        23,
+        5.75,
+        11.5,
+        23,
+        46,
     ]
     plain = asdict(own)
     del plain["nics"]

@@ -4,6 +4,7 @@ of them.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +18,15 @@ from megatron_merak.cluster import (
     ProductRate,
     Profile,
     Rates,
+    all_gather,
+    all_reduce,
     find_cluster,
     profiled,
     read_profile,
+    reduce_scatter,
+    send,
 )
+from megatron_merak.cluster.link_times import LinkTime, fitted
 from megatron_merak.config import Config, ParallelConfig
 from megatron_merak.errors import ConfigError
 from megatron_merak.hf_trainer.engine import wishes
@@ -39,11 +45,29 @@ RATES = Rates(
         ProductRate(800, 1600, 400, "float32", 1e6, 1e6, 1e6),
         ProductRate(8, 16, 4, "bfloat16", 1.0, 1.0, 1.0),
     ),
-    (AttentionRate(1e3, "float32", 100.0, 50.0), AttentionRate(1e6, "float32", 1e5, 1e5)),
+    (
+        AttentionRate(1e3, 16, 32, "float32", 100.0, 50.0),
+        AttentionRate(1e6, 16, 32, "float32", 1e5, 1e5),
+        AttentionRate(1e6, 256, 32, "float32", 7.0, 7.0),
+        AttentionRate(1e6, 16, 128, "float32", 8.0, 8.0),
+    ),
     "by hand",
 )
 DEVICE = Device("cpu", 400e9, 240e9, 1e30, 0, 1.0, rates=RATES)
 HERE = replace(CLUSTERS["cpu"], device=DEVICE)
+# by a link of 1 ms and 1 MB/s: what each sends, and how often
+TIMES = (
+    LinkTime("inside", "all-reduce", 4, 1000, 6 * (1e-3 + 250e-6)),
+    LinkTime("inside", "all-gather", 4, 1000, 3 * (1e-3 + 1e-3)),
+    LinkTime("inside", "reduce-scatter", 4, 8000, 3 * (1e-3 + 8e-3)),
+    LinkTime("inside", "message", 2, 5000, 1e-3 + 5e-3),
+)
+
+
+def profile_of(device=DEVICE, links=()):
+    return Profile(device, links, 1, 0.0, "cpu", "2026-11-23", "2.11")
+
+
 LINEAR = Unit(
     "u", "u", parameters=64, flops=1024, saved_bytes=0, output_bytes=1, products=((8, 16, 4),)
 )
@@ -61,6 +85,41 @@ def test_the_nearest_shape_and_size_count():
         RATES.attend(2e3, "float32").backward == 50.0
         and RATES.attend(1e9, "float32").backward == 1e5
     )
+    # heads count first, then size
+    assert RATES.attend(1e3, "float32", (200, 40)).forward == 7.0
+    assert RATES.attend(1e3, "float32", (20, 100)).forward == 8.0
+    assert RATES.attend(1e6, "float32", (20, 32)).forward == 1e5
+
+
+def test_links_are_fitted_by_hand():
+    link = profile_of(links=TIMES).link("inside")
+    assert (link.latency, link.bandwidth) == pytest.approx((1e-3, 1e6))
+    for time in TIMES:  # the cost table's own formulas
+        shares = {
+            "all-reduce": all_reduce,
+            "all-gather": all_gather,
+            "reduce-scatter": reduce_scatter,
+        }
+        if time.what in shares:
+            assert shares[time.what](4, time.size, link) == pytest.approx(time.seconds)
+    assert send(5000, link) == pytest.approx(TIMES[-1].seconds)
+    assert profile_of(links=TIMES).link("between") is None
+    # errors of both signs are even: a time twice and one half of what the link says
+    uneven = [
+        replace(TIMES[3], size=size, seconds=size / 1e6 * far)
+        for size, far in ((1e6, 2), (1e6, 0.5))
+    ]
+    assert fitted(uneven, "inside").bandwidth == pytest.approx(1e6)
+
+
+def test_measured_links_take_the_place_of_the_tables(tmp_path):
+    path = tmp_path / "profile.json"
+    h100 = replace(find_cluster("H100").device, rates=RATES)
+    path.write_text(replace(profile_of(h100, TIMES), measured_on="NVIDIA H100").to_json())
+    found = profiled(find_cluster("H100"), str(path))
+    assert found.inside.bandwidth == pytest.approx(1e6) and found.between.bandwidth == 46e9
+    # what was measured is not multiplied by what training reaches of a figure
+    assert found.device.practice.inside == 1.0 and found.device.practice.between == 1.91
 
 
 def test_times_of_a_unit_add_up_by_hand():
@@ -90,7 +149,11 @@ def test_a_stored_plan_predicts_the_same_with_its_rates():
 
 def test_a_profile_is_read_back_and_takes_the_place_of_the_tables_device(tmp_path):
     path = tmp_path / "profile.json"
-    Profile(DEVICE, "cpu", "2026-11-23", "2.11").to_json(path)
+    path.write_text(profile_of().to_json())
+    assert read_profile(path) == profile_of()
+    path.write_text(profile_of(links=TIMES).to_json())
+    assert read_profile(path).links == TIMES
+    path.write_text(profile_of().to_json())
     assert read_profile(path).device == DEVICE and profiled(CLUSTERS["cpu"], str(path)) == HERE
     assert profiled(CLUSTERS["laptop"], None) is CLUSTERS["laptop"]
     HERE.to_json(tmp_path / "cluster.json")  # what --emulate reads
@@ -103,7 +166,7 @@ def test_a_profile_is_read_back_and_takes_the_place_of_the_tables_device(tmp_pat
 
 def test_runs_and_tools_plan_with_it(tmp_path):
     path = str(tmp_path / "profile.json")
-    Profile(DEVICE, "cpu", "2026-11-23", "2.11").to_json(path)
+    Path(path).write_text(profile_of().to_json())
     assert cluster_of(World(0, 1, torch.device("cpu")), path) == HERE
     with pytest.raises(
         ConfigError, match=r"--device-profile .*an emulated cluster defines its own device"
@@ -138,7 +201,18 @@ def _change(*path, to):
 
 
 MISTAKES = [
-    (_change("version", to=2), "it is of version 2, and this library reads version 1"),
+    (_change("version", to=1), "it is of version 1, and this library reads version 2"),
+    (_change("links", to={}), "links {}: it is not a list"),
+    (_change("links", 0, "size", to=None), "links: row 0: size None: it is not a finite number"),
+    (
+        _change("links", 1, "ranks", to=1.5),
+        "row 1: ranks 1.5: it is not a whole number of at least",
+    ),
+    (_change("links", 2, "what", to="gather"), "row 2: what 'gather': it is none of all-reduce"),
+    (lambda found: found["links"][3].pop("where"), "links: row 3"),
+    (_change("ranks", to="8"), "ranks '8': it is not a number of at least 1"),
+    (_change("host_copy", to=-1), "host_copy -1: it is not a number of at least 0"),
+    (_change("device", "rates", "attention", 1, "length", to=0), "row 1: length 0: it is not a"),
     (_change("speed", to=2), "the key speed is unknown"),
     (lambda found: found.pop("date"), "the key date is missing"),
     (_change("device", "rates", to=None), "it holds no measured product"),
@@ -164,7 +238,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("change", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
 def test_a_broken_profile_is_refused_by_name(change, message, tmp_path):
     path = tmp_path / "profile.json"
-    Profile(DEVICE, "cpu", "2026-11-23", "2.11").to_json(path)
+    path.write_text(profile_of(links=TIMES).to_json())
     found = json.loads(path.read_text())
     change(found)
     path.write_text(json.dumps(found))

@@ -65,6 +65,10 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "megatron_merak.cli.preflight:main",
             "let all ranks of a job meet before it starts: slow hosts and links, clocks, versions",
         ),
+        "probe": Command(
+            "megatron_merak.cli.probe:main",
+            "measure products, attention, passes and links of this machine, for plans",
+        ),
         "doctor": Command(
             "megatron_merak.cli.doctor:main",
             "show which kernels and backends are active, and why others are not",

@@ -235,7 +235,7 @@ class _Script(Shell):
                 f"line {other.line}: this command starts {PROGRAM} too, and is not converted"
             ] = None
         assumed = ", ".join(
-            f"{'$' * name.isdigit()}{name}={value or repr('')}"
+            f"{f'${name}' if name.isdigit() else name}={value or repr('')}"
             for name, value in self.told.assumed.items()
         )
         notes = {**self.told.notes, **dict.fromkeys(last.notes)}

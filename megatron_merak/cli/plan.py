@@ -31,6 +31,11 @@ examples:
       --recompute-granularity full --save bloom.json
   merak-plan show bloom.json
   merak-plan diff bloom.json other.json
+
+  # predicted steps beside those of runs with --run-dir, and a factor for each device
+  merak-plan calibrate runs/first runs/second
+  # the factor into a profile of merak-probe, for plans with --device-profile
+  merak-plan calibrate runs/first runs/second --into here.json
 """
 
 import argparse
@@ -56,15 +61,16 @@ NAME = "merak-plan"
 USAGE = """merak-plan show --world-size N [--device NAME] [--save FILE.json] TRAINING FLAGS
        merak-plan show PLAN.json
        merak-plan search --cluster NAME --gpus N TRAINING FLAGS
-       merak-plan diff PLAN.json OTHER.json"""
+       merak-plan diff PLAN.json OTHER.json
+       merak-plan calibrate RUN_DIR... [--into PROFILE.json]"""
 
 
 def parser(kind: type[RunConfig]) -> argparse.ArgumentParser:
     flags, own = planned_parser(described(__doc__, NAME), described(USAGE, NAME), kind)
     flags.add_argument(
         "command",
-        choices=("show", "search", "diff"),
-        help="print a plan, find one, or print the differences between two",
+        choices=("show", "search", "diff", "calibrate"),
+        help="print a plan, find one, print the differences between two, or what runs said of some",
     )
     own.add_argument(
         "--json",
@@ -160,6 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             plan = stored(files[0])
             print(shown(plan, plan.cluster.device.usable))
+        elif arguments[:1] == ["calibrate"]:
+            from .plan_calibrate import calibrate
+
+            calibrate(arguments[1:])
         elif arguments[:1] == ["search"]:
             from .plan_search import search
 

@@ -12,7 +12,6 @@ Start it as the job will be started. The exit status is 1 if something is wrong;
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +21,10 @@ from ..config.backends import BACKENDS
 from ..config.command_line import CommandParser
 from ..counting import counted
 from ..errors import ConfigError, MerakError
-from ..parallel.position import launched, launcher, position, tell
+from ..parallel.position import tell
 from .door import command
 from .launcher import FLAG, start
+from .measuring import as_rank, check_ranks, measuring
 from .words import described, error_text, program
 
 if TYPE_CHECKING:
@@ -74,44 +74,13 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
     """Return ``options``; raise ConfigError for numbers that cannot be."""
-    ranks = options.nproc_per_node
-    if ranks is not None and ranks < 1:
-        raise ConfigError(FLAG, ranks, "it is below 1", "Use at least 1")
-    if ranks is not None and (launched() or position()[1] > 1):
-        reason = f"{launcher().name} has already started this process"
-        raise ConfigError(FLAG, ranks, reason, "Give the number of ranks to one of them")
+    check_ranks(options.nproc_per_node)
     if options.timeout < 1:
         raise ConfigError("--timeout", options.timeout, "it is below 1", "Use at least 1 second")
     if not 0 <= options.least_bandwidth < float("inf"):
         value = options.least_bandwidth
         raise ConfigError("--least-bandwidth", value, "it is no bandwidth", "Use 0 or more")
     return options
-
-
-class _Progress:
-    """What the first rank says on stderr while it goes on, in one line of a terminal."""
-
-    def __init__(self, rank: int):
-        self._first = rank == 0
-        self._live = sys.stderr.isatty()
-        self._began = time.monotonic()
-        self._said = ""
-
-    def __call__(self, text: str) -> None:
-        if not self._first:
-            return
-        seconds = time.monotonic() - self._began
-        if self._live:
-            sys.stderr.write(f"\r\033[Kpreflight {seconds:3.0f} s: {text}")
-            sys.stderr.flush()
-        elif (kind := text.partition(",")[0]) != self._said:
-            self._said = kind
-            sys.stderr.write(f"preflight {seconds:3.0f} s: {text}\n")
-
-    def done(self) -> None:
-        if self._first and self._live:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
 
 
 @command
@@ -125,49 +94,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.nproc_per_node is not None:
         return start(options.nproc_per_node, "preflight", words)
-    return _rank(options)
-
-
-def _rank(options: argparse.Namespace) -> int:
-    """The part of one rank."""
-    from ..parallel.launch import abandon
-
-    try:
-        return _looked(options)
-    except MerakError as error:
-        if error.trace:
-            tell(error.trace)
-        tell(f"{program()}: {error}", alike=str(error))
-    except RuntimeError as error:  # a connection that was lost, which the watchdog would name later
-        text = str(error).splitlines()[0]
-        tell(f"{program()}: rank {position()[0]}: {text}", alike=text)
-    abandon(1)
+    return as_rank(lambda: _looked(options))
 
 
 def _looked(options: argparse.Namespace) -> int:
-    from datetime import timedelta
-
-    from ..parallel.launch import DEFAULT_TIMEOUT, launch, leave
-    from ..parallel.mesh import control_group
-    from ..parallel.nodes import find_nodes
-    from ..parallel.watchdog import HangLimits
+    """The part of one rank."""
     from ..preflight.judge import judge
     from ..preflight.look import look
 
-    limits = HangLimits.of_timeout(options.timeout, 60 * DEFAULT_TIMEOUT)
-    world = launch(options.distributed_backend, options.timeout / 60, limits=limits)
-    progress = _Progress(world.rank)
-    control = control_group(world.size, timedelta(seconds=options.timeout))
-    nodes = find_nodes(world, control)
     least = options.least_bandwidth * 1e9
-    found = look(world, control, nodes, options.save, least_rate=least, say=progress)
-    progress.done()
-    problems = judge(found, least)
-    if world.rank == 0:
-        _show(found, problems)
-        if options.json:
-            _write(found, problems, Path(options.json))
-    leave(world)
+    with measuring("preflight", options.distributed_backend, options.timeout) as ranks:
+        found = look(
+            ranks.world,
+            ranks.control,
+            ranks.nodes,
+            options.save,
+            least_rate=least,
+            say=ranks.progress,
+        )
+        ranks.progress.done()
+        problems = judge(found, least)
+        if ranks.world.rank == 0:
+            _show(found, problems)
+            if options.json:
+                _write(found, problems, Path(options.json))
     return int(bool(problems))
 
 

@@ -56,7 +56,7 @@ def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str
     limit:  bytes that a rank may use, 0 if that is not known.
     remake: see ``misfits``.
     """
-    from ..plan import prediction, sharding_text
+    from ..plan import host_text, prediction, sharding_text
     from ..planner.memory import rank_memory
     from ..planner.remedies import misfits
     from ..planner.tables import memory_table
@@ -64,12 +64,14 @@ def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str
     peaks = [memory.total for memory in rank_memory(plan)]
     rank = peaks.index(max(peaks))
     recomputed = [f"{len(stage.recompute)}/{len(stage.units)}" for stage in plan.stages]
+    offloaded = [f"{len(stage.offload)}/{len(stage.units)}" for stage in plan.stages]
     batches = f"{counted(plan.num_microbatches, 'micro-batch')} of {plan.micro_batch_size:,}"
     lines = [
         f"{counted(plan.grid.size, 'rank')}, {plan.schedule.name}, {batches}, {plan.dtype}; "
         "every number is modelled, per rank",
         f"recomputed units per stage: {' '.join(recomputed)}",
-        *filter(None, [sharding_text(plan), prediction(plan)]),
+        *([f"offloaded units per stage: {' '.join(offloaded)}"] if plan.offloads else []),
+        *filter(None, [host_text(plan), sharding_text(plan), prediction(plan)]),
         "",
         memory_table(plan),
         "",

@@ -48,7 +48,7 @@ from pathlib import Path
 from ..config import nearest
 from ..config.command_line import CommandParser
 from ..errors import ConfigError, MerakError, ScheduleError
-from ..pipeline_parallel.builders import BUILDERS, UNFLUSHED, build_schedule
+from ..pipeline_parallel.builders import BUILDERS, OTHERS, build_schedule
 from ..pipeline_parallel.check import peak_in_flight
 from ..pipeline_parallel.ops import Kind, Schedule, ops_of
 from ..pipeline_parallel.passes import add_communication
@@ -84,7 +84,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     text = described(__doc__, "merak-simulate")
     parser = CommandParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what to show (any number of each)")
-    names = ", ".join([*BUILDERS, *UNFLUSHED, AUTO])
+    names = ", ".join([*BUILDERS, *OTHERS, AUTO])
     schedules = f"schedules by name ({names}: searched), or schedule files, as text or as CSV of "
     schedules += "torch.distributed.pipelining [1f1b]"
     what.add_argument(
@@ -315,7 +315,7 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
     """A schedule by name or from a file, with the costs of the command line."""
     if name == AUTO:
         return searched(arguments)
-    builder = {**BUILDERS, **UNFLUSHED}.get(name)
+    builder = {**BUILDERS, **OTHERS}.get(name)
     if builder is not None:
         chunks = arguments.chunks if builder.chunked else None
         group = arguments.group if builder.grouped else None
@@ -325,7 +325,7 @@ def scheduled(arguments: argparse.Namespace, name: str) -> View:
     elif Path(name).exists():
         schedule = read_schedule(name, "--schedule")
     else:
-        names = [*BUILDERS, *UNFLUSHED, AUTO]
+        names = [*BUILDERS, *OTHERS, AUTO]
         close = nearest(name, names)
         remedy = f"The nearest is {close}" if close else "Use one of these names, or a file"
         reason = f"it is neither a file nor one of {', '.join(names)}"

@@ -32,11 +32,15 @@ class ProductRate:
 class AttentionRate:
     """Causal attention at one size.
 
-    flops: of its forward, for half of the scores; the backward counts twice these, whatever it
-           recomputes.
+    flops:    of its forward, for half of the scores; the backward counts twice these, whatever it
+              recomputes.
+    length:   of the sequences.
+    features: of a head.
     """
 
     flops: float
+    length: int
+    features: int
     dtype: str
     forward: float
     backward: float
@@ -62,10 +66,23 @@ class Rates:
 
         return min(rows, key=away, default=None)
 
-    def attend(self, flops: float, dtype: str) -> AttentionRate | None:
-        """Return the measured attention nearest in size."""
+    def attend(
+        self, flops: float, dtype: str, heads: tuple[int, int] = (0, 0)
+    ) -> AttentionRate | None:
+        """Return the measured attention nearest in size.
+
+        flops: of its forward; decides between rows of the same heads.
+        heads: length of the sequences and features of a head, which count first, by their
+               logarithms; zeros where they are not known.
+        """
         rows = [row for row in self.attention if row.dtype == dtype]
-        return min(rows, key=lambda row: abs(math.log(row.flops / max(flops, 1.0))), default=None)
+
+        def away(row: AttentionRate) -> tuple[float, float]:
+            sides = zip(heads, (row.length, row.features), strict=True)
+            apart = math.hypot(*(math.log(own / other) for own, other in sides if own))
+            return apart, abs(math.log(row.flops / max(flops, 1.0)))
+
+        return min(rows, key=away, default=None)
 
 
 _Row = TypeVar("_Row", ProductRate, AttentionRate)

@@ -42,6 +42,11 @@ class Device:
     practice:        what training reaches of these figures, see ``Practice``; None: all of them.
     reserve:         bytes of ``memory`` that plans leave for what they do not count; None: see
                      ``usable``.
+    host_bandwidth:  bytes per second of copies to pinned memory of its host, and as many back at the
+                     same time; 0: unknown.
+    fp8_flops:       dense matrix-product peak of operands in fp8; 0: it has no such products, which
+                     are then computed and priced in the type of the model.
+    step_factor:     by how much steps took longer than predicted, which all rates allow for.
     """
 
     name: str
@@ -56,6 +61,9 @@ class Device:
     multiprocessors: int = 0
     practice: Practice | None = None
     reserve: int | None = None
+    host_bandwidth: float = 0.0
+    fp8_flops: float = 0.0
+    step_factor: float = 1.0
 
     @property
     def usable(self) -> int:
@@ -178,11 +186,12 @@ class Cluster:
 
         Over several nodes a rank sends what is for other nodes through its own share of the network
         cards, where a ring would cross between two nodes once: parts for n - k of the n - 1 other
-        ranks, with k ranks of the group on its node. The rest goes inside the node meanwhile.
+        ranks, with k ranks of the group on its node. The rest goes inside the node meanwhile, if
+        there is any.
         """
         ranks_of_node = Counter(rank // self.ranks_per_node for rank in ranks)
-        if len(ranks_of_node) == 1:
-            return self.inside
+        if len(ranks_of_node) in (1, len(ranks)):
+            return self.link(ranks)
         size = len(ranks)
         cards = self.nics / self.ranks_per_node if self.nics else 1.0
         outside = (size - 1) / (size - min(ranks_of_node.values()))
@@ -228,8 +237,26 @@ class Cluster:
         return cls(**values)
 
 
-_OPTIONAL = ("dispatch", "fused_attention", "rates", "multiprocessors", "practice", "reserve")
-_ZERO_IS_FINE = ("memory", "dispatch", "latency", "nics", "multiprocessors")
+_OPTIONAL = (
+    "dispatch",
+    "fused_attention",
+    "rates",
+    "multiprocessors",
+    "practice",
+    "reserve",
+    "host_bandwidth",
+    "fp8_flops",
+    "step_factor",
+)
+_ZERO_IS_FINE = (
+    "memory",
+    "dispatch",
+    "latency",
+    "nics",
+    "multiprocessors",
+    "host_bandwidth",
+    "fp8_flops",
+)
 _KINDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 
 
@@ -308,28 +335,48 @@ def device_of(content: Any, where: str) -> Device:
     )
 
 
+# To the host's memory, in each direction: four fifths of the printed rates, which are 16, 32 and
+# 64 GB/s of 16 lanes of PCIe 3, 4 and 5, and 450 GB/s of NVLink-C2C. Two GPUs share that of GB200.
+_PCIE3 = 12.5e9
+_PCIE4 = 25e9
+_PCIE5 = 50e9
+_C2C = 360e9
+
 # device -> peaks of 16-bit and of 32-bit types, memory bandwidth, memory, share of the peak that a
-# large product reaches, multiprocessors, row of ``PRACTICE``. Peaks and bandwidths are those of
+# large product reaches, multiprocessors, row of ``PRACTICE``, bandwidth to the host. Peaks and bandwidths are those of
 # the vendors' data sheets: V100 (2020), A100 (2021), H100 (2023), GH200 (2023), DGX B200, GB200 and
 # GB300 NVL72 (2025), Instinct MI300X (2023).
 _GPUS = {
-    "V100": (125e12, 15.7e12, 0.9e12, 32 * GIB, 0.75, 80, "V100"),  # 16-bit products: fp16 alone
-    "V100 16GB": (125e12, 15.7e12, 0.9e12, 16 * GIB, 0.75, 80, "V100"),
-    "A100": (312e12, 19.5e12, 2.039e12, 80 * GIB, 0.75, 108, "A100"),
-    "A100 40GB": (312e12, 19.5e12, 1.555e12, 40 * GIB, 0.75, 108, "A100"),
-    "H100": (989.4e12, 66.9e12, 3.35e12, 80 * GIB, 0.65, 132, "H100"),
-    "H100 PCIe": (756.4e12, 51.2e12, 2.04e12, 80 * GIB, 0.65, 114, "H100 PCIe"),
-    "H100 NVL": (835.5e12, 60e12, 3.94e12, 94 * GIB, 0.65, 132, "H100"),
+    "V100": (
+        125e12,
+        15.7e12,
+        0.9e12,
+        32 * GIB,
+        0.75,
+        80,
+        "V100",
+        _PCIE3,
+    ),  # 16-bit products: fp16 alone
+    "V100 16GB": (125e12, 15.7e12, 0.9e12, 16 * GIB, 0.75, 80, "V100", _PCIE3),
+    "A100": (312e12, 19.5e12, 2.039e12, 80 * GIB, 0.75, 108, "A100", _PCIE4),
+    "A100 40GB": (312e12, 19.5e12, 1.555e12, 40 * GIB, 0.75, 108, "A100", _PCIE4),
+    "H100": (989.4e12, 66.9e12, 3.35e12, 80 * GIB, 0.65, 132, "H100", _PCIE5),
+    "H100 PCIe": (756.4e12, 51.2e12, 2.04e12, 80 * GIB, 0.65, 114, "H100 PCIe", _PCIE5),
+    "H100 NVL": (835.5e12, 60e12, 3.94e12, 94 * GIB, 0.65, 132, "H100", _PCIE5),
     # measured: copies, and 790e12 of large products
-    "H200": (989.4e12, 66.9e12, 4.3e12, 150_800_000_000, 0.8, 132, "H100"),
-    "GH200": (989.4e12, 66.9e12, 4e12, 96_000_000_000, 0.65, 132, "H100"),
-    "B200": (2250e12, 75e12, 8e12, 180_000_000_000, 0.7, 148, "B200"),
-    "GB200": (2500e12, 80e12, 8e12, 186_000_000_000, 0.7, 148, "B200"),
-    "GB300": (2500e12, 80e12, 8e12, 278_000_000_000, 0.7, 148, "B200"),
-    "MI300X": (1307.4e12, 163.4e12, 5.3e12, 192_000_000_000, 0.5, 304, "MI300X"),
+    "H200": (989.4e12, 66.9e12, 4.3e12, 150_800_000_000, 0.8, 132, "H100", _PCIE5),
+    "GH200": (989.4e12, 66.9e12, 4e12, 96_000_000_000, 0.65, 132, "H100", _C2C),
+    "B200": (2250e12, 75e12, 8e12, 180_000_000_000, 0.7, 148, "B200", _PCIE5),
+    "GB200": (2500e12, 80e12, 8e12, 186_000_000_000, 0.7, 148, "B200", _C2C / 2),
+    "GB300": (2500e12, 80e12, 8e12, 278_000_000_000, 0.7, 148, "B200", _C2C / 2),
+    "MI300X": (1307.4e12, 163.4e12, 5.3e12, 192_000_000_000, 0.5, 304, "MI300X", _PCIE5),
     # 16-bit products with fp32 sums, half the headline rate
-    "RTX 3090": (71e12, 35.6e12, 936e9, 24 * GIB, 0.8, 0, None),
+    "RTX 3090": (71e12, 35.6e12, 936e9, 24 * GIB, 0.8, 0, None, _PCIE4),
 }
+# On all of these sheets the dense rate of fp8 is twice that of 16-bit types.
+_WITH_FP8 = frozenset(
+    {"H100", "H100 PCIe", "H100 NVL", "H200", "GH200", "B200", "GB200", "GB300", "MI300X"}
+)
 # The CPU row is one core of a current server with AVX-512 and its bf16 instructions: measured, so
 # its efficiency is 1.
 _CPU = Device(
@@ -341,6 +388,7 @@ _CPU = Device(
     matmul_efficiency=1.0,
     dispatch=5e-6,
     fused_attention=False,
+    host_bandwidth=5e9,  # a copy reads and writes its one memory
 )
 _DEVICES = (
     _CPU,
@@ -354,6 +402,8 @@ _DEVICES = (
             matmul_efficiency=efficiency,
             multiprocessors=multiprocessors,
             practice=None if practice is None else PRACTICE[practice],
+            host_bandwidth=host_bandwidth,
+            fp8_flops=2 * peak if name in _WITH_FP8 else 0.0,
         )
         for name, (
             peak,
@@ -363,6 +413,7 @@ _DEVICES = (
             efficiency,
             multiprocessors,
             practice,
+            host_bandwidth,
         ) in _GPUS.items()
     ),
 )

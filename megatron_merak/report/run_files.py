@@ -1,7 +1,8 @@
 """The files in the directory that --run-dir names, written by the rank that reports.
 
 DIR/plan.json        the plan that ran last, in the form that --plan reads
-    run.json         every start of the run: time, command, ranks, device, settings, versions of libraries
+    run.json         every start of the run: time, command, ranks, device, predicted step, settings,
+                     versions of libraries
     metrics.jsonl    a line per iteration and evaluation, as --metrics writes them, and a line per start
     timeline.json    the last step as it was measured, with --timeline
 """

@@ -1,0 +1,1 @@
+"""What this machine reaches of its figures, measured for plans: products, attention, passes, links."""
