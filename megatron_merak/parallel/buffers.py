@@ -14,7 +14,8 @@ rank. A rank then has optimizer state only for its own shards, concatenated:
 
 Where gradients (stage 2), or gradients and values (stage 3), are sharded too, each unit is a bucket. `main_grad`, in
 stage 3 also `data`, are `Pieces`, one per bucket, with memory only while the unit runs. A rank's own shards of them are
-laid out like its optimizer state.
+laid out like its optimizer state. They may be in memory of the host: then all of this holds for a single rank, too,
+which owns every bucket.
 """
 
 import math
@@ -26,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from .host_link import host_zeros
 from .pieces import Pieces, whole
 
 # elements: 256 bytes in fp32, 128 in bf16, so that every view starts on a cache line
@@ -139,6 +141,7 @@ class ParameterBuffer:
     shards, shard:   number of data-parallel ranks to shard over, and the index of this one.
     sharding:        what is sharded over them.
     experts:         of entries with experts that data-parallel ranks divide; None: there are none.
+    on_host:         whether what this rank owns is in memory of the host; gradients and values must be sharded then.
 
     data        [size] dtype     zeros until they are written through `parameter(name)`; see `filling`
     master      [owned_size]     fp32 values that the optimizer updates and rounds into `own_data`: the same memory
@@ -151,6 +154,7 @@ class ParameterBuffer:
     owned       what this rank updates, in order of offset; everything unless `sharded`
     own_grads   the gradient [stop - start] of each of `owned`: views of `main_grad`, unless that is `Pieces`
     own_data    the values of each of `owned`: views of `data`, unless that is `Pieces`
+    home        the device of what this rank owns, of its optimizer state and of `master`
     """
 
     def __init__(
@@ -163,16 +167,17 @@ class ParameterBuffer:
         shard: int = 0,
         sharding: ShardedState = ShardedState.OPTIMIZER,
         experts: ExpertShards | None = None,
+        on_host: bool = False,
     ):
         assert bucket_elements is None or bucket_elements > 0, bucket_elements
         assert 0 <= shard < shards, (shard, shards)
+        assert not on_host or sharding is ShardedState.PARAMETERS, sharding
         shards, shard = (shards, shard) if sharding else (1, 0)
-        self.sharding = sharding if shards > 1 else ShardedState.NOTHING
+        self.sharding = sharding if shards > 1 or on_host else ShardedState.NOTHING
+        self.on_host = on_host
         self.experts = experts
         # of an unsharded bucket, index of this rank among those that have it: (others, experts)
         self.places = (shard, 0 if experts is None else experts.shard)
-        self.sharded = self.sharding > ShardedState.NOTHING
-        self.rounds = dtype != torch.float32
         if dtype == torch.float32:  # then `data` is the master copy, and all entries are in it
             entries = [[replace(entry, fp32=False) for entry in group] for group in entries]
         if self.sharded:
@@ -189,13 +194,14 @@ class ParameterBuffer:
             self.buckets = _cut_into_buckets(
                 self.slots, self.size, bucket_elements or max(self.size, 1)
             )
-        self.owned = _owned(self.buckets, self.size, shards, shard, experts)
+        self.owned = (
+            _owned(self.buckets, shards, shard, experts)
+            if self.sharded
+            else (OwnedRange(0, self.size, 0),)
+        )
         self.owned_size = sum(stop - start for start, stop, _ in self.owned)
-        places = [*zip(reversed(self.buckets), self.owned, strict=True)] if self.sharded else ()
-        self._piece_of = {bucket: number for number, (bucket, _) in enumerate(places)}
-        self._shard_of = {
-            bucket: (start, stop) for bucket, (start, stop, _) in places if bucket.sharded
-        }
+        places = self.buckets[::-1] if self.sharded else ()
+        self._piece_of = {bucket: number for number, bucket in enumerate(places)}
         self.ranges = _merge_ranges(self.slots, self.size)
         self.dtype = dtype
         self.device = torch.device(device)
@@ -220,12 +226,30 @@ class ParameterBuffer:
         bounds = [(bucket.start, bucket.stop) for bucket in reversed(self.buckets)]
         named = {name: (slot.start, slot.stop, slot.shape) for name, slot in self.slots.items()}
         pieces = Pieces(bounds, named, dtype, self.device)
-        own = torch.zeros(self.owned_size, dtype=dtype, device=self.device)
+        own = (
+            host_zeros(self.owned_size, dtype, self.device)
+            if self.on_host
+            else torch.zeros(self.owned_size, dtype=dtype, device=self.device)
+        )
         return (
             pieces,
             own,
             tuple(own[offset : offset + stop - start] for start, stop, offset in self.owned),
         )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks own shards of it, or of a single rank what it owns is on the host."""
+        return self.sharding > ShardedState.NOTHING
+
+    @property
+    def home(self) -> torch.device:
+        return torch.device("cpu") if self.on_host else self.device
+
+    @property
+    def rounds(self) -> bool:
+        """Whether `master` is a copy, which is rounded into `data`."""
+        return self.dtype != torch.float32
 
     def piece_of(self, bucket: Bucket) -> int:
         """Return the index of a bucket's piece, and of its entry in `owned`, where buckets are
@@ -290,7 +314,9 @@ class ParameterBuffer:
 
     def shard_of(self, bucket: Bucket) -> tuple[int, int]:
         """Return the elements [start, stop) of a sharded bucket that this rank owns."""
-        return self._shard_of[bucket]
+        assert bucket.sharded, bucket
+        start, stop, _ = self.owned[self._piece_of[bucket]]
+        return start, stop
 
     def own(self, flat: Flat) -> torch.Tensor:
         """Return this rank's shards of `flat` ([size]), concatenated: [owned_size]; `flat` itself
@@ -305,7 +331,7 @@ class ParameterBuffer:
         return self._joined(self.own_grads)
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        empty = torch.zeros(0, dtype=self.dtype, device=self.device)
+        empty = torch.zeros(0, dtype=self.dtype, device=self.home)
         return parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
 
     def take(
@@ -394,7 +420,7 @@ class ParameterBuffer:
         return views
 
 
-def _align(offset: int) -> int:
+def align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
@@ -415,7 +441,7 @@ def _lay_out(
                 fp32=entry.fp32,
                 experts=entry.experts,
             )
-            offset = _align(offset + elements)
+            offset = align(offset + elements)
     return slots, offset
 
 
@@ -444,7 +470,7 @@ def _runs_of_size(
             runs.append([])
             elements = 0
         runs[-1].append(entry)
-        elements += _align(prod(entry.shape))
+        elements += align(prod(entry.shape))
     return [run for run in (*_fp32_runs(groups), *(run[::-1] for run in reversed(runs))) if run]
 
 
@@ -493,10 +519,8 @@ def _lay_out_shards(
 
 
 def _owned(
-    buckets: Sequence[Bucket], size: int, shards: int, shard: int, experts: ExpertShards | None
+    buckets: Sequence[Bucket], shards: int, shard: int, experts: ExpertShards | None
 ) -> tuple[OwnedRange, ...]:
-    if shards == 1:
-        return (OwnedRange(0, size, 0),)
     owned = []
     offset = 0
     for bucket in reversed(buckets):

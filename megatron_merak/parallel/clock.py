@@ -4,11 +4,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..cluster import Cluster, Link
 from .emulated_kernels import ChargedKernels
+from .in_flight import Done, Work
 
 
 class Clock(Protocol):
@@ -32,6 +33,18 @@ class Clock(Protocol):
         impossible.
         """
 
+    def restart(self) -> None:
+        """Count from the origin again, with nothing in flight, where the time is modelled."""
+
+    def host_copy(self, nbytes: int, back: bool) -> Work:
+        """Return the handle of a copy between host and device that begins now.
+
+        back: whether it is to the host; each direction has one copy at a time.
+        """
+
+    def on_host(self) -> AbstractContextManager:
+        """Return a context in which tensor operations are the host's, while the device waits."""
+
 
 class WallClock:
     """The monotonic clock of the machine. `kernel` sleeps, which needs no core, so ranks may
@@ -51,6 +64,15 @@ class WallClock:
 
     def side_stream(self) -> None:
         return None
+
+    def restart(self) -> None:
+        pass
+
+    def host_copy(self, nbytes: int, back: bool) -> Done:
+        return Done()
+
+    def on_host(self) -> AbstractContextManager:
+        return nullcontext()
 
 
 class Queued(Protocol):
@@ -115,9 +137,17 @@ class LogicalClock:
     def __init__(self, cluster: Cluster | None = None):
         self.cluster = cluster
         self.label = f"modelled on {cluster.name or cluster.device.name}" if cluster else "modelled"
+        self._queues: dict[Link, Queue] = {}
+        self._charged: ChargedKernels | None = None
+        self.restart()
+
+    def restart(self) -> None:
         self.busy = self.exposed = self.idle = self.communication = 0.0
         self._now = 0.0
-        self._queues: dict[Link, Queue] = {}
+        for queue in self._queues.values():
+            queue.free = 0.0
+            queue.waiting.clear()
+        self._host_free = {True: 0.0, False: 0.0}
 
     def now(self) -> float:
         return self._now
@@ -133,11 +163,10 @@ class LogicalClock:
         self.busy += seconds
 
     def kernels(self) -> AbstractContextManager:
-        return (
-            nullcontext()
-            if self.cluster is None
-            else ChargedKernels(self.cluster.device, self.kernel)
-        )
+        if self.cluster is None:
+            return nullcontext()
+        self._charged = ChargedKernels(self.cluster.device, self.kernel)
+        return self._charged
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -157,3 +186,36 @@ class LogicalClock:
         self.idle += moving - self._now
         self.exposed += end - moving
         self._now = end
+
+    def host_copy(self, nbytes: int, back: bool) -> Work:
+        bandwidth = 0.0 if self.cluster is None else self.cluster.device.host_bandwidth
+        seconds = nbytes / bandwidth if bandwidth else 0.0
+        ready = max(self._now, self._host_free[back])
+        self._host_free[back] = ready + seconds
+        self.communication += seconds
+        return _HostCopy(self, ready + seconds)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """As in `Clock`. The host's memory is taken to be as fast as the link to it."""
+        charged = self._charged
+        if charged is None or not charged.device.host_bandwidth:
+            yield
+            return
+        device = charged.device
+        charged.device = replace(device, memory_bandwidth=device.host_bandwidth)
+        try:
+            yield
+        finally:
+            charged.device = device
+
+
+class _HostCopy:
+    """A modelled copy between host and device, until ``end``."""
+
+    def __init__(self, clock: LogicalClock, end: float):
+        self._clock = clock
+        self._end = end
+
+    def wait(self) -> None:
+        self._clock.wait(self._clock.now(), self._end)

@@ -319,8 +319,13 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def alltoall_base(self, output, input, output_splits, input_splits, opts=None):
         work = self.gloo.alltoall_base(output, input, output_splits, input_splits)
-        part = _bytes([input]) / self.n
-        return self._launch(work, costs.reduce_scatter(self.n, part, self.link), [output])
+        size = _bytes([input])
+        others = [count for rank, count in enumerate(input_splits or ()) if rank != self.rank()]
+        if others.count(0) == self.n - 2 and sum(others) == len(input):
+            cost = costs.all_gather(2, size, self.link)  # a message to one rank
+        else:
+            cost = costs.reduce_scatter(self.n, size / self.n, self.link)
+        return self._launch(work, cost, [output])
 
     # torch 2.13 calls these names, older releases the three above.
     def all_gather_single(self, output, input, opts=None, **_):

@@ -16,26 +16,29 @@ aten = torch.ops.aten
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+# Products of rows with the weight of their group; what transformers runs where torch has none is
+# one operation, whose own products nobody sees.
+_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+_GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
+
 # Neither read nor write what their arguments point to.
 _FREE = frozenset(
     {
-        *(
-            aten.empty,
-            aten.empty_like,
-            aten.empty_strided,
-            aten.new_empty,
-            aten.new_empty_strided,
-            aten.resize_,
-        ),
-        *(
-            aten.detach,
-            aten.alias,
-            aten.lift_fresh,
-            aten._unsafe_view,
-            aten._reshape_alias,
-            aten.set_,
-        ),
-        *(aten._local_scalar_dense, aten.is_same_size, aten.record_stream),
+        aten.empty,
+        aten.empty_like,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+        aten.resize_,
+        aten.detach,
+        aten.alias,
+        aten.lift_fresh,
+        aten._unsafe_view,
+        aten._reshape_alias,
+        aten.set_,
+        aten._local_scalar_dense,
+        aten.is_same_size,
+        aten.record_stream,
     }
 )
 _OVERWRITE = frozenset(
@@ -183,9 +186,20 @@ def _flops(packet, args: tuple, kwargs: dict, out: Any) -> float:
         return _attention_flops(args[0], args[1], args[2], _is_causal(args, 4, kwargs))
     if packet is _ATTENTION_BACKWARD:  # the scores again, and four products of their size
         return 2.5 * _attention_flops(args[1], args[2], args[3], _is_causal(args, 7, kwargs))
+    if packet._qualified_op_name in _GROUPED:
+        return _grouped_flops(args[0], args[1], out)
+    if packet._qualified_op_name == _GROUPED_BACKWARD:  # of rows and of weights
+        return 4.0 * args[3].numel() * args[0].shape[-1]
     name = packet._qualified_op_name.removeprefix("aten::")
     count = flop_registry.get(packet) or flop_registry.get(getattr(aten, name.rstrip("_"), None))
     return 0.0 if count is None else count(*args, **kwargs, out_val=out)
+
+
+def _grouped_flops(a: Tensor, b: Tensor, out: Tensor) -> float:
+    """a [rows, i], b [groups, i, o] or, for the gradient of that, a [i, rows], b [rows, o]."""
+    if a.dim() == b.dim() == 2:
+        return 2.0 * a.numel() * b.shape[1]
+    return 2.0 * out.numel() * a.shape[-1]
 
 
 def _is_causal(args: tuple, place: int, kwargs: dict) -> bool:
@@ -193,9 +207,12 @@ def _is_causal(args: tuple, place: int, kwargs: dict) -> bool:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> float:
-    """query [b, n, s, d], key [b, g, t, d], value [b, g, t, e]."""
+    """query [b, n, s, d], key [b, g, t, d], value [b, g, t, e]. causal: queries are of the last
+    positions of the keys, and see half of the scores of their own.
+    """
     batch, heads, length, dim = query.shape
-    return 2 * batch * heads * length * key.shape[2] * (dim + value.shape[3]) / (2 if causal else 1)
+    seen = key.shape[2] - (length / 2 if causal else 0)
+    return 2 * batch * heads * length * seen * (dim + value.shape[3])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""What is in flight: the handle of an asynchronous collective, torch's own or one of
+"""What is in flight: the handle of an asynchronous collective or copy, torch's own or one of
 several steps.
 """
 
@@ -6,7 +6,14 @@ from typing import Protocol
 
 
 class Work(Protocol):
-    """The handle of an asynchronous collective; wait for it exactly once."""
+    """The handle of an asynchronous collective or copy; wait for it exactly once."""
 
     def wait(self) -> object:
         """Block until the result is valid (on CUDA: for work on the current stream)."""
+
+
+class Done:
+    """The handle of what has already completed."""
+
+    def wait(self) -> None:
+        pass

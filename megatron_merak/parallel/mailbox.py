@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 SLOTS = 8
 SLOT_BYTES = 4 << 20
+_MOST_BYTES = 256 << 20  # of a slot
 _LINE = 128  # bytes reserved for a counter, a full cache line
 
 Channel = tuple[int, int, Hashable]
@@ -41,6 +42,15 @@ class Shape(NamedTuple):
 
     slots: int = SLOTS
     size: int = SLOT_BYTES
+
+    @classmethod
+    def of(cls, message: int) -> "Shape":
+        """Return the shape for messages of so many bytes: one that is larger than a slot would take
+        three launches at each end for every slot that it fills, so that there are two such slots.
+        """
+        if message <= SLOT_BYTES:
+            return cls()
+        return cls(2, min(message + -message % _LINE, _MOST_BYTES))
 
 
 def places(channels: Sequence[Channel], rank: int, shape: Shape) -> tuple[dict[Channel, int], int]:
@@ -128,21 +138,26 @@ def open_mailboxes(
     control: dist.ProcessGroup,
     device: torch.device,
     timeout: timedelta | None = None,
+    message: int = 0,
 ) -> Ends | None:
     """Return this rank's ends of the channels of ``group``; None where ranks share no memory, which
     is logged.
 
     Collective over ``control``, a gloo group that contains several such groups: all of them have
     mailboxes, or none.
+
+    message: bytes of the largest one that is usual; 0: not known.
     """
-    nbytes = max(places(channels, rank, Shape())[1] for rank in range(group.size()))
+    shape = Shape.of(message)
+    nbytes = max(places(channels, rank, shape)[1] for rank in range(group.size()))
     buffers = PeerBuffers(group, device, lambda _: nbytes)
     if reason := next(filter(None, gather_json(buffers.reason, control, "cpu")), ""):
         logger.info("messages by the process group, not by the copy engine: %s", reason)
         return None
     patience = PATIENCE if timeout is None else timeout.total_seconds()
     assert buffers.kernels is not None, "without them there is a reason"
-    return Ends(channels, group.rank(), buffers.tensors, Machine(buffers.kernels, patience))
+    machine = Machine(buffers.kernels, patience)
+    return Ends(channels, group.rank(), buffers.tensors, machine, shape)
 
 
 class _MailboxEnd:

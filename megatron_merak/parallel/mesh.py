@@ -39,11 +39,15 @@ class ContextGroups:
     cp:      context-parallel ranks, over which sequences are divided.
     copies:  ranks with the same weights: cp x dp.
     weights: ranks that have all weights together: tp x pp.
+    inner:   neighbours in ``cp`` that exchange heads; None where none do beside a ring.
+    outer:   those at the same place of each such group, which are a ring; likewise.
     """
 
     cp: dist.ProcessGroup | None
     copies: dist.ProcessGroup | None
     weights: dist.ProcessGroup | None
+    inner: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class ExpertGroups:
     ranks:   number of ranks that divide them.
     rank:    index of this rank among these.
     divided: number of copies that divide them, which are neighbours.
+    shards:  neighbours among the ranks that shard each expert.
     group:   the ranks that divide them.
     same:    ranks that have the same experts; None: this one alone.
     weights: ranks that have all weights together: ``group`` x pp.
@@ -61,6 +66,7 @@ class ExpertGroups:
     ranks: int
     rank: int
     divided: int
+    shards: int
     group: dist.ProcessGroup | None
     same: dist.ProcessGroup | None
     weights: dist.ProcessGroup | None
@@ -215,6 +221,15 @@ class Mesh:
         """The ranks that a sharding strategy shards over, in the order of their shards."""
         return self.copies if self.instances == 1 else self.instance
 
+    def group_of_thread(self) -> dist.ProcessGroup | None:
+        """Return a new group of all ranks for a thread, whose collectives are in an order of their
+        own; None for one rank. Collective.
+        """
+        if self.control is None:
+            return None
+        ranks = dist.get_process_group_ranks(self.control)
+        return dist.new_group(ranks, timeout=self.timeout, backend="gloo")
+
     def peer(self, pp_rank: int) -> int:
         """Return the global rank of a pipeline rank of this replica at the same place in its
         layers.
@@ -282,7 +297,9 @@ def build_mesh(
     control: dist.ProcessGroup | None = None,
     instances: int = 1,
     pulse: Pulse | None = None,
-    expert_parallel: int = 1,
+    expert_group: int = 1,
+    expert_shards: int = 1,
+    cp_inner: int = 1,
 ) -> Mesh:
     """Return the mesh of a rank, with all groups of ``grid``. Collective.
 
@@ -295,7 +312,7 @@ def build_mesh(
     control:         None: it is created here.
     instances:       see `Mesh`.
     pulse:           see `Mesh`; None: one that nobody reads.
-    expert_parallel: see `Plan`.
+    expert_group:    see `Plan`, likewise expert_shards and cp_inner.
     """
     clock = clock or WallClock()
     if grid.size == 1:
@@ -311,14 +328,19 @@ def build_mesh(
     control = control or control_group(grid.size, timeout)
     contexts = None
     if grid.cp > 1:
+        inner, outer = grid.context_levels(cp_inner) if cp_inner > 1 else ([], [])
         contexts = ContextGroups(
             cp=new_groups(rank, grid.groups("cp"), timeout, "tp", backend=collectives),
             copies=new_groups(rank, grid.groups("cp-dp"), timeout, "dp", backend=collectives),
             weights=new_groups(rank, grid.groups("tp-pp"), timeout, "tp-pp"),
+            inner=new_groups(rank, inner, timeout, "tp", backend=collectives),
+            outer=new_groups(rank, outer, timeout, "tp", backend=collectives),
         )
     experts = None
-    if expert_parallel > grid.tp:
-        experts = _expert_groups(grid, rank, expert_parallel, timeout, collectives)
+    if expert_group > 1:
+        experts = _expert_groups(
+            grid, rank, expert_group, expert_shards, timeout=timeout, collectives=collectives
+        )
     instance = None
     replicas = None
     if instances > 1:
@@ -349,9 +371,16 @@ def build_mesh(
 
 
 def _expert_groups(
-    grid: Grid, rank: int, ranks: int, timeout: timedelta | None, collectives: str | None
+    grid: Grid,
+    rank: int,
+    ranks: int,
+    shards: int,
+    timeout: timedelta | None,
+    collectives: str | None,
 ) -> ExpertGroups:
-    """Return the groups of a rank of which some of ``ranks`` ranks divide experts. Collective."""
+    """Return the groups of a rank of which some of ``ranks`` ranks divide experts, ``shards`` of them
+    each. Collective.
+    """
     divided = ranks // grid.tp
     together = grid.expert_groups(ranks)
     own = next(members for members in together if rank in members)
@@ -365,6 +394,7 @@ def _expert_groups(
         ranks=ranks,
         rank=own.index(rank),
         divided=divided,
+        shards=shards,
         group=new_groups(rank, together, timeout, "tp", backend=collectives),
         same=new_groups(rank, list(same.values()), timeout, "dp", backend=collectives),
         weights=new_groups(rank, list(replicas.values()), timeout, "tp-pp"),

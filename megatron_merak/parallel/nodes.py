@@ -53,7 +53,10 @@ def find_nodes(world: World, control: dist.ProcessGroup | None) -> Nodes:
         return Nodes()  # it may have only some of a host's ranks
     if world.cluster is not None:
         full, rest = divmod(world.size, world.cluster.ranks_per_node)
-        return Nodes((world.cluster.ranks_per_node,) * full + (rest,) * (rest > 0))
+        sizes = [world.cluster.ranks_per_node] * full
+        if rest:
+            sizes.append(rest)
+        return Nodes(tuple(sizes))
     return nodes_of(gather_json([world.ranks_here, world.local_rank], control, "cpu"))
 
 

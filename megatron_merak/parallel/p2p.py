@@ -1,5 +1,6 @@
 """Transfers between pipeline stages: pre-posted and non-blocking, matched by tag or by order."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -30,9 +31,11 @@ class Pipes:
     backends match by order only, so there each channel (source, destination, direction) has its own
     group, and on CUDA its own stream: no transfer waits for one of another channel. With the
     peer-memory backend each channel has a mailbox where possible.
+
+    message: bytes of the largest value that is usual; 0: not known.
     """
 
-    def __init__(self, mesh: Mesh, schedule: Schedule):
+    def __init__(self, mesh: Mesh, schedule: Schedule, message: int = 0):
         self.mesh = mesh
         self.schedule = schedule
         backend = None if mesh.pp is None else dist.get_backend(mesh.pp)
@@ -44,11 +47,16 @@ class Pipes:
         self._routes: dict[tuple[Op, int], Route] = {}
         if backend == PEER_MEMORY and mesh.pp is not None and mesh.control is not None:
             self._mailboxes = open_mailboxes(
-                self._channels(), mesh.pp, mesh.control, mesh.device, timeout=mesh.timeout
+                self._channels(),
+                mesh.pp,
+                mesh.control,
+                mesh.device,
+                timeout=mesh.timeout,
+                message=message,
             )
         if backend is not None and not self._by_tag and self._mailboxes is None:
             self._make_groups()
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: dict[tuple[Op, int], tuple[dist.Work, Tensor]] = {}
 
     def _channels(self) -> list[tuple[int, int, Kind]]:
         transfers = [
@@ -90,8 +98,8 @@ class Pipes:
         return Route(group, peer, tag)
 
     def send(self, op: Op, tensor: Tensor, index: int = 0) -> None:
-        """Start to send the ``index``-th value of an op; the tensor must not change until
-        ``finish``.
+        """Start to send the ``index``-th value of an op; the tensor must not change until it has
+        ``arrived``, or until ``finish``.
         """
         tensor = tensor.contiguous()
         work: dist.Work | None
@@ -100,9 +108,18 @@ class Pipes:
         else:
             route = self._route(op, index)
             work = dist.isend(tensor, group=route.group, group_dst=route.peer, tag=route.tag)
-        self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
+        for key in [key for key, (sent, _) in self._sent.items() if sent.is_completed()]:
+            del self._sent[key]
         assert work is not None, "this rank is in the group"
-        self._sent.append((work, tensor))
+        self._sent[op, index] = work, tensor
+
+    def arrived(self, ops: Collection[Op]) -> None:
+        """Free what was sent by ``ops``, which the receivers have read: gloo does not say that a
+        send is over before it is waited for.
+        """
+        for key in [key for key in self._sent if key[0] in ops]:
+            work, _ = self._sent.pop(key)
+            work.wait()
 
     def receive(
         self, op: Op, shape: tuple[int, ...], dtype: torch.dtype, index: int = 0
@@ -120,6 +137,6 @@ class Pipes:
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
-        for work, _ in self._sent:
+        for work, _ in self._sent.values():
             work.wait()
         self._sent.clear()

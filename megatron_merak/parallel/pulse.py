@@ -142,6 +142,22 @@ class Pulse:
             self.aside = before
             self._mark()
 
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Forget afterwards the steps that ran meanwhile: they are none of the run's."""
+        step = self.step
+        steps = self.steps
+        longest = self.longest
+        stage = self.stage
+        try:
+            yield
+        finally:
+            self.step = step
+            self.steps = steps
+            self.longest = longest
+            self.stage = stage
+            self.left = ""
+
     def _mark(self) -> None:
         self.beats += 1
         self.flag[0] = self._depth > 0 and not self.aside

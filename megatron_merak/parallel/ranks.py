@@ -55,11 +55,18 @@ class Ranks:
     def device(self) -> torch.device:
         return self.world.device
 
-    def mesh(self, grid: Grid, instances: int = 1, expert_parallel: int = 1) -> Mesh:
+    def mesh(
+        self,
+        grid: Grid,
+        instances: int = 1,
+        expert_group: int = 1,
+        expert_shards: int = 1,
+        cp_inner: int = 1,
+    ) -> Mesh:
         """Return this rank's groups of a grid. Collective.
 
-        instances:       see `Mesh`.
-        expert_parallel: see `Plan`.
+        instances:    see `Mesh`.
+        expert_group: see `Plan`, likewise expert_shards and cp_inner.
         """
         world = self.world
         return build_mesh(
@@ -71,7 +78,9 @@ class Ranks:
             collectives=world.collectives,
             control=self.control,
             instances=instances,
-            expert_parallel=expert_parallel,
+            expert_group=expert_group,
+            expert_shards=expert_shards,
+            cp_inner=cp_inner,
             pulse=world.pulse,
         )
 

@@ -20,7 +20,6 @@ A thread cannot run while a C function holds the GIL, or while the process is st
 
 import contextlib
 import faulthandler
-import json
 import mmap
 import os
 import select
@@ -33,7 +32,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,7 +39,7 @@ import torch.distributed as dist
 
 from ..counting import named_ranks
 from ..errors import HangError
-from .answers import Answers
+from .bulletin import ANSWER, Bulletin, Peer
 from .places import is_dead, place_of
 from .pulse import Pulse
 from .stacks import Calls, StackCall, calls_of, shown
@@ -53,8 +51,6 @@ _POLLING = str(Path(__file__).with_name("mpi_group.py"))
 _WAITING = (".wait(", ".item()", ".tolist()", ".synchronize(", ".cpu()")
 _FRAMES = 16  # innermost frames of a stack that is shown
 _NAMED = 8  # ranks of which a verdict says where they are
-_ANSWER = 10.0  # seconds after which the store counts as lost
-_LAST_OUT = 5.0  # seconds that the first rank waits for the others to leave the store
 _READERS = 8.0  # seconds for all ranks to print a verdict; a host with too much to do needs some
 _TIMEOUT = "--distributed-timeout-minutes (ddp_timeout of MerakArguments)"
 # of the timeout of collectives: so much sooner, since their own error would name nobody
@@ -134,24 +130,13 @@ class Watchdog(threading.Thread):
         self._report = report
         self._end = end
         self._pid = os.getpid()
-        # A clone has a connection of its own: a blocked call of another thread must not block this
-        # one.
-        own = store.clone()  # type: ignore[attr-defined]  # which torch's stubs leave out
-        self._store = dist.PrefixStore("watchdog", own)
-        self._store.set_timeout(timedelta(seconds=_ANSWER))
-        # Ranks may make and leave several groups in one process; all of them count these alike.
-        number = self._store.add(f"starts of {rank}", 1)
-        self._store = dist.PrefixStore(f"{number}", self._store)
-        self._ask = Answers(_ANSWER)
+        self._bulletin = Bulletin(rank, size, store)
         self._place = place_of(self._pid)
         self._own = _Memory(self.pulse)
-        self._published = 0
         self._ended = ""  # how this rank has ended; empty while it runs
         self._stopped = threading.Event()
-        self._lock = threading.Lock()
         self._still_since = time.monotonic()
         self._seen: tuple[Any, ...] = ()
-        self._peers: dict[int, _Peer] = {}
         self._watcher: _Beside | None = None
         self._poll = limits.poll * max(1.0, size / 1024)
         self._failed = False
@@ -171,7 +156,7 @@ class Watchdog(threading.Thread):
             try:
                 self._look()
             except (RuntimeError, ValueError, OSError) as error:
-                self._peers = {}  # while the store does not answer, others cannot publish
+                self._bulletin.forget()  # while the store does not answer, others cannot publish
                 if self._ended or self._stopped.is_set() or sys.is_finalizing():
                     return
                 self._without_store(error)
@@ -190,7 +175,7 @@ class Watchdog(threading.Thread):
             return
         self._ended = how
         with contextlib.suppress(RuntimeError, ValueError, OSError):
-            self._publish(self._state(0.0))
+            self._bulletin.publish(self._state(0.0))
 
     def wait_for_all(self, patience: float) -> bool:
         """Wait until every rank has said farewell; False if one ended without it, or was silent for
@@ -202,7 +187,7 @@ class Watchdog(threading.Thread):
         answered = time.monotonic()
         while True:
             try:
-                peers = self._read()
+                peers = self._bulletin.read()
             except (RuntimeError, ValueError, OSError):
                 if time.monotonic() - answered > patience:
                     return False
@@ -224,21 +209,11 @@ class Watchdog(threading.Thread):
             self._watcher.close()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(2 * self._poll)
-        self._ask.close()
+        self._bulletin.close()
 
     def leave_store(self) -> None:
-        """Use the job's store no more, behind ``stop``; the first rank waits for the others, since
-        on its host the store is.
-
-        Where a store ends while a rank is in a call to it, torch prints the stack of its C++ code.
-        """
-        end = time.monotonic() + _LAST_OUT
-        with contextlib.suppress(RuntimeError, ValueError, OSError):
-            if self.rank:
-                self._store.add("left", 1)
-                return
-            while self._store.add("left", 0) < self.size - 1 and time.monotonic() < end:
-                time.sleep(_LAST_OUT / 500)
+        """Use the job's store no more, behind ``stop``."""
+        self._bulletin.leave()
 
     def gone(self, patience: float = 1.0) -> str | None:
         """Return a line that names the ranks that have ended; None if none has.
@@ -248,7 +223,7 @@ class Watchdog(threading.Thread):
         end = time.monotonic() + patience
         with contextlib.suppress(RuntimeError, ValueError, OSError):
             while time.monotonic() < end:
-                peers = self._read()
+                peers = self._bulletin.read()
                 gone = [rank for rank, peer in peers.items() if self._is_gone(peer)]
                 # Of those, the ones that ended without a farewell are why others did.
                 gone = [rank for rank in gone if not peers[rank].ended] or gone
@@ -270,15 +245,14 @@ class Watchdog(threading.Thread):
         if self._watcher is not None:
             limits = f"{self.limits.of_step(self.pulse)} {self.limits.elsewhere}"
             self._watcher.sign_of_life(f"{limits} {_stage(state)}{state['at']}")
-        self._publish(state)
-        if self._ask(self._store.add, "verdicts", 0):
+        self._bulletin.publish(state)
+        if self._bulletin.judged():
             self._obey()
         if self._ended or still < self.limits.suspicion or not (state["in_step"] or state["waits"]):
             return
         verdict = self._judge(state, still)
         if verdict is not None:
-            if self._ask(self._store.add, "verdicts", 1) == 1:
-                self._ask(self._store.set, "verdict", json.dumps(verdict))
+            self._bulletin.judge(verdict)
             self._obey(verdict)
 
     def _state(self, still: float, calls: Calls = ()) -> dict[str, Any]:
@@ -296,15 +270,6 @@ class Watchdog(threading.Thread):
             "memory": self._own.where(),
         }
 
-    def _publish(self, state: dict[str, Any]) -> None:
-        with self._lock:
-            if self._ended and not state["ended"]:
-                return  # the farewell was published meanwhile, and stays
-            self._published += 1
-            self._ask(
-                self._store.set, f"{self.rank}", json.dumps(state | {"number": self._published})
-            )
-
     def _calls(self) -> Calls:
         """Return where the thread that trains is; where it polls, who polls."""
         calls = calls_of(self.pulse.thread or 0)
@@ -313,41 +278,19 @@ class Watchdog(threading.Thread):
 
     def _forget(self) -> None:
         self._still_since = time.monotonic()
-        self._peers = {}
-
-    def _read(self) -> dict[int, "_Peer"]:
-        """Read what all other ranks have published last."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        known = [
-            rank
-            for rank in others
-            if rank in self._peers or self._ask(self._store.check, [f"{rank}"])
-        ]
-        texts = self._ask(self._store.multi_get, [f"{rank}" for rank in known]) if known else []
-        now = time.monotonic()
-        states = {rank: json.loads(text) for rank, text in zip(known, texts, strict=True)}
-        peers = {}
-        for rank in others:
-            state = states.get(rank, _NEVER)
-            before = self._peers.get(rank)
-            heard = now
-            if before is not None and before.state["number"] == state["number"]:
-                heard = before.heard
-            peers[rank] = _Peer(state, heard, now)
-        self._peers = peers
-        return peers
+        self._bulletin.forget()
 
     def _limit(self, in_step: bool) -> float:
         return self.limits.of_step(self.pulse) if in_step else self.limits.elsewhere
 
-    def _is_gone(self, peer: "_Peer") -> bool:
+    def _is_gone(self, peer: Peer) -> bool:
         return bool(peer.ended) or is_dead(peer.state["place"], self._place)
 
     def _judge(self, own: dict[str, Any], still: float) -> dict[str, Any] | None:
         """Return the verdict on the ranks for which this one waits in vain; None if it is too early
         to tell.
         """
-        peers = self._read()
+        peers = self._bulletin.read()
         gone = [rank for rank, peer in peers.items() if self._is_gone(peer)]
         alive = [peer for rank, peer in peers.items() if rank not in gone]
         if gone and own["waits"] and (own["in_step"] or _in_package(self._calls())):
@@ -355,7 +298,7 @@ class Watchdog(threading.Thread):
             # same moment.
             if all(peer.state["waits"] and peer.still >= self.limits.suspicion for peer in alive):
                 return self._verdict(gone, peers)
-        here = _Peer(own | {"number": 0}, time.monotonic(), time.monotonic())
+        here = Peer(own | {"number": 0}, time.monotonic(), time.monotonic())
         everyone = {rank: peers.get(rank, here) for rank in range(self.size)}
         silent = [rank for rank, peer in peers.items() if peer.silent >= self.limits.silence]
         blamed = silent or [rank for rank, peer in everyone.items() if not peer.state["waits"]]
@@ -377,7 +320,7 @@ class Watchdog(threading.Thread):
     def _verdict(
         self,
         blamed: Sequence[int],
-        states: Mapping[int, "_Peer"],
+        states: Mapping[int, Peer],
         still: float = 0.0,
         at: str | None = None,
     ) -> dict[str, Any]:
@@ -421,7 +364,7 @@ class Watchdog(threading.Thread):
             "readers": readers,
         }
 
-    def _is_in_step(self, peer: "_Peer") -> bool:
+    def _is_in_step(self, peer: Peer) -> bool:
         """Whether a rank counts as in a step.
 
         One that has ended does, since nobody waits long for it; a silent one as its memory says, if
@@ -463,11 +406,8 @@ class Watchdog(threading.Thread):
         # connections of ranks that end sooner are closed: no news
         sys.excepthook = lambda *error: None
         verdict = own or {"text": "", "stack": "", "readers": self.size}
-        end = time.monotonic() + _ANSWER
         with contextlib.suppress(RuntimeError, ValueError, OSError):
-            while time.monotonic() < end and not self._ask(self._store.check, ["verdict"]):
-                time.sleep(self.limits.poll / 10)
-            verdict = json.loads(self._ask(self._store.get, "verdict"))
+            verdict = self._bulletin.verdict(self.limits.poll / 10)
         self._finish(verdict)
 
     def _without_store(self, error: Exception) -> None:
@@ -476,7 +416,7 @@ class Watchdog(threading.Thread):
         place = self.pulse.place()
         limit = self._limit(place.in_step)
         # The next look would come too late, after the error of a collective, which names nobody.
-        limit -= min(_ANSWER, limit / 5)
+        limit -= min(ANSWER, limit / 5)
         if still < limit or not (place.in_step or _waits(self._calls())):
             return
         reason = (
@@ -493,12 +433,8 @@ class Watchdog(threading.Thread):
         stack = verdict["stack"]
         self._report(f"{text}\n{stack}" if stack else text, text)
         # All ranks should get to print it: a launcher ends the others once one exits.
-        end = time.monotonic() + _READERS
         with contextlib.suppress(RuntimeError, ValueError, OSError):
-            seen = self._ask(self._store.add, "seen", 1)
-            while seen < verdict["readers"] and time.monotonic() < end:
-                time.sleep(self._poll / 20)
-                seen = self._ask(self._store.add, "seen", 0)
+            self._bulletin.wait_for_readers(verdict["readers"], _READERS, self._poll / 20)
         if self._watcher is not None:
             self._watcher.close()
         self._end(1)
@@ -584,41 +520,6 @@ class _Beside:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             process.stdin.close()
             process.wait(1.0)
-
-
-@dataclass(frozen=True)
-class _Peer:
-    """What another rank published last; when this rank first saw it, and when it last looked."""
-
-    state: dict[str, Any]
-    heard: float
-    looked: float
-
-    @property
-    def ended(self) -> str:
-        return self.state["ended"]
-
-    @property
-    def silent(self) -> float:
-        return self.looked - self.heard
-
-    @property
-    def still(self) -> float:
-        return self.state["still"] + self.silent
-
-
-_NEVER: Mapping[str, Any] = {
-    "ended": "",
-    "at": "(never heard of)",
-    "in_step": False,
-    "stage": None,
-    "still": 0.0,
-    "waits": False,
-    "stack": "",
-    "place": ["", 0, 0],
-    "memory": [0, 0, 0, 0],
-    "number": 0,
-}
 
 
 def running() -> Watchdog | None:

@@ -64,6 +64,13 @@ def calls(rank, group):
         ),
         "reduce_scatter_single": call(reduce_scatter_single, torch.empty(SIZE), whole),
         "all_to_all_single": call(dist.all_to_all_single, torch.empty(n * SIZE), whole),
+        "rotation": call(
+            dist.all_to_all_single,
+            torch.empty(SIZE),
+            given,
+            [SIZE * (rank == (me - 1) % n) for rank in range(n)],
+            [SIZE * (rank == (me + 1) % n) for rank in range(n)],
+        ),
         "gather": rooted(dist.gather, given, collected, collected),
         "scatter": rooted(dist.scatter, received, [part.clone() for part in parts], received),
     }
@@ -77,6 +84,8 @@ def expected(name, n, link):
             return 2 * (n - 1) * (link.latency + second / n)
         case "all_reduce bf16":
             return 2 * (n - 1) * (link.latency + second / 2 / n)
+        case "rotation":
+            return link.latency + second
         case "broadcast" | "reduce":
             return link.latency + second
     return (n - 1) * (link.latency + second)

@@ -106,6 +106,20 @@ def test_flops_of_a_backward():
     assert total(FLOPS, once) == 3.5 * forward
 
 
+@pytest.mark.parametrize("rows", ["shared out evenly", "of one group"])
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_flops_of_grouped_products(rows, stand_in):
+    """Every row is multiplied with the weight of one group, forwards and twice backwards."""
+    import transformers.integrations.moe  # noqa: F401
+
+    x = torch.ones(10, 8, requires_grad=True)
+    weights = torch.ones(2, 8, 16, requires_grad=True)
+    ends = torch.tensor([5, 10] if rows == "shared out evenly" else [0, 10], dtype=torch.int32)
+    product = torch.ops.transformers.grouped_mm_fallback if stand_in else torch._grouped_mm
+    out = torch.ones(10, 16)
+    assert total(FLOPS, lambda: product(x, weights, ends).backward(out)) == 3 * 2 * 10 * 8 * 16
+
+
 def test_every_kernel_is_started():
     slow = Device("slow", 1e30, 1e30, 1e30, 0, 1.0, 3.0)
     assert charged(slow, lambda: (X + Y, X.t(), X.mul_(2), torch.empty(4))) == [3.0, 3.0]

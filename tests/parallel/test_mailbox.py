@@ -215,3 +215,17 @@ def test_parts_of_a_buffer():
     assert places(channels, 0, SHAPE) == ({(0, 1, "F"): 0, (1, 0, "B"): 128}, 128 + 128 + 48)
     assert places(channels, 2, SHAPE) == ({(1, 2, "F"): 0}, 128 + 48)
     assert places(channels, 3, SHAPE) == ({}, 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "shape"),
+    [
+        (0, (8, 4 << 20)),
+        (4 << 20, (8, 4 << 20)),
+        ((4 << 20) + 2, (2, (4 << 20) + 128)),
+        (32 << 20, (2, 32 << 20)),
+        (1 << 30, (2, 256 << 20)),
+    ],
+)
+def test_a_message_of_a_plan_fills_one_slot(message, shape):
+    assert Shape.of(message) == shape

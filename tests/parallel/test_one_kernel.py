@@ -75,3 +75,16 @@ def test_values_and_gradients_are_the_same_bits(run, dropout, groups):
             out.square().sum().backward()
         found.append([out.detach(), *(x.grad for x in operands)])
     assert all(torch.equal(plain, timed) for plain, timed in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("starts", [(0, 48), (16, 32)])
+def test_chunks_of_causal_attention_are_priced_by_what_they_see(starts):
+    query, key, value = (x.transpose(1, 2) for x in heads(64))
+    own = query[:, :, :32]
+    scores = ops.row(ops.causal_chunks).scores(own, key, value, starts)
+    seen = sum(16 * start + 16 * 16 // 2 for start in starts)
+    assert scores.flops == 4 * 2 * 4 * seen * 8
+    ahead, behind = both_ways(
+        FLOPS, lambda *given: ops.causal_chunks(*given[:3], starts), (own, key, value), 0.0
+    )
+    assert (ahead, behind) == pytest.approx((scores.flops, 2.5 * scores.flops))

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_merak.parallel import watchdog as watchdog_module
+from megatron_merak.parallel import bulletin as bulletin_module
 from megatron_merak.parallel.launch import launch, leave
 from megatron_merak.parallel.pulse import Pulse
 from megatron_merak.parallel.watchdog import HangLimits, Watchdog
@@ -144,7 +144,7 @@ def _with_a_stopped_store(rank: int, size: int, port: int, directory: Path) -> t
     dist.barrier()
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     owner = int(store.get("process"))
-    watchdog_module._ANSWER = 0.3
+    bulletin_module.ANSWER = 0.3
     ends: list[int] = []
     signs: list[str] = []
     watchdog = Watchdog(0, 2, store, LIMITS, report=lambda *told: None, end=ends.append)

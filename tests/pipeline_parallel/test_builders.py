@@ -2,12 +2,14 @@
 their figures.
 """
 
+import re
 from itertools import product
 
 import pytest
 
+from megatron_merak.config.parallel import SCHEDULES, UNFLUSHED
 from megatron_merak.errors import ScheduleError
-from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
+from megatron_merak.pipeline_parallel.builders import BUILDERS, OTHERS, build_schedule
 from megatron_merak.pipeline_parallel.builders.assemble import alternate, one_stage_per_rank
 from megatron_merak.pipeline_parallel.builders.interleaved import default_group
 from megatron_merak.pipeline_parallel.check import check, peak_in_flight
@@ -39,7 +41,8 @@ def makespan(
 
 
 def in_domain(name: str, ranks: int, microbatches: int) -> bool:
-    return name != "shifted" or (ranks >= 2 and microbatches >= max(ranks, 4))
+    row = BUILDERS[name]
+    return ranks >= row.least_ranks and microbatches >= row.least_microbatches(ranks)
 
 
 def in_flight(name: str, ranks: int, microbatches: int) -> list[int] | None:
@@ -84,6 +87,7 @@ def validate(name: str, ranks: int, microbatches: int) -> None:
     sizes = (schedule.name, schedule.stages, schedule.microbatches, len(schedule.ranks))
     assert sizes == (name, ranks * builder.chunks, microbatches, ranks)
     expected = in_flight(name, ranks, microbatches)
+    assert schedule.ordered_sums and schedule.updates is None, "a row of _OTHERS"
     check(schedule, expected)
     check(add_communication(schedule), expected)
     assert expected is None or list(peak_in_flight(schedule)) == expected
@@ -96,6 +100,31 @@ def validate(name: str, ranks: int, microbatches: int) -> None:
 @pytest.mark.parametrize("name", BUILDERS)
 def test_valid_with_and_without_communication(name, ranks, microbatches):
     validate(name, ranks, microbatches)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_valid_where_they_are_defined(name):
+    found = 0
+    for ranks, microbatches in SIZES:
+        try:
+            schedule = build_schedule(name, ranks, microbatches)
+        except ScheduleError:
+            continue
+        found += 1
+        assert (schedule.updates is not None) == OTHERS[name].updates
+        assert schedule.updates or not schedule.ordered_sums, "a row of _TABLE"
+        check(schedule)
+        check(add_communication(schedule))
+        assert Schedule.parse(str(schedule)) == schedule
+    assert found >= 5
+
+
+def test_the_flag_has_every_name():
+    """`auto`, and the searches of plans, choose from BUILDERS alone."""
+    unordered = [name for name, row in OTHERS.items() if not row.updates]
+    assert SCHEDULES == (*BUILDERS, *unordered, "auto")
+    assert UNFLUSHED == tuple(name for name, row in OTHERS.items() if row.updates)
+    assert not BUILDERS.keys() & OTHERS.keys()
 
 
 @pytest.mark.slow
@@ -260,26 +289,17 @@ def test_zb_v_stages_go_down_and_up():
     assert build_schedule("zb-v", 4, 8).placement == (0, 1, 2, 3, 3, 2, 1, 0)
 
 
-FIGURES = [
-    ("naive", 3, 2),
-    ("gpipe", 4, 4),
-    ("1f1b", 4, 6),
-    ("interleaved", 2, 4),
-    ("shifted", 4, 6),
-    ("early-recompute", 4, 4),
-    ("zb-h1", 3, 4),
-    ("zb-v", 2, 4),
-]
-
-
-@pytest.mark.parametrize("name,ranks,microbatches", FIGURES)
-def test_figure_is_what_the_simulator_draws(name, ranks, microbatches):
-    schedule, builder = build_schedule(name, ranks, microbatches), BUILDERS[name]
+@pytest.mark.parametrize("name", [*BUILDERS, *(name for name in OTHERS if name not in UNFLUSHED)])
+def test_figure_is_what_the_simulator_draws(name):
+    builder = {**BUILDERS, **OTHERS}[name]
+    lines = [line for line in map(str.strip, builder.make.__doc__.splitlines()) if "|" in line]
+    ranks = len(lines)
+    microbatches = 1 + max(int(number) for number in re.findall(r"[Ff](\d+)", " ".join(lines)))
+    assert ranks > 1 and microbatches > 1
+    schedule = build_schedule(name, ranks, microbatches)
     costs = StageCosts.uniform(schedule.stages, 1, 2, weight=1 if builder.splits else 0)
     timeline = simulate(schedule, recomputing(ranks) if builder.recomputes else costs)
-    lines = map(str.strip, builder.make.__doc__.splitlines())
-    assert [line for line in lines if line.startswith("rank ")] == figure(timeline)
-    assert {row[0] for row in FIGURES} == set(BUILDERS)
+    assert "\n".join(lines) == "\n".join(figure(timeline))  # text, so that all of it is printed
 
 
 def figure(timeline: Timeline) -> list[str]:

@@ -145,7 +145,13 @@ def test_a_group_receives_before_and_sends_after_it():
     text = "g stages=2 microbatches=2\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1|1B0 1B1"
     program = add_communication(Schedule.parse(text)).ranks[1]
     assert list(map(str, map(lambda entry: "|".join(map(str, ops_of(entry))), program))) == [
-        *("1RECV_F0", "1RECV_F1", "1F0", "1F1|1B0", "1SEND_B0", "1B1", "1SEND_B1")
+        "1RECV_F0",
+        "1RECV_F1",
+        "1F0",
+        "1F1|1B0",
+        "1SEND_B0",
+        "1B1",
+        "1SEND_B1",
     ]
 
 

@@ -9,10 +9,9 @@ import pytest
 from benchmarks import EVIDENCE
 from benchmarks.schedules import unflushed as page
 from megatron_merak.config import ParallelConfig
-from megatron_merak.config.parallel import SCHEDULES
-from megatron_merak.config.parallel import UNFLUSHED as NAMES
+from megatron_merak.config.parallel import UNFLUSHED
 from megatron_merak.errors import ConfigError, ScheduleError
-from megatron_merak.pipeline_parallel.builders import BUILDERS, UNFLUSHED, build_schedule
+from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.pipeline_parallel.check import check, peak_in_flight
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule, Updates, ops_of
 from megatron_merak.pipeline_parallel.passes import add_communication, forward_only, resize
@@ -125,10 +124,6 @@ def test_what_is_printed_says_how_stale_gradients_are():
         "updates weights every 1 micro-batch, without a flush; by stage, updates that gradients are "
         "late: 2 1 0, versions of the weights held: 3 2 1"
     )
-
-
-def test_nothing_chooses_them_but_by_name():
-    assert tuple(UNFLUSHED) == NAMES and not UNFLUSHED.keys() & (BUILDERS.keys() | {*SCHEDULES})
 
 
 def test_the_page_has_the_section():

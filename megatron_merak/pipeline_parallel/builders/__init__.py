@@ -1,8 +1,9 @@
 """The pipeline schedules, by name. A builder lists compute ops only; ``passes.add_communication``
 adds the transfers.
 
-To add a schedule, write its builder, with its figure, and add a row to ``BUILDERS``. Unless stated
-otherwise, the figures have forward = 1 and backward = 2 units of time; a dot is an idle unit.
+To add a schedule, write its builder, with its figure, and add a row to ``_TABLE`` or, if it gives
+other bits, to ``_OTHERS``. Unless stated otherwise, the figures have forward = 1 and backward = 2
+units of time; a dot is an idle unit.
 """
 
 from collections.abc import Mapping
@@ -35,14 +36,13 @@ _TABLE = (
 )
 BUILDERS: Mapping[str, Builder] = MappingProxyType({builder.name: builder for builder in _TABLE})
 
-# They change what is computed, so that nothing chooses them but by name.
-_UNFLUSHED = (
+# They change what is computed, by stale weights or the order of sums, so that nothing chooses them
+# but by name.
+_OTHERS = (
     Builder("pipedream", pipedream, least_ranks=2, updates=True),
     Builder("pipedream-2bw", pipedream_2bw, least_ranks=2, updates=True),
 )
-UNFLUSHED: Mapping[str, Builder] = MappingProxyType(
-    {builder.name: builder for builder in _UNFLUSHED}
-)
+OTHERS: Mapping[str, Builder] = MappingProxyType({builder.name: builder for builder in _OTHERS})
 
 
 # forwards of all micro-batches: a schedule is a list of ops, which takes time and memory
@@ -67,9 +67,9 @@ def build_schedule(
     Raises ScheduleError for an unknown name, and for arguments to which the schedule is not
     applicable.
     """
-    builder = {**BUILDERS, **UNFLUSHED}.get(name)
+    builder = {**BUILDERS, **OTHERS}.get(name)
     if builder is None:
-        names = ", ".join((*BUILDERS, *UNFLUSHED))
+        names = ", ".join((*BUILDERS, *OTHERS))
         raise ScheduleError("schedule", name, "there is no such one", f"Use one of {names}")
     if microbatches * max(ranks, 1) * max(chunks or 1, 1) > LARGEST:
         reason = (

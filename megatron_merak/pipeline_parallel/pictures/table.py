@@ -2,7 +2,7 @@
 header.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_merak.pipeline_parallel.pictures.palette import time_text
 from megatron_merak.pipeline_parallel.pictures.view import View
@@ -14,33 +14,35 @@ def summary_rows(views: Sequence[View]) -> Rows:
     """Return a row per timeline, with times relative to the first; steps and bytes if
     known of any.
     """
-    several = len(views) > 1
-    known = any(view.memory for view in views)
-    steps = any(view.step for view in views)
-    header = ("schedule", "times", "makespan", "bubble", "of the ranks", "in flight")
-    rows = [
-        header[:3]
-        + ("against the first",) * several
-        + ("step",) * steps
-        + header[3:]
-        + ("peak bytes",) * known
-    ]
     first = views[0].timeline.makespan
-    for view in views:
-        timeline = view.timeline
-        peak = view.peak_in_flight()
-        against = f"{timeline.makespan / first:.3f}x" if first else "-"
-        rows.append(
-            (view.name, view.clock, time_text(timeline.makespan))
-            + (against,) * several
-            + ((time_text(view.step) if view.step else "-"),) * steps
-            + (
-                f"{timeline.bubble:.1%}",
-                f"{min(timeline.bubbles):.1%} to {max(timeline.bubbles):.1%}",
-                str(max(peak)),
-            )
-            + ((bytes_text(max(view.peak_bytes())) if view.memory else "-"),) * known
+
+    def against_first(view: View) -> str:
+        return f"{view.timeline.makespan / first:.3f}x" if first else "-"
+
+    def of_ranks(view: View) -> str:
+        bubbles = view.timeline.bubbles
+        return f"{min(bubbles):.1%} to {max(bubbles):.1%}"
+
+    columns: list[tuple[str, Callable[[View], str]]] = [
+        ("schedule", lambda view: view.name),
+        ("times", lambda view: view.clock),
+        ("makespan", lambda view: time_text(view.timeline.makespan)),
+    ]
+    if len(views) > 1:
+        columns.append(("against the first", against_first))
+    if any(view.step for view in views):
+        columns.append(("step", lambda view: time_text(view.step) if view.step else "-"))
+    columns += [
+        ("bubble", lambda view: f"{view.timeline.bubble:.1%}"),
+        ("of the ranks", of_ranks),
+        ("in flight", lambda view: str(max(view.peak_in_flight()))),
+    ]
+    if any(view.memory for view in views):
+        columns.append(
+            ("peak bytes", lambda view: bytes_text(max(view.peak_bytes())) if view.memory else "-")
         )
+    rows: Rows = [tuple(name for name, _ in columns)]
+    rows += [tuple(cell(view) for _, cell in columns) for view in views]
     return rows
 
 
@@ -49,7 +51,9 @@ def rank_rows(view: View) -> Rows:
     timeline = view.timeline
     peak = view.peak_in_flight()
     known = bool(view.memory)
-    rows = [("rank", "stages", "busy", "idle", "bubble", "in flight") + ("peak bytes",) * known]
+    rows: Rows = [("rank", "stages", "busy", "idle", "bubble", "in flight")]
+    if known:
+        rows[0] += ("peak bytes",)
     for rank, busy in enumerate(timeline.busy):
         stages = ",".join(map(str, view.stages_of(rank)))
         times = (

@@ -166,7 +166,7 @@ def _names(view: View, process: int, prefix: str) -> list[dict]:
         )
         rows.append(_metadata(process + rank, "process_sort_index", sort_index=process + rank))
     threads = {
-        (event.rank, event.part): "compute" + ", run together" * (event.part > 0)
+        (event.rank, event.part): "compute, run together" if event.part else "compute"
         for event in view.timeline.events
     }
     for (rank, thread), name in sorted(threads.items()):
