@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from .config import Config, HFConfig, RunConfig, flag_name, nearest, value_type
+from .config.checks import has_effect
 from .config.command_line import CommandParser, mistake
 from .config.file import FLAG, FileSetting, contents_of
 from .config.settings import checked
@@ -125,7 +126,12 @@ def deviation_report(config: RunConfig) -> str:
     """
     lines = []
     for flag in flags(type(config)):
-        if flag.differs and getattr(getattr(config, flag.section), flag.field) == flag.default:
+        section = getattr(config, flag.section)
+        if (
+            flag.differs
+            and getattr(section, flag.field) == flag.default
+            and has_effect(flag.metadata, section)
+        ):
             ours = shown(flag.default)
             theirs = shown(flag.metadata["megatron"])
             lines.append(f"  {flag.name} {ours} (Megatron-LM: {theirs}). {flag.text}")

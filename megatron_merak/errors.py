@@ -21,8 +21,13 @@ class MerakError(Exception):
         self.reason = reason
         self.remedy = remedy
 
+    @property
+    def fault(self) -> str:
+        """What is wrong, for another message: without the remedy, and without a full stop."""
+        return f"{self.what} {self.value}: {self.reason}"
+
     def __str__(self) -> str:
-        return f"{self.what} {self.value}: {self.reason}. {self.remedy}."
+        return f"{self.fault}. {self.remedy}."
 
 
 class ConfigError(MerakError):

@@ -39,11 +39,15 @@ class Crossing:
 
 class LayerAxis(StrEnum):
     """The ranks of a layer that share its work: tensor-parallel ones divide its weights, context-
-    parallel ones sequences; those of its copies that divide experts exchange rows of tokens.
+    parallel ones sequences; those of its copies that divide experts exchange rows of tokens. Of
+    context-parallel ones neighbours may exchange heads (inner), and those at the same place of each
+    such group pass keys and values on (outer).
     """
 
     TP = "tp"
     CP = "cp"
+    INNER = "inner cp"
+    OUTER = "outer cp"
     EP = "ep"
 
 
@@ -56,6 +60,8 @@ class Collective(StrEnum):
     STACK            an all-gather in a new first dimension
     EXCHANGE         each rank has a piece for every rank, [n, ...], and gets its piece of all
     ROWS             each rank has some rows for every rank, and gets those that are for it
+    ROTATE           each rank gets what the one before it has
+    ROTATE_BACK      each rank gets what the one behind it has
     """
 
     NONE = ""
@@ -65,6 +71,8 @@ class Collective(StrEnum):
     STACK = "stack"
     EXCHANGE = "exchange"
     ROWS = "exchange of rows"
+    ROTATE = "rotation"
+    ROTATE_BACK = "rotation back"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@ round trip.
 """
 
 import dataclasses
+import itertools
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -187,6 +189,97 @@ def test_sequence_parallelism_of_one_rank_is_ignored_and_told():
     assert make(parallel={"sequence_parallel": True, TP: 2}).ignored() == make().ignored() == ()
 
 
+def test_what_one_context_rank_exchanges_is_ignored_and_told():
+    alone = make(parallel={"cp_comm_type": "all_gather"})
+    alone.validate(1)
+    assert alone.ignored() == (
+        "--cp-comm-type all_gather has no effect: --context-parallel-size is 1.",
+    )
+    divided = {"cp_comm_type": "all_gather", "context_parallel_size": 2}
+    assert make(parallel=divided).ignored() == ()
+
+
+def hierarchy(sizes, ranks=8, kind="a2a+p2p"):
+    parallel = {"cp_comm_type": kind, "context_parallel_size": ranks}
+    return make(parallel=parallel | {"hierarchical_context_parallel_sizes": tuple(sizes.split())})
+
+
+def test_levels_of_context_parallel_ranks():
+    assert hierarchy("2 4").parallel.cp_inner == 2 and hierarchy("4 2").parallel.cp_inner == 4
+    hierarchy("2 4").validate(8)
+    assert hierarchy("2 4", 1).parallel.cp_inner == make().parallel.cp_inner == 1
+    assert hierarchy("", kind="p2p").parallel.cp_inner == 1
+
+
+LEVELS = "--hierarchical-context-parallel-sizes"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "kind", "message"),
+    [
+        (
+            "",
+            8,
+            "a2a+p2p",
+            "--cp-comm-type a2a+p2p: nothing says how many of the 8 context-parallel ranks exchange "
+            f"heads. Add {LEVELS} 2 4 or 4 2.",
+        ),
+        (
+            "",
+            3,
+            "a2a+p2p",
+            "--cp-comm-type a2a+p2p: nothing says how many of the 3 context-parallel ranks exchange "
+            "heads. Use --cp-comm-type p2p or a2a.",
+        ),
+        (
+            "2 2",
+            8,
+            "a2a+p2p",
+            f"{LEVELS} 2 2: their product is 4, and --context-parallel-size is 8. Use 2 4 or 4 2.",
+        ),
+        (
+            "2 2 2",
+            8,
+            "a2a+p2p",
+            f"{LEVELS} 2 2 2: these are not two numbers, of neighbours that exchange heads and of "
+            "groups of these. Use 2 4 or 4 2.",
+        ),
+        (
+            "two 4",
+            8,
+            "a2a+p2p",
+            f"{LEVELS} two 4: these are not two numbers, of neighbours that exchange heads and of "
+            "groups of these. Use 2 4 or 4 2.",
+        ),
+        (
+            "1 8",
+            8,
+            "a2a+p2p",
+            f"{LEVELS} 1 8: with one of them 1 ranks do what --cp-comm-type p2p does. Use "
+            "--cp-comm-type p2p, without sizes.",
+        ),
+        (
+            "8 1",
+            8,
+            "a2a+p2p",
+            f"{LEVELS} 8 1: with one of them 1 ranks do what --cp-comm-type a2a does. Use "
+            "--cp-comm-type a2a, without sizes.",
+        ),
+        (
+            "2 4",
+            8,
+            "p2p",
+            f"{LEVELS} ('2', '4'): has no effect without --cp-comm-type a2a+p2p. Add --cp-comm-type "
+            "a2a+p2p, or leave it out.",
+        ),
+    ],
+)
+def test_refused_levels(sizes, ranks, kind, message):
+    with pytest.raises(ConfigError) as caught:
+        hierarchy(sizes, ranks, kind).validate(ranks)
+    assert str(caught.value) == message
+
+
 def test_overlap_within_one_rank_is_ignored_and_told():
     told = ("--tp-comm-overlap pair has no effect: --tensor-model-parallel-size is 1.",)
     assert make(parallel={"tp_comm_overlap": "pair"}).ignored() == told
@@ -311,6 +404,57 @@ def test_remedies_name_working_values(value, step):
     for text in multiples(value, step).split(" or "):
         assert not text or int(text) % step == 0 and int(text) > 0
     assert closest(value, divisors(step)) or value == step == 1
+
+
+EXPERT, SHARDS = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+def mixture(degrees: dict, tp: int, experts: int) -> Config:
+    shape = {"num_experts": experts, "moe_ffn_hidden_size": 66}
+    return make(
+        model={**shape, "swiglu": True, "disable_bias_linear": True},
+        parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, **degrees},
+        train={"global_batch_size": 48},
+    )
+
+
+def followed(degrees: dict, remedy: str) -> list[dict]:
+    """The degrees of experts after each way to do what a remedy says."""
+    flag, wanted = remedy.split(" ", 1)
+    setting = flag.strip("-").replace("-", "_")
+    if sizes := re.fullmatch(r"Use (\d+)(?: or (\d+))?", wanted):
+        return [{**degrees, setting: int(size)} for size in sizes.groups() if size]
+    assert wanted.startswith(("Leave it out", "Leave --expert-tensor-parallel-size out"))
+    gone = setting if wanted.startswith("Leave it out") else SHARDS
+    return [{name: size for name, size in degrees.items() if name != gone}]
+
+
+@pytest.mark.parametrize("world", [2, 4, 6, 8, 12])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_remedies_for_degrees_of_experts_lead_to_a_layout_and_in_no_circle(world, tp):
+    """Numbers of ranks, of experts and of features each rule out other degrees."""
+    asked = itertools.product((2, 3, 4, 6), (None, 1, 2, 3, 4), (4, 6))
+    starts = [({EXPERT: ep, SHARDS: etp}, experts) for ep, etp, experts in asked]
+    starts += [({SHARDS: etp}, experts) for etp in (2, 3, 4) for experts in (4, 6)]
+    refused = 0
+    for degrees, experts in starts:
+        ways = [{name: size for name, size in degrees.items() if size is not None}]
+        for _ in range(4):
+            errors = [(way, refused_by(mixture(way, tp, experts), world)) for way in ways]
+            errors = [(way, error) for way, error in errors if error is not None]
+            refused += len(errors)
+            ways = [after for way, error in errors for after in followed(way, error)]
+        assert not ways, (degrees, experts, errors)
+    assert refused > 10
+
+
+def refused_by(config: Config, world: int) -> str | None:
+    try:
+        config.validate(world)
+    except ConfigError as error:
+        assert error.what in ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
+        return f"{error.what} {error.remedy}"
+    return None
 
 
 SECTIONS = (ParallelConfig, TrainConfig, OptimizerConfig, ModelConfig, HFCheckpointConfig)

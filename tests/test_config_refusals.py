@@ -16,7 +16,30 @@ EXPERTS = {
     "sequence_parallel": True,
     "expert_model_parallel_size": 2,
 }
+ON_HOST = {"offload_model_states": True}
 REFUSED = [
+    (
+        {"parallel": ON_HOST | {"data_parallel_sharding_strategy": "optim"}},
+        2,
+        "--offload-model-states True: weights are copied as --data-parallel-sharding-strategy "
+        "optim_grads_params gathers them, and it is optim. Use optim_grads_params, or leave the strategy out.",
+    ),
+    (
+        {"parallel": ON_HOST | {"use_distributed_optimizer": True}},
+        2,
+        "--use-distributed-optimizer True: --offload-model-states shards weights and gradients, too. Leave it out.",
+    ),
+    (
+        {"parallel": ON_HOST | {"num_distributed_optimizer_instances": 2}},
+        4,
+        "--offload-model-states True: the 2 instances of --num-distributed-optimizer-instances add up shards "
+        "on their devices. Use one instance.",
+    ),
+    (
+        {"parallel": ON_HOST, "train": {"bf16": True, "fp8_format": "hybrid"}},
+        1,
+        "--offload-model-states True: weights are rounded to fp8 where they stay on the device. Leave fp8 out.",
+    ),
     (
         {"parallel": {"recompute_method": "block"}},
         1,
@@ -98,6 +121,26 @@ REFUSED = [
         "Add --moe-router-pre-softmax.",
     ),
     (
+        {"model": MIXTURE | {"moe_shared_expert_gate": True}},
+        1,
+        "--moe-shared-expert-gate True: has no effect without --moe-shared-expert-intermediate-size. "
+        "Add --moe-shared-expert-intermediate-size, or leave it out.",
+    ),
+    (
+        {
+            "model": MIXTURE | {"moe_shared_expert_intermediate_size": 5},
+            "parallel": {"tensor_model_parallel_size": 2},
+        },
+        2,
+        "--tensor-model-parallel-size 2: does not divide --moe-shared-expert-intermediate-size 5. Use 1.",
+    ),
+    (
+        {"model": MIXTURE | {"moe_token_drop_policy": "position"}},
+        1,
+        "--moe-token-drop-policy position: has no effect without --moe-expert-capacity-factor. "
+        "Add --moe-expert-capacity-factor, or leave it out.",
+    ),
+    (
         {"model": MIXTURE, "parallel": {"recompute_granularity": "selective"}},
         1,
         "--recompute-granularity selective: the activations of experts are not recomputed by themselves. Use full.",
@@ -123,7 +166,21 @@ REFUSED = [
     (
         {"model": MIXTURE | {"num_experts": 3}, "parallel": EXPERTS},
         2,
-        "--expert-model-parallel-size 2: does not divide --num-experts 3. Use 1 or 3.",
+        "--expert-model-parallel-size 2: does not divide --num-experts 3. Leave it out.",
+    ),
+    (
+        {
+            "model": MIXTURE | {"moe_ffn_hidden_size": 20},
+            "parallel": {"expert_tensor_parallel_size": 3},
+        },
+        3,
+        "--expert-tensor-parallel-size 3: does not divide the expert width 20. Leave it out.",
+    ),
+    (
+        {"model": MIXTURE, "parallel": EXPERTS | {"expert_tensor_parallel_size": 2}},
+        2,
+        "--expert-model-parallel-size 2: experts, over 2 ranks each, are divided over the 2 "
+        "tensor-parallel ranks of their layer. Use 1.",
     ),
     (
         {"model": {"max_position_embeddings": 16}},
@@ -547,6 +604,11 @@ def test_refused_combinations(sections, world_size, message):
             {"model": {"position_embedding_type": "yarn"}},
             "--position-embedding-type yarn: is a choice of Megatron-LM that "
             "megatron_merak does not have yet. Use learned_absolute or rope or none.",
+        ),
+        (
+            {"parallel": {"cp_comm_type": "ring"}},
+            "--cp-comm-type ring: is not one of the choices. Use a2a or a2a+p2p or all_gather or p2p, or "
+            "leave the flag out.",
         ),
         (
             {"parallel": {"recompute_granularity": "partial"}},

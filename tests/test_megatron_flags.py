@@ -102,9 +102,9 @@ def test_each_refused_flag_is_an_error_with_its_remedy():
     for error in errors:
         assert error.reason == "is a Megatron-LM flag that megatron_merak does not have yet"
         assert error.remedy == NOT_YET[error.value]
-    assert str(refusal("--fp8-format", "hybrid")) == (
-        "flag --fp8-format: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out: products are "
-        "computed in the dtype of --bf16 or --fp16, which takes more memory and time."
+    assert str(refusal("--fp8-margin", "1")) == (
+        "flag --fp8-margin: is a Megatron-LM flag that megatron_merak does not have yet. Leave it out: scales of fp8 "
+        "are of the values of now, and keep no history."
     )
 
 
@@ -127,15 +127,13 @@ def test_a_flag_with_another_name_is_refused_with_it(name):
 @scripts
 def test_flags_that_change_nothing_are_taken_with_a_notice(kind):
     assert not OURS[kind] & TAKEN.keys()
-    tokens = (
-        "--lr 1e-3 --overlap-grad-reduce --cp-comm-type p2p --transformer-impl=local --bf16".split()
-    )
+    tokens = "--lr 1e-3 --overlap-grad-reduce --timing-log-level 0 --transformer-impl=local --bf16".split()
     rest, notices = without_effect([*tokens, "--overlap-grad-reduce"])
     assert rest == ["--lr", "1e-3", "--bf16"]
     assert notices == (
         "--overlap-grad-reduce changes nothing: gradients are reduced during the backward unless "
         "--no-overlap-grad-reduce.",
-        "--cp-comm-type p2p changes nothing: heads are exchanged (a2a), which computes the same.",
+        "--timing-log-level 0 changes nothing: there are no further timers.",
         "--transformer-impl local changes nothing: there is one implementation.",
     )
     base = config_of(kind=kind)
@@ -148,8 +146,8 @@ def test_flags_that_change_nothing_are_taken_with_a_notice(kind):
 @pytest.mark.parametrize(
     "tokens",
     [
-        ["--cp-comm-type", "other"],
-        ["--cp-comm-type"],
+        ["--timing-log-level", "2"],
+        ["--timing-log-level"],
         ["--overlap-grad-reduce=1"],
         ["--bf16"],
     ],

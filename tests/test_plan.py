@@ -99,6 +99,16 @@ def test_the_groups_of_eight_ranks():
     assert grid.groups("tp-pp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+def test_units_that_continue_the_one_before():
+    """Not the first of a stage, none at the begin or the end of what is recomputed together, and
+    none beside what waits in host memory.
+    """
+    assert StagePlan(2, 6).continued == (3, 4, 5)
+    assert StagePlan(0, 6, recompute=(1, 2, 3)).continued == (5,)
+    assert StagePlan(0, 6, recompute=(1, 2, 3), span=2).continued == (2, 5)
+    assert StagePlan(0, 6, offload=(2,)).continued == (1, 4, 5)
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -436,6 +446,55 @@ def test_what_is_sharded_over_how_many_ranks():
         PlanError, match="sharding zero: there is no such one. Use one of no_shard, optim, "
     ):
         replace(small_plan(), sharding="zero")
+
+
+def test_what_ranks_that_divide_sequences_exchange():
+    plan = small_plan()
+    divided = replace(plan, grid=replace(plan.grid, cp=2))
+    assert "divided over 2 context-parallel ranks\n" in plan_table(divided)
+    for kind, does in (
+        ("a2a", "exchange heads"),
+        ("all_gather", "gather keys and values"),
+        ("p2p", "pass keys and values around"),
+    ):
+        units = tuple(replace(unit, cp_comm_type=kind) for unit in plan.units)
+        line = f"divided over 2 context-parallel ranks, which {does} ({kind})\n"
+        assert line in plan_table(replace(divided, units=units))
+    with pytest.raises(
+        PlanError,
+        match=r"cp_comm_type ring: there is no such one. Use one of a2a, a2a\+p2p, all_gather, p2p",
+    ):
+        replace(divided, cp_comm_type="ring")
+
+
+def test_levels_of_ranks_that_divide_sequences():
+    plan = small_plan()
+    divided = replace(plan, grid=replace(plan.grid, cp=6), cp_comm_type="a2a+p2p", cp_inner=2)
+    assert divided.cp_sizes == ("2", "3") and plan.cp_sizes == ()
+    assert Plan.from_json(divided.to_json()) == divided
+    units = tuple(replace(unit, cp_comm_type="a2a+p2p") for unit in plan.units)
+    assert (
+        "divided over 6 context-parallel ranks, which exchange heads and pass keys and values around "
+        "(a2a+p2p), 3 groups of 2 that exchange heads\n"
+    ) in plan_table(replace(divided, units=units))
+    for inner in (0, 1, 4, 6):
+        message = (
+            f"cp_inner {inner}: it does not divide 6 context-parallel ranks into several groups"
+        )
+        with pytest.raises(PlanError, match=message):
+            replace(divided, cp_inner=inner)
+    for changes in ({"cp_comm_type": "p2p"}, {"grid": plan.grid}):
+        with pytest.raises(PlanError, match=r"cp_inner 2: it is for cp_comm_type a2a\+p2p and sev"):
+            replace(divided, **changes)
+
+
+def test_groups_of_both_levels():
+    grid = Grid(tp=2, cp=4, pp=2)
+    inner, outer = grid.context_levels(2)
+    assert inner[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert outer[:4] == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    for groups in (inner, outer):
+        assert sorted(rank for ranks in groups for rank in ranks) == list(range(16))
 
 
 def _without(key):

@@ -1,16 +1,25 @@
 """The rows of settings that plans are about, and plans, say the same."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from megatron_merak.config import HFModelConfig, ModelConfig, ParallelConfig, value_type
+from megatron_merak.config import (
+    HFModelConfig,
+    ModelConfig,
+    ParallelConfig,
+    flag_name,
+    value_type,
+)
 from megatron_merak.config.table import DECIDES, MAKES, taken
+from megatron_merak.hf_trainer.arguments import plan_arguments
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan, StagePlan, Unit
 from megatron_merak.planner import plan_chain
 from tests.requests import request
 
+ROOT = Path(__file__).resolve().parent.parent
 UNITS = (Unit("layer", "layer", 8, 100, 0, 16),)
 PLAN = Plan(Grid(), UNITS, (StagePlan(0, 1),), build_schedule("1f1b", 1, 2), 1, 0)
 TAKEN = [
@@ -50,17 +59,26 @@ def test_what_a_plan_takes_over_has_the_default_and_the_type_of_the_setting(row)
     assert where.read(PLAN) == row.default
 
 
-@pytest.mark.parametrize(
-    "name, value, more",
-    [
-        ("no_overlap_grad_reduce", True, {}),
-        ("no_overlap_param_gather", True, {}),
-        ("grad_reduce_in_bf16", True, {"dtype": "bfloat16"}),
-        ("num_distributed_optimizer_instances", 2, {"use_distributed_optimizer": True}),
-    ],
-)
-def test_a_plan_made_with_a_setting_decides_it_so(name, value, more):
-    assert name in [row.name for row in TAKEN]
-    made = plan_chain(UNITS, request(Grid(dp=4), microbatches=2, **{name: value}, **more))
-    assert DECIDES[name].read(made) == value
-    assert DECIDES[name].read(Plan.from_json(made.to_json())) == value
+# What settings need beside them.
+MORE = {
+    "grad_reduce_in_bf16": {"dtype": "bfloat16"},
+    "num_distributed_optimizer_instances": {"use_distributed_optimizer": True},
+}
+
+
+@pytest.mark.parametrize("row", TAKEN, ids=lambda row: row.name)
+def test_a_plan_made_with_a_setting_decides_it_so(row):
+    value = True if row.default is False else row.metadata.get("choices", (2,))[-1]
+    more = MORE.get(row.name, {})
+    made = plan_chain(UNITS, request(Grid(dp=4), microbatches=2, **{row.name: value}, **more))
+    where = row.metadata["plan"]
+    assert where.read(made) == value != row.default
+    assert where.read(Plan.from_json(made.to_json())) == value
+
+
+def test_the_page_on_plans_names_all_that_they_hold_and_the_flags_that_they_decide():
+    page = (ROOT / "docs" / "plans.md").read_text()
+    names = [row.name for row in dataclasses.fields(Plan)]
+    names += [flag_name(name) for name in DECIDES]
+    names += [name for name in plan_arguments.DECIDES if name not in DECIDES]
+    assert [name for name in names if f"`{name}`" not in page] == []

@@ -3,11 +3,13 @@ work.
 """
 
 import dataclasses
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ..errors import ConfigError
 from .optimizer import OptimizerConfig
-from .parallel import ParallelConfig
+from .parallel import A2A, A2A_P2P, P2P, UNFLUSHED, ParallelConfig
 from .sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
 from .settings import Section, flag_name
 from .tokenizers import check_given, check_needed
@@ -52,6 +54,13 @@ def left(ranks: int, others: int) -> int | None:
     is not a multiple of theirs.
     """
     return ranks // others if ranks > 0 and ranks % others == 0 else None
+
+
+def has_effect(metadata: Mapping[str, Any], section: Section) -> bool:
+    """Whether other settings of a section let one with this ``metadata`` have an effect."""
+    needs = metadata.get("needs", ())
+    each = needs if isinstance(needs, tuple) else (needs,)
+    return all(need.missing(getattr(section, need.name)) is None for need in each)
 
 
 def check_needs(section: Section) -> None:
@@ -142,11 +151,13 @@ def check_rows_of_experts(model: ModelConfig, train: TrainConfig) -> None:
 
 def tensor_parallel_fits(model: ModelConfig, size: int, whole_experts: bool = False) -> bool:
     """Whether ``size`` ranks can shard a layer evenly: query heads, key-value heads and the width
-    of the MLP, or of each expert.
+    of the MLP, or of each expert and of the shared one.
 
     whole_experts: whether no expert is sharded.
     """
     extents = [model.num_attention_heads, model.query_groups]
+    if model.moe_shared_expert_intermediate_size is not None:
+        extents.append(model.moe_shared_expert_intermediate_size)
     if not whole_experts:
         extents.append(_inner(model))
     return all(extent % size == 0 for extent in extents)
@@ -174,8 +185,11 @@ def check_tensor_parallel(
     elif _inner(model) % size and not whole_experts:
         of = "MLP" if model.num_experts is None else "expert"
         reason = f"does not divide the {of} width {_inner(model)}"
-    else:
+    elif groups % size:
         reason = f"does not divide --num-query-groups {groups}"
+    else:
+        width = model.moe_shared_expert_intermediate_size
+        reason = f"does not divide --moe-shared-expert-intermediate-size {width}"
     fitting = (d for d in divisors(heads) if tensor_parallel_fits(model, d, whole_experts))
     remedy = degrees(size, fitting, most)
     raise ConfigError("--tensor-model-parallel-size", size, reason, remedy)
@@ -237,9 +251,11 @@ def check_searched(parallel: ParallelConfig, train: TrainConfig) -> None:
     for name in (
         "plan",
         "schedule_file",
-        "expert_tensor_parallel_size",
         "num_distributed_optimizer_instances",
         "data_parallel_strategy",
+        "cpu_offloading",
+        "cpu_offloading_num_layers",
+        "offload_model_states",
     ):
         value = getattr(parallel, name)
         if value != getattr(ParallelConfig, name):
@@ -257,6 +273,28 @@ def check_recompute(parallel: ParallelConfig) -> None:
     if method in ("uniform", "block") and parallel.recompute_num_layers is None:
         reason = f"is needed with --recompute-method {method}"
         raise ConfigError("--recompute-num-layers", "(missing)", reason, "Give a number of layers")
+
+
+def check_offloading(parallel: ParallelConfig) -> None:
+    """Check that it is clear which activations are offloaded, and that they can be."""
+    layers = parallel.cpu_offloading_num_layers
+    if not layers and not parallel.cpu_offloading:
+        return
+    flag = "--cpu-offloading-num-layers" if layers else "--cpu-offloading"
+    value = layers or "(given)"
+    if (schedule := parallel.pipeline_schedule) in UNFLUSHED:
+        reason = f"{schedule} changes weights while activations wait for their backward"
+        raise ConfigError(flag, value, reason, "Leave it out, or use another schedule")
+    whole = parallel.recompute_granularity == "full"
+    method = parallel.recompute_method
+    if layers and method in ("stage-aware", "capacity"):
+        reason = f"--recompute-method {method} chooses among all layers what is recomputed"
+        remedy = "Use uniform or block, or capacity with --cpu-offloading alone"
+        raise ConfigError(flag, value, reason, remedy)
+    if not layers and whole and method != "capacity":
+        reason = "it offloads what does not fit, and --recompute-granularity full recomputes all"
+        remedy = "Add --recompute-method capacity, or give --cpu-offloading-num-layers"
+        raise ConfigError(flag, value, reason, remedy)
 
 
 def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
@@ -294,80 +332,134 @@ def check_recomputed_activations(model: ModelConfig, parallel: ParallelConfig) -
         )
 
 
-def check_divided_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Check that ranks that are to divide experts can."""
+def refused_halves() -> ConfigError:
+    """Return the error for halves of a micro-batch whose samples are not computed apart."""
+    reason = "losses of routers, capacities of experts and scales of fp8 are of whole micro-batches"
+    return ConfigError("--tp-comm-overlap", "sub-pipeline", reason, "Use pair, or weight-gradient")
+
+
+def check_divided_experts(
+    model: ModelConfig, parallel: ParallelConfig, copies: int | None = None
+) -> None:
+    """Check that ranks that are to divide experts, or to shard each, can.
+
+    copies: ranks with the same weights of a layer; None: their number is not known.
+    """
     size = parallel.expert_model_parallel_size
-    if size == 1:
+    shards = parallel.expert_shards
+    if size * shards == 1:
         return
     flag = "--expert-model-parallel-size"
+    of_shards = "--expert-tensor-parallel-size"
     if model.num_experts is None:
         remedy = "Add --num-experts, or leave it out"
-        raise ConfigError(flag, size, "the model has no experts", remedy)
+        given = (flag, size) if size > 1 else (of_shards, shards)
+        raise ConfigError(*given, "the model has no experts", remedy)
+    ranks = parallel.tensor_model_parallel_size
     if model.num_experts % size:
         reason = f"does not divide --num-experts {model.num_experts}"
-        remedy = f"Use {closest(size, divisors(model.num_experts))}"
+        if copies is None:
+            remedy = f"Use {closest(size, divisors(model.num_experts))}"
+        else:
+            remedy = _other_experts(size, ranks, copies, shards, model.num_experts)
         raise ConfigError(flag, size, reason, remedy)
+    if model.expert_ffn_size % shards:
+        reason = f"does not divide the expert width {model.expert_ffn_size}"
+        fitting = divisors(model.expert_ffn_size)
+        if copies is not None:
+            fitting = [each for each in fitting if _divide_experts(size * each, ranks, copies)]
+        near = closest(shards, [each for each in fitting if each * size > 1])
+        raise ConfigError(of_shards, shards, reason, f"Use {near}" if near else "Leave it out")
 
 
-def refused_experts(experts: int, ranks: int, copies: int) -> tuple[str, str] | None:
+def _divide_experts(together: int, ranks: int, copies: int) -> bool:
+    """Whether so many ranks have all experts of a layer together; see ``refused_experts``."""
+    return together % ranks == 0 and copies % (together // ranks) == 0
+
+
+def _other_experts(experts: int, ranks: int, copies: int, shards: int, of: int | None) -> str:
+    """Return what to use in place of a degree of experts; see ``refused_experts``."""
+    together = [ranks * several for several in divisors(copies)]
+    sizes = [size // shards for size in together if size % shards == 0 and size > 1]
+    if near := closest(experts, [size for size in sizes if of is None or of % size == 0]):
+        return f"Use {near}"
+    return "Leave it out" if shards == 1 else "Leave --expert-tensor-parallel-size out"
+
+
+def refused_experts(
+    experts: int, ranks: int, copies: int, shards: int = 1, of: int | None = None
+) -> tuple[str, str] | None:
     """Return why the experts of a layer cannot be divided over so many ranks, and the remedy; None
-    if they can.
+    if they can. Without experts that are divided it is of the number of shards.
 
-    experts: ranks that are to divide them.
+    experts: parts that they are to be divided into.
     ranks:   tensor-parallel ranks of the layer.
     copies:  ranks with the same weights of the layer, as replicas and contexts have.
+    shards:  ranks that shard each expert.
+    of:      experts that the layer has; None: not known.
     """
-    if experts == 1 or experts % ranks == 0 and copies % (experts // ranks) == 0:
+    if experts * shards == 1 or _divide_experts(experts * shards, ranks, copies):
         return None
-    sizes = [1, *(ranks * several for several in divisors(copies) if ranks * several > 1)]
-    if sizes == [1]:
+    if ranks * copies == 1:
         return "no two ranks have the same layer", "Leave it out, or use more ranks"
-    if ranks == 1:
-        reason = f"experts are divided over some of the {copies} ranks that have the same layer"
-    elif copies == 1:
-        reason = f"experts are divided over the {ranks} tensor-parallel ranks of their layer"
+    if experts == 1:
+        what = "each expert is"
     else:
-        reason = (
-            f"experts are divided over the {ranks} tensor-parallel ranks of a layer, in some of its "
+        what = "experts are" if shards == 1 else f"experts, over {shards} ranks each, are"
+    if ranks == 1:
+        where = f"divided over some of the {copies} ranks that have the same layer"
+    elif copies == 1:
+        where = f"divided over the {ranks} tensor-parallel ranks of their layer"
+    else:
+        where = (
+            f"divided over the {ranks} tensor-parallel ranks of a layer, in some of its "
             f"{copies} copies"
         )
-    return reason, f"Use {closest(experts, sizes)}"
+    if experts == 1:
+        remedy = _other_experts(shards, ranks, copies, 1, None)
+    else:
+        remedy = _other_experts(experts, ranks, copies, shards, of)
+    return f"{what} {where}", remedy
 
 
-def check_experts(parallel: ParallelConfig, copies: int) -> None:
+def check_experts(parallel: ParallelConfig, copies: int, of: int | None = None) -> None:
     """Check the two degrees of experts against those of layers.
 
     copies: ranks with the same weights of a layer.
+    of:     experts that a layer has; None: not known.
     """
     experts = parallel.expert_model_parallel_size
-    shards = parallel.expert_tensor_parallel_size
+    shards = parallel.expert_shards
     ranks = parallel.tensor_model_parallel_size
-    if experts == 1:
-        if shards not in (None, ranks):
+    together = parallel.expert_ranks
+    if together == 1:
+        if parallel.expert_tensor_parallel_size not in (None, ranks):
             reason = (
                 f"without expert parallelism experts are sharded over all {ranks} ranks of a layer"
             )
             remedy = f"Leave it out, or add --expert-model-parallel-size {ranks}"
-            raise ConfigError("--expert-tensor-parallel-size", shards, reason, remedy)
+            raise ConfigError("--expert-tensor-parallel-size", 1, reason, remedy)
         return
-    if refused := refused_experts(experts, ranks, copies):
+    if refused := refused_experts(experts, ranks, copies, shards, of):
+        if experts == 1:
+            raise ConfigError("--expert-tensor-parallel-size", shards, *refused)
         raise ConfigError("--expert-model-parallel-size", experts, *refused)
-    if experts > ranks and parallel.served:
+    if parallel.expert_group > 1 and parallel.served:
         reason = "workers of parameter servers exchange no rows of tokens"
+        if shards > 1:
+            raise ConfigError("--expert-tensor-parallel-size", shards, reason, "Leave it out")
         raise ConfigError("--expert-model-parallel-size", experts, reason, f"Use at most {ranks}")
-    if experts > ranks and parallel.num_distributed_optimizer_instances > 1:
-        reason = f"has an effect on weights that all copies of a layer have, and {experts} ranks divide its experts"
+    if together > ranks and parallel.num_distributed_optimizer_instances > 1:
+        reason = f"has an effect on weights that all copies of a layer have, and {together} ranks divide its experts"
         raise ConfigError(
             "--num-distributed-optimizer-instances",
             parallel.num_distributed_optimizer_instances,
             reason,
             f"Leave it 1, or use --expert-model-parallel-size {ranks}",
         )
-    if shards not in (None, 1):
-        reason = f"with --expert-model-parallel-size {experts} no expert is sharded"
-        raise ConfigError("--expert-tensor-parallel-size", shards, reason, "Set it to 1")
     if ranks > 1 and not parallel.sequence_parallel:
-        reason = f"is needed with --expert-model-parallel-size {experts}, so that ranks have tokens of their own"
+        flag = "--expert-model-parallel-size" if experts > 1 else "--expert-tensor-parallel-size"
+        reason = f"is needed with {flag} {experts if experts > 1 else shards}, so that ranks have tokens of their own"
         raise ConfigError("--sequence-parallel", False, reason, "Add it")
 
 
@@ -380,6 +472,33 @@ def check_context_parallel(parallel: ParallelConfig) -> None:
         )
         remedy = "Leave one of them out"
         raise ConfigError("--context-parallel-size", size, reason, remedy)
+    if parallel.cp_comm_type == A2A_P2P and size > 1:
+        _check_hierarchy(parallel.hierarchical_context_parallel_sizes, size)
+
+
+def _check_hierarchy(sizes: tuple[str, ...], ranks: int) -> None:
+    """Check the sizes of the two levels of a hierarchy of context-parallel ranks."""
+    flag = "--hierarchical-context-parallel-sizes"
+    possible = [f"{inner} {ranks // inner}" for inner in divisors(ranks)[1:-1]]
+    remedy = f"Use {' or '.join(possible)}" if possible else f"Use --cp-comm-type {P2P} or {A2A}"
+    if not sizes:
+        reason = f"nothing says how many of the {ranks} context-parallel ranks exchange heads"
+        add = f"Add {flag} {' or '.join(possible)}" if possible else remedy
+        raise ConfigError("--cp-comm-type", A2A_P2P, reason, add)
+    given = " ".join(sizes)
+    if len(sizes) != 2 or not all(re.fullmatch("[0-9]{1,6}", size) for size in sizes):
+        reason = (
+            "these are not two numbers, of neighbours that exchange heads and of groups of these"
+        )
+        raise ConfigError(flag, given, reason, remedy)
+    inner, outer = map(int, sizes)
+    if inner * outer != ranks:
+        reason = f"their product is {inner * outer}, and --context-parallel-size is {ranks}"
+        raise ConfigError(flag, given, reason, remedy)
+    if 1 in (inner, outer):
+        alone = P2P if inner == 1 else A2A
+        reason = f"with one of them 1 ranks do what --cp-comm-type {alone} does"
+        raise ConfigError(flag, given, reason, f"Use --cp-comm-type {alone}, without sizes")
 
 
 def check_sharding(parallel: ParallelConfig) -> None:

@@ -88,6 +88,13 @@ class OptimizerConfig(Section):
     """Decay of Lion's momentum."""
 
     @property
+    def own(self) -> tuple[str, ...]:
+        """Names of the settings that this optimizer alone has."""
+        needed = _of(self.optimizer)
+        rows = dataclasses.fields(self)
+        return tuple(row.name for row in rows if row.metadata.get("needs") == needed)
+
+    @property
     def state_bytes(self) -> float:
         """Bytes of fp32 optimizer state per parameter."""
         return {"adam": 8.0, "lion": 4.0, "sgd": 4.0 if self.sgd_momentum else 0.0}[self.optimizer]

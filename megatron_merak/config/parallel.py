@@ -18,6 +18,14 @@ SCHEDULES = (
     "auto",
 )
 UNFLUSHED = ("pipedream", "pipedream-2bw")  # schedules that update weights on their way
+# What ranks that divide sequences exchange for attention: heads, or keys and values, of all at once
+# or passed on from rank to rank; or heads among neighbours, whose keys and values are passed on.
+A2A = "a2a"
+A2A_P2P = "a2a+p2p"
+ALL_GATHER = "all_gather"
+P2P = "p2p"
+CP_COMM_TYPES = (A2A, A2A_P2P, ALL_GATHER, P2P)
+RINGS = (A2A_P2P, P2P)
 OVERLAPS = ("none", "weight-gradient", "sub-pipeline", "pair", "auto")
 STRATEGIES = ("allreduce", "ps-sync", "ps-async")  # how data-parallel replicas combine gradients
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # cumulative, in this order
@@ -29,6 +37,7 @@ _SERVED = Needs(
     ("ps-sync", "ps-async"),
     remedy="Add --data-parallel-strategy, or leave it out",
 )
+_GRAPHS = Needs("cuda_graph_impl", ("local",))
 _FULL = Needs("recompute_granularity", ("full",))
 _TWO_VERSIONS = Needs("pipeline_schedule", ("pipedream-2bw",))
 _COUNTED = Needs(
@@ -49,8 +58,24 @@ class ParallelConfig(Section):
     """Tensor-parallel degree: number of ranks over which every layer is sharded."""
     context_parallel_size: int = setting(1, least=1, plan=InPlan("grid.cp"))
     """Context-parallel degree: number of ranks that share each sequence. Every
-    rank computes its part of the positions, and its heads where positions meet.
+    rank computes its part of the positions, and its heads where positions meet
+    (see --cp-comm-type).
     """
+    cp_comm_type: str | None = setting(
+        None,
+        choices=CP_COMM_TYPES,
+        plan=InPlan("cp_comm_type", taken=True),
+    )
+    """What context-parallel ranks exchange for attention: heads, of which each then has its own of
+    all positions (a2a), or keys and values of all positions, for its own queries: gathered
+    (all_gather), or passed from rank to rank, while a part of attention is computed with each (p2p).
+    a2a+p2p: neighbours exchange heads, and keys and values of these are passed on between groups of
+    neighbours (unset: a2a, or all_gather where they do not divide the heads)."""
+    hierarchical_context_parallel_sizes: tuple[str, ...] = setting(
+        (), plan=InPlan("cp_sizes"), needs=Needs("cp_comm_type", (A2A_P2P,))
+    )
+    """For --cp-comm-type a2a+p2p: the number of neighbours that exchange heads, and the number of
+    groups of these, whose product is --context-parallel-size."""
     pipeline_model_parallel_size: int = setting(1, least=1, plan=InPlan("grid.pp"))
     """Pipeline-parallel degree: number of pipeline ranks; the layers are cut into stages
     by cost.
@@ -70,6 +95,10 @@ class ParallelConfig(Section):
     which a step of --global-batch-size takes least time on the ranks of the job; auto,tp=2,pp=4
     pins some, as --fix of merak-plan search does, which shows the choice before (unset: as the
     flags say)."""
+    parallel_verify: int | None = setting(None, least=2, ours=True, needs=Needs("parallel"))
+    """Run so many of the plans that the search expects to be fastest for some steps on the ranks of
+    the job, and train with the one that was fastest, from the beginning; one that fails, as where
+    memory ends, is passed over (unset: train with the first, untried)."""
     pipeline_schedule: str | None = setting(
         None, choices=(*SCHEDULES, *UNFLUSHED), ours=True, makes_plan=True
     )
@@ -104,9 +133,11 @@ class ParallelConfig(Section):
     """Expert-parallel degree: number of ranks that divide the experts of each layer, and exchange
     the rows of tokens: the tensor-parallel ranks, which then need --sequence-parallel, of one or
     more replicas or contexts."""
-    expert_tensor_parallel_size: int | None = setting(None, least=1)
-    """Number of ranks over which each expert is sharded: 1 with --expert-model-parallel-size, else
-    the tensor-parallel size (unset: that)."""
+    expert_tensor_parallel_size: int | None = setting(
+        None, least=1, plan=InPlan("expert_tensor_parallel")
+    )
+    """Number of ranks over which each expert is sharded, beside those that divide experts (unset: 1
+    with --expert-model-parallel-size, else the tensor-parallel size)."""
     tp_comm_overlap: str = setting(
         "weight-gradient", choices=OVERLAPS, bare="auto", megatron=False, plan=InPlan("overlap")
     )
@@ -149,8 +180,8 @@ class ParallelConfig(Section):
     )
     """What is sharded over data-parallel ranks: nothing; optimizer state (ZeRO stage 1); also
     gradients (stage 2, reduce-scattered in every micro-batch); or also weights (stage 3, FSDP,
-    all-gathered before every forward and backward) (unset: no_shard, or optim with
-    --use-distributed-optimizer)."""
+    all-gathered before every forward and backward) (unset: no_shard, optim with
+    --use-distributed-optimizer, or optim_grads_params with --offload-model-states)."""
     num_distributed_optimizer_instances: int = setting(
         1, least=1, plan=InPlan("sharding_instances", taken=True)
     )
@@ -191,6 +222,30 @@ class ParallelConfig(Section):
     (unset: all, one by one)."""
     recompute_num_layers: int | None = setting(None, least=1, makes_plan=True, needs=_COUNTED)
     """Layers per run, or per stage; see --recompute-method."""
+    cpu_offloading: bool = setting(False, ours=True, makes_plan=True)
+    """Offload activations to host memory where they do not fit into --device-memory-gb, as many as
+    the cost model finds cheaper than to recompute them; with --cpu-offloading-num-layers, those of
+    so many layers."""
+    cpu_offloading_num_layers: int = setting(0, least=0, makes_plan=True)
+    """Number of layers, the first ones of each pipeline stage, whose activations are copied to host
+    memory after their forward, and back before their backward."""
+    cuda_graph_impl: str = setting(
+        "none",
+        choices=("none", "local", "transformer_engine"),
+        not_yet={"transformer_engine": "Use local"},
+    )
+    """Record the kernels of one step in CUDA graphs and replay them in all later ones (local): the
+    host then launches a graph for each op of the schedule. On a CPU recorded calls are repeated, as
+    a trial. For ranks that do not divide layers, and models without dropout."""
+    cuda_graph_warmup_steps: int = setting(3, least=1, needs=_GRAPHS)
+    """Steps that run without graphs before one is recorded."""
+    offload_model_states: bool = setting(
+        False, ours=True, plan=InPlan("offload_model_states", taken=True)
+    )
+    """Keep weights, gradients and optimizer state in host memory, as shards of
+    --data-parallel-sharding-strategy optim_grads_params, also of a single replica: the weights of a
+    unit of the model are copied to the device before they are used, one unit ahead, its gradients
+    to the host, where the optimizer runs."""
     device_memory_gb: float | None = setting(None, above=0, ours=True, makes_plan=True)
     """Memory that a rank may use, in GiB; stages are cut so that each fits (unset: what the
     device has, if known, without --memory-reserve-gb)."""
@@ -198,7 +253,12 @@ class ParallelConfig(Section):
     """Memory of a device, in GiB, that plans leave for what they do not count: the driver's context,
     buffers of NCCL and cuBLAS, gaps of the allocator (unset: 4 or, if that is less, a quarter)."""
     device_profile: str | None = setting(None, ours=True, makes_plan=True)
-    """JSON file of benchmarks/calibrate.py with rates measured on this device, to plan with."""
+    """JSON file of merak-probe with rates measured on this device, to plan with."""
+
+    @property
+    def graph_warm_up(self) -> int | None:
+        """Steps before one is recorded in CUDA graphs; None: none is."""
+        return None if self.cuda_graph_impl == "none" else self.cuda_graph_warmup_steps
 
     @property
     def layer_ranks(self) -> int:
@@ -206,9 +266,43 @@ class ParallelConfig(Section):
         return self.tensor_model_parallel_size * self.context_parallel_size
 
     @property
+    def cp_inner(self) -> int:
+        """Number of neighbours among context-parallel ranks that exchange heads beside a ring; 1: none
+        do. Given sizes must be valid.
+        """
+        sizes = self.hierarchical_context_parallel_sizes
+        divided = self.context_parallel_size > 1 and self.cp_comm_type == A2A_P2P
+        return int(sizes[0]) if sizes and divided else 1
+
+    @property
     def ranks_of_replica(self) -> int:
         """Number of ranks of one replica of the model."""
         return self.layer_ranks * self.pipeline_model_parallel_size
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of ranks that shard each of the experts that ranks divide."""
+        shards = self.expert_tensor_parallel_size
+        whole = self.expert_model_parallel_size == 1
+        if shards is None or whole and shards == self.tensor_model_parallel_size:
+            return 1
+        return shards
+
+    @property
+    def expert_tensor_parallel(self) -> int | None:
+        """What plans say of ``expert_shards``; None where no ranks divide experts."""
+        return None if self.expert_ranks == 1 else self.expert_shards
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that have all experts of a layer together, where any divide them."""
+        return self.expert_model_parallel_size * self.expert_shards
+
+    @property
+    def expert_group(self) -> int:
+        """Number of ranks that exchange rows, other than the tensor-parallel ones; 1: none do."""
+        own = self.expert_shards == 1 and self.expert_ranks <= self.tensor_model_parallel_size
+        return 1 if own else self.expert_ranks
 
     @property
     def served(self) -> bool:
@@ -226,7 +320,8 @@ class ParallelConfig(Section):
     def sharding(self) -> str:
         """The effective sharding strategy."""
         alone = "optim" if self.use_distributed_optimizer else "no_shard"
-        return self.data_parallel_sharding_strategy or alone
+        unset = SHARDINGS[-1] if self.offload_model_states else alone
+        return self.data_parallel_sharding_strategy or unset
 
     @property
     def recomputes_activations(self) -> bool:

@@ -14,6 +14,7 @@ from .checks import (
     check_experts,
     check_model,
     check_needs,
+    check_offloading,
     check_optimizer,
     check_pipeline,
     check_precision,
@@ -29,8 +30,10 @@ from .checks import (
     check_tokenizer_files,
     left,
 )
+from .fp8 import check_fp8
 from .hf import HFModelConfig
 from .instances import check_instances
+from .model_states import check_model_states
 from .optimizer import OptimizerConfig
 from .parallel import UNFLUSHED, ParallelConfig
 from .rank_order import check_order
@@ -63,6 +66,16 @@ class RunConfig:
     streams: StreamConfig = StreamConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def halves_micro_batches(self) -> bool:
+        """Whether a micro-batch may be computed in halves, as far as settings tell."""
+        return True
+
+    @property
+    def routed_experts(self) -> int | None:
+        """Number of experts of a layer, as far as settings tell."""
+        return None
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of model replicas on ``world_size`` ranks."""
@@ -128,10 +141,14 @@ class RunConfig:
         check_sizes(self.train, batches, replicas, batches.sizes[-1][0] if resumes else 0)
         check_length(self.train, batches)
         check_context_parallel(self.parallel)
-        check_experts(self.parallel, replicas * self.parallel.context_parallel_size)
+        copies = replicas * self.parallel.context_parallel_size
+        check_experts(self.parallel, copies, self.routed_experts)
         check_recompute(self.parallel)
+        check_offloading(self.parallel)
+        check_model_states(self.parallel, self.train.fp8 is not None)
         check_schedule(self.parallel)
         check_sharding(self.parallel)
+        check_fp8(self.train.fp8, self.parallel)
         check_instances(self.parallel, replicas * self.parallel.context_parallel_size)
         check_backend(self.parallel)
         check_checkpoint(self.checkpoint, self.parallel)
@@ -190,6 +207,9 @@ class RunConfig:
         }
         why = "has no effect: --tensor-model-parallel-size is 1."
         lines = [f"{flag} {why}" for flag, present in flags.items() if present]
+        if parallel.cp_comm_type is not None and parallel.context_parallel_size == 1:
+            why = "has no effect: --context-parallel-size is 1."
+            lines.append(f"--cp-comm-type {parallel.cp_comm_type} {why}")
         if parallel.ddp_bucket_size is not None and parallel.sharding in (
             "optim_grads",
             "optim_grads_params",
@@ -214,9 +234,21 @@ class Config(RunConfig):
     @property
     def is_priced_by_graph(self) -> bool:
         """Whether a plan's numbers come from the graph of the model: the formulas for its shape know
-        no experts, and no ranks that divide sequences.
+        no experts, no ranks that divide sequences, and no fp8.
         """
-        return self.model.num_experts is not None or self.parallel.context_parallel_size > 1
+        return (
+            self.model.num_experts is not None
+            or self.parallel.context_parallel_size > 1
+            or self.train.fp8 is not None
+        )
+
+    @property
+    def halves_micro_batches(self) -> bool:
+        return self.model.computes_samples_apart
+
+    @property
+    def routed_experts(self) -> int | None:
+        return self.model.num_experts
 
     def check_model(self, world_size: int) -> None:
         check_model(self.model)
@@ -228,9 +260,11 @@ class Config(RunConfig):
             self.model,
             tensor,
             left(ranks, parallel.ranks_of_replica // tensor),
-            whole_experts=parallel.expert_model_parallel_size > 1,
+            whole_experts=parallel.expert_ranks > 1,
         )
-        check_divided_experts(self.model, parallel)
+        replicas = left(ranks, parallel.ranks_of_replica)
+        copies = None if replicas is None else replicas * parallel.context_parallel_size
+        check_divided_experts(self.model, parallel, copies)
         check_rows_of_experts(self.model, self.train)
         check_recomputed_activations(self.model, self.parallel)
         check_sequence_parallel(

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from ..errors import ConfigError
+from .fp8 import FP8_FORMATS, FP8_RECIPES, Fp8
 from .settings import InPlan, Needs, Section, setting
 from .tokenizers import FILES, TIKTOKEN_PATTERNS, TOKENIZERS
 
@@ -21,8 +22,12 @@ _ROTARY = Needs(
 )
 _SCALING = Needs("use_rope_scaling", reason="has no effect without scaling")
 _EXPERTS = Needs("num_experts")
+_SHARED = Needs("moe_shared_expert_intermediate_size")
+_CAPACITY = Needs("moe_expert_capacity_factor")
 _BALANCED = Needs("moe_router_load_balancing_type", ("aux_loss",))
 _FP16 = Needs("fp16")
+_FP8 = Needs("fp8_format")
+_ENDS = Needs("first_last_layers_bf16")
 _STRAGGLER = Needs("log_straggler")
 _LOAD = Needs("load", remedy="Give --load DIRECTORY, or leave it out")
 _SAVE = Needs("save", remedy="Give --save DIRECTORY, or leave it out")
@@ -91,6 +96,14 @@ class ModelConfig(Section):
     """
     moe_ffn_hidden_size: int | None = setting(None, least=1, most=1 << 22, needs=_EXPERTS)
     """Width of an expert (unset: that of the MLP)."""
+    moe_shared_expert_intermediate_size: int | None = setting(
+        None, least=1, most=1 << 22, needs=_EXPERTS
+    )
+    """Width of a shared expert, which computes every token beside its experts (unset: there is
+    none); of several, the sum of theirs.
+    """
+    moe_shared_expert_gate: bool = setting(False, needs=(_EXPERTS, _SHARED))
+    """Multiply the output of the shared expert with the sigmoid of a product of the token."""
     moe_router_topk: int = setting(2, least=1, needs=_EXPERTS)
     """Number of experts that each token is sent to."""
     moe_router_pre_softmax: bool = setting(False, needs=_EXPERTS)
@@ -112,6 +125,16 @@ class ModelConfig(Section):
     """Factor of the auxiliary loss of load balancing; 1e-2 is a good start."""
     moe_z_loss_coeff: float | None = setting(None, least=0, needs=_EXPERTS)
     """Factor of the loss that keeps the logits of routers small; 1e-3 is a good start."""
+    moe_expert_capacity_factor: float | None = setting(None, above=0, needs=_EXPERTS)
+    """Let an expert compute so many times the tokens of a micro-batch that it would have if all had
+    as many; what is more, it leaves out (unset: it computes all).
+    """
+    moe_token_drop_policy: str = setting(
+        "probs", choices=("probs", "position"), needs=(_EXPERTS, _CAPACITY)
+    )
+    """What an expert computes of more tokens than it has room for: those with the largest weights,
+    or the first.
+    """
     untie_embeddings_and_output_weights: bool = setting(False)
     """Give the output layer its own weight instead of sharing the token embedding's."""
     hidden_dropout: float = setting(0.1, least=0, below=1)
@@ -142,6 +165,14 @@ class ModelConfig(Section):
     @property
     def expert_ffn_size(self) -> int:
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def computes_samples_apart(self) -> bool:
+        """Whether the loss of a micro-batch is the sum of those of its samples: losses of routers
+        and capacities of experts are of whole micro-batches.
+        """
+        limited = self.moe_expert_capacity_factor is not None
+        return not (self.moe_aux_loss_coeff or self.moe_z_loss_coeff or limited)
 
     @property
     def head_dim(self) -> int:
@@ -228,6 +259,29 @@ class TrainConfig(Section):
     """float16 weights and activations, with fp32 master weights, fp32 gradients and a loss
     scale.
     """
+    fp8_format: str | None = setting(None, choices=FP8_FORMATS, plan=InPlan("fp8_format"))
+    """Compute the products of linear layers with operands of 8 bits, added up in fp32: e4m3, or
+    hybrid, with gradients in e5m2 (unset: in the type of the model)."""
+    fp8_recipe: str = setting(
+        FP8_RECIPES[0],
+        choices=FP8_RECIPES,
+        not_yet={
+            "delayed": "Use tensorwise: scales are of the values of now, and keep no history",
+            "mxfp8": "Use blockwise: scales of 32 values take other devices",
+            "custom": "Use tensorwise or blockwise",
+        },
+        megatron="delayed",
+        plan=InPlan("fp8_recipe"),
+        needs=_FP8,
+    )
+    """What has a scale of its own: an operand, or each 1 x 128 of its values, 128 x 128 of a
+    weight."""
+    first_last_layers_bf16: bool = setting(False, makes_plan=True, needs=_FP8)
+    """Leave layers at both ends of the model in its own type."""
+    num_layers_at_start_in_bf16: int = setting(1, least=0, makes_plan=True, needs=_ENDS)
+    """Layers at the start that --first-last-layers-bf16 leaves."""
+    num_layers_at_end_in_bf16: int = setting(1, least=0, makes_plan=True, needs=_ENDS)
+    """Layers at the end that --first-last-layers-bf16 leaves."""
     loss_scale: float | None = setting(None, least=0, most=2**127, needs=_FP16)
     """Fixed loss scale of --fp16 (unset or 0: dynamic, controlled by the next four flags)."""
     initial_loss_scale: float = setting(2.0**32, least=2.0**-126, most=2.0**127, needs=_FP16)
@@ -277,6 +331,16 @@ class TrainConfig(Section):
     def dtype(self) -> str:
         """Name of the compute dtype: ``bfloat16``, ``float16`` or ``float32``."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    @property
+    def fp8(self) -> Fp8 | None:
+        """How linear layers compute in fp8; None: they do not."""
+        if self.fp8_format is None:
+            return None
+        ends = (self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16)
+        return Fp8(
+            self.fp8_format, self.fp8_recipe, ends if self.first_last_layers_bf16 else (0, 0)
+        )
 
     @property
     def is_half(self) -> bool:

@@ -40,8 +40,8 @@ _TOKENIZER = (
 )
 _STATE = "Use --use-distributed-optimizer, or shard more with --data-parallel-sharding-strategy"
 _FP8 = (
-    "Leave it out: products are computed in the dtype of --bf16 or --fp16, which takes more "
-    "memory and time"
+    "Leave it out: --fp8-format and --fp8-recipe say how products are computed, and weights stay "
+    "in the type of the model"
 )
 _OVERLAP = "Leave it out: --tp-comm-overlap says what overlaps tensor-parallel collectives"
 _NCCL = "Leave it out: NCCL is set up by its environment variables"
@@ -106,14 +106,13 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         _EXPERTS,
-        """--moe-shared-expert-intermediate-size --moe-shared-expert-overlap --moe-extended-tp
+        """--moe-extended-tp
         --moe-latent-size --moe-use-upcycling
         --moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor
         --moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-router-force-load-balancing
         --moe-router-padding-for-fp8 --moe-input-jitter-eps --moe-per-layer-logging --moe-deepep-num-sms
-        --moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy
         --moe-apply-probs-on-input --moe-upcycling-granularity --moe-pad-experts-for-cuda-graph-inference
-        --moe-shared-expert-gate --moe-shared-expert-glu-interleave-size --moe-enable-routing-replay
+        --moe-shared-expert-glu-interleave-size --moe-enable-routing-replay
         --moe-router-padding-for-quantization --moe-router-force-biased --moe-n-hash-layers
         --moe-single-grouped-weight --moe-single-grouped-bias --moe-flex-dispatcher-backend
         --moe-permute-fusion-into-hybridep --moe-hybridep-pad-variable-tokens --moe-expert-rank-capacity-factor
@@ -141,14 +140,21 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "Leave it out: --context-parallel-size divides all sequences evenly, and exchanges heads",
-        """--hierarchical-context-parallel-sizes --cp-partition-mode --hybrid-context-parallel
-        --max-seqlen-per-dp-cp-rank""",
+        "--cp-partition-mode --hybrid-context-parallel --max-seqlen-per-dp-cp-rank",
     ),
     (
         _FP8,
-        """--no-fp8-wgrad --first-last-layers-bf16 --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16
-        --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --te-precision-config-file
+        """--no-fp8-wgrad --fp8-quantizer-factory --fp8-output-proj --keep-fp8-transpose-cache
+        --reuse-grad-buf-for-mxfp8-param-ag --te-precision-config-file
         --use-kitchen-attention --dense-grouped-gemm --use-grouped-gemm-for-dense-mlp""",
+    ),
+    (
+        "Leave it out: scales of fp8 are of the values of now, and keep no history",
+        "--fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo",
+    ),
+    (
+        "Leave it out: weights stay in the type of the model, and are rounded for each product",
+        "--fp8-param-gather",
     ),
     ("Leave it out: losses are computed in fp32", "--fp16-lm-cross-entropy"),
     (
@@ -174,14 +180,22 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--recompute-modules --distribute-saved-activations --moe-layer-recompute",
     ),
     (
-        "Leave it out: activations stay on the device; --recompute-granularity full keeps fewer",
+        "Use --cpu-offloading-num-layers: activations are offloaded by layers",
         """--fine-grained-activation-offloading --no-clone-scatter-output-in-embedding --offload-modules
         --min-offloaded-tensor-size --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks
         --activation-offload-fraction --fine-grained-offloading-max-inflight-offloads""",
     ),
     (
-        "Leave it out: kernels are launched one by one, without CUDA graphs",
-        "--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph",
+        "Use --cuda-graph-impl local",
+        "--enable-cuda-graph --external-cuda-graph",
+    ),
+    (
+        "Leave it out: --cuda-graph-impl local records whole ops of the schedule",
+        "--cuda-graph-dynamic-microbatches --cuda-graph-modules --cuda-graph-scope",
+    ),
+    (
+        "Leave it out: the optimizer's kernels are few, and launched one by one",
+        "--optimizer-cuda-graph",
     ),
     (
         _OVERLAP,
@@ -227,8 +241,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (_STATE, "--overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer"),
     (
-        "Leave it out: the optimizer's state stays on the device; --use-distributed-optimizer "
-        "shards it over ranks",
+        "Use --offload-model-states: the optimizer's state is in host memory together with weights "
+        "and gradients",
         """--optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
         --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --offload-optimizer-states""",
     ),
@@ -379,10 +393,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 # Prefixes of related flags; a flag with a remedy of its own has that one.
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys("--fp8- --fp4- --kitchen-".split(), _FP8),
+        **dict.fromkeys("--fp4- --kitchen-".split(), _FP8),
         "--mok-": _EXPERTS,
         "--mup-": "Leave it out: learning rates and initial weights do not depend on the width",
-        "--cuda-graph-": "Leave it out: kernels are launched one by one, without CUDA graphs",
         "--mtp-": "Leave it out: the output head predicts the next token only",
         **dict.fromkeys(
             "--mamba- --hybrid- --heterogeneous- --linear- --gdn- --dsa- --csa- --mhc-".split(),

@@ -154,6 +154,14 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
             ("allgather", "alltoall", "flex"),
         ),
         "--moe-enable-deepep": Taken("ranks exchange the rows of each other's experts in any case"),
+        "--moe-shared-expert-overlap": Taken(
+            "it changes when a shared expert is computed, and not what"
+        ),
+        "--moe-pad-expert-input-to-capacity": Taken(
+            "rows of zeros up to an expert's capacity would compute the same",
+            beside="--moe-expert-capacity-factor",
+            otherwise="Leave it out: without a capacity there is nothing to fill",
+        ),
         "--moe-layer-freq": Taken("every layer has experts", _ONE),
         "--moe-router-score-function": Taken("probabilities are a softmax", ("softmax",)),
         "--cross-entropy-fusion-impl": Taken("there is one implementation", ("native", "te")),
@@ -165,10 +173,6 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         ),
         "--overlap-p2p-communication-warmup-flush": Taken(
             "transfers overlap with computing in the whole schedule"
-        ),
-        "--cp-comm-type": Taken(
-            "heads are exchanged (a2a), which computes the same",
-            ("p2p", "a2a", "allgather", "a2a+p2p"),
         ),
         "--outer-dp-sharding-strategy": Taken(
             "groups of replicas have full copies of the state", ("no_shard",)
@@ -184,10 +188,6 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         ),
         "--transformer-impl": Taken("there is one implementation", ("local", "transformer_engine")),
         "--attention-backend": Taken("torch chooses the attention kernel", ("auto",)),
-        "--cuda-graph-impl": Taken("there are no CUDA graphs", ("none",), same_numbers=True),
-        "--cpu-offloading-num-layers": Taken(
-            "activations stay on the device", ("0",), same_numbers=True
-        ),
         "--dataloader-type": Taken("samples are always read in that order", ("single",)),
         "--no-create-attention-mask-in-dataloader": Taken(
             "attention is causal, and no mask is loaded"

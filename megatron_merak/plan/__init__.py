@@ -19,6 +19,7 @@ from megatron_merak.plan.replicas import UNSHARDED, Shards, refused_together
 from megatron_merak.plan.sharding import TensorSharding
 from megatron_merak.plan.table import (
     batch,
+    host_text,
     interval,
     layout,
     plan_table,
@@ -42,6 +43,7 @@ __all__ = [
     "batch",
     "bytes_text",
     "held_parameters",
+    "host_text",
     "interval",
     "layout",
     "optimizer_state",

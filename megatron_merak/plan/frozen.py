@@ -6,17 +6,20 @@ hashable, equal by value, exact through JSON, small enough to be written by hand
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_merak.cluster import CLUSTERS, Cluster
-from megatron_merak.config.parallel import OVERLAPS, SHARDINGS
+from megatron_merak.config.fp8 import FP8_FORMATS, FP8_RECIPES, Fp8
+from megatron_merak.config.model_states import refused_on_host
+from megatron_merak.config.parallel import A2A_P2P, CP_COMM_TYPES, OVERLAPS, SHARDINGS
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.pipeline_parallel.ops import Schedule, ops_of
 from megatron_merak.plan.parts import DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
-from megatron_merak.plan.precision import refused_of
+from megatron_merak.plan.precision import refused_of, refused_with_fp8
 from megatron_merak.plan.replicas import (
     Shards,
     check_experts,
@@ -42,12 +45,18 @@ class Plan:
     predicted_time:        of a step, in seconds.
     predicted_bubble:      idle fraction of its forwards and backwards.
     predicted_bytes:       each stage's peak on one rank.
+    predicted_host_bytes:  each stage's peak of a rank's host memory; empty where nothing is there.
     reasons:               why tensors are sharded as they are, by pattern of their names.
     overlap:               what runs while tensor-parallel collectives are in flight, see
                            ``--tp-comm-overlap``; never "auto".
     sequence_parallel:     whether norms and residuals are sharded along the sequence.
-    expert_parallel:       ranks that divide the experts of a layer; 1: each has all, or its shard of
-                           each.
+    cp_comm_type:          what ranks that divide sequences exchange, see ``--cp-comm-type``; what they
+                           do is in each unit.
+    cp_inner:              with ``a2a+p2p``, the number of neighbours among these that exchange heads;
+                           else 1.
+    expert_parallel:       parts that the experts of a layer are divided into; 1: each rank has all, or
+                           its shard of each.
+    expert_shards:         ranks that shard each expert of such a part.
     overlap_grad_reduce:   whether gradients are reduced during the backward.
     bucket_size:           number of elements that are reduced at a time.
     sharding:              what data-parallel ranks shard, see
@@ -67,6 +76,11 @@ class Plan:
     frozen_bytes:          memory of a weight that is not trained, on average; 0: the weight in
                            ``dtype``.
     schedule_note:         from what "auto" chose the schedule, in words; empty for others.
+    fp8_format:            to what operands of linear layers are rounded, see ``--fp8-format``; None:
+                           they have ``dtype``.
+    fp8_recipe:            what has a scale of its own, see ``--fp8-recipe``.
+    bf16_layers:           layers at the start and at the end whose operands have ``dtype``.
+    offload_model_states:  whether weights, gradients and optimizer state are in host memory.
     """
 
     grid: Grid
@@ -84,7 +98,10 @@ class Plan:
     reasons: tuple[tuple[str, str], ...] = ()
     overlap: str = "weight-gradient"
     sequence_parallel: bool = False
+    cp_comm_type: str | None = None
+    cp_inner: int = 1
     expert_parallel: int = 1
+    expert_shards: int = 1
     overlap_grad_reduce: bool = True
     bucket_size: int = 40_000_000
     sharding: str = "no_shard"
@@ -98,6 +115,11 @@ class Plan:
     state_bytes: float = 8.0
     frozen_bytes: float = 0.0
     schedule_note: str = ""
+    predicted_host_bytes: tuple[int, ...] = ()
+    fp8_format: str | None = None
+    fp8_recipe: str = FP8_RECIPES[0]
+    bf16_layers: tuple[int, int] = (0, 0)
+    offload_model_states: bool = False
 
     def __post_init__(self):
         cuts = [0] + [stage.last for stage in self.stages]
@@ -122,9 +144,20 @@ class Plan:
             raise PlanError(
                 "schedule", self.schedule.name, "a step has no micro-batch", "Give it one or more"
             )
-        if len(self.predicted_bytes) not in (0, len(self.stages)):
-            reason = f"there is one for each of the {len(self.stages)} stages, or none"
-            raise PlanError("predicted bytes", self.predicted_bytes, reason, "Correct the plan")
+        for what, each in (
+            ("predicted bytes", self.predicted_bytes),
+            ("predicted host bytes", self.predicted_host_bytes),
+        ):
+            if len(each) not in (0, len(self.stages)):
+                reason = f"there is one for each of the {len(self.stages)} stages, or none"
+                raise PlanError(what, each, reason, "Correct the plan")
+        if self.offloads and self.schedule.updates is not None:
+            reason = (
+                f"with schedule {self.schedule.name} weights change while micro-batches are in "
+                "flight, and tapes in host memory may have views of them"
+            )
+            offloaded = [unit for stage in self.stages for unit in stage.offload]
+            raise PlanError("offload", offloaded, reason, "Offload nothing, or use 1f1b")
         rows = Counter(tensor.name for tensor in self.shardings)
         twice = [name for name, count in rows.items() if count > 1]
         if twice:
@@ -139,6 +172,14 @@ class Plan:
             raise PlanError(
                 "overlap", self.overlap, "there is no such one", f"Use one of {', '.join(modes)}"
             )
+        if self.cp_comm_type not in (None, *CP_COMM_TYPES):
+            raise PlanError(
+                "cp_comm_type",
+                self.cp_comm_type,
+                "there is no such one",
+                f"Use one of {', '.join(CP_COMM_TYPES)}",
+            )
+        self._check_hierarchy()
         if self.sharding not in SHARDINGS:
             raise PlanError(
                 "sharding",
@@ -150,8 +191,19 @@ class Plan:
         paired = self.shards_gradients and any(
             len(ops_of(entry)) > 1 for entry in self.schedule.entries()
         )
-        if error := refused_together(self.sharding, self.grid.copies, self.overlap, paired):
+        if error := refused_together(
+            self.sharding, self.grid.copies, self.overlap, paired, self.offload_model_states
+        ):
             raise error
+        refused = refused_on_host(
+            self.sharding,
+            self.sharding_instances,
+            self.expert_ranks,
+            fp8=self.fp8_format is not None,
+            updates=self.schedule.updates is not None,
+        )
+        if self.offload_model_states and refused is not None:
+            raise PlanError("offload_model_states", True, *refused)
         if self.overlap == "sub-pipeline" and self.micro_batch_size == 1:
             reason = "a micro-batch of one sample has no halves"
             raise PlanError(
@@ -164,18 +216,62 @@ class Plan:
                 raise PlanError(
                     name, getattr(self, name), f"it is below {least}", f"Use {least} or more"
                 )
+        for name, known in (("fp8_format", (None, *FP8_FORMATS)), ("fp8_recipe", FP8_RECIPES)):
+            if getattr(self, name) not in known:
+                remedy = f"Use one of {', '.join(str(each) for each in known)}"
+                raise PlanError(name, getattr(self, name), "there is no such one", remedy)
         if self.dtype not in DTYPE_BYTES:
             raise PlanError(
                 "dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them"
             )
-        check_experts(self.expert_parallel, self.grid, self.sharding_instances)
+        check_experts(self.expert_parallel, self.expert_shards, self.grid, self.sharding_instances)
         if error := refused_of(self.dtype, self.grad_reduce_in_bf16, self.fp32_residual):
             raise error
+        if error := refused_with_fp8(
+            self.fp8,
+            cp=self.grid.cp,
+            halves=self.overlap == "sub-pipeline",
+            recomputes_activations=self.recompute_activations,
+            updates=self.schedule.updates is not None,
+        ):
+            raise error
+
+    def _check_hierarchy(self) -> None:
+        levels = (self.cp_inner, self.grid.cp // self.cp_inner if self.cp_inner > 0 else 0)
+        divided = self.cp_comm_type == A2A_P2P and self.grid.cp > 1
+        if self.cp_inner == 1 and not divided:
+            return
+        if not divided:
+            reason = f"it is for cp_comm_type {A2A_P2P} and several context-parallel ranks"
+            raise PlanError("cp_inner", self.cp_inner, reason, "Set it to 1")
+        if min(levels) < 2 or math.prod(levels) != self.grid.cp:
+            reason = f"it does not divide {self.grid.cp} context-parallel ranks into several groups"
+            remedy = "Use a divisor, neither 1 nor all, or another cp_comm_type"
+            raise PlanError("cp_inner", self.cp_inner, reason, remedy)
+
+    @property
+    def cp_sizes(self) -> tuple[str, ...]:
+        """The setting that ``cp_inner`` is made of."""
+        if self.cp_inner == 1:
+            return ()
+        return str(self.cp_inner), str(self.grid.cp // self.cp_inner)
+
+    @property
+    def fp8(self) -> Fp8 | None:
+        """How linear layers compute in fp8; None: they do not."""
+        if self.fp8_format is None:
+            return None
+        return Fp8(self.fp8_format, self.fp8_recipe, self.bf16_layers)
 
     @property
     def is_of_gpt(self) -> bool:
         """Whether it is a plan of the GPT that the flags of merak-pretrain describe."""
         return self.graph_sharding in ("", LAYERS)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether units keep anything in host memory."""
+        return any(stage.offload for stage in self.stages)
 
     @property
     def num_microbatches(self) -> int:
@@ -188,11 +284,27 @@ class Plan:
     @property
     def expert_copies(self) -> int:
         """Number of ranks with the same weights of a layer that divide its experts; 1: none do."""
-        return max(1, self.expert_parallel // self.grid.tp)
+        return max(1, self.expert_ranks // self.grid.tp)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that have all experts of a layer together, where any divide them."""
+        return self.expert_parallel * self.expert_shards
+
+    @property
+    def expert_group(self) -> int:
+        """Number of ranks that exchange rows, other than the tensor-parallel ones; 1: none do."""
+        own = self.expert_shards == 1 and self.expert_ranks <= self.grid.tp
+        return 1 if own else self.expert_ranks
+
+    @property
+    def expert_tensor_parallel(self) -> int | None:
+        """The setting that ``expert_shards`` is made of; None where no ranks divide experts."""
+        return None if self.expert_ranks == 1 else self.expert_shards
 
     def ranks_of(self, tensor: TensorSharding) -> int:
         """Return the number of ranks that shard a tensor."""
-        return self.expert_parallel if tensor.experts else self.grid.tp
+        return self.expert_ranks if tensor.experts else self.grid.tp
 
     @property
     def optimizer_shards(self) -> int:
@@ -204,23 +316,28 @@ class Plan:
         """Whether a rank stores its shard of the gradients only, and a unit's full ones while its
         backward runs.
         """
-        return self.shards.gradients > 1
+        return self.shards.brings_gradients
 
     @property
     def shards_parameters(self) -> bool:
         """Whether a rank stores its shard of the weights only, and a unit's full ones while it
         computes.
         """
-        return self.shards.parameters > 1
+        return self.shards.brings_parameters
 
     @property
     def shards(self) -> Shards:
-        return Shards.of(self.sharding, self.shard_ranks)
+        return Shards.of(self.sharding, self.shard_ranks, self.offload_model_states)
 
     @property
     def shard_ranks(self) -> int:
         """Number of ranks that shard among themselves: those of one instance."""
         return self.grid.copies // self.sharding_instances
+
+    @property
+    def largest_message(self) -> int:
+        """Bytes of a micro-batch that cross the boundary of two stages where most do."""
+        return max((self.units[s.last - 1].output_bytes for s in self.stages[:-1]), default=0)
 
     @property
     def gradient_bytes(self) -> int:

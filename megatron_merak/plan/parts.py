@@ -110,6 +110,17 @@ class Grid:
             groups.setdefault(tuple(x for name, x in place if name not in free), []).append(rank)
         return list(groups.values())
 
+    def context_levels(self, inner: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the groups of ``inner`` context-parallel neighbours, and those of the ranks at the
+        same place of each.
+        """
+        groups = self.groups("cp")
+        firsts = range(0, self.cp, inner)
+        return (
+            [ranks[first : first + inner] for ranks in groups for first in firsts],
+            [ranks[place::inner] for ranks in groups for place in range(inner)],
+        )
+
     def shard_groups(self, instances: int) -> list[list[int]]:
         """Return the groups of ranks with the same weights, each split into ``instances`` groups of
         neighbours, which shard among themselves.
@@ -171,8 +182,11 @@ class Unit:
                       with one of them has a copy.
     flops:            of one micro-batch's forward; a multiply-add counts two, causal attention half
                       of its scores.
+    repeated_flops:   those of ``flops`` that every context-parallel rank computes.
     attention_flops:  those of ``flops`` without weights.
     attention_drops:  whether its attention has dropout.
+    attention_heads:  queries of a head in a sequence, and features of a head; zeros: unknown, or
+                      there is no attention.
     more_flops:       of (forward, backward), beyond ``flops`` and twice ``flops``.
     saved_bytes:      saved by its forward for its backward, beyond its input and its parameters.
     output_bytes:     sent across a stage boundary after it.
@@ -182,9 +196,24 @@ class Unit:
                       backward).
     reduced_bytes:    their sizes together, of (forward, backward).
     exchanged_bytes:  those of ``reduced_bytes`` that stand for exchanges, of which every rank sends
-                      another part to each other rank.
+                      another part to each other rank, and for gathers of context-parallel ranks
+                      beside tensor-parallel ones.
+    ring_bytes:       those of ``exchanged_bytes`` that are passed on in a ring, each behind a part of
+                      attention.
+    cp_inner:         context-parallel neighbours that exchange heads, beside a ring of those at the same
+                      place of each group of these; 1: none do.
+    inner_sent:       (number, bytes) of exchanges of these, which ``reduced_bytes`` has not: of the
+                      forward, of the backward, and of the backward while no weight gradient is computed.
+    outer_sent:       likewise, of what is passed on in such a ring.
     experts:          those of ``parameters`` that copies of a layer divide, all of them trained.
     routed_bytes:     rows of tokens that these copies exchange, of (forward, backward).
+    regathered_bytes: (all, exchanged) ``reduced_bytes`` of the backward that gather keys and values
+                      again, unless the unit is recomputed.
+    bare_bytes:       (all, exchanged) ``reduced_bytes`` of the backward that context-parallel ranks
+                      send, and ``routed_bytes``, while no weight gradient is computed.
+    hiding:           share of its weight gradients that is computed while others are under way.
+    cp_comm_type:     what ranks that divide sequences exchange in it, see ``--cp-comm-type``; "":
+                      nothing.
     operations:       that the host starts, of (forward, backward).
     weight_bytes:     operands of its weight gradients (inputs and output gradients of its matrix
                       products), stored if these are deferred; 0: ``saved_bytes``, unless some are
@@ -198,8 +227,14 @@ class Unit:
                       plan says.
     tied_state_bytes: of a value of ``tied`` tensors, by name; tensors without an entry: as the plan
                       says.
+    fp8_flops:        those of ``flops`` whose operands are rounded to fp8.
+    rounded_values:   of matrices that are rounded, of (forward, backward).
     unneeded_flops:   that the backward saves of twice ``flops``, since (inputs, weights) need no
                       gradient.
+    backward:         whether it has one: nothing that it computes needs a gradient where all before it
+                      is frozen, and its own weights are.
+    running_bytes:    most bytes beyond its input and ``saved_bytes`` while (its forward, its
+                      backward, a backward that defers weight gradients) runs; zeros: unknown.
     """
 
     name: str
@@ -225,9 +260,34 @@ class Unit:
     tied_state_bytes: tuple[tuple[str, float], ...] = ()
     unneeded_flops: tuple[int, int] = (0, 0)
     attention_drops: bool = False
+    attention_heads: tuple[int, int] = (0, 0)
     exchanged_bytes: tuple[int, int] = (0, 0)
+    ring_bytes: tuple[int, int] = (0, 0)
+    cp_inner: int = 1
+    inner_sent: tuple[tuple[int, int], ...] = ()
+    outer_sent: tuple[tuple[int, int], ...] = ()
     experts: int = 0
     routed_bytes: tuple[int, int] = (0, 0)
+    regathered_bytes: tuple[int, int] = (0, 0)
+    bare_bytes: tuple[int, int, int] = (0, 0, 0)
+    hiding: float = 1.0
+    cp_comm_type: str = ""
+    repeated_flops: int = 0
+    fp8_flops: int = 0
+    rounded_values: tuple[int, int] = (0, 0)
+    running_bytes: tuple[int, int, int] = (0, 0, 0)
+    backward: bool = True
+
+    def working(self, defers: bool) -> int:
+        """Return the most bytes that it needs only while it runs, with the gradients of values that
+        only pass it.
+
+        defers: whether its backward leaves weight gradients to a W.
+        """
+        forward, backward, deferred = self.running_bytes
+        if not backward:
+            return max(forward, self.transient_bytes)
+        return max(forward, (deferred if defers else backward) + self.passed_bytes)
 
     @property
     def held_bytes(self) -> int:
@@ -242,12 +302,14 @@ class StagePlan:
 
     recompute: those (by index in the chain) that are recomputed.
     span:      recomputed neighbours form runs of so many, of which only the input is saved.
+    offload:   those whose saved tensors are in host memory until their backward.
     """
 
     first: int
     last: int
     recompute: tuple[int, ...] = ()
     span: int = 1
+    offload: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not 0 <= self.first < self.last:
@@ -257,13 +319,17 @@ class StagePlan:
                 "a stage holds one unit or more",
                 "Move the cuts",
             )
-        if outside := [unit for unit in self.recompute if not self.first <= unit < self.last]:
-            raise PlanError(
-                "recompute",
-                outside,
-                f"the stage holds units [{self.first}, {self.last})",
-                "Drop them",
-            )
+        for name, chosen in (("recompute", self.recompute), ("offload", self.offload)):
+            if outside := [unit for unit in chosen if not self.first <= unit < self.last]:
+                raise PlanError(
+                    name,
+                    outside,
+                    f"the stage holds units [{self.first}, {self.last})",
+                    "Drop them",
+                )
+        if both := [unit for unit in self.offload if unit in self.recompute]:
+            reason = "what is recomputed is not kept, neither on the device nor on the host"
+            raise PlanError("offload", both, reason, "Keep each unit in one of the two lists")
         if self.span < 1:
             raise PlanError(
                 "span", self.span, "units are recomputed in runs of one or more", "Use 1 or more"
@@ -283,6 +349,19 @@ class StagePlan:
             else:
                 runs.append((unit,))
         return tuple(runs)
+
+    @property
+    def continued(self) -> tuple[int, ...]:
+        """Units that begin where nothing but the one before decides what passes: no message, no
+        recomputation from there, nothing that waits in host memory.
+        """
+        run_of = {unit: run for run in self.runs for unit in run}
+        apart = {*self.offload}
+        return tuple(
+            unit
+            for unit in self.units[1:]
+            if run_of.get(unit) == run_of.get(unit - 1) and not {unit - 1, unit} & apart
+        )
 
 
 def held_parameters(units: Sequence[Unit]) -> int:

@@ -16,19 +16,33 @@ TWO_PASSES = ("sub-pipeline", "pair")  # overlaps that run two passes in turns
 class Shards:
     """Number of ranks over which each part of a parameter's state is sharded; 1: every replica has
     all of it.
+
+    on_host: whether all parts are in host memory.
     """
 
     optimizer: int = 1
     gradients: int = 1
     parameters: int = 1
+    on_host: bool = False
 
     @classmethod
-    def of(cls, sharding: str, replicas: int) -> "Shards":
+    def of(cls, sharding: str, replicas: int, on_host: bool = False) -> "Shards":
         """Return the shards of a strategy. sharding: one of ``SHARDINGS``, each of which shards one
         part more than the one before.
         """
         parts = SHARDINGS.index(sharding)
-        return cls(*(replicas if part < parts else 1 for part in range(3)))
+        counts = [replicas if part < parts else 1 for part in range(3)]
+        return cls(counts[0], counts[1], counts[2], on_host)
+
+    @property
+    def brings_gradients(self) -> bool:
+        """Whether full gradients of a unit exist only while its backward runs."""
+        return self.gradients > 1 or self.on_host
+
+    @property
+    def brings_parameters(self) -> bool:
+        """Whether full weights of a unit exist only while it computes."""
+        return self.parameters > 1 or self.on_host
 
 
 UNSHARDED = Shards()
@@ -42,13 +56,20 @@ def check_instances(instances: int, replicas: int, sharding: str) -> None:
         raise PlanError("sharding_instances", instances, *refused)
 
 
-def check_experts(experts: int, grid: Grid, instances: int) -> None:
-    """Raise PlanError if so many ranks of a grid cannot divide the experts of a layer."""
-    if refused := refused_experts(experts, grid.tp, grid.copies):
+def check_experts(experts: int, shards: int, grid: Grid, instances: int) -> None:
+    """Raise PlanError if ranks of a grid cannot divide the experts of a layer into so many parts, and
+    each into so many shards.
+    """
+    if shards < 1:
+        raise PlanError("expert_shards", shards, "it is below 1", "Use 1 or more")
+    if refused := refused_experts(experts, grid.tp, grid.copies, shards):
+        if experts == 1:
+            raise PlanError("expert_shards", shards, *refused)
         raise PlanError("expert_parallel", experts, *refused)
-    if experts > grid.tp and instances > 1:
+    if experts * shards > grid.tp and instances > 1:
         reason = (
-            f"{experts} ranks divide experts, over copies of a layer that instances are made of"
+            f"{experts * shards} ranks divide experts, over copies of a layer that instances are "
+            "made of"
         )
         raise PlanError("sharding_instances", instances, reason, "Use 1")
 
@@ -66,14 +87,15 @@ def instances_by_node(grid: Grid, ranks_per_node: int) -> int:
 
 
 def refused_together(
-    sharding: str, replicas: int, overlap: str, paired: bool = False
+    sharding: str, replicas: int, overlap: str, paired: bool = False, on_host: bool = False
 ) -> PlanError | None:
     """Return the error for what the runtime does not support under a strategy; None if it does.
 
     overlap: of tensor-parallel collectives.
     paired:  whether the schedule runs a forward and a backward together.
+    on_host: whether model states are in host memory.
     """
-    if Shards.of(sharding, replicas).gradients == 1:
+    if not Shards.of(sharding, replicas, on_host).brings_gradients:
         return None
     reason = (
         f"it runs two passes in turns, and {FLAG} {sharding} gathers and reduces one unit "

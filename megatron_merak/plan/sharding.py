@@ -19,6 +19,9 @@ class TensorSharding:
     padded: extent of ``dim`` with padding (a vocabulary), which is sharded evenly.
     experts: whether the ranks that divide experts shard it, of several copies of a layer, in place of
              the tensor-parallel ones.
+    shards:  number of neighbours among these ranks that have the same experts, and a part of each.
+    within:  the dimension along which they shard each expert; None for one.
+    within_blocks: number of fused blocks along ``within``.
     """
 
     name: str
@@ -27,12 +30,16 @@ class TensorSharding:
     blocks: int | tuple[int, ...] = 1
     padded: int | None = None
     experts: bool = False
+    shards: int = 1
+    within: int | None = None
+    within_blocks: int = 1
 
     def __post_init__(self):
-        if self.experts and (self.dim != 0 or self.blocks != 1 or self.padded is not None):
-            reason = "ranks have whole experts, which its first dimension counts"
+        self._check_shards()
+        if self.experts and (self.dim is None or self.padded is not None):
+            reason = "ranks have whole experts, which one of its dimensions counts"
             raise PlanError(
-                f"sharding of {self.name}", self.describe(), reason, "Let dim be 0 and blocks 1"
+                f"sharding of {self.name}", self.describe(), reason, "Let dim be 0, and padded null"
             )
         if self.dim is None:
             return
@@ -55,6 +62,21 @@ class TensorSharding:
             reason = f"dimension {self.dim} of {self.shape} does not consist of them"
             raise PlanError(f"blocks of {self.name}", self.blocks, reason, "Let them add up to it")
 
+    def _check_shards(self) -> None:
+        if self.shards == 1 and self.within is None:
+            return
+        where = f"sharding of {self.name}"
+        if self.shards < 2 or self.within is None or not self.experts:
+            reason = "only several ranks with the same experts shard each, along one dimension"
+            raise PlanError(where, self.shards, reason, "Let shards be 1, and within null")
+        if not 0 <= self.within < len(self.shape) or self.within == self.dim:
+            reason = f"its shape is {self.shape}, of which dimension {self.dim} counts experts"
+            raise PlanError(where, self.within, reason, "Let within be another dimension")
+        extent = self.shape[self.within]
+        if self.within_blocks < 1 or extent % (self.within_blocks * self.shards):
+            reason = f"{extent} features in {counted(self.within_blocks, 'block')} do not divide so"
+            raise PlanError(where, self.shards, reason, "Use a number that divides each block")
+
     def describe(self) -> str:
         """Return how it is sharded, as text for a message."""
         if self.dim is None:
@@ -67,6 +89,8 @@ class TensorSharding:
             if isinstance(self.blocks, tuple)
             else blocks
         )
+        if self.experts and self.within is not None:
+            return f"divided by experts, each of them over {counted(self.shards, 'rank')}"
         if self.experts:
             return "divided by experts"
         padded = f", padded to {self.padded}" if self.padded else ""
@@ -81,17 +105,19 @@ class TensorSharding:
         """
         if self.dim is None:
             return ()
-        extent = self.shape[self.dim]
-        ranges: list[tuple[int, int]] = []
-        begin = 0
-        for block in self._block_extents(self.dim, ranks):
-            start = begin + rank * (block // ranks)
-            start, stop = min(start, extent), min(start + block // ranks, extent)
-            begin += block
-            if ranges and ranges[-1][1] == start:
-                start = ranges.pop()[0]
-            ranges.append((start, stop))
-        return tuple(ranges)
+        divided = ranks // self.shards
+        blocks = self._block_extents(self.dim, divided)
+        return _shares(blocks, self.shape[self.dim], rank // self.shards, divided)
+
+    def features(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the index ranges [start, stop) along ``within`` of a rank; ``()`` where each expert
+        is whole.
+        """
+        if self.within is None:
+            return ()
+        extent = self.shape[self.within]
+        blocks = (extent // self.within_blocks,) * self.within_blocks
+        return _shares(blocks, extent, rank % self.shards, self.shards)
 
     def _block_extents(self, dim: int, ranks: int) -> tuple[int, ...]:
         extent = self.shape[dim] if self.padded is None else self.padded
@@ -117,5 +143,35 @@ class TensorSharding:
         """Return the shape of a rank's shard, without padding."""
         if self.dim is None:
             return self.shape
-        extent = sum(stop - start for start, stop in self.intervals(rank, ranks))
-        return self.shape[: self.dim] + (extent,) + self.shape[self.dim + 1 :]
+        shape = list(self.shape)
+        shape[self.dim] = sum(stop - start for start, stop in self.intervals(rank, ranks))
+        if self.within is not None:
+            shape[self.within] //= self.shards
+        return tuple(shape)
+
+    def stored_shape(self, ranks: int) -> tuple[int, ...]:
+        """Return the shape of the shard of one of ``ranks`` ranks, padding included."""
+        if self.dim is None:
+            return self.shape
+        shape = list(self.shape)
+        extent = shape[self.dim] if self.padded is None else self.padded
+        shape[self.dim] = extent // (ranks // self.shards)
+        if self.within is not None:
+            shape[self.within] //= self.shards
+        return tuple(shape)
+
+
+def _shares(
+    blocks: tuple[int, ...], extent: int, rank: int, ranks: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the index ranges of a rank's even share of each block, joined where they touch."""
+    ranges: list[tuple[int, int]] = []
+    begin = 0
+    for block in blocks:
+        start = begin + rank * (block // ranks)
+        start, stop = min(start, extent), min(start + block // ranks, extent)
+        begin += block
+        if ranges and ranges[-1][1] == start:
+            start = ranges.pop()[0]
+        ranges.append((start, stop))
+    return tuple(ranges)

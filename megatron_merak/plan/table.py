@@ -1,5 +1,6 @@
 """Plans as text."""
 
+from megatron_merak.config.parallel import A2A, A2A_P2P, ALL_GATHER, P2P
 from megatron_merak.counting import counted
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 from megatron_merak.pipeline_parallel.unflushed import updates_text
@@ -10,6 +11,12 @@ _SHARDED = {
     "optim": "optimizer state",
     "optim_grads": "optimizer state and gradients",
     "optim_grads_params": "optimizer state, gradients and weights",
+}
+_EXCHANGED = {
+    A2A: "exchange heads",
+    A2A_P2P: "exchange heads and pass keys and values around",
+    ALL_GATHER: "gather keys and values",
+    P2P: "pass keys and values around",
 }
 
 
@@ -24,6 +31,7 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
         "FLOPs",
         "peak bytes/rank",
         "recomputed",
+        *(("offloaded",) if plan.offloads else ()),
     )
     rows: list[tuple[str, ...]] = [header]
     for index, stage in enumerate(plan.stages):
@@ -37,6 +45,7 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
                 f"{sum(unit.flops for unit in units) / total_flops:.1%}",
                 bytes_text(plan.predicted_bytes[index]) if plan.predicted_bytes else "-",
                 f"{len(stage.recompute)} of {len(units)}",
+                *((f"{len(stage.offload)} of {len(units)}",) if plan.offloads else ()),
             )
         )
     return rows
@@ -76,10 +85,17 @@ def plan_table(plan: Plan, width: int = 120) -> str:
         over = counted(grid.tp, "tensor-parallel rank")
         lines.append(f"{tensors}, {sharded:,} of them sharded over {over}")
     if grid.cp > 1:
-        lines.append(f"sequences divided over {counted(grid.cp, 'context-parallel rank')}")
-    if plan.expert_parallel > 1:
+        kinds = dict.fromkeys(unit.cp_comm_type for unit in plan.units if unit.cp_comm_type)
+        exchanged = "".join(f", which {_EXCHANGED[kind]} ({kind})" for kind in kinds)
+        if plan.cp_sizes:
+            exchanged += ", {1} groups of {0} that exchange heads".format(*plan.cp_sizes)
+        ranks = counted(grid.cp, "context-parallel rank")
+        lines.append(f"sequences divided over {ranks}{exchanged}")
+    if plan.expert_ranks > 1:
+        each = f", each expert over {plan.expert_shards}" if plan.expert_shards > 1 else ""
         copies = f", of {plan.expert_copies} copies of a layer" if plan.expert_copies > 1 else ""
-        lines.append(f"experts divided over {counted(plan.expert_parallel, 'rank')}{copies}")
+        over = counted(plan.expert_ranks, "rank")
+        lines.append(f"experts divided over {over}{copies}{each}; as many tokens for each rank")
     if grid.layer_ranks > 1:
         kind = "tensor" if grid.tp > 1 else "context"
         along_sequence = ", sequence parallelism" if plan.sequence_parallel else ""
@@ -93,7 +109,7 @@ def plan_table(plan: Plan, width: int = 120) -> str:
         lines.append("  ".join(aligned).rstrip())
     predicted = prediction(plan)
     lines += ["", f"schedule {plan.schedule.name}" + (f", {predicted}" if predicted else "")]
-    notes = [updates_text(plan.schedule), memory_text(plan)]
+    notes = [updates_text(plan.schedule), memory_text(plan), host_text(plan)]
     lines += [*filter(None, notes), *plan.schedule_note.splitlines()]
     program = str(plan.schedule).splitlines()[1:]
     for line in program[:8]:
@@ -107,6 +123,8 @@ def sharding_text(plan: Plan) -> str:
     """Return what the replicas shard, and over how many; "" for no sharding."""
     if plan.sharding == "no_shard":
         return ""
+    if plan.offload_model_states and plan.grid.copies == 1:
+        return f"{_SHARDED[plan.sharding]}: in host memory"
     sharded = (
         f"sharded over {counted(plan.shard_ranks, 'rank' if plan.grid.cp > 1 else 'replica')}"
         if plan.grid.copies > 1
@@ -115,12 +133,17 @@ def sharding_text(plan: Plan) -> str:
     sharded += (
         f", in each of {plan.sharding_instances} instances" if plan.sharding_instances > 1 else ""
     )
+    sharded += ", in host memory" if plan.offload_model_states else ""
     return f"{_SHARDED[plan.sharding]}: {sharded}"
 
 
 def _precision(plan: Plan) -> str:
     """Return what has another dtype than the rest."""
     stream = ", residual stream in fp32" if plan.fp32_residual else ""
+    if plan.fp8_format is not None:
+        first, last = plan.bf16_layers
+        ends = f", not in the first {first} and the last {last} layers" if first + last else ""
+        stream += f", linear layers in fp8 ({plan.fp8_format}, {plan.fp8_recipe}{ends})"
     return stream + (
         ", gradients sent in bf16" if plan.grad_reduce_in_bf16 and plan.grid.copies > 1 else ""
     )
@@ -133,9 +156,11 @@ def prediction(plan: Plan) -> str:
     range_text = ""
     if found := interval(plan):
         range_text = f" (p10 to p90: {time_text(found[0])} to {time_text(found[1])})"
+    factor = plan.cluster.device.step_factor
+    calibrated = "" if factor == 1 else f", {factor:.2f} times the model's: as runs took"
     return (
         f"predicted on {plan.cluster}: {time_text(plan.predicted_time)} per step{range_text}, "
-        f"bubble {plan.predicted_bubble:.1%}"
+        f"bubble {plan.predicted_bubble:.1%}{calibrated}"
     )
 
 
@@ -168,6 +193,26 @@ def memory_text(plan: Plan) -> str:
         f"{device.name} that plans use{left} "
         f"({kept} are kept for what they do not count)"
     )
+
+
+def host_text(plan: Plan) -> str:
+    """Return the host memory of the rank and the node that need most for what is there; "" where
+    nothing is, or it is not predicted.
+    """
+    if not plan.predicted_host_bytes:
+        return ""
+    ranks = [
+        sum(plan.predicted_host_bytes[stage] for stage in plan.stages_of(rank))
+        for rank in range(plan.grid.pp)
+    ]
+    size = plan.cluster.ranks_per_node
+    of_ranks = [ranks[plan.grid.coordinates(rank)[3]] for rank in range(plan.grid.size)]
+    nodes = [sum(of_ranks[first : first + size]) for first in range(0, len(of_ranks), size)]
+    rank, node = bytes_text(max(ranks)), bytes_text(max(nodes))
+    kinds = ["offloaded activations"] if plan.offloads else []
+    kinds += ["weights, gradients and optimizer state"] if plan.offload_model_states else []
+    what = " and of ".join(kinds)
+    return f"host memory of {what}: {rank} of the largest rank, {node} of a node"
 
 
 def time_text(seconds: float) -> str:

@@ -30,16 +30,17 @@ class _Products:
     weights: float
 
     @classmethod
-    def of(cls, unit: Unit, seconds: Callable[[int, str], float]) -> "_Products":
+    def of(cls, unit: Unit, seconds: Callable[[int, str], float], share: float) -> "_Products":
         """Return the times of all products of a unit that lists some; gradients that are not needed
         take none.
 
         seconds: of a listed product, by its place and "forward", "input_gradient" or
                  "weight_gradient".
+        share:   of these times that is left.
         """
         work = sum(2 * m * n * k for m, n, k in unit.products)
         products = unit.flops - unit.attention_flops
-        rest = products / work
+        rest = share * products / work
         of_inputs, of_weights = (1 - left / max(products, 1) for left in unit.unneeded_flops)
 
         def together(way: str) -> float:
@@ -58,11 +59,22 @@ def arithmetic(unit: Unit, device: Device, dtype: str) -> Arithmetic:
     Where its shape or dtype was not measured, products are priced by their tiles if the device has
     ``practice``, else by its peak.
     """
-    if measured := _measured(unit, device, dtype):
-        return measured
-    if device.practice is not None and unit.products:
-        return _by_tiles(unit, device, dtype, device.practice)
-    return _by_peak(unit, device, dtype)
+    found = _measured(unit, device, dtype)
+    if found is None and device.practice is not None and unit.products:
+        found = _by_tiles(unit, device, dtype, device.practice)
+    if found is None:
+        found = _by_peak(unit, device, dtype)
+    return found if unit.backward else Arithmetic(found.forward, 0.0, 0.0)
+
+
+def _share(unit: Unit, device: Device, dtype: str) -> float:
+    """Return what operands in fp8 leave of the time of a unit's products, attention's aside: each of
+    theirs takes as much less as the peaks are apart.
+    """
+    if not unit.fp8_flops or device.fp8_flops <= device.flops(dtype):
+        return 1.0
+    less = 1 - device.flops(dtype) / device.fp8_flops
+    return 1 - less * unit.fp8_flops / (unit.flops - unit.attention_flops)
 
 
 def _by_peak(unit: Unit, device: Device, dtype: str) -> Arithmetic:
@@ -71,9 +83,12 @@ def _by_peak(unit: Unit, device: Device, dtype: str) -> Arithmetic:
 
     forward_extra, backward_extra = unit.more_flops
     of_inputs, of_weights = unit.unneeded_flops
-    weight = unit.flops - unit.attention_flops - of_weights
-    backward = 2 * unit.flops + backward_extra - of_inputs - of_weights
-    return Arithmetic(seconds(unit.flops + forward_extra), seconds(backward), seconds(weight))
+    share = _share(unit, device, dtype)
+    scores = unit.attention_flops
+    products = unit.flops - scores
+    forward = share * products + scores + forward_extra
+    backward = share * (2 * products - of_inputs - of_weights) + 2 * scores + backward_extra
+    return Arithmetic(seconds(forward), seconds(backward), seconds(share * (products - of_weights)))
 
 
 def _by_tiles(unit: Unit, device: Device, dtype: str, practice: Practice) -> Arithmetic:
@@ -93,7 +108,7 @@ def _by_tiles(unit: Unit, device: Device, dtype: str, practice: Practice) -> Ari
         }
         return product_seconds(shapes[way], dtype, size, device)
 
-    products = _Products.of(unit, seconds)
+    products = _Products.of(unit, seconds, _share(unit, device, dtype))
     share = practice.attention_drops if unit.attention_drops else practice.attention
     rate = device.flops(dtype) * share
     more = tuple(
@@ -119,7 +134,9 @@ def _measured(unit: Unit, device: Device, dtype: str) -> Arithmetic | None:
     if device.rates is None or not unit.products:
         return None
     rows = [device.rates.product(*sides, dtype) for sides in unit.products]
-    attention = device.rates.attend(unit.attention_flops, dtype) if unit.attention_flops else None
+    attention = None
+    if unit.attention_flops:
+        attention = device.rates.attend(unit.attention_flops, dtype, unit.attention_heads)
     if None in rows or (unit.attention_flops and attention is None):
         return None
 
@@ -127,7 +144,7 @@ def _measured(unit: Unit, device: Device, dtype: str) -> Arithmetic | None:
         m, n, k = unit.products[place]
         return 2 * m * n * k / getattr(rows[place], way)
 
-    products = _Products.of(unit, seconds)
+    products = _Products.of(unit, seconds, _share(unit, device, dtype))
     if attention is not None:
         scores = (
             unit.attention_flops / attention.forward,

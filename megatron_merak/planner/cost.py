@@ -5,14 +5,15 @@ unit on a device.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_merak.cluster import Cluster, Device, Link, all_reduce
 from megatron_merak.config import ModelConfig
 from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters, trained_parameters
-from megatron_merak.planner.arithmetic import arithmetic
+from megatron_merak.planner.arithmetic import Arithmetic, arithmetic
 from megatron_merak.planner.attention import SHORT, causal_more
-from megatron_merak.planner.links import reached_along
+from megatron_merak.planner.links import reached_along, worst
+from megatron_merak.planner.running import Running, stream_bytes, widths
 
 # All-reduces over the tensor-parallel ranks in a unit's (forward, backward), each of one [tokens,
 # hidden] activation; the head has one of statistics of its loss, too.
@@ -30,17 +31,49 @@ GAP = 1e-6
 TIED_TABLE = "embedding.weight"
 # Bytes that are kept of the dropout mask of a residual add: its seed.
 SEED_BYTES = 8
+# Bytes that rounding a 16-bit value to fp8 moves: it is read for the largest one, and to be rounded.
+ROUNDED_BYTES = 5
 # Bytes per token of the statistics of the loss that each rank with a shard of the classes sends.
 STATISTICS_BYTES = 12
 
 
-# The number of ranks and their link: of all-reduces in a layer, of exchanges.
-Groups = tuple[tuple[int, Link], tuple[int, Link]]
+Group = tuple[int, Link]  # the number of ranks, and their link
+
+
+class Groups(NamedTuple):
+    """The groups of a rank that computes a layer with others.
+
+    reduces:   of all-reduces.
+    exchanges: of exchanges and gathers.
+    inner:     of neighbours among the ranks that divide sequences, which exchange heads.
+    ring:      of ranks that pass keys and values on.
+    routes:    seconds that a byte of rows takes to the ranks of their experts.
+    """
+
+    reduces: Group
+    exchanges: Group
+    inner: Group
+    ring: Group
+    routes: float
+
+
+class Sent(NamedTuple):
+    """What is sent in a direction of a unit, see ``Unit``.
+
+    number:    of all-reduces that cost as much, of ``message`` bytes together.
+    exchanged: those of ``message`` that stand for exchanges.
+    routed:    rows of tokens.
+    """
+
+    number: float
+    message: int
+    exchanged: int
+    routed: int = 0
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Times of a unit in seconds, per micro-batch; the last four are pairs of (forward, backward).
+    """Times of a unit in seconds, per micro-batch; pairs are of (forward, backward).
 
     forward:      without collectives.
     backward:     without collectives and recomputation.
@@ -49,7 +82,12 @@ class UnitCost:
     reduces:      all-reduces over the tensor-parallel ranks, one after the other.
     half_reduces: the same where the micro-batch is split into two halves.
     last_reduces: the last one of ``half_reduces``.
+    bare:         those of ``reduces`` in the backward during which no weight gradient is computed.
+    regathers:    those of ``reduces`` in the backward that a unit which is recomputed does without.
+    hiding:       the part of ``weight`` that is computed during others of them.
     halving:      additional compute time where the micro-batch is split into halves.
+    behind:       the part of ``reduces`` that attention hides, as it goes on while keys and values
+                  are passed on, unless nothing overlaps.
     """
 
     forward: float
@@ -60,6 +98,20 @@ class UnitCost:
     half_reduces: tuple[float, float] = (0.0, 0.0)
     last_reduces: tuple[float, float] = (0.0, 0.0)
     halving: tuple[float, float] = (0.0, 0.0)
+    behind: tuple[float, float] = (0.0, 0.0)
+    bare: float = 0.0
+    regathers: float = 0.0
+    hiding: float = 0.0
+
+    @property
+    def beside_attention(self) -> tuple[float, float]:
+        """What is left of ``reduces`` where attention goes on beside them."""
+        return self.reduces[0] - self.behind[0], self.reduces[1] - self.behind[1]
+
+    @property
+    def bare_beside_attention(self) -> float:
+        """What is left of ``bare`` there: what attention hides, no weight gradient does."""
+        return max(0.0, self.bare - self.behind[1])
 
 
 def gpt_units(
@@ -90,7 +142,7 @@ def gpt_units(
     hidden = model.hidden_size
     vocabulary = model.padded_vocab_size(tp) // tp
     activation = tokens * hidden * bytes_per_value
-    hidden_state = tokens // parts * hidden * _stream(model, bytes_per_value)
+    hidden_state = tokens // parts * hidden * stream_bytes(model, bytes_per_value)
     positions = (
         model.max_positions * hidden if model.position_embedding_type == "learned_absolute" else 0
     )
@@ -100,6 +152,7 @@ def gpt_units(
     work = {
         kind: _launched(kind, model, tokens, activation, tp, parts=parts) for kind in OPERATIONS
     }
+    running = Running(model, tokens, bytes_per_value, tp, fused_dropout, parts)
     kept = _layer_saved_bytes(
         model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts
     )
@@ -125,6 +178,7 @@ def gpt_units(
         more_flops=(0, logits if chunk else 0),
         weight_bytes=0 if chunk else tokens * (hidden + vocabulary) * bytes_per_value,
         products=((min(chunk, tokens) if chunk else tokens, vocabulary, hidden),),
+        running_bytes=running.head(vocabulary),
         **work["head"],
     )
     own = positions + (output if untied else 0)
@@ -132,7 +186,7 @@ def gpt_units(
     looked_up = 9 * tokens if tp > 1 else 0
     if model.hidden_dropout:
         # fused kernels keep which values survive; others their factors, as of parts of a sequence
-        survives = 1 if fused_dropout and parts == 1 else _stream(model, bytes_per_value)
+        survives = 1 if fused_dropout and parts == 1 else stream_bytes(model, bytes_per_value)
         looked_up += tokens // parts * hidden * survives
     # masking the tokens' gradients makes a copy
     learned = activation if positions and tp > 1 else 0
@@ -149,6 +203,7 @@ def gpt_units(
         saved_bytes=looked_up,
         output_bytes=hidden_state,
         tied=tied,
+        running_bytes=running.embedding(),
         **table,
     )
     layer = Unit(
@@ -158,15 +213,11 @@ def gpt_units(
         flops=_layer_flops(model, tokens, tp),
         saved_bytes=kept,
         output_bytes=hidden_state,
+        running_bytes=running.layer(recompute_activations),
         **inner,
     )
     layers = (replace(layer, name=f"layer.{index}") for index in range(model.num_layers))
     return embedding, *layers, head
-
-
-def _stream(model: ModelConfig, bytes_per_value: int) -> int:
-    """Return the bytes of a value of the residual stream."""
-    return 4 if model.fp32_residual_connection else bytes_per_value
 
 
 def _kept_of_loss(model: ModelConfig, logits: int, tp: int) -> int:
@@ -187,7 +238,8 @@ def _launched(
     kind: str, model: ModelConfig, tokens: int, activation: int, tp: int, parts: int
 ) -> dict[str, Any]:
     """Return the fields of a `Unit` on kernel launches and tensor-parallel all-reduces."""
-    operations = {"operations": OPERATIONS[kind]}
+    hides = tp > 1 and kind != "embedding"
+    operations = {"operations": OPERATIONS[kind], "hiding": float(hides)}
     if tp == 1:
         return operations
     forward, backward = (SEQUENCE_ALL_REDUCES if parts > 1 else TENSOR_ALL_REDUCES)[kind]
@@ -217,24 +269,14 @@ def _norm_bytes(model: ModelConfig) -> int:
 
 def _widened_norm(model: ModelConfig, bytes_per_value: int) -> int:
     """Return the bytes of the weight of a norm that is kept in the dtype of the residual stream."""
-    stream = _stream(model, bytes_per_value)
+    stream = stream_bytes(model, bytes_per_value)
     return model.hidden_size * stream if stream > bytes_per_value else 0
-
-
-def _widths(model: ModelConfig, tp: int) -> tuple[int, int, int, int]:
-    """Return a rank's widths of queries, keys (= values), the MLP's first output and the MLP's
-    second input.
-    """
-    ffn = model.ffn_size // tp
-    queries = model.num_attention_heads * model.head_dim // tp
-    keys = model.query_groups * model.head_dim // tp
-    return queries, keys, (2 * ffn if model.swiglu else ffn), ffn
 
 
 def _layer_parameters(model: ModelConfig, tp: int) -> int:
     hidden = model.hidden_size
     norm = _norm_vectors(model)
-    queries, keys, first, second = _widths(model, tp)
+    queries, keys, first, second = widths(model, tp)
     weights = hidden * (queries + 2 * keys) + queries * hidden + hidden * first + second * hidden
     norms = 2 * norm * hidden + (2 * norm * model.head_dim if model.qk_layernorm else 0)
     qkv_bias = queries + 2 * keys if model.add_qkv_bias or not model.disable_bias_linear else 0
@@ -245,14 +287,14 @@ def _layer_parameters(model: ModelConfig, tp: int) -> int:
 
 def _layer_flops(model: ModelConfig, tokens: int, tp: int) -> int:
     hidden = model.hidden_size
-    queries, keys, first, second = _widths(model, tp)
+    queries, keys, first, second = widths(model, tp)
     products = 2 * tokens * hidden * (queries + 2 * keys + queries + first + second)
     return products + _attention_flops(model, tokens, tp)
 
 
 def _attention_flops(model: ModelConfig, tokens: int, tp: int) -> int:
     """Return the FLOPs of the causal half of the scores, and of their product with the values."""
-    return 2 * tokens * model.seq_length * _widths(model, tp)[0]
+    return 2 * tokens * model.seq_length * widths(model, tp)[0]
 
 
 def _layer_saved_bytes(
@@ -269,12 +311,12 @@ def _layer_saved_bytes(
     """
     hidden = model.hidden_size
     heads = model.num_attention_heads // tp
-    queries, keys, first, second = _widths(model, tp)
+    queries, keys, first, second = widths(model, tp)
     scored = model.attention_dropout and not fused_dropout
     values = first + second + queries + (0 if scored else queries + 2 * keys)
     if model.qk_layernorm:
         values += queries + keys
-    sharded = hidden * (2 * bytes_per_value + _stream(model, bytes_per_value))
+    sharded = hidden * (2 * bytes_per_value + stream_bytes(model, bytes_per_value))
     sharded += 2 * _norm_bytes(model)
     row = values * bytes_per_value
     if model.qk_layernorm:
@@ -298,11 +340,12 @@ def _layer_work(
     that of the gradient of the widest value and of the input that is all-gathered for a product
     under sequence parallelism.
     """
-    hidden, (queries, keys, first, second) = model.hidden_size, _widths(model, tp)
+    hidden, (queries, keys, first, second) = model.hidden_size, widths(model, tp)
     scores = _attention_flops(model, tokens, tp)
     gathered = hidden * bytes_per_value if parts > 1 else 0
     widest = max(
-        max(queries + 2 * keys, first) * bytes_per_value, hidden * _stream(model, bytes_per_value)
+        max(queries + 2 * keys, first) * bytes_per_value,
+        hidden * stream_bytes(model, bytes_per_value),
     )
     sides = ((queries + 2 * keys, hidden), (hidden, queries), (first, hidden), (hidden, second))
     return {
@@ -313,6 +356,7 @@ def _layer_work(
         "transient_bytes": tokens * (widest + gathered),
         "attention_flops": scores,
         "attention_drops": model.attention_dropout > 0,
+        "attention_heads": (model.seq_length, model.head_dim),
         "more_flops": causal_more(
             scores, model.seq_length, fused_dropout, model.attention_dropout > 0
         ),
@@ -324,13 +368,15 @@ def model_flops(model: ModelConfig, batch_samples: int) -> int:
 
     Counts the matrix products and the causal half of attention, with the vocabulary padded as for
     one rank. The backward counts twice the forward; recomputation does not count. Of experts those
-    count that a token is sent to, and the router.
+    count that a token is sent to, the shared one, and the router.
     """
     routing = 0
     if model.num_experts is not None:
         rows = batch_samples * model.seq_length * model.num_layers
-        routing = 2 * rows * model.hidden_size * model.num_experts
+        gates = model.num_experts + model.moe_shared_expert_gate
+        routing = 2 * rows * model.hidden_size * gates
         width = model.moe_router_topk * model.expert_ffn_size
+        width += model.moe_shared_expert_intermediate_size or 0
         model = replace(model, num_experts=None, ffn_hidden_size=width)
     units = gpt_units(model, batch_samples, bytes_per_value=4, tp=1)
     return 3 * (sum(unit.flops for unit in units) + routing)
@@ -347,18 +393,20 @@ def unit_costs(
     Every saved or transient value is written once and read once in the forward, twice that in the
     backward, where a unit with matrix products also reads and writes its fp32 gradient. The
     backward does twice the forward's FLOPs, half of them for weight gradients where there are
-    weights; attention and the loss may compute more (``more_flops``). The host's time to launch the
+    weights; attention and the loss may compute more (``more_flops``). Below the first trained weight
+    there is none. The host's time to launch the
     kernels is added. In halves, weights are read and their gradients written once more, and every
     kernel and collective is launched twice.
 
     Where ranks share both the weights and the sequences of a layer, the former are taken to reduce
-    and the latter to exchange.
+    and the latter to exchange or gather.
     """
     summing = "tp" if grid.tp > 1 else "cp"
     exchanging = "cp" if grid.cp > 1 else "tp"
-    groups = (
-        (getattr(grid, summing), reached_along(cluster, grid, summing)),
-        (getattr(grid, exchanging), reached_along(cluster, grid, exchanging, exchanges=True)),
+    reduces = (getattr(grid, summing), reached_along(cluster, grid, summing))
+    exchanges = (
+        getattr(grid, exchanging),
+        reached_along(cluster, grid, exchanging, exchanges=True),
     )
     routes = _routes(cluster, grid, expert_copies)
     known: dict[Unit, UnitCost] = {}  # most units differ by their names alone
@@ -366,64 +414,155 @@ def unit_costs(
     for unit in units:
         nameless = replace(unit, name="")
         if nameless not in known:
-            known[nameless] = _unit_cost(nameless, cluster.device, dtype, groups, routes)
+            levels = (exchanges, exchanges)
+            if unit.cp_inner > 1:
+                levels = _levels(cluster, grid, unit.cp_inner)
+            groups = Groups(reduces, exchanges, *levels, routes)
+            known[nameless] = _unit_cost(nameless, cluster.device, dtype, groups)
         costs.append(known[nameless])
     return tuple(costs)
 
 
+def _levels(cluster: Cluster, grid: Grid, inner: int) -> tuple[Group, Group]:
+    """Return the groups of ``inner`` context-parallel neighbours, and of the ranks at the same place of
+    each.
+    """
+    neighbours = [tuple(range(first, first + inner)) for first in range(0, grid.cp, inner)]
+    apart = [tuple(range(place, grid.cp, inner)) for place in range(inner)]
+
+    def link(groups: list[tuple[int, ...]]) -> Link:
+        along = [reached_along(cluster, grid, "cp", group, exchanges=True) for group in groups]
+        return worst(along)
+
+    return (inner, link(neighbours)), (grid.cp // inner, link(apart))
+
+
 def _routes(cluster: Cluster, grid: Grid, copies: int) -> float:
     """Return the seconds that a byte of rows takes to the ranks of their experts, where so many copies
-    of a layer divide these.
+    of a layer divide these; with one copy, its tensor-parallel ranks.
     """
-    if copies == 1:
-        return 0.0
     ranks = grid.tp * copies
-    link = reached_along(cluster, grid, "cp-dp", tuple(range(copies)), exchanges=True)
+    if ranks == 1:
+        return 0.0
+    inside = copies == 1
+    axis = "tp" if inside else "cp-dp"
+    places = None if inside else tuple(range(copies))
+    link = reached_along(cluster, grid, axis, places, exchanges=True)
     return (ranks - 1) / ranks / link.bandwidth
 
 
-def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups, routes: float) -> UnitCost:
+def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCost:
     moved = 2 * (unit.saved_bytes + unit.transient_bytes) + unit.output_bytes
     trained = trained_parameters([unit])
     gradient = 8 * trained if unit.flops else 0
     reread = held_parameters([unit]) * DTYPE_BYTES[dtype] if unit.flops else 0
-    halves = _reduce_times(unit, groups, routes, 2)
+    halves = _reduce_times(unit, groups, 2)
     each = device.dispatch + (0.0 if device.practice is None else GAP)
     host = tuple(each * count for count in unit.operations)
     work = arithmetic(unit, device, dtype)
+    weight = work.weight + device.passes_time(gradient)
+    rounded = [ROUNDED_BYTES * count for count in unit.rounded_values]
+    back = device.passes_time(2 * moved + gradient + rounded[1]) if unit.backward else 0.0
     return UnitCost(
-        forward=work.forward + device.passes_time(moved) + host[0],
-        backward=work.backward + device.passes_time(2 * moved + gradient) + host[1],
+        forward=work.forward + device.passes_time(moved + rounded[0]) + host[0],
+        backward=work.backward + back + host[1],
         step=trained * device.passes_time(optimizer_bytes(dtype)),
-        weight=work.weight + device.passes_time(gradient),
-        reduces=_reduce_times(unit, groups, routes, 1),
+        weight=weight,
+        reduces=_reduce_times(unit, groups, 1),
         half_reduces=halves,
         last_reduces=(
-            halves[0] / (2 * max(unit.reduces[0], 1)),
-            halves[1] / (2 * max(unit.reduces[1], 1)),
+            halves[0] / (2 * max(_count(unit, 0), 1)),
+            halves[1] / (2 * max(_count(unit, 1), 1)),
         ),
         halving=(
             device.passes_time(reread) + host[0],
-            device.passes_time(reread + gradient) + host[1],
+            device.passes_time(reread + gradient) + host[1] if unit.backward else 0.0,
         ),
+        behind=_behind_attention(unit, device, dtype, work, groups.ring),
+        bare=_part_of_backward(unit, groups, Sent(0, *unit.bare_bytes))
+        + _level_times(unit, groups)[2],
+        regathers=_part_of_backward(unit, groups, Sent(0, *unit.regathered_bytes)),
+        hiding=unit.hiding * weight,
     )
 
 
-def _reduce_times(unit: Unit, groups: Groups, routes: float, parts: int) -> tuple[float, float]:
+def _count(unit: Unit, direction: int) -> int:
+    """Return the number of all-reduces of a unit's forward (0) or backward (1), and of exchanges of
+    levels.
+    """
+    levels = (unit.inner_sent, unit.outer_sent) if unit.cp_inner > 1 else ()
+    return unit.reduces[direction] + sum(sent[direction][0] for sent in levels)
+
+
+def _behind_attention(
+    unit: Unit, device: Device, dtype: str, work: Arithmetic, group: Group
+) -> tuple[float, float]:
+    """Return the seconds of (forward, backward) for which keys and values are passed on while parts
+    of attention are computed: all but one part has a rotation beside it.
+
+    work:  of the unit.
+    group: the ranks of the ring, and their link.
+    """
+    ranks, link = group
+    sent = [2 * (ranks - 1) / ranks * size / link.bandwidth for size in unit.ring_bytes]
+    if unit.cp_inner > 1:
+        sent = [size / link.bandwidth for _, size in unit.outer_sent[:2]]
+    if sent == [0, 0]:
+        return 0.0, 0.0
+    products = unit.flops - unit.attention_flops
+    without = replace(unit, flops=products, attention_flops=0, more_flops=(0, 0))
+    rest = arithmetic(without, device, dtype)
+    share = (ranks - 1) / ranks
+    attention = (work.forward - rest.forward, work.backward - rest.backward)
+    return min(sent[0], share * attention[0]), min(sent[1], share * attention[1])
+
+
+def _reduce_times(unit: Unit, groups: Groups, parts: int) -> tuple[float, float]:
     """Return the seconds of the (forward, backward) all-reduces and exchanges of a unit, each split
     into ``parts``.
-
-    routes: see ``_routes``.
     """
-    (ranks, link), (others, direct) = groups
-    seconds = []
-    for count, message, exchanged, routed in zip(
-        unit.reduces, unit.reduced_bytes, unit.exchanged_bytes, unit.routed_bytes, strict=True
-    ):
-        each = (message - exchanged) / max(parts * count, 1)
-        sent = 2 * (others - 1) / others * exchanged / direct.bandwidth
-        seconds.append(parts * count * all_reduce(ranks, each, link) + sent + routes * routed)
-    return seconds[0], seconds[1]
+    seconds = [
+        _reduce_time(Sent(*each), groups, parts)
+        for each in zip(
+            unit.reduces, unit.reduced_bytes, unit.exchanged_bytes, unit.routed_bytes, strict=True
+        )
+    ]
+    ahead, back, _ = _level_times(unit, groups, parts)
+    return seconds[0] + ahead, seconds[1] + back
+
+
+def _level_times(unit: Unit, groups: Groups, parts: int = 1) -> tuple[float, float, float]:
+    """Return the seconds of what is sent between the levels of a hierarchy of context-parallel ranks, of
+    (forward, backward, backward without weight gradients), each split into ``parts``.
+    """
+    if unit.cp_inner == 1:
+        return 0.0, 0.0, 0.0
+    inner, near = groups.inner
+    _, far = groups.ring
+    ahead, back, bare = (
+        (inner - 1) * (parts * exchanges * near.latency + size / inner / near.bandwidth)
+        + parts * turns * far.latency
+        + passed / far.bandwidth
+        for (exchanges, size), (turns, passed) in zip(unit.inner_sent, unit.outer_sent, strict=True)
+    )
+    return ahead, back, bare
+
+
+def _part_of_backward(unit: Unit, groups: Groups, sent: Sent) -> float:
+    """Return the seconds of a part of what a unit's backward sends, of as many all-reduces as it has
+    of their bytes.
+    """
+    count = unit.reduces[1] * sent.message / max(unit.reduced_bytes[1], 1)
+    return _reduce_time(sent._replace(number=count), groups)
+
+
+def _reduce_time(sent: Sent, groups: Groups, parts: int = 1) -> float:
+    ranks, link = groups.reduces
+    others, direct = groups.exchanges
+    each = (sent.message - sent.exchanged) / max(parts * sent.number, 1)
+    exchanges = 2 * (others - 1) / others * sent.exchanged / direct.bandwidth
+    routed = groups.routes * sent.routed
+    return parts * sent.number * all_reduce(ranks, each, link) + exchanges + routed
 
 
 def optimizer_bytes(dtype: str, state_bytes: float = 8.0) -> float:

@@ -7,9 +7,12 @@ from dataclasses import replace
 from math import inf, isinf
 
 from megatron_merak.errors import PlanError
+from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.plan import Plan, StagePlan, Unit, bytes_text, trained_tied
-from megatron_merak.planner.cost import optimizer_bytes, unit_costs
+from megatron_merak.planner.cost import unit_costs
+from megatron_merak.planner.host import update_time
 from megatron_merak.planner.memory import Ledger
+from megatron_merak.planner.offload import NOTHING, Offload, unit_seconds
 from megatron_merak.planner.overlap import Times, times
 from megatron_merak.planner.partition import ExtraCost, partition
 from megatron_merak.planner.recompute import Chooser, Recompute
@@ -43,21 +46,36 @@ class StageLayouts:
     limit: bytes that a rank may use, 0 where that is not known.
     """
 
-    def __init__(self, draft: Plan, recompute: Recompute, limit: float):
+    def __init__(self, draft: Plan, recompute: Recompute, limit: float, offload: Offload = NOTHING):
         self.draft = draft
-        self.recompute = recompute
+        # what fits is chosen, and so differs between stages
+        self._by_fit = recompute.method == "capacity" or offload.automatic
         self.limit = limit
         self.units = draft.units
         self.schedule = draft.schedule
         costs = unit_costs(self.units, draft.cluster, draft.dtype, draft.grid, draft.expert_copies)
         exposed = [times([cost], draft.overlap) for cost in costs]
-        moved = optimizer_bytes(draft.dtype, draft.state_bytes)
-        update = draft.cluster.device.passes_time(moved) / draft.optimizer_shards
+        update = update_time(draft)
         self.ledger = Ledger.of(draft)
-        seconds = [each.forward for each in exposed]
-        self.chooser = Chooser(recompute, self.units, seconds, self.ledger, memory=limit)
-        maximum = Recompute("full") if recompute.method == "capacity" else recompute
-        self.unlimited_chooser = Chooser(maximum, self.units, seconds, self.ledger, memory=0)
+        most = Recompute("full") if recompute.method == "capacity" else recompute
+        away = Offload(layers=len(self.units)) if recompute.method == "none" else NOTHING
+        ops = (op for entry in self.schedule.entries() for op in ops_of(entry))
+        seconds = unit_seconds(costs, draft.overlap, splits=any(op.kind is Kind.W for op in ops))
+        self.chooser, self.unlimited_chooser = (
+            Chooser(
+                method,
+                self.units,
+                seconds,
+                self.ledger,
+                memory=memory,
+                device=draft.cluster.device,
+                offload=what,
+            )
+            for method, memory, what in (
+                (recompute, limit, offload),
+                (most, 0, away if offload.automatic else offload),
+            )
+        )
         count = self.schedule.microbatches
         self.costs, self.shared = cut_costs(self.units, exposed, count, update)
 
@@ -88,7 +106,7 @@ class StageLayouts:
             return inf if isinf(recompute_cost(stage, first, last)) else 0.0
 
         extra_costs: list[ExtraCost] = [recompute_cost]
-        if self.recompute.method == "capacity" and chooser.memory:
+        if self._by_fit and chooser.memory:
             extra_costs.append(allowed)
         cuts = []
         for extra_cost in extra_costs:

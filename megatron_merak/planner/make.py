@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from megatron_merak.cluster import CLUSTERS, GIB, Cluster, reserving
 from megatron_merak.config import Config
+from megatron_merak.config.checks import refused_halves
+from megatron_merak.config.fp8 import Fp8
 from megatron_merak.config.table import taken
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.builders import build_schedule
@@ -25,6 +28,7 @@ from megatron_merak.plan.replicas import check_instances
 from megatron_merak.planner.automatic import AUTO, REFERENCE, Automatic, starts
 from megatron_merak.planner.cost import gpt_units
 from megatron_merak.planner.layout import StageLayouts
+from megatron_merak.planner.offload import NOTHING
 from megatron_merak.planner.predict import priced
 from megatron_merak.planner.recompute import check_limit
 from megatron_merak.planner.request import Request, request_of
@@ -109,7 +113,7 @@ def plan_chain(
     cluster = reserving(cluster, parallel.memory_reserve_gb)
     memory_gb = parallel.device_memory_gb
     limit = cluster.device.usable if memory_gb is None else memory_gb * GIB
-    check_limit(request.recompute, limit, cluster.device.name)
+    check_limit(request.recompute, limit, cluster.device.name, request.offload)
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     automatic = ops is None and parallel.pipeline_schedule == AUTO
@@ -158,8 +162,25 @@ def _draft(units: tuple[Unit, ...], request: Request, cluster: Cluster, schedule
         graph_sharding=request.graph_sharding,
         fp32_residual=request.fp32_residual,
         state_bytes=request.state_bytes,
+        **fields_of(request.fp8),
     )
-    return replace(draft, **taken(parallel))
+    return replace(
+        draft,
+        **taken(parallel),
+        cp_inner=parallel.cp_inner,
+        expert_shards=parallel.expert_shards,
+    )
+
+
+def fields_of(fp8: Fp8 | None) -> dict[str, Any]:
+    """Return the fields of a plan that say how linear layers compute in fp8."""
+    if fp8 is None:
+        return {}
+    return {
+        "fp8_format": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "bf16_layers": fp8.bf16_layers,
+    }
 
 
 def _plans(
@@ -175,11 +196,23 @@ def _plans(
         stages = _even(order.stages, len(draft.units))
         try:
             own = replace(draft, stages=stages, schedule=order, overlap=mode)
-            layouts = StageLayouts(own, request.recompute, limit)
+            layouts = StageLayouts(own, request.recompute, limit, request.offload)
             plans += map(priced, layouts.plans(memory_gb))
+            if request.offload.automatic:
+                plans += _without_offloading(own, request, limit)
         except PlanError as error:
             errors.append(error)
     return plans, errors
+
+
+def _without_offloading(draft: Plan, request: Request, limit: float) -> list[Plan]:
+    """Return the priced plans that fit without what the planner may offload."""
+    layouts = StageLayouts(draft, request.recompute, limit, NOTHING)
+    try:
+        plans = layouts.plans(limit / GIB)
+    except PlanError:
+        return []
+    return [*map(priced, plans)]
 
 
 def _even(stages: int, units: int) -> tuple[StagePlan, ...]:
@@ -194,13 +227,14 @@ def _modes(request: Request, schedule: Schedule, custom: bool) -> tuple[str, ...
     custom: whether the schedule was given as ops; then forwards and backwards are paired as in it.
 
     Raises PlanError for halves of one sample, and for an overlap that the sharding strategy does
-    not support.
+    not support; ConfigError for halves of a micro-batch that is computed as a whole.
     """
     grid = request.grid
     sharding = request.parallel.sharding
     requested = request.parallel.tp_comm_overlap if grid.layer_ranks > 1 else "weight-gradient"
     paired = custom and is_paired(schedule)
-    if error := refused_together(sharding, grid.copies, requested, paired):
+    on_host = request.parallel.offload_model_states
+    if error := refused_together(sharding, grid.copies, requested, paired, on_host):
         raise error
     if requested == "sub-pipeline" and request.micro_batch_size == 1:
         reason = (
@@ -210,12 +244,19 @@ def _modes(request: Request, schedule: Schedule, custom: bool) -> tuple[str, ...
         raise PlanError(
             "--tp-comm-overlap", requested, reason, "Use a micro-batch of 2 or more, or pair"
         )
+    if requested == "sub-pipeline" and not request.splits:
+        raise refused_halves()
     if requested != "auto":
         return (requested,)
-    halves = ("sub-pipeline",) if request.micro_batch_size > 1 and not paired else ()
+    halvable = request.splits and request.micro_batch_size > 1 and not paired
+    halves = ("sub-pipeline",) if halvable else ()
     pairs = paired if custom else schedule.microbatches > 1
     modes = ("weight-gradient", "none", *halves, *(("pair",) if pairs else ()))
-    return tuple(mode for mode in modes if refused_together(sharding, grid.copies, mode) is None)
+    return tuple(
+        mode
+        for mode in modes
+        if refused_together(sharding, grid.copies, mode, on_host=on_host) is None
+    )
 
 
 def _fastest(plans: Sequence[Plan]) -> Plan | None:

@@ -1,7 +1,7 @@
 """The peak memory in bytes of one rank of each stage."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from math import ceil
 
 from megatron_merak.pipeline_parallel.ops import Kind, Schedule, ops_of
@@ -17,7 +17,14 @@ from megatron_merak.plan import (
     spread_parameters,
     trained_parameters,
 )
-from megatron_merak.planner.saved import Footprint, footprint, moments, of_stage, peak
+from megatron_merak.planner.saved import (
+    Footprint,
+    footprint,
+    moments,
+    of_stage,
+    peak,
+    tape_bytes,
+)
 from megatron_merak.planner.uneven import shared_state
 
 
@@ -51,14 +58,14 @@ class Values:
 class StageMemory:
     """Memory of a stage at the peak of its rank, in bytes.
 
-    Of what is sharded over replicas only this rank's shard counts; what is temporarily unsharded is
-    in ``working``.
+    Of what is sharded over replicas only this rank's shard counts, and nothing where that is in host
+    memory; what is temporarily unsharded is in ``working``.
 
     weights:     in the compute dtype, all versions that the schedule holds of them.
     gradients:   fp32, of trained weights.
     optimizer:   its state, and fp32 weights beside 16-bit ones.
-    activations: kept by the micro-batches in flight for their backwards.
-    working:     needed only while one unit runs.
+    activations: kept on the device by the micro-batches in flight for their backwards.
+    working:     needed only while one unit runs, and what is being copied to the host.
     transfers:   buffers of messages from and to neighbouring stages.
     """
 
@@ -92,33 +99,67 @@ class StageMemory:
         updated = together if shards.optimizer > 1 else values.trained
         kept = ceil(values.state) + (0 if dtype == "float32" else 4 * updated)
         optimizer = -(-kept // shards.optimizer)
+        if shards.on_host:
+            weights = gradients = optimizer = 0
         return cls(weights, gradients, optimizer, activations, working, transfers)
 
     def __add__(self, other: "StageMemory") -> "StageMemory":
         return StageMemory(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-def transfer_bytes(units: Sequence[Unit], stage: StagePlan) -> int:
-    """Return the bytes of transfer buffers: an activation and a gradient in flight at each end of a
-    stage.
+@dataclass(frozen=True)
+class Messages:
+    """Bytes of one message at each end of a stage; 0 where its neighbour is on the same rank.
 
-    Receives are pre-posted, and a sent tensor is kept until it has arrived.
+    At each end one is received ahead of the op that reads it. What was sent is kept until a message
+    comes back that shows that it has arrived: an activation while its micro-batch is in flight, and
+    two gradients. Later gradients take the place of tapes, or count with what waits for a W.
     """
-    before = units[stage.first - 1].output_bytes if stage.first else 0
-    return 2 * (before + (units[stage.last - 1].output_bytes if stage.last < len(units) else 0))
+
+    before: int
+    after: int
+
+    @property
+    def steady(self) -> int:
+        """Bytes that are there at any time."""
+        return 3 * self.before + self.after
+
+    def added(self, own: Footprint) -> Footprint:
+        """Return a footprint with the messages that its micro-batch has sent."""
+        states = ("kept", "taped", "backward", "backward_held", "late", "late_held")
+        more = {state: getattr(own, state) + self.after for state in states}
+        return replace(own, **more, held=own.held + self.before)
 
 
 class UnshardedUnits:
     """Unsharded weights and gradients, which exist only while units compute, where they are sharded
-    over replicas.
+    over replicas, or in host memory.
+
+    frozen: bytes of a frozen weight on the device.
     """
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, dtype: str, shards: Shards):
-        self.weight = DTYPE_BYTES[dtype] if shards.parameters > 1 else 0
-        self.gradient = 4 if shards.gradients > 1 else 0
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        dtype: str,
+        shards: Shards,
+        frozen: float,
+    ):
+        weight = DTYPE_BYTES[dtype] if shards.brings_parameters else 0
+        self.gradient = 4 if shards.brings_gradients else 0
+        self._shards = shards
         ops = (op for entry in schedule.entries() for op in ops_of(entry)) if self.gradient else ()
         self.splits = {op.stage for op in ops if op.kind is Kind.W}
         self.values = [trained_parameters([unit]) for unit in units] if self.gradient else []
+        self.weights = [weight * values for values in self.values]
+        if shards.on_host:
+            self.weights = [
+                own + ceil(frozen * (held_parameters([unit]) - values))
+                for own, values, unit in zip(self.weights, self.values, units, strict=True)
+            ]
+        # gradients of earlier micro-batches come back from the host
+        self._sums = shards.on_host and shards.gradients == 1 and schedule.microbatches > 1
 
     def bytes(self, index: int, stage: StagePlan, unit: int) -> int:
         """Return the peak in bytes while a unit of stage ``index`` runs.
@@ -126,16 +167,25 @@ class UnshardedUnits:
         A forward has the weights of the unit and of the next one. A backward has those of the unit
         and of the one before, and the gradients of the unit and of the next one, which is being
         reduced. Where W ops compute gradients, weights and gradients do not exist at the same time.
+        From the host the sum of the one before may be coming back, too; of several ranks a shard is
+        reduced, and added to what comes back, while another one is on its way there.
         """
         if not self.gradient:
             return 0
+        before = unit - 1 if unit > stage.first else None
+        after = unit + 1 if unit + 1 < stage.last else None
         own = self.values[unit]
-        before = self.values[unit - 1] if unit > stage.first else 0
-        after = self.values[unit + 1] if unit + 1 < stage.last else 0
-        weights = self.weight * (own + before)
-        gradients = self.gradient * (own + after)
+        reduced = 0 if after is None else self.values[after]
+        gradients = self.gradient * (own + reduced)
+        if self._sums and before is not None:
+            gradients += self.gradient * self.values[before]
+        if self._shards.on_host and self._shards.gradients > 1:
+            largest = max(own, reduced)
+            gradients += 3 * self.gradient * -(-largest // self._shards.gradients)
+        weights = self.weights[unit] + (0 if before is None else self.weights[before])
         backward = max(weights, gradients) if index in self.splits else weights + gradients
-        return max(self.weight * (own + after), backward)
+        forward = self.weights[unit] + (0 if after is None else self.weights[after])
+        return max(forward, backward)
 
 
 class Ledger:
@@ -162,7 +212,7 @@ class Ledger:
         self.expert_copies = expert_copies
         self.state_bytes = state_bytes
         self.frozen_bytes = frozen_bytes or DTYPE_BYTES[dtype]
-        self._bucket_size = 0 if shards.gradients > 1 else bucket_size
+        self._bucket_size = 0 if shards.brings_gradients else bucket_size
         self.units = units
         self.schedule = schedule
         self.dtype = dtype
@@ -172,7 +222,11 @@ class Ledger:
             [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
             for rank in range(len(schedule.ranks))
         ]
-        self._unsharded = UnshardedUnits(units, schedule, dtype, shards)
+        ops = (op for entry in schedule.entries() for op in ops_of(entry))
+        self._splits = {op.stage for op in ops if op.kind is Kind.W}
+        # in the model's own dtype and in the one that computes, of which the latter is copied
+        on_device = max(DTYPE_BYTES[dtype], min(self.frozen_bytes, 4.0))
+        self._unsharded = UnshardedUnits(units, schedule, dtype, shards, frozen=on_device)
         self.moments = [moments(schedule, rank) for rank in range(len(schedule.ranks))]
         self._versions = held_versions(schedule)
         self._own = [
@@ -199,8 +253,26 @@ class Ledger:
         """Return the memory of a stage as if it were the only one of its rank."""
         footprints = {index: footprint(self.units, stage)}
         activations = peak(self._own[index], footprints)[index]
-        values = self._values([stage])[0]
-        return self._memory(index, stage, activations, values, self._working(index, stage))
+        ends = self._ends(index, stage)
+        both = peak(self._own[index], {index: ends.added(footprints[index])})[index]
+        return self._memory(
+            index,
+            stage,
+            activations,
+            self._values([stage])[0],
+            working=self._working(index, stage),
+            transfers=ends.steady + both - activations,
+        )
+
+    def _ends(self, index: int, stage: StagePlan) -> Messages:
+        own = self.schedule.rank_of(index)
+        before = 0
+        after = 0
+        if index and self.schedule.rank_of(index - 1) != own:
+            before = self.units[stage.first - 1].output_bytes
+        if index + 1 < self.schedule.stages and self.schedule.rank_of(index + 1) != own:
+            after = self.units[stage.last - 1].output_bytes
+        return Messages(before, after)
 
     def in_flight(self, index: int) -> int:
         """Return the most micro-batches of a stage that keep at least what its recomputation
@@ -230,23 +302,55 @@ class Ledger:
                 index: footprint(self.units, stages[index]) for index in own
             }
             shares = peak(self.moments[rank], footprints)
+            ends = {index: self._ends(index, stages[index]) for index in own}
+            more = {index: ends[index].added(footprints[index]) for index in own}
+            sent = sum(peak(self.moments[rank], more).values()) - sum(shares.values())
             busiest = max(own, key=lambda index: self._working(index, stages[index]))
             for index, values in zip(
                 own, self._values([stages[index] for index in own]), strict=True
             ):
                 working = self._working(index, stages[index]) if index == busiest else 0
-                memories[index] = self._memory(index, stages[index], shares[index], values, working)
+                memories[index] = self._memory(
+                    index,
+                    stages[index],
+                    shares[index],
+                    values,
+                    working=working,
+                    transfers=ends[index].steady + (sent if index == busiest else 0),
+                )
         return [memory for memory in memories if memory is not None]
 
     def _working(self, index: int, stage: StagePlan) -> int:
         """Return what the most demanding unit needs only while it runs, with the copies of
-        gradients in flight.
+        gradients in flight and the tape that is being copied to the host.
         """
         most = max(
-            self.units[unit].transient_bytes + self._unsharded.bytes(index, stage, unit)
+            self.units[unit].working(index in self._splits)
+            + self._unsharded.bytes(index, stage, unit)
             for unit in stage.units
         )
-        return most + (self._copies(stage) if self.copied else 0)
+        leaving = max(self._tapes(stage), default=0)
+        return most + leaving + (self._copies(stage) if self.copied else 0)
+
+    def _tapes(self, stage: StagePlan) -> list[int]:
+        """Return the bytes of each tape that a stage offloads."""
+        return [tape_bytes(self.units, stage, unit) for unit in stage.offload]
+
+    def on_host(self, stages: Sequence[StagePlan]) -> list[int]:
+        """Return the bytes of host memory of every stage: of tapes the most that the micro-batches in
+        flight need, and of model states that are there.
+        """
+        needs = [
+            self.in_flight(index) * sum(self._tapes(stage)) for index, stage in enumerate(stages)
+        ]
+        if self.shards.on_host:
+            stored = replace(self.shards, on_host=False)
+            for own in self.stages_of:
+                values = self._values([stages[index] for index in own])
+                for index, each in zip(own, values, strict=True):
+                    states = StageMemory.of(each, self.dtype, 0, 0, transfers=0, shards=stored)
+                    needs[index] += states.total
+        return needs
 
     def _copies(self, stage: StagePlan) -> int:
         """Return the bytes of bf16 copies: sent, received, and of the bucket before where gradients
@@ -255,19 +359,25 @@ class Ledger:
         units = [self.units[unit] for unit in stage.units]
         values = trained_parameters(units)
         largest = max(trained_parameters([unit]) for unit in units)
-        bucket = largest if self.shards.gradients > 1 else min(self.copied, values)
+        bucket = largest if self.shards.brings_gradients else min(self.copied, values)
         before = min(bucket, values - bucket) if self.shards.optimizer == 1 else 0
         return 4 * bucket + 2 * before
 
     def _memory(
-        self, index: int, stage: StagePlan, activations: int, values: Values, working: int
+        self,
+        index: int,
+        stage: StagePlan,
+        activations: int,
+        values: Values,
+        working: int,
+        transfers: int,
     ) -> StageMemory:
         return StageMemory.of(
             values,
             self.dtype,
             activations,
             working,
-            transfers=transfer_bytes(self.units, stage),
+            transfers=transfers,
             shards=self.shards,
             versions=self._versions[index],
         )
@@ -298,6 +408,13 @@ class Ledger:
 def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
     """Return the memory of each stage of the plan, at the peak of its rank."""
     return tuple(Ledger.of(plan).together(plan.stages))
+
+
+def stage_host_bytes(plan: Plan) -> tuple[int, ...]:
+    """Return the bytes of host memory of each stage of the plan; empty if nothing is there."""
+    if not (plan.offloads or plan.offload_model_states):
+        return ()
+    return tuple(Ledger.of(plan).on_host(plan.stages))
 
 
 def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:

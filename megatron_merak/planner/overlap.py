@@ -10,14 +10,21 @@ from megatron_merak.planner.cost import UnitCost
 class Times:
     """Times of one micro-batch on some units, in seconds.
 
-    backward: includes ``weight``, not recomputation.
-    hidden:   time saved where a forward and the backward of another micro-batch run together.
+    backward:  includes ``weight``, not recomputation.
+    hidden:    time saved where a forward and the backward of another micro-batch run together.
+    regathers: of ``backward``, what it does without if the units are recomputed.
     """
 
     forward: float
     backward: float
     weight: float
     hidden: float = 0.0
+    regathers: float = 0.0
+
+    @property
+    def again(self) -> float:
+        """Seconds by which recomputation makes a step longer."""
+        return self.forward - self.regathers
 
 
 def times(costs: Sequence[UnitCost], overlap: str, splits: bool = False) -> Times:
@@ -26,9 +33,10 @@ def times(costs: Sequence[UnitCost], overlap: str, splits: bool = False) -> Time
     overlap: see ``--tp-comm-overlap``.
     splits:  whether weight gradients are separate ops, which overlap with no collective.
 
-    - none: no collective is overlapped.
+    - none: no collective is overlapped; with any other, attention hides the keys and values that
+      are passed on meanwhile.
     - weight-gradient: collectives of the backward overlap with the weight gradients of the same
-      units.
+      units, those that gather keys and values again with gradients of inputs.
     - sub-pipeline: collectives of one half of the micro-batch overlap with computation of the
       other, except the last.
     - pair: as weight-gradient; the rest overlaps with the other micro-batch where two run together.
@@ -36,13 +44,22 @@ def times(costs: Sequence[UnitCost], overlap: str, splits: bool = False) -> Time
     forward = sum(cost.forward for cost in costs)
     backward = sum(cost.backward for cost in costs)
     weight = sum(cost.weight for cost in costs)
-    of_forward, of_backward = (sum(cost.reduces[side] for cost in costs) for side in (0, 1))
-    if overlap == "sub-pipeline" and (of_forward or of_backward):
+    if overlap == "sub-pipeline" and any(sum(cost.reduces) for cost in costs):
         return _in_halves(costs, splits)
+    reduces = [cost.reduces if overlap == "none" else cost.beside_attention for cost in costs]
+    of_forward, of_backward = (sum(each[side] for each in reduces) for side in (0, 1))
+    regathers = sum(cost.regathers for cost in costs)
+    of_backward -= regathers
+    if overlap != "none":
+        # Gradients of inputs take about as long as those of weights.
+        regathers = sum(max(0.0, cost.regathers - cost.hiding) for cost in costs)
     if overlap != "none" and not splits:
-        of_backward = max(0.0, of_backward - weight)
+        bare = sum(cost.bare_beside_attention for cost in costs)
+        hiding = sum(cost.hiding for cost in costs)
+        of_backward = bare + max(0.0, of_backward - bare - hiding)
+    of_backward += regathers
     hidden = min(of_forward, backward) + min(of_backward, forward) if overlap == "pair" else 0.0
-    return Times(forward + of_forward, backward + of_backward, weight, hidden)
+    return Times(forward + of_forward, backward + of_backward, weight, hidden, regathers)
 
 
 def _in_halves(costs: Sequence[UnitCost], splits: bool) -> Times:

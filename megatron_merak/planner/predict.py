@@ -7,9 +7,11 @@ from megatron_merak.cluster import all_reduce
 from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
 from megatron_merak.plan import Plan, spread_parameters, trained_tied
-from megatron_merak.planner.cost import UnitCost, optimizer_bytes, unit_costs
+from megatron_merak.planner.cost import UnitCost, unit_costs
+from megatron_merak.planner.host import update_time
 from megatron_merak.planner.links import reached_along
-from megatron_merak.planner.memory import stage_memory
+from megatron_merak.planner.memory import stage_host_bytes, stage_memory
+from megatron_merak.planner.offload import HostWaits, host_waits, unit_seconds
 from megatron_merak.planner.overlap import Times, times
 from megatron_merak.planner.reduction import exposed_gather, exposed_reduction
 from megatron_merak.planner.waits import Waits, stage_waits, unit_transfers
@@ -39,6 +41,7 @@ def priced(plan: Plan) -> Plan:
         predicted_time=step_time(plan, pipeline),
         predicted_bubble=pipeline.bubble,
         predicted_bytes=tuple(memory.total for memory in stage_memory(plan)),
+        predicted_host_bytes=stage_host_bytes(plan),
     )
 
 
@@ -46,7 +49,8 @@ def stage_costs(plan: Plan) -> StageCosts:
     """Return the times of one micro-batch on each stage, and of its transfers between neighbours.
 
     They include the exposed time of tensor-parallel collectives, given ``plan.overlap``, also in
-    recomputation, and of collectives over replicas where gradients or weights are sharded.
+    recomputation, of collectives over replicas where gradients or weights are sharded, and of
+    copies to and from the host where activations, or weights and gradients, are there.
     """
     costs = _unit_costs(plan)
     transfer = []
@@ -57,15 +61,20 @@ def stage_costs(plan: Plan) -> StageCosts:
         transfer.append(plan.units[stage.last - 1].output_bytes / link.bandwidth)
         latency.append(link.latency)
     recompute = [
-        times([costs[unit] for unit in stage.recompute], plan.overlap).forward
+        times([costs[unit] for unit in stage.recompute], plan.overlap).again
         for stage in plan.stages
     ]
     both = list(zip(_stage_times(plan, costs), stage_waits(plan, costs), strict=True))
     handover = _handover(plan)
+    of_host = _host_waits(plan, costs)
     return StageCosts(
-        forward=tuple(handover + stage.forward + wait.forward for stage, wait in both),
+        forward=tuple(
+            handover + stage.forward + wait.forward + host.forward
+            for (stage, wait), host in zip(both, of_host, strict=True)
+        ),
         backward=tuple(
-            handover + stage.backward + wait.backward + wait.weight for stage, wait in both
+            handover + stage.backward + wait.backward + wait.weight + host.backward
+            for (stage, wait), host in zip(both, of_host, strict=True)
         ),
         weight=tuple(min(stage.weight, stage.backward) + wait.weight for stage, wait in both),
         recompute=tuple(
@@ -74,6 +83,20 @@ def stage_costs(plan: Plan) -> StageCosts:
         transfer=tuple(transfer),
         latency=tuple(latency),
     )
+
+
+def _host_waits(plan: Plan, costs: tuple[UnitCost, ...]) -> list[HostWaits]:
+    kinds = {(op.stage, op.kind) for entry in plan.schedule.entries() for op in ops_of(entry)}
+    return [
+        host_waits(
+            plan.units,
+            stage,
+            unit_seconds(costs, plan.overlap, splits=(index, Kind.W) in kinds),
+            plan.cluster.device,
+            early=(index, Kind.R) in kinds,
+        )
+        for index, stage in enumerate(plan.stages)
+    ]
 
 
 def _handover(plan: Plan) -> float:
@@ -133,8 +156,7 @@ def ending(plan: Plan) -> Ending:
     """
     units = _unit_costs(plan)
     waits = stage_waits(plan, units)
-    moved = optimizer_bytes(plan.dtype, plan.state_bytes)
-    update = plan.cluster.device.passes_time(moved) / plan.optimizer_shards
+    update = update_time(plan)
     ties = _tie_times(plan)
     endings = []
     for rank in range(plan.grid.pp):

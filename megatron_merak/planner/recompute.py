@@ -1,4 +1,6 @@
-"""Chooses the units of each stage that keep no activations and are recomputed in the backward."""
+"""Chooses the units of each stage that keep no activations on the device: that are recomputed in
+the backward, or whose activations are in host memory until then.
+"""
 
 import math
 import re
@@ -6,10 +8,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_merak.cluster import Device
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, ops_of
 from megatron_merak.plan import StagePlan, Unit
 from megatron_merak.planner.memory import Ledger
+from megatron_merak.planner.offload import (
+    AUTOMATIC_FLAG,
+    FLAG,
+    NOTHING,
+    Offload,
+    UnitSeconds,
+    host_waits,
+    offload_costs,
+)
 
 _LAYER = re.compile(r"(.*?\d+)(?:\.|$)")
 
@@ -50,24 +62,64 @@ def recomputed_units(units: Sequence[Unit]) -> tuple[int, ...]:
     )
 
 
-class Chooser:
-    """Chooses what a method recomputes in each stage of a chain.
+@dataclass(frozen=True)
+class Relief:
+    """Units of a stage that keep nothing on the device.
 
-    seconds: time of each unit's forward.
-    memory:  bytes that a rank may use, 0 where there is no limit.
+    recompute: those that are recomputed.
+    offload:   those that are offloaded.
+    """
+
+    recompute: tuple[int, ...] = ()
+    offload: tuple[int, ...] = ()
+
+    def moved(self, by: int) -> "Relief":
+        """Return the same of a stage that begins ``by`` units later."""
+        return Relief(
+            tuple(unit + by for unit in self.recompute), tuple(unit + by for unit in self.offload)
+        )
+
+
+@dataclass(frozen=True)
+class _Move:
+    """One unit that is recomputed, or offloaded (``away``), in ``seconds`` of a micro-batch, so that
+    ``freed`` bytes of it are not on the device.
+    """
+
+    unit: int
+    away: bool
+    seconds: float
+    freed: int
+
+    @property
+    def price(self) -> float:
+        return self.seconds / self.freed
+
+
+class Chooser:
+    """Chooses what a method recomputes, and what is offloaded, in each stage of a chain.
+
+    times:  of each unit.
+    memory: bytes that a rank may use, 0 where there is no limit.
+    device: of a rank.
     """
 
     def __init__(
         self,
         recompute: Recompute,
         units: Sequence[Unit],
-        seconds: Sequence[float],
+        times: Sequence[UnitSeconds],
         ledger: Ledger,
         memory: float,
+        device: Device,
+        offload: Offload = NOTHING,
     ):
         self.recompute = recompute
+        self.offload = offload
+        self.device = device
         self.units = units
-        self.seconds = seconds
+        self.times = times
+        self.seconds = [each.forward for each in times]
         self.ledger = ledger
         self.memory = memory
         self.candidates = recomputed_units(units)
@@ -76,14 +128,16 @@ class Chooser:
         # Where other stages have R ops, the last one has no idle time for recomputation: it keeps
         # its tapes.
         self._keeping = last if early and last not in early else None
+        self._early = frozenset(early)
         kinds: dict[tuple, int] = {}
         self._kinds = [
             kinds.setdefault((unit.saved_bytes, unit.output_bytes, unit.passed_bytes, unit.transient_bytes,
                               unit.unread_bytes, unit.held_bytes, unit.parameters, unit.tied, unit.frozen,
-                              unit.tied_frozen, unit.state_bytes, unit.tied_state_bytes, second), len(kinds))
-            for unit, second in zip(units, seconds, strict=True)
+                              unit.tied_frozen, unit.state_bytes, unit.tied_state_bytes, unit.running_bytes,
+                              seconds), len(kinds))
+            for unit, seconds in zip(units, times, strict=True)
         ]  # fmt: skip
-        self._fewest_cache: dict[object, tuple[int, ...] | None] = {}
+        self._fewest_cache: dict[object, Relief | None] = {}
         self._fits_cache: dict[object, bool] = {}
         stages_per_rank = [
             len(ledger.stages_of[ledger.schedule.rank_of(index)]) for index in range(last + 1)
@@ -96,7 +150,7 @@ class Chooser:
         self._stages_per_rank = stages_per_rank
 
     def stages(self, bounds: Sequence[int]) -> tuple[StagePlan, ...]:
-        """Return the stages between these bounds, with what each recomputes."""
+        """Return the stages between these bounds, with what each recomputes and offloads."""
         if self.recompute.method == "stage-aware":
             return self._by_ratio(bounds)
         return tuple(
@@ -104,51 +158,66 @@ class Chooser:
         )
 
     def stage(self, index: int, first: int, last: int) -> StagePlan:
-        """Return one stage, chosen independently of the others. If it cannot fit, it recomputes as
-        much as possible.
+        """Return one stage, chosen independently of the others. If it cannot fit, it recomputes, or
+        offloads where it does not recompute, as much as possible.
         """
-        candidates = self.candidates[
-            bisect_left(self.candidates, first) : bisect_left(self.candidates, last)
-        ]
+        candidates = self._candidates(first, last)
+        if self._fits_fewest:
+            fewest = self._fewest(index, first, last)
+            if fewest is not None:
+                return StagePlan(first, last, fewest.recompute, offload=fewest.offload)
+            if self.recompute.method == "capacity":
+                return StagePlan(first, last, tuple(range(first, last)))
+            return StagePlan(first, last, offload=tuple(candidates))
+        away = self._first_layers(candidates, self.offload.layers)
+        candidates = [unit for unit in candidates if unit not in away]
+        span = 1
         match self.recompute.method:
             case "none":
-                return StagePlan(first, last)
+                candidates = []
             case "uniform":
-                return StagePlan(first, last, tuple(candidates), self._span(candidates))
+                span = self._span(candidates)
             case "block":
-                layers = list(dict.fromkeys(self._layer(unit) for unit in candidates))[
-                    : self.recompute.layers
-                ]
-                return StagePlan(
-                    first, last, tuple(unit for unit in candidates if self._layer(unit) in layers)
-                )
-            case "capacity":
-                fewest = self._fewest(index, first, last)
-                return StagePlan(
-                    first, last, tuple(range(first, last)) if fewest is None else fewest
-                )
-        without = StagePlan(first, last)
-        if index == self._keeping and (not self.memory or self._fits(index, without)):
-            return without
-        return StagePlan(first, last, tuple(candidates))
+                candidates = list(self._first_layers(candidates, self.recompute.layers))
+            case _:
+                without = StagePlan(first, last, offload=away)
+                if index == self._keeping and (not self.memory or self._fits(index, without)):
+                    return without
+        return StagePlan(first, last, tuple(candidates), span, offload=away)
+
+    @property
+    def _fits_fewest(self) -> bool:
+        """Whether as few units as fit are recomputed or offloaded."""
+        return self.recompute.method == "capacity" or self.offload.automatic
+
+    def _candidates(self, first: int, last: int) -> list[int]:
+        """Return the units of a stage that full recomputation has."""
+        begin, end = (bisect_left(self.candidates, bound) for bound in (first, last))
+        return list(self.candidates[begin:end])
+
+    def _first_layers(self, candidates: Sequence[int], count: int) -> tuple[int, ...]:
+        """Return the units of the first layers among some units."""
+        layers = list(dict.fromkeys(self._layer(unit) for unit in candidates))[:count]
+        return tuple(unit for unit in candidates if self._layer(unit) in layers)
 
     def extra(self, index: int, first: int, last: int) -> float:
-        """Return the seconds of recomputation of a stage per micro-batch; infinity where the stage
-        does not fit.
+        """Return the seconds of recomputation of a stage per micro-batch, and of its waits for the
+        host; infinity where the stage does not fit.
         """
-        if self.recompute.method == "capacity":
-            fewest = self._fewest(index, first, last)
-            return math.inf if fewest is None else sum(self.seconds[unit] for unit in fewest)
+        if self._fits_fewest and self._fewest(index, first, last) is None:
+            return math.inf
         # The stage-aware rule applies to stages that were cut without regard to the cost of
         # recomputation.
         chosen = self.stage(index, first, last)
-        if self.memory and not self._fits(index, chosen):
+        if not self._fits_fewest and self.memory and not self._fits(index, chosen):
             return math.inf
-        return (
+        again = (
             0.0
             if self.recompute.method == "stage-aware"
             else sum(self.seconds[unit] for unit in chosen.recompute)
         )
+        early = index in self._early
+        return again + host_waits(self.units, chosen, self.times, self.device, early).total
 
     def _layer(self, unit: int) -> str:
         """Return the layer that a unit belongs to: its name up to the first number."""
@@ -166,8 +235,8 @@ class Chooser:
         """Return whether a stage fits, where each of n stages of a rank may use 1/n of the memory.
         Cached.
         """
-        recompute = tuple(unit - stage.first for unit in stage.recompute)
-        key = *self._key(index, stage.first, stage.last), recompute, stage.span
+        relief = Relief(stage.recompute, stage.offload).moved(-stage.first)
+        key = *self._key(index, stage.first, stage.last), relief, stage.span
         if key not in self._fits_cache:
             self._fits_cache[key] = (
                 self.ledger.alone(index, stage).total * self._stages_per_rank[index] <= self.memory
@@ -181,45 +250,69 @@ class Chooser:
         before = self.units[first - 1].output_bytes if first else 0
         return self._states[index], before, last == len(self.units), tuple(self._kinds[first:last])
 
-    def _fewest(self, index: int, first: int, last: int) -> tuple[int, ...] | None:
-        """Return the units that the "capacity" method recomputes; None if the stage cannot fit.
-        Cached.
+    def _fewest(self, index: int, first: int, last: int) -> Relief | None:
+        """Return the units that are recomputed or offloaded where these are to be as few as fit;
+        None if the stage cannot fit. Cached.
 
-        Units are added by ascending seconds per saved byte until the stage fits, earlier units
-        first, because a backward frees the tapes of later ones first. Then those that are not
-        needed are removed, the costliest first.
+        Units are added by ascending seconds per byte until the stage fits, earlier units first,
+        because a backward frees the tapes of later ones first. Then those that are not needed are
+        removed, the costliest first.
         """
         key = self._key(index, first, last)
         if key not in self._fewest_cache:
             fewest = self._search(index, first, last)
-            self._fewest_cache[key] = (
-                None if fewest is None else tuple(unit - first for unit in fewest)
-            )
+            self._fewest_cache[key] = None if fewest is None else fewest.moved(-first)
         offsets = self._fewest_cache[key]
-        return None if offsets is None else tuple(unit + first for unit in offsets)
+        return None if offsets is None else offsets.moved(first)
 
-    def _search(self, index: int, first: int, last: int) -> tuple[int, ...] | None:
-        def fits(units: Sequence[int]) -> bool:
-            return self._fits(index, StagePlan(first, last, tuple(sorted(units))))
+    def _search(self, index: int, first: int, last: int) -> Relief | None:
+        def relief(moves: Sequence[_Move]) -> Relief:
+            again, away = (
+                tuple(sorted(move.unit for move in moves if move.away is side))
+                for side in (False, True)
+            )
+            return Relief(again, away)
+
+        def fits(moves: Sequence[_Move]) -> bool:
+            found = relief(moves)
+            return self._fits(index, StagePlan(first, last, found.recompute, offload=found.offload))
 
         if fits(()):
-            return ()
-        useful = [unit for unit in range(first, last) if self.units[unit].saved_bytes]
-        order = sorted(
-            useful, key=lambda unit: (self.seconds[unit] / self.units[unit].saved_bytes, unit)
-        )
+            return Relief()
+        order = sorted(self._moves(first, last), key=lambda move: (move.price, move.unit))
         chosen = order[: _least(len(order), lambda count: fits(order[:count]))]
         if not fits(chosen):
             return None
-        needed: list[int] = []  # kinds of units without which the stage does not fit
-        for unit in sorted(chosen, key=lambda unit: (-self.seconds[unit], -unit)):
-            if self._kinds[unit] in needed:
+        needed: list[tuple[int, bool]] = []  # kinds of moves without which the stage does not fit
+        for move in sorted(chosen, key=lambda move: (-move.seconds, -move.unit)):
+            kind = (self._kinds[move.unit], move.away)
+            if kind in needed:
                 continue
-            if fits([other for other in chosen if other != unit]):
-                chosen.remove(unit)
+            if fits([other for other in chosen if other is not move]):
+                chosen.remove(move)
             else:
-                needed.append(self._kinds[unit])
-        return tuple(sorted(chosen))
+                needed.append(kind)
+        return relief(chosen)
+
+    def _moves(self, first: int, last: int) -> list[_Move]:
+        """Return the cheaper way to keep nothing of a unit on the device, for each unit of a stage
+        that keeps anything.
+        """
+        again = [
+            _Move(unit, False, self.seconds[unit], self.units[unit].saved_bytes)
+            for unit in range(first, last)
+            if self.units[unit].saved_bytes and self.recompute.method == "capacity"
+        ]
+        moves = {move.unit: move for move in again}
+        if self.offload.automatic:
+            stage = StagePlan(first, last)
+            candidates = self._candidates(first, last)
+            costs = offload_costs(self.units, stage, candidates, self.times, device=self.device)
+            for unit, (seconds, freed) in costs.items():
+                move = _Move(unit, True, seconds, freed)
+                if unit not in moves or move.price < moves[unit].price:
+                    moves[unit] = move
+        return list(moves.values())
 
     def _by_ratio(self, bounds: Sequence[int]) -> tuple[StagePlan, ...]:
         """Return the stages by Merak's rule, which keeps more activations on later stages.
@@ -274,8 +367,12 @@ def _least(most: int, enough: Callable[[int], bool]) -> int:
     return low
 
 
-def check_limit(recompute: Recompute, memory: float, device: str) -> None:
+def check_limit(recompute: Recompute, memory: float, device: str, offload: Offload) -> None:
     """Raise PlanError for a method that depends on the memory of a rank where that is unknown."""
+    if offload.automatic and not memory:
+        reason = f"it offloads what does not fit, and the memory of a {device} is not known"
+        remedy = f"Give --device-memory-gb, or {FLAG}"
+        raise PlanError(AUTOMATIC_FLAG, "(given)", reason, remedy)
     if recompute.needs_limit and not memory:
         reason = f"it recomputes what does not fit, and the memory of a {device} is not known"
         raise PlanError("--recompute-method", recompute.method, reason, "Give --device-memory-gb")

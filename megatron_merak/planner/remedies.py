@@ -12,12 +12,15 @@ from megatron_merak.plan.replicas import FLAG
 from megatron_merak.planner.memory import overflowing_ranks, rank_memory
 from megatron_merak.planner.written import is_paired
 
+Changes = Mapping[str, str | int]  # settings of parallelism, and their new values
 FULL = MappingProxyType({"recompute_granularity": "full"})
+CAPACITY = MappingProxyType({**FULL, "recompute_method": "capacity"})
+OFFLOADED: Changes = MappingProxyType({"cpu_offloading": True})
+ON_HOST: Changes = MappingProxyType({"offload_model_states": True})
 # strategies with a flag of their own
 ALONE = MappingProxyType({"optim": "--use-distributed-optimizer"})
 FIELD = "data_parallel_sharding_strategy"
 _TIMES = (2, 4, 8)  # factors tried for the ranks of a replica and of the job
-Changes = Mapping[str, str | int]  # settings of parallelism, and their new values
 Remake = Callable[[Changes], Plan | None]
 
 
@@ -46,6 +49,9 @@ def misfits(plan: Plan, limit: float, remake: Remake | None = None) -> list[str]
         lines.append(
             f"  with {flags(changes)} the largest rank needs {largest / GIB:.1f} GiB: it {fits}"
         )
+    lines += _offloaded(plan, limit, remake) if remake is not None else []
+    if not fitting and remake is not None:
+        lines += _on_host(plan, limit, remake, may_recompute)
     if not fitting and remake is not None:
         lines += _degrees(plan, limit, remake, may_recompute)
     return lines
@@ -75,8 +81,42 @@ def flags(changes: Changes) -> str:
     return " ".join(
         ALONE.get(str(value), f"{FLAG} {value}")
         if FLAG == (flag := f"--{name.replace('_', '-')}")
+        else flag
+        if value is True
         else f"{flag} {value}"
         for name, value in changes.items()
+    )
+
+
+def _offloaded(plan: Plan, limit: float, remake: Remake) -> list[str]:
+    """Return a line for activations in host memory, if the plan fits with these: alone, or as far as
+    they cost less than recomputation.
+    """
+    variants: list[Changes] = [] if plan.offloads else [OFFLOADED, {**OFFLOADED, **CAPACITY}]
+    for changes in variants:
+        other = remake(changes)
+        if other is not None and other.offloads and _largest(other) <= limit:
+            return [_timed(changes, other)]
+    return []
+
+
+def _on_host(plan: Plan, limit: float, remake: Remake, may_recompute: bool) -> list[str]:
+    """Return a line for weights, gradients and optimizer state in host memory, if the plan fits with
+    these, where it recomputes as little as it does or all.
+    """
+    variants: list[Changes] = [ON_HOST, {**ON_HOST, **FULL}] if may_recompute else [ON_HOST]
+    for changes in variants if not plan.offload_model_states else ():
+        other = remake(changes)
+        if other is not None and _largest(other) <= limit:
+            return [_timed(changes, other)]
+    return []
+
+
+def _timed(changes: Changes, fitting: Plan) -> str:
+    needs = f"{_largest(fitting) / GIB:.1f} GiB"
+    return (
+        f"  with {flags(changes)} the largest rank needs {needs}, and a step takes "
+        f"{time_text(fitting.predicted_time)}: it fits"
     )
 
 
@@ -125,12 +165,7 @@ def _degrees(plan: Plan, limit: float, remake: Remake, may_recompute: bool) -> l
             fitting = list(_fitting(plan, limit, remake, may_recompute, ranks=ranks, times=times))
             if fitting:
                 changes, other = min(fitting, key=lambda pair: pair[1].predicted_time)
-                needs = f"{_largest(other) / GIB:.1f} GiB"
-                takes = time_text(other.predicted_time)
-                return [
-                    f"  with {flags(changes)} the largest rank needs {needs}, and a step takes "
-                    f"{takes}: it fits"
-                ]
+                return [_timed(changes, other)]
     return [
         f"  up to {ranks} ranks with larger degrees do not suffice either: use a smaller "
         "micro-batch or model"
@@ -152,12 +187,21 @@ def _fitting(
     variants.append({**strategies[2], **(FULL if may_recompute else {})})
     more: Changes = {} if ranks == plan.grid.size else {"world_size": ranks}
     for degrees in _factors(plan, times, ranks):
-        for variant in variants:
-            changes = {**more, **degrees, **variant}
+        # The last needs least: where that does not suffice, none before it does. Each is planned,
+        # which takes half a second of a small captured model.
+        least: Changes = {**more, **degrees, **variants[-1]}
+        last = remake(least)
+        if last is not None and _largest(last) > limit:
+            continue
+        for variant in variants[:-1]:
+            changes: Changes = {**more, **degrees, **variant}
             other = remake(changes)
             if other is not None and _largest(other) <= limit:
                 yield changes, other
                 break
+        else:
+            if last is not None:
+                yield least, last
 
 
 def _factors(plan: Plan, times: int, ranks: int) -> Iterator[Changes]:

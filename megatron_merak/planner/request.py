@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from megatron_merak.config import ParallelConfig, RunConfig
+from megatron_merak.config.fp8 import Fp8
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.plan import Grid
+from megatron_merak.planner.offload import Offload
 from megatron_merak.planner.recompute import Recompute
 
 
@@ -19,12 +21,14 @@ class Request:
     micro_batch_size:    samples of a micro-batch.
     sequence_length:     tokens of a sample; None: unknown, or no token sequences.
     dtype:               see ``Plan``.
+    fp8:                 how linear layers compute in fp8; None: they do not.
     loss_chunk:          see ``Plan``.
     fp32_residual:       see ``Plan``.
     state_bytes:         see ``Plan``.
     graph_sharding:      how the graph of the model is cut into units.
     rules:               how its weights are sharded, see ``TensorRules.parse``.
     vocabulary_multiple: a captured vocabulary is padded to a multiple of this x tp.
+    halves:              whether a micro-batch may be computed in halves, as far as its model tells.
     schedule:            ops to run unchanged, instead of the schedule that ``parallel`` names.
     """
 
@@ -34,13 +38,20 @@ class Request:
     micro_batch_size: int = 1
     sequence_length: int | None = None
     dtype: str = "float32"
+    fp8: Fp8 | None = None
     loss_chunk: int = 0
     fp32_residual: bool = False
     state_bytes: float = 8.0
     graph_sharding: str = ""
     rules: str = ""
     vocabulary_multiple: int = 1
+    halves: bool = True
     schedule: Schedule | None = None
+
+    @property
+    def splits(self) -> bool:
+        """Whether a micro-batch may be computed in halves, which have other scales of fp8."""
+        return self.halves and self.fp8 is None
 
     @property
     def grid(self) -> Grid:
@@ -59,6 +70,11 @@ class Request:
         return Recompute.of(
             parallel.recompute_granularity, parallel.recompute_method, parallel.recompute_num_layers
         )
+
+    @property
+    def offload(self) -> Offload:
+        layers = self.parallel.cpu_offloading_num_layers
+        return Offload(layers, automatic=self.parallel.cpu_offloading and not layers)
 
     @property
     def bucket_size(self) -> int:
@@ -82,6 +98,8 @@ def request_of(config: RunConfig, world_size: int) -> Request:
         micro_batch_size=config.train.micro_batch_size,
         sequence_length=config.model.seq_length,
         dtype=config.train.dtype,
+        fp8=config.train.fp8,
         loss_chunk=config.model.cross_entropy_chunk_size,
         state_bytes=config.optimizer.state_bytes,
+        halves=config.halves_micro_batches,
     )

@@ -44,47 +44,72 @@ class Footprint:
     late_held: int
 
 
+@dataclass(frozen=True)
+class _Block:
+    """Bytes of units that are recomputed together, or of a single one: kept between ops, beyond
+    that on the tape, held for a W, and kept by the host.
+    """
+
+    kept: int
+    tape: int
+    held: int
+    away: int = 0
+
+
+def tape_bytes(units: Sequence[Unit], stage: StagePlan, unit: int) -> int:
+    """Return the bytes that a unit keeps which is not recomputed."""
+    own = units[unit]
+    return _entering(units, stage, unit) + own.saved_bytes - own.unread_bytes
+
+
+def _entering(units: Sequence[Unit], stage: StagePlan, unit: int) -> int:
+    """Return the bytes of a unit's input, without what earlier units of the stage read."""
+    if not unit:
+        return 0
+    before = units[unit - 1]
+    return before.output_bytes - (0 if unit == stage.first else before.passed_bytes)
+
+
 def footprint(units: Sequence[Unit], stage: StagePlan) -> Footprint:
     """Return the footprint of one stage of the chain ``units``.
 
     A forward through recomputed units has the tape of one unit at a time. A backward runs blocks
     (units that are recomputed together, or single units) in reverse: it has the tape of one
-    recomputed block at a time and frees it afterwards, except what a W needs. The token ids, the
-    input of the first unit, are not counted.
+    recomputed block at a time and frees it afterwards, except what a W needs. The tape of an
+    offloaded unit is on the device while the unit runs, and in a backward from the time when that of
+    the offloaded unit behind it in the model begins; not counted is what is being copied to the
+    host. The token ids, the input of the first unit, are not counted either.
     """
-    inputs = [
-        units[unit - 1].output_bytes - units[unit - 1].passed_bytes if unit else 0
-        for unit in stage.units
-    ]
-    inputs[0] = units[stage.first - 1].output_bytes if stage.first else 0
-    # per block: (kept, tape beyond that, held)
+    inputs = [_entering(units, stage, unit) for unit in stage.units]
     kept = 0
     forward = 0
-    blocks = []
+    blocks: list[_Block] = []
     for run in _blocks(stage):
         entering, *inner = inputs[run[0] - stage.first : run[-1] + 1 - stage.first]
         saved = [units[each].saved_bytes for each in run]
         held = sum(units[each].held_bytes for each in run)
         recomputed = run[0] in stage.recompute
         unread = sum(units[each].unread_bytes for each in run)
+        running = 0
         if recomputed:
-            blocks.append((entering, sum(saved) + sum(inner) - unread, held))
+            blocks.append(_Block(entering, sum(saved) + sum(inner) - unread, held))
+            running = max(map(sum, zip(saved, (0, *inner), strict=True)))
+        elif run[0] in stage.offload:
+            running = tape_bytes(units, stage, run[0])
+            blocks.append(_Block(0, 0, held, away=running))
         else:
-            blocks.append((entering + sum(saved) - unread, 0, held))
-        kept += blocks[-1][0]
-        forward = max(
-            forward,
-            kept + (max(map(sum, zip(saved, (0, *inner), strict=True))) if recomputed else 0),
-        )
-    taped = kept + sum(tape for _, tape, _ in blocks)
+            blocks.append(_Block(tape_bytes(units, stage, run[0]), 0, held))
+        kept += blocks[-1].kept
+        forward = max(forward, kept + running)
+    taped = kept + sum(block.tape for block in blocks)
     return Footprint(
         kept=kept,
         taped=taped,
-        held=sum(held for _, _, held in blocks),
+        held=sum(block.held for block in blocks),
         forward=forward,
         backward=_backward(blocks, early=False, defer=False),
         backward_held=_backward(blocks, early=False, defer=True),
-        late=taped,
+        late=_backward(blocks, early=True, defer=False),
         late_held=_backward(blocks, early=True, defer=True),
     )
 
@@ -96,18 +121,21 @@ def _blocks(stage: StagePlan) -> list[tuple[int, ...]]:
     return [starts.get(unit, (unit,)) for unit in stage.units if unit not in inner]
 
 
-def _backward(blocks: Sequence[tuple[int, int, int]], early: bool, defer: bool) -> int:
+def _backward(blocks: Sequence[_Block], early: bool, defer: bool) -> int:
     """Return the peak bytes of a micro-batch during its backward.
 
     early: whether an R ran before.
     defer: whether a W follows.
     """
-    now = sum(kept + (tape if early else 0) for kept, tape, _ in blocks)
+    now = sum(block.kept + (block.tape if early else 0) for block in blocks)
     most = now
-    for kept, tape, held in reversed(blocks):
-        most = max(most, now if early else now + tape)
-        now += (held if defer else 0) - kept - (tape if early else 0)
-        most = max(most, now)
+    before = [0]  # per block, the tape of the nearest earlier offloaded one
+    for block in blocks:
+        before.append(block.away or before[-1])
+    for block, coming in zip(reversed(blocks), reversed(before[:-1]), strict=True):
+        most = max(most, now + (0 if early else block.tape) + block.away + coming)
+        now += (block.held if defer else 0) - block.kept - (block.tape if early else 0)
+        most = max(most, now + coming)
     return most
 
 

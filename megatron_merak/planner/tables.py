@@ -176,7 +176,12 @@ def _stage(plan: Plan, index: int) -> str:
         return "none"
     units = plan.stage_units(index)
     recomputed = len(plan.stages[index].recompute)
-    return f"{_span(units)}" + (f", {recomputed} recomputed" if recomputed else "")
+    offloaded = len(plan.stages[index].offload)
+    return (
+        _span(units)
+        + (f", {recomputed} recomputed" if recomputed else "")
+        + (f", {offloaded} offloaded" if offloaded else "")
+    )
 
 
 def _span(units: Sequence[Unit]) -> str:
@@ -213,11 +218,10 @@ def _schedule(name: str, first: Plan, second: Plan) -> list[str]:
         f"{plan.schedule.name} of {plan.num_microbatches} micro-batches" for plan in (first, second)
     )
     same = first.schedule == second.schedule
-    return (
-        [f"schedule: {before} -> {after}{', in another order' * (before == after)}"]
-        if not same
-        else []
-    )
+    if same:
+        return []
+    order = ", in another order" if before == after else ""
+    return [f"schedule: {before} -> {after}{order}"]
 
 
 def _time(name: str, first: Plan, second: Plan) -> list[str]:
@@ -256,6 +260,13 @@ def _peaks(name: str, first: Plan, second: Plan) -> list[str]:
     return [f"largest peak of a rank: {before} -> {after}"]
 
 
+def _host_peaks(name: str, first: Plan, second: Plan) -> list[str]:
+    before, after = (
+        bytes_text(max(plan.predicted_host_bytes, default=0)) for plan in (first, second)
+    )
+    return [f"largest peak of host memory: {before} -> {after}"]
+
+
 _DIFFERENCES = {
     "units": _units,
     "stages": _stages,
@@ -265,6 +276,7 @@ _DIFFERENCES = {
     "predicted_time": _time,
     "predicted_bubble": _bubble,
     "predicted_bytes": _peaks,
+    "predicted_host_bytes": _host_peaks,
     "reasons": lambda name, first, second: [],
     "schedule_note": lambda name, first, second: [],
 }

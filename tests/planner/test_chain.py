@@ -43,7 +43,7 @@ def test_a_stage_that_does_not_fit_is_named():
     with pytest.raises(PlanError) as caught:
         cap(free, 0.1)
     assert str(caught.value) == (
-        "--device-memory-gb 0.1: no cut into 2 stages fits; cut by cost, stage 0 (unit.0 .. unit.5) needs 204.0 MiB. "
+        "--device-memory-gb 0.1: no cut into 2 stages fits; cut by cost, stage 0 (unit.0 .. unit.5) needs 205.0 MiB. "
         "Use more tensor- or pipeline-parallel ranks, a smaller micro-batch or full recomputation."
     )
     assert max(cap(free, 0.12, recompute_granularity="full").predicted_bytes) <= 0.12 * 2**30

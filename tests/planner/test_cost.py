@@ -8,7 +8,15 @@ import pytest
 import torch
 import transformers
 
-from megatron_merak.cluster import CLUSTERS, find_cluster, find_device, peak_flops
+from megatron_merak.cluster import (
+    CLUSTERS,
+    Cluster,
+    Device,
+    Link,
+    find_cluster,
+    find_device,
+    peak_flops,
+)
 from megatron_merak.config import ModelConfig
 from megatron_merak.errors import PlanError
 from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters
@@ -179,7 +187,8 @@ def test_an_fp32_residual_stream_keeps_and_sends_more(name):
 ALIKE = [
     each.name
     for each in fields(Unit)
-    if each.name not in ("kind", "tied", "transient_bytes", "operations", "products")
+    if each.name
+    not in ("kind", "tied", "transient_bytes", "operations", "products", "running_bytes")
 ]
 
 
@@ -214,6 +223,8 @@ def test_formulas_say_what_the_graph_says(name, tp, dtype, shape, parallel):
         for each in ALIKE:
             assert getattr(ours, each) == getattr(theirs, each), (ours.name, each)
         assert [size for _, size in ours.tied] == [size for _, size in theirs.tied]
+        for bound, found in zip(ours.running_bytes, theirs.running_bytes, strict=True):
+            assert bound >= found, (ours.name, ours.running_bytes, theirs.running_bytes)
         chunked = ours.kind == "head" and model.cross_entropy_chunk_size
         if not chunked:
             assert multiplied(ours) == multiplied(theirs)
@@ -284,3 +295,46 @@ def test_peaks_are_dense():
     assert peak_flops("A100") == 312e12 and peak_flops("NVIDIA H200") == 989.4e12
     with pytest.raises(PlanError, match="H100"):
         peak_flops("GeForce RTX 4090")
+
+
+def test_levels_of_context_parallel_ranks_are_priced_with_their_own_links():
+    """Two neighbours of a node exchange half of what they have; what goes to the next node, a rank
+    sends through its own card.
+    """
+    device = Device("card", 1e9, 1e9, 1e12, 0, 0.5)
+    links = Link("in", 1e-5, 4e7), Link("out", 1e-3, 1e7)
+    unit = Unit(
+        "layer",
+        "layer",
+        8,
+        1,
+        0,
+        16,
+        cp_inner=2,
+        inner_sent=((3, 8000), (3, 8000), (2, 4000)),
+        outer_sent=((1, 2000), (2, 4000), (2, 4000)),
+        hiding=0.0,
+    )
+
+    def priced(ranks_per_node):
+        return unit_costs([unit], Cluster(device, ranks_per_node, *links), "float32", Grid(cp=4))[0]
+
+    two = priced(2)
+    near = [3e-5 + 4000 / 4e7, 3e-5 + 4000 / 4e7, 2e-5 + 2000 / 4e7]
+    far = [1e-3 + 2000 / 1e7, 2e-3 + 4000 / 1e7, 2e-3 + 4000 / 1e7]
+    found = (*two.reduces, two.bare)
+    assert found == pytest.approx([a + b for a, b in zip(near, far, strict=True)])
+    # a node of three ranks has a group of neighbours whose ranks are on two nodes
+    assert priced(3).reduces[0] == pytest.approx(3e-3 + 4000 / 1e7 + far[0])
+    inside = [1e-5 + 2000 / 4e7, 2e-5 + 4000 / 4e7]
+    one = priced(4)
+    assert one.reduces == pytest.approx([a + b for a, b in zip(near[:2], inside, strict=True)])
+    # in halves as many bytes are sent in twice as many messages
+    assert one.half_reduces[0] == pytest.approx(one.reduces[0] + 4e-5)
+
+
+def test_an_exchange_of_one_rank_of_each_node_uses_no_links_inside():
+    device = Device("card", 1e9, 1e9, 1e12, 0, 0.5)
+    cluster = Cluster(device, 2, Link("in", 1e-5, 1e6), Link("out", 1e-3, 1e7))
+    assert cluster.exchange_link([0, 2]).bandwidth == 1e7
+    assert cluster.exchange_link([0, 1, 2, 3]).bandwidth == 1e6

@@ -14,17 +14,21 @@ from tests.engines import blueprint_of
 from tests.hf_trainer.stand_in import collate, samples
 from tests.hf_trainer.test_experts import mixture
 
+REPLICAS = Grid(dp=4)
+
 
 @pytest.fixture(scope="module")
 def traced():
     return Traced(mixture(False), collate(samples(2, ragged=False)), "bfloat16")
 
 
-def planned(traced, experts, sharding="no_shard") -> Plan:
+def planned(traced, experts, sharding="no_shard", shards=None, grid=REPLICAS) -> Plan:
     return blueprint_of(
         traced,
-        Grid(dp=4),
+        grid,
         expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=shards,
+        sequence_parallel=grid.tp > 1,
         data_parallel_sharding_strategy=sharding,
     ).plan
 
@@ -43,6 +47,21 @@ def test_a_rank_has_its_experts(traced):
     assert before.weights - after.weights == experts
     assert before.gradients - after.gradients == 2 * experts
     assert before.optimizer - after.optimizer == 6 * experts
+
+
+@pytest.mark.parametrize("grid", [REPLICAS, Grid(tp=2, dp=2), Grid(tp=4)])
+def test_a_rank_has_its_shards_of_its_experts(traced, grid):
+    """Two ranks compute with each expert, half of it each, and get the rows of both."""
+    whole = planned(traced, 4, grid=grid)
+    shards = planned(traced, 2, shards=2, grid=grid)
+    assert shards.expert_ranks == whole.expert_ranks == 4
+    assert shards.stage_parameters(0) == whole.stage_parameters(0)
+    assert sum(unit.flops for unit in shards.units) == sum(unit.flops for unit in whole.units)
+    sent = max(unit.routed_bytes for unit in shards.units)[0]
+    assert grid.tp == 4 or sent > 1.9 * max(unit.routed_bytes for unit in whole.units)[0]
+    slow = replace(CLUSTERS["dgx-h100"], ranks_per_node=1)
+    near = priced(replace(shards, cluster=CLUSTERS["dgx-h100"]))
+    assert priced(replace(shards, cluster=slow)).predicted_time > near.predicted_time
 
 
 @pytest.mark.parametrize("sharding", ["optim", "optim_grads", "optim_grads_params"])

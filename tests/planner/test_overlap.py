@@ -6,11 +6,15 @@ import pytest
 
 from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link, find_cluster
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megatron_merak.errors import ConfigError
 from megatron_merak.pipeline_parallel.ops import ops_of
 from megatron_merak.plan import Grid, Unit
 from megatron_merak.planner import plan, plan_chain
 from megatron_merak.planner.cost import UnitCost, unit_costs
+from megatron_merak.planner.make import gpt_chain
 from megatron_merak.planner.overlap import Times, times
+from megatron_merak.planner.request import request_of
+from megatron_merak.planner.search.space import Space
 from tests.requests import request
 
 COST = UnitCost(
@@ -22,6 +26,7 @@ COST = UnitCost(
     half_reduces=(7.0, 13.0),
     last_reduces=(2.0, 3.0),
     halving=(1.0, 2.0),
+    hiding=8.0,
 )
 
 
@@ -35,6 +40,24 @@ def test_each_mode_by_hand():
     assert times([COST], "sub-pipeline", splits=True) == Times(13.0, 22.0 + 3.0, 8.0)
     slow = replace(COST, half_reduces=(30.0, 60.0))
     assert times([slow], "sub-pipeline", splits=True) == Times(30.0 + 2.0, 60.0 + 3.0, 8.0)
+
+
+def test_what_no_weight_gradient_hides():
+    """Ranks of a sequence exchange gradients of queries and keys, which takes 5 of 12 seconds: no
+    weight gradient is behind them, and 6 of 8 seconds of these are behind the rest.
+    """
+    bare = replace(COST, bare=5.0, hiding=6.0)
+    assert times([bare], "weight-gradient") == Times(16.0, 20.0 + 5.0 + 1.0, 8.0)
+    assert times([bare], "none") == times([COST], "none")
+    assert times([bare], "weight-gradient", splits=True) == Times(16.0, 32.0, 8.0)
+
+
+def test_what_is_gathered_again_travels_beside_gradients_of_inputs():
+    """Unless it is recomputed, which gathers anyway."""
+    again = replace(COST, bare=5.0, regathers=7.0, hiding=6.0)
+    assert times([again], "weight-gradient") == Times(16.0, 20.0 + 5.0 + 1.0, 8.0, regathers=1.0)
+    assert times([again], "weight-gradient").again == 15.0
+    assert times([again], "none") == Times(16.0, 32.0, 8.0, regathers=7.0)
 
 
 def test_what_one_unit_cannot_hide_another_can():
@@ -130,3 +153,32 @@ def test_pairs_are_in_the_schedule():
         made.predicted_time < plan(config("weight-gradient"), 4, CLUSTERS["rtx3090"]).predicted_time
     )
     assert made.cluster is CLUSTERS["rtx3090"]
+
+
+MIXTURE = {
+    "num_experts": 4,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "moe_z_loss_coeff": 0.1,
+}
+
+
+def test_a_micro_batch_whose_router_has_losses_is_not_halved():
+    own = config("auto", batch=4)  # one micro-batch has no pairs
+    mixture = replace(own, model=replace(own.model, **MIXTURE))
+    asked = request_of(mixture, 4)
+    assert not asked.halves and request_of(own, 4).halves
+    units = gpt_chain(own, 2, CLUSTERS["rtx3090"])
+    alike = replace(asked, halves=True)
+    found = [plan_chain(units, each, CLUSTERS["rtx3090"]).overlap for each in (alike, asked)]
+    assert found[0] == "sub-pipeline" and found[1] == "weight-gradient"
+    named = replace(asked, parallel=config("sub-pipeline").parallel)
+    with pytest.raises(ConfigError, match="sub-pipeline: losses of routers, capacities of experts"):
+        plan_chain(units, named, CLUSTERS["rtx3090"])
+    spaces = [
+        Space(4, [64], CLUSTERS["cpu"], {}, memory=False, halves=way) for way in (True, False)
+    ]
+    (layer,) = (layer for layer in spaces[0].layers() if layer.tp == 2)
+    (degrees, *_) = (each for each in spaces[0].degrees(layer, 4) if each.mb == 4)
+    tried = [{each.overlap for each in space.choices(degrees, 4)} for space in spaces]
+    assert tried[0] - tried[1] == {"sub-pipeline"}

@@ -16,6 +16,7 @@ from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, StagePlan, Unit
 from megatron_merak.planner import plan, plan_chain
 from megatron_merak.planner.memory import Ledger, rank_memory
+from megatron_merak.planner.offload import UnitSeconds
 from megatron_merak.planner.recompute import Chooser, Recompute
 from tests.requests import request
 
@@ -37,7 +38,9 @@ def chain(count, saved=8 * MIB, border=MIB):
 
 def chooser(units, method, ranks=4, memory=0.0, layers=1, schedule="1f1b", seconds=None):
     ledger = Ledger(units, build_schedule(schedule, ranks, 16), "float32")
-    return Chooser(Recompute(method, layers), units, seconds or [1.0] * len(units), ledger, memory)
+    times = [UnitSeconds(second, 2 * second) for second in seconds or [1.0] * len(units)]
+    device = CLUSTERS["dgx-a100"].device
+    return Chooser(Recompute(method, layers), units, times, ledger, memory=memory, device=device)
 
 
 def kept(stage):
@@ -171,7 +174,7 @@ SCHEDULES = ("1f1b", "shifted", "early-recompute", "zb-h1")
 
 @pytest.mark.parametrize(
     ("memory", "schedule"),
-    [*((m, s) for m in (5.0, 8.0, 11.0) for s in SCHEDULES), (14.0, "gpipe")],
+    [*((m, s) for m in (5.2, 8.0, 11.0) for s in SCHEDULES), (14.0, "gpipe")],
 )
 def test_what_later_stages_keep_makes_room_for_more_of_their_layers(memory, schedule):
     full = plan(config(memory, "full", schedule), 4, CLUSTERS["rtx3090"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from megatron_merak.cluster import Cluster, Link, all_gather, all_reduce, reduce_scatter
 from megatron_merak.errors import MerakError
-from megatron_merak.pipeline_parallel.builders import build_schedule
+from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.pairs import pair
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
@@ -23,11 +23,12 @@ from megatron_merak.planner.links import reached_along
 from megatron_merak.planner.memory import Ledger
 from megatron_merak.planner.request import Request, default_bucket_size
 from megatron_merak.planner.search.choice import Choice
-from megatron_merak.planner.search.space import Degrees
+from megatron_merak.planner.search.space import REPEATING, Degrees
 from megatron_merak.planner.search.work import ChainPart, ChainWork, Cutting, StageSums, Sums
 
-SPLIT = ("zb-h1", "zb-v")  # schedules with separate weight gradients
-EARLY = ("shifted", "early-recompute")  # schedules whose last stage keeps what it computed
+SPLIT = tuple(name for name, row in BUILDERS.items() if row.splits)
+# Schedules that hold at least what 1F1B does; of one that is in no list here nothing is known.
+_AS_1F1B = ("1f1b", "interleaved", "shifted", "early-recompute", "zb-h1")
 _STEPS = 12  # of the bisection: a thousandth
 _EPSILON = 1e-6
 
@@ -140,7 +141,7 @@ class Case:
     @property
     def repeats(self) -> bool:
         """Whether every stage recomputes all that it can."""
-        return self.choice.recompute == "full" and self.choice.schedule not in EARLY
+        return self.choice.recompute == "full" and self.choice.schedule not in REPEATING
 
 
 class Bounds:
@@ -227,7 +228,7 @@ class Bounds:
             for index, stage in enumerate(balanced)
         ):
             return self._simulated(case, again)
-        if case.choice.schedule in EARLY or self._may_fit(case, schedule):
+        if case.choice.schedule in REPEATING or self._may_fit(case, schedule):
             return 0.0
         most = again or case.choice.recompute == "capacity"
         together = ledger.together(case.work.planned(cutting, case.overlap, most))
@@ -494,10 +495,10 @@ def in_flight(choice: Choice, microbatches: int) -> list[float]:
     ranks = range(choice.pp)
     if choice.schedule == "gpipe":
         return [float(microbatches) for _ in ranks]
-    if choice.schedule in ("auto", "naive"):
-        return [1.0 for _ in ranks]
     if choice.schedule == "zb-v":
         return [min(microbatches, choice.pp) / 2 for _ in ranks]
+    if choice.schedule not in _AS_1F1B:
+        return [1.0 for _ in ranks]
     if choice.chunks > 1:
         chunks = choice.chunks
         most = ((chunks - 1) * choice.pp + 2 * (choice.pp - rank - 1) + 1 for rank in ranks)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_merak.config import ParallelConfig, nearest
-from megatron_merak.config.parallel import OVERLAPS, SCHEDULES, SHARDINGS
+from megatron_merak.config.parallel import A2A_P2P, CP_COMM_TYPES, OVERLAPS, SCHEDULES, SHARDINGS
 from megatron_merak.config.rank_order import mistake, normal
 from megatron_merak.errors import ConfigError
 
@@ -27,12 +27,15 @@ ONE_STAGE = "1f1b"  # the schedule of a rank that has no neighbours, and the def
 class Layer:
     """How a layer is divided over ranks.
 
-    tp: that share its weights; ``cp``: its sequences; ``ep``: its experts.
+    tp: that share its weights; ``cp``: its sequences; ``ep``: its experts; ``etp``: each of these.
+    kind: how those of ``cp`` exchange, see ``--cp-comm-type``; "": as where nothing is said.
     """
 
     tp: int
     cp: int = 1
     ep: int = 1
+    etp: int = 1
+    kind: str = ""
 
     @property
     def ranks(self) -> int:
@@ -41,7 +44,22 @@ class Layer:
     @property
     def expert_copies(self) -> int:
         """Number of copies of the layer that divide its experts; 1: none do."""
-        return max(1, self.ep // self.tp)
+        return max(1, self.ep * self.etp // self.tp)
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether rows of tokens are sent to the ranks of their experts."""
+        return self.ep * self.etp > 1
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of ``ParallelConfig`` that say the same."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "context_parallel_size": self.cp,
+            "cp_comm_type": self.kind or None,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp if self.exchanges_rows else None,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +68,9 @@ class Choice:
 
     tp, pp:    degrees.
     cp:        ranks that share each sequence.
-    ep:        ranks that divide the experts of a layer.
+    kind:      how these exchange; "": as where nothing is said.
+    ep:        parts that the experts of a layer are divided into.
+    etp:       ranks that shard each expert of such a part.
     mb:        samples of a micro-batch.
     sp:        whether activations are sharded along the sequence.
     schedule:  of the pipeline.
@@ -64,7 +84,9 @@ class Choice:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    kind: str = ""
     ep: int = 1
+    etp: int = 1
     mb: int = 1
     sp: bool = False
     schedule: str = ONE_STAGE
@@ -76,7 +98,7 @@ class Choice:
 
     @property
     def layer(self) -> Layer:
-        return Layer(self.tp, self.cp, self.ep)
+        return Layer(self.tp, self.cp, self.ep, self.etp, self.kind)
 
     @property
     def parts(self) -> int:
@@ -90,10 +112,8 @@ class Choice:
         granularity, method = RECOMPUTATIONS[self.recompute]
         chunked = self.chunks > 1 and self.schedule != "auto"
         return {
-            "tensor_model_parallel_size": self.tp,
-            "context_parallel_size": self.cp,
+            **self.layer.settings(),
             "pipeline_model_parallel_size": self.pp,
-            "expert_model_parallel_size": self.ep,
             "rank_order": None if self.order == DEFAULT.order else self.order,
             "micro_batch_size": self.mb,
             "sequence_parallel": self.sp,
@@ -135,8 +155,10 @@ SEARCHED: Mapping[str, str] = MappingProxyType(
     {
         "tensor_model_parallel_size": "tp",
         "context_parallel_size": "cp",
+        "cp_comm_type": "kind",
         "pipeline_model_parallel_size": "pp",
         "expert_model_parallel_size": "ep",
+        "expert_tensor_parallel_size": "etp",
         "rank_order": "order",
         "use_tp_pp_dp_mapping": "order",
         "micro_batch_size": "mb",
@@ -153,6 +175,7 @@ SEARCHED: Mapping[str, str] = MappingProxyType(
 )
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "kind": tuple(kind for kind in CP_COMM_TYPES if kind != A2A_P2P),
         "schedule": SCHEDULES,
         "overlap": OVERLAPS,
         "sharding": SHARDINGS,
@@ -167,7 +190,7 @@ def pinned(name: str, text: str, flag: str) -> Any:
         close = nearest(name, NAMES)
         hint = f"The nearest is {close}" if close else f"Use {', '.join(NAMES)}"
         raise ConfigError(flag, name, "it is not a setting that is searched", hint)
-    if name in ("tp", "pp", "cp", "ep", "mb", "chunks"):
+    if name in ("tp", "pp", "cp", "ep", "etp", "mb", "chunks"):
         if not text.isdecimal() or int(text) < 1:
             raise ConfigError(flag, f"{name}={text}", "it is not a number", "Give 1 or more")
         return int(text)

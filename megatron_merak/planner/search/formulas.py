@@ -41,9 +41,7 @@ class FormulaChain:
             raise ConfigError("--context-parallel-size", layer.cp, reason, f"Pin cp={layer.cp}")
         parallel = replace(
             config.parallel,
-            tensor_model_parallel_size=tp,
-            context_parallel_size=layer.cp,
-            expert_model_parallel_size=layer.ep,
+            **layer.settings(),
             sequence_parallel=sequence_parallel,
             recompute_granularity="selective" if selective else None,
             recompute_method=None,

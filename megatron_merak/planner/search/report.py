@@ -104,7 +104,7 @@ class Breakdown:
 def _repeated(plan: Plan, costs: Sequence[UnitCost], stage: int) -> float:
     """Return the seconds of the forwards that a stage repeats for each micro-batch."""
     repeated = [costs[unit] for unit in plan.stages[stage].recompute]
-    return times(repeated, plan.overlap).forward
+    return times(repeated, plan.overlap).again
 
 
 def table(plan: Plan) -> str:
@@ -224,7 +224,8 @@ def _least_memory(
     unlimited = search.on(search.cluster, memory_gb=_ENDLESS)
     best: FoundPlan | None = None
     for layer in search.space(ranks, batch, pins).layers():
-        divided = {"tp": layer.tp, "cp": layer.cp, "ep": layer.ep}
+        divided: dict[str, Any] = {"tp": layer.tp, "cp": layer.cp, "ep": layer.ep, "etp": layer.etp}
+        divided |= {"kind": layer.kind} if layer.cp > 1 else {}
         for pp in divisors(ranks // layer.ranks):
             found = unlimited.run(ranks, batch, {**divided, "pp": pp, **saving, **pins}).found
             for each in found:

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -65,6 +66,15 @@ class FoundPlan:
     def seconds(self) -> float:
         return self.plan.predicted_time
 
+    def runs_as(self, other: "FoundPlan") -> bool:
+        """Whether ranks do the same under both plans, whatever the settings are called."""
+        return _without_words(self.plan) == _without_words(other.plan)
+
+
+def _without_words(plan: Plan) -> Plan:
+    """Return a plan without what no rank reads."""
+    return replace(plan, schedule_note="", reasons=(), predicted_time=0.0)
+
 
 @dataclass(frozen=True)
 class Rest:
@@ -113,6 +123,16 @@ class Result:
         """The plan with the fewest moving parts of those that are as fast as the fastest."""
         return next(iter(self.equal()), None)
 
+    def first(self, count: int) -> list[FoundPlan]:
+        """Return `best` and those that are expected to be the fastest beside it, of which no two run
+        alike; fewer where there are no more.
+        """
+        chosen: list[FoundPlan] = []
+        for each in (*self.equal(), *self.found):
+            if len(chosen) < count and not any(each.runs_as(other) for other in chosen):
+                chosen.append(each)
+        return chosen
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -130,15 +150,19 @@ class Candidate:
 class _State:
     """A search under way.
 
-    heap: what to look at: the seconds that are expected, a number, a bound on them, and what it is.
+    wanted: number of plans to find, of which no two run alike.
+    heap:   what to look at: the seconds that are expected, a number, a bound on them, and what it is.
+    best:   seconds of the slowest of the plans that are wanted, once there are so many.
     """
 
+    wanted: int = 1
     order: Iterator[int] = field(default_factory=count)
     heap: list[tuple[float, int, float, Degrees | Candidate]] = field(default_factory=list)
     found: list[FoundPlan] = field(default_factory=list)
     counted: int = 0
     made: int = 0
     best: float = math.inf
+    _fastest: list[FoundPlan] = field(default_factory=list)
 
     @property
     def enough(self) -> float:
@@ -149,6 +173,16 @@ class _State:
         if bound <= self.enough and not math.isinf(bound):
             entry = (bound if expected is None else expected, next(self.order), bound, item)
             heapq.heappush(self.heap, entry)
+
+    def keep(self, found: FoundPlan) -> None:
+        """Add a plan that fits."""
+        self.found.append(found)
+        if self.wanted > 1 and any(found.runs_as(other) for other in self._fastest):
+            return
+        insort(self._fastest, found, key=lambda each: each.seconds)
+        del self._fastest[self.wanted :]
+        if len(self._fastest) == self.wanted:
+            self.best = self._fastest[-1].seconds
 
     @property
     def rest(self) -> Rest | None:
@@ -191,17 +225,20 @@ class Search:
         batch: Sequence[int],
         pins: Mapping[str, Any],
         report: Report = lambda share, best: None,
+        wanted: int = 1,
     ) -> Result:
         """Return the fastest plans on so many ranks.
 
         batch:  samples per step; where it grows, all sizes, the largest last.
         pins:   fields of ``Choice`` and the values that they must have.
         report: called with the finished share, and the best plan so far in words.
+        wanted: so many of the fastest are among the plans, where there are so many that do not run
+                alike; of others only those that were met on the way.
         """
         memory = self.memory
         space = self.space(ranks, batch, pins)
         bounds = Bounds(self.request, self.cluster, memory, self.model.frozen_bytes)
-        state = _State()
+        state = _State(wanted)
         refusal = self._open(space, bounds, state)
         first = state.heap[0][0] if state.heap else 0.0
         while state.heap and state.made < _MOST:
@@ -229,6 +266,7 @@ class Search:
             memory=bool(self.memory),
             length=length if self.model.shares_sequences else 0,
             experts=self.model.has_experts,
+            halves=self.request.splits,
         )
 
     def plan(self, choice: Choice, replicas: int, microbatches: int) -> Plan:
@@ -266,7 +304,14 @@ class Search:
         """Push all degrees; return why there are none, if there are none."""
         refusal: MerakError | None = None
         for layer in space.layers():
-            first = Choice(tp=layer.tp, cp=layer.cp, ep=layer.ep, sp=layer.ep > 1 and layer.tp > 1)
+            first = Choice(
+                tp=layer.tp,
+                cp=layer.cp,
+                ep=layer.ep,
+                etp=layer.etp,
+                kind=layer.kind,
+                sp=layer.exchanges_rows and layer.tp > 1,
+            )
             try:
                 units = len(self._of(first, False).units)
             except MerakError as error:
@@ -322,9 +367,7 @@ class Search:
             # cuts and recomputation are the same: what units cost depends on tensor ranks only
             other = priced(replace(plan, grid=replace(plan.grid, order=order)))
             found.append(FoundPlan(replace(item.choice, order=order), other))
-        best = min(found, key=lambda each: each.seconds)
-        state.found.append(best)
-        state.best = min(state.best, best.seconds)
+        state.keep(min(found, key=lambda each: each.seconds))
 
 
 def _share(first: float, bound: float, best: float) -> float:

@@ -6,14 +6,18 @@ from typing import Any
 
 from megatron_merak.cluster import Cluster
 from megatron_merak.config.checks import divisors
-from megatron_merak.config.parallel import SHARDINGS
+from megatron_merak.config.parallel import P2P, SHARDINGS
 from megatron_merak.config.rank_order import PIPELINE_INSIDE
+from megatron_merak.pipeline_parallel.builders import BUILDERS
 from megatron_merak.plan import Grid, refused_together
 from megatron_merak.planner.search.choice import ONE_STAGE, Choice, Layer
 
 _LARGEST = 64  # samples of a micro-batch: larger ones gain nothing
 _CHUNKS = (2, 3, 4, 6, 8, 12, 16)  # stages per rank
-_REPEATING = ("shifted", "early-recompute")  # schedules that place recomputations
+# Schedules that place recomputations, and those that may be fastest where none does; the others
+# are tried where they are pinned.
+REPEATING = tuple(name for name, row in BUILDERS.items() if row.recomputes)
+_FASTEST = ("1f1b", "interleaved", "zb-h1", "zb-v")
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,13 @@ class Degrees:
 class Space:
     """The choices of a job.
 
-    ranks:  of the job.
-    batch:  samples per step; where it grows, all sizes, the largest last.
-    pins:   fields of ``Choice`` and their values.
-    memory: whether the memory of a rank is known.
-    length: of a sequence, if ranks may share it; 0: they do not.
+    ranks:   of the job.
+    batch:   samples per step; where it grows, all sizes, the largest last.
+    pins:    fields of ``Choice`` and their values.
+    memory:  whether the memory of a rank is known.
+    length:  of a sequence, if ranks may share it; 0: they do not.
     experts: whether ranks may divide experts.
+    halves:  whether a micro-batch may be computed in halves.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Space:
         memory: bool,
         length: int = 0,
         experts: bool = False,
+        halves: bool = True,
     ):
         self.ranks = ranks
         self.batch = batch
@@ -68,11 +74,12 @@ class Space:
         self.memory = memory
         self.length = length
         self.experts = experts
+        self.halves = halves
 
     def layers(self) -> Iterator[Layer]:
         """Return how layers may be divided, over few ranks first: over tensor-parallel ranks of a
         node, or over ranks that share sequences. Experts are divided over the ranks of a layer, or
-        over those of a node.
+        over those of a node, of which as many may shard each expert as shard a layer.
         """
         node = min(self.cluster.ranks_per_node, self.ranks)
         shared = [cp for cp in divisors(self.ranks) if self.length and self.length % cp == 0]
@@ -80,12 +87,23 @@ class Space:
             divided = sorted({1, tp, *([node] if node % tp == 0 else [])})
             for ep in self._some("ep", divided if self.experts else ()):
                 for cp in self._some("cp", shared if tp == ep == 1 else ()):
-                    yield Layer(tp, cp, ep)
+                    for etp in self._some("etp", ()):
+                        for kind in self._kinds(cp):
+                            yield Layer(tp, cp, ep, etp, kind)
+            both = self.experts and tp > 1 and node // tp > 1 and node % tp == 0
+            if both and not {"ep", "etp"} & self.pins.keys():
+                for cp in self._some("cp", ()):
+                    for kind in self._kinds(cp):
+                        yield Layer(tp, cp, node // tp, tp, kind)
+
+    def _kinds(self, cp: int) -> list[str]:
+        """Return how ranks that share sequences may exchange: as of themselves, or in a ring."""
+        return self._some("kind", ("", P2P)) if cp > 1 else [""]
 
     def degrees(self, layer: Layer, units: int) -> Iterator[Degrees]:
         """Return how a job whose layers are divided so can be divided. units: of the chain."""
         along = (True, False) if layer.tp > 1 else (False,)
-        along = (True,) if layer.ep > 1 and layer.tp > 1 else along
+        along = (True,) if layer.exchanges_rows and layer.tp > 1 else along
         left = self.ranks // layer.ranks
         for pp in self._some("pp", [pp for pp in divisors(left) if pp <= units]):
             if self.ranks % (layer.ranks * pp):
@@ -105,7 +123,14 @@ class Space:
         """Return all choices of these degrees, in the first of their orders. units: of the chain."""
         layer = degrees.layer
         base = Choice(
-            tp=layer.tp, cp=layer.cp, ep=layer.ep, pp=degrees.pp, mb=degrees.mb, sp=degrees.sp
+            tp=layer.tp,
+            cp=layer.cp,
+            ep=layer.ep,
+            etp=layer.etp,
+            kind=layer.kind,
+            pp=degrees.pp,
+            mb=degrees.mb,
+            sp=degrees.sp,
         )
         for recompute in self._some("recompute", self._recomputations()):
             for schedule, chunks in self._schedules(degrees, recompute, units):
@@ -132,22 +157,23 @@ class Space:
 
     def _schedules(self, degrees: Degrees, recompute: str, units: int) -> Iterator[tuple[str, int]]:
         """Return (schedule, stages per rank)."""
-        names = ["1f1b", "interleaved", "zb-h1", "zb-v"]
-        names += _REPEATING if recompute not in ("none", "selective") else ()
+        names = [*_FASTEST]
+        names += REPEATING if recompute not in ("none", "selective") else ()
         names = names if degrees.pp > 1 else [ONE_STAGE]
         for name in self._some("schedule", names):
-            if name == "interleaved":
+            row = BUILDERS.get(name)
+            if row is not None and row.chunked:
                 most = units // degrees.pp
                 counts = [count for count in _CHUNKS if count <= most]
             else:
-                counts = [2 if name == "zb-v" else 1]
+                counts = [row.chunks if row is not None else 1]
             for count in self._some("chunks", counts) if counts else ():
                 yield name, count
 
     def _overlaps(self, degrees: Degrees, sharding: str) -> list[str]:
         names = ["weight-gradient"]
         if degrees.layer.ranks > 1:
-            names += ["sub-pipeline"] if degrees.mb > 1 else []
+            names += ["sub-pipeline"] if degrees.mb > 1 and self.halves else []
             names += ["pair"] if degrees.microbatches > 1 else []
         allowed = [name for name in names if not refused_together(sharding, degrees.copies, name)]
         return self._some("overlap", allowed)

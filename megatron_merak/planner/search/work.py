@@ -225,9 +225,10 @@ class ChainWork:
         for (cost, _), count in self._counts.items():
             each = times([cost], overlap, splits)
             exposed = each.backward - cost.backward if hides else 0.0
-            slack += count * max(0.0, cost.weight - cost.reduces[1]) if hides else 0.0
+            hideable = cost.beside_attention[1] - cost.bare_beside_attention - cost.regathers
+            slack += count * max(0.0, cost.hiding - hideable) if hides else 0.0
             seconds = each.forward + each.backward
-            together = cost.reduces[0] + each.backward - cost.backward
+            together = cost.beside_attention[0] + each.backward - cost.backward
             rows[seconds, together if overlap == "pair" else 0.0, exposed] += count
             start = min(start, cost.forward / (cost.forward + cost.backward + sum(cost.reduces)))
         usual = self._costs[self._usual]
@@ -236,12 +237,12 @@ class ChainWork:
             whole.forward,
             whole.backward,
             min(whole.weight, whole.backward),
-            recompute=times(again, overlap).forward,
+            recompute=times(again, overlap).again,
             hidden=whole.hidden,
-            usual=usual.forward + usual.reduces[0] + usual.backward
+            usual=usual.forward + usual.beside_attention[0] + usual.backward
             if hides
             else (alike.forward + alike.backward) / self._alike,
-            again=times([usual] * self._alike, overlap).forward / self._alike
+            again=times([usual] * self._alike, overlap).again / self._alike
             if self._usual in self._again
             else 0.0,
             # of a stage in halves, a unit takes less time than alone
@@ -285,7 +286,7 @@ class ChainWork:
     def _bounds(self, cutting: Cutting, overlap: str, again: bool) -> tuple[int, ...]:
         exposed = [times([cost], overlap) for cost in self._costs]
         repeated = [
-            each.forward if again and index in self._again else 0.0
+            each.again if again and index in self._again else 0.0
             for index, each in enumerate(exposed)
         ]
         costs, shared = cut_costs(self.units, exposed, cutting.microbatches, cutting.update)
@@ -302,19 +303,22 @@ class ChainWork:
             own.forward,
             own.backward,
             min(own.weight, own.backward),
-            times(again, overlap).forward,
+            times(again, overlap).again,
             hidden=own.hidden,
             output=self.units[last - 1].output_bytes,
         )
 
     def least_room(self, shards: Shards, splits: bool, ranks: int) -> int:
-        """Return the bytes that every rank needs while a unit runs: where replicas share weights and
-        gradients, those of a unit too.
+        """Return the bytes that every rank needs while a unit runs, and for messages: where replicas
+        share weights and gradients, those of a unit too.
 
         ranks: of the pipeline.
         """
         weights = DTYPE_BYTES[self.dtype] if shards.parameters > 1 else 0
         gradients = 4 if shards.gradients > 1 else 0
         each = max(weights, gradients) if splits else weights + gradients
-        needs = [unit.transient_bytes + each * trained_parameters([unit]) for unit in self.units]
-        return max(needs) if ranks == 1 else min(needs)
+        needs = [unit.working(splits) + each * trained_parameters([unit]) for unit in self.units]
+        if ranks == 1:
+            return max(needs)
+        # one is received ahead, and one is on its way
+        return min(needs) + 2 * min(unit.output_bytes for unit in self.units[:-1])

@@ -76,7 +76,8 @@ def test_bounds_hold_where_sequences_are_divided(long):
 
 def test_bounds_hold_where_experts_are_divided(mixture):
     choices = [choice for choice, _ in everything(mixture, 8, 16, {"mb": 2, "tp": 4, "sp": True})]
-    assert {choice.ep for choice in choices} == {1, 4, 8}
+    divided = {(choice.ep, choice.etp) for choice in choices}
+    assert divided == {(1, 1), (4, 1), (8, 1), (2, 4)}
 
 
 def test_bounds_hold_where_replicas_divide_experts(mixture):
@@ -106,3 +107,19 @@ def test_weights_and_sequences_are_shared_together_where_it_is_asked_for(long):
     for half, whole in zip(both.units[1:-1], shared.units[1:-1], strict=True):
         assert half.flops == whole.flops // 2
         assert half.exchanged_bytes[0] == whole.exchanged_bytes[0] // 2
+
+
+def test_a_ring_is_tried_beside_the_other_kinds_and_hidden_by_attention(long):
+    """Of long sequences attention takes longer than keys and values to the next rank."""
+    pins = {"mb": 1, "pp": 1, "tp": 1, "cp": 8}
+    assert {layer.kind for layer in long.space(8, [1], pins).layers()} == {"", "p2p"}
+    found = long.run(8, [1], pins).best.choice
+    kinds = {
+        kind: long.run(8, [1], {**pins, "kind": kind}).fastest
+        for kind in ("a2a", "all_gather", "p2p")
+    }
+    best = min(kinds.values(), key=lambda each: each.seconds)
+    assert found.kind == ("p2p" if best is kinds["p2p"] else "")
+    assert kinds["p2p"].plan.cp_comm_type == "p2p"
+    assert {unit.cp_comm_type for unit in kinds["p2p"].plan.units} == {"", "p2p"}
+    assert kinds["p2p"].seconds < kinds["all_gather"].seconds

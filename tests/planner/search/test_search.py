@@ -76,8 +76,40 @@ def test_a_search_finds_what_trying_everything_finds(shape, cluster, ranks, pins
     assert found.rest is None and one.run(ranks, [32], pins) == found
 
 
+@pytest.mark.parametrize("case", [4])
+def test_a_search_finds_as_many_as_are_wanted(case):
+    shape, cluster, ranks, pins = CASES[case]
+    one = search(configuration(shape), cluster)
+    made = sorted(made.predicted_time for _, made in everything(one, ranks, 32, pins))
+    found = one.run(ranks, [32], pins, wanted=6)
+    chosen = found.first(6)
+    assert chosen[0] == found.best == one.run(ranks, [32], pins).best
+    assert len(chosen) == 6 and len({str(each.choice) for each in chosen}) == 6
+    pairs = [(one, other) for one in chosen for other in chosen if one is not other]
+    assert not any(one.runs_as(other) for one, other in pairs)
+    # those that run alike are among all that were tried, so that these are no slower
+    slowest = max(each.seconds for each in chosen)
+    assert sum(seconds < slowest for seconds in made) >= 5
+    distinct = []
+    for each in sorted(one.run(ranks, [32], pins, wanted=10**6).found, key=lambda f: f.seconds):
+        if not any(each.runs_as(other) for other in distinct):
+            distinct.append(each)
+    assert slowest == distinct[5].seconds or slowest <= found.best.seconds * 1.01
+
+
+def test_plans_that_run_alike_are_tried_once():
+    one = search(configuration("ten"), small("dgx-a100", 80))
+    pins = {"tp": 2, "mb": 2, "sp": False, "pp": 1, "sharding": "no_shard"}
+    every = one.run(8, [32], pins, wanted=10**6)
+    by_choice = {each.choice.recompute: each for each in every.found}
+    assert by_choice["none"].runs_as(by_choice["capacity"])
+    assert not by_choice["none"].runs_as(by_choice["full"])
+    recomputed = [each.choice.recompute for each in every.first(100)]
+    assert "capacity" not in recomputed and "full" in recomputed
+
+
 def test_a_search_that_stops_early_says_what_is_left(monkeypatch):
-    one = search(configuration(), small("dgx-a100", 12))
+    one = search(configuration(), small("dgx-a100", 14))
     whole = one.run(8, [32], {})
     assert left_out(whole) == ""
     monkeypatch.setattr("megatron_merak.planner.search.search._MOST", 2)
