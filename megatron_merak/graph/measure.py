@@ -7,6 +7,7 @@ once.
 """
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from math import ceil, prod
@@ -16,13 +17,17 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from ..config.parallel import A2A, A2A_P2P, ALL_GATHER, RINGS
 from ..errors import PlanError
+from ..ops import Kept
 from ..plan import TensorSharding, Unit
 from ..segment import LayerAxis
 from .capture.captured import Captured
+from .fusion.fp8 import Fp8Weights, check_shards, fp8_work
 from .fusion.fuse import fuse
 from .fusion.linear import RECOMPUTED
-from .ir.kinds import over
+from .hiding import hiding
+from .ir.kinds import LEVELS, over
 from .ir.marks import (
     all_gather,
     copy_in,
@@ -30,12 +35,14 @@ from .ir.marks import (
     exchange_rows,
     reduce_scatter,
     reduce_sum,
+    rotate,
     stack,
+    turn_back,
 )
 from .ir.nodes import is_op, nbytes, operand, values
 from .ir.operators import facts, flops
 from .kept_state import StateOf, kept_state
-from .lowering.context import check_contexts
+from .lowering.context import check_contexts, repeated
 from .lowering.documents import known_documents
 from .lowering.emit import SinkCall, call_with_sink
 from .lowering.flow import REDUCTIONS, Flow
@@ -43,13 +50,15 @@ from .lowering.regathered import is_regathered
 from .lowering.rewrite import rewrite
 from .lowering.sequence import check_sequences
 from .lowering.split import crossing_nodes
-from .more_flops import attention_drops, more_flops, unneeded_flops
+from .more_flops import attention_drops, attention_heads, more_flops, unneeded_flops
 from .partition.cut import Chain
+from .rehearsal import rehearse
 from .replay import Replay, storage_of, tensors_of
 from .sharding.shard import Sharding
 
 # What is done with a gradient sends as much as what was done with the value.
-_EXCHANGES = (exchange, exchange_rows)
+_ROTATIONS = (rotate, turn_back)
+_EXCHANGES = (exchange, exchange_rows, *_ROTATIONS)
 _SAME_BACKWARD = (reduce_scatter, *_EXCHANGES)
 _BACKWARD_OPERATIONS = 2.3  # operations that the backward starts for each one of the forward
 
@@ -62,10 +71,13 @@ def measure(
     fused_attention: bool = False,
     loss_chunk: int = 0,
     recompute_activations: bool = False,
+    fp8: Fp8Weights | None = None,
     positions: Tensor | None = None,
     state_of: StateOf | None = None,
     sequence_parallel: bool = False,
     cp: int = 1,
+    cp_comm_type: str | None = None,
+    cp_inner: int = 1,
 ) -> tuple[Unit, ...]:
     """Return the units of a chain, with one tensor-parallel rank's numbers.
 
@@ -73,11 +85,13 @@ def measure(
                            ``cluster.Device``.
     loss_chunk:            see ``fuse``.
     recompute_activations: see ``fuse``.
+    fp8:                   see ``fuse``.
     positions:             those of packed rows on a CPU, see ``known_documents``.
     state_of:              bytes that the optimizer stores for each value of a parameter; None: as
                            the plan says.
     sequence_parallel:     see ``rewrite``.
     cp:                    number of ranks that divide sequences.
+    cp_comm_type:          see ``rewrite``; likewise cp_inner.
 
     Raises PlanError if there is no activation to recompute, or nothing to shard along a sequence.
     """
@@ -88,10 +102,16 @@ def measure(
         0,
         tp=tp,
         sequence_parallel=sequence_parallel,
+        cp_rank=cp - 1,  # of a causal mask it has most, unless all have as much
         cp=cp,
+        cp_comm_type=cp_comm_type,
+        cp_inner=cp_inner,
     )
+    whole: Counter[int] = Counter()
     if cp > 1:
-        check_contexts(rewritten.graph, cp, tp)
+        check_contexts(rewritten.graph, cp, tp, cp_comm_type, inner=cp_inner)
+        for node, count in repeated(rewritten.graph).items():
+            whole[node.meta["unit"]] += count
     if sequence_parallel:
         check_sequences(rewritten.graph, tp)
     calls = [node for node in rewritten.graph.nodes if node.op == "call_function"]
@@ -99,7 +119,10 @@ def measure(
     products = [
         (sum(map(flops, nodes)), _product_sizes(nodes), unneeded_flops(nodes)) for nodes in unfused
     ]
-    counts = fuse(rewritten.graph, loss_chunk, recompute_activations)
+    narrow = [fp8_work(nodes, fp8) for nodes in unfused]
+    if fp8 is not None:
+        check_shards(rewritten.graph, fp8, sharding.tensors, tp)
+    counts = fuse(rewritten.graph, loss_chunk, recompute_activations, fp8=fp8)
     if recompute_activations and not counts[RECOMPUTED]:
         reason = "the model has no linear layer behind an activation that is known"
         raise PlanError(
@@ -116,16 +139,93 @@ def measure(
     flow = Flow(rewritten, documents)
     measured: dict[Hashable, Unit] = {}
     costs = []
-    for (total, sizes, unneeded), nodes in zip(
-        products, _by_unit(flow.unit.items(), len(chain.units)), strict=True
+    for (total, sizes, unneeded), (in_fp8, rounded), nodes in zip(
+        products, narrow, _by_unit(flow.unit.items(), len(chain.units)), strict=True
     ):
-        key = (total, sizes, unneeded, signature(nodes, flow))
+        key = (total, sizes, unneeded, in_fp8, rounded, signature(nodes, flow))
         if key not in measured:
             rest = unit_costs(nodes, flow, fused_attention)
-            measured[key] = replace(rest, flops=total, products=sizes, unneeded_flops=unneeded)
+            unit = replace(
+                rest,
+                flops=total,
+                products=sizes,
+                unneeded_flops=unneeded,
+                fp8_flops=in_fp8,
+                rounded_values=rounded,
+            )
+            measured[key] = replace(unit, **_hidden(nodes, flow, unit))
         costs.append(measured[key])
     units = _assembled(captured, chain, sharding, tp, costs=costs, state_of=state_of)
+    if cp > 1:
+        units = tuple(replace(unit, repeated_flops=whole[at]) for at, unit in enumerate(units))
+        units = _with_exchanges(units, flow, rewritten.cp_comm_type, cp_inner)
     return _with_parts(units, flow) if sequence_parallel or cp > 1 else units
+
+
+def _with_exchanges(
+    units: tuple[Unit, ...], flow: Flow, cp_comm_type: str, inner: int
+) -> tuple[Unit, ...]:
+    """Return the units with what ranks that divide sequences exchange in each. What cannot gather
+    may exchange all the same.
+
+    inner: number of neighbours that exchange heads beside a ring.
+    """
+    marks: list[set[object]] = [set() for _ in units]
+    for node, unit in flow.unit.items():
+        if node.target in (exchange, all_gather, rotate) and over(node) in (LayerAxis.CP, *LEVELS):
+            marks[unit].add(node.target)
+    kinds = [_kind_of(found, cp_comm_type) for found in marks]
+    return tuple(
+        replace(unit, cp_comm_type=kind, cp_inner=inner if kind == A2A_P2P else 1)
+        for unit, kind in zip(units, kinds, strict=True)
+    )
+
+
+def _kind_of(marks: set[object], cp_comm_type: str) -> str:
+    if cp_comm_type in RINGS and rotate not in marks and all_gather in marks:
+        return ALL_GATHER  # attention that has no parts
+    return A2A if marks == {exchange} else cp_comm_type if marks else ""
+
+
+def _hidden(nodes: Sequence[Node], flow: Flow, unit: Unit) -> dict[str, Any]:
+    """Return the fields of a unit on what hides the collectives of its backward."""
+    collectives = [node for node in nodes if _has_gradient_sent(node, flow)]
+    found = hiding(nodes, flow, collectives)
+    weights = unit.flops - unit.attention_flops - unit.unneeded_flops[1]
+    routed = [node for node in found.bare if over(node) is LayerAxis.EP]
+    bare = [node for node in found.bare if over(node) is LayerAxis.CP]
+    beside = any(over(node) is LayerAxis.TP for node in collectives)
+    sizes = [(_backward_collective(node)[1], _is_exchange(node, beside)) for node in bare]
+    return {
+        "hiding": min(1.0, found.flops / weights) if weights else 0.0,
+        "bare_bytes": (
+            sum(size for size, _ in sizes),
+            sum(size for size, exchanged in sizes if exchanged),
+            sum(map(nbytes, routed)),
+        ),
+        "inner_sent": _along(LayerAxis.INNER, nodes, collectives, found.bare),
+        "outer_sent": _along(LayerAxis.OUTER, nodes, collectives, found.bare),
+    }
+
+
+def _along(
+    axis: LayerAxis, nodes: Sequence[Node], back: Sequence[Node], bare: Sequence[Node]
+) -> tuple[tuple[int, int], ...]:
+    """Return (number, bytes) of the exchanges of a level, see ``Unit``.
+
+    nodes: of a unit.
+    back:  marks of these whose gradients are sent.
+    bare:  those of these that nothing hides.
+    """
+    ahead = [node for node in nodes if node.target in _EXCHANGES and node.target is not turn_back]
+    found = tuple(_number_and_bytes(marks, axis) for marks in (ahead, back, bare))
+    return found if any(number for number, _ in found) else ()
+
+
+def _number_and_bytes(marks: Sequence[Node], axis: LayerAxis) -> tuple[int, int]:
+    """Return how many marks are of an axis, and the bytes of these."""
+    own = [node for node in marks if over(node) is axis]
+    return len(own), sum(map(nbytes, own))
 
 
 def _with_parts(units: tuple[Unit, ...], flow: Flow) -> tuple[Unit, ...]:
@@ -219,10 +319,7 @@ def _assembled(
 
 def stored_values(tensor: TensorSharding, ranks: int) -> int:
     """Return how many values of a tensor one of ``ranks`` ranks stores, padding included."""
-    if tensor.dim is None:
-        return prod(tensor.shape)
-    extent = tensor.shape[tensor.dim] if tensor.padded is None else tensor.padded
-    return prod(tensor.shape) // tensor.shape[tensor.dim] * (extent // ranks)
+    return prod(tensor.stored_shape(ranks))
 
 
 def _outputs(captured: Captured) -> tuple[Node, ...]:
@@ -274,15 +371,32 @@ def unit_costs(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False)
     """
     collectives = [node for node in nodes if node.target in REDUCTIONS or node.target is copy_in]
     between_copies = [node for node in collectives if over(node) is LayerAxis.EP]
-    routed = sum(map(nbytes, between_copies))
-    inside = [node for node in collectives if over(node) is not LayerAxis.EP]
-    marks = [node for node in inside if node.target in (copy_in, *_SAME_BACKWARD)]
+    routed = tuple(
+        sum(nbytes(node) for node in between_copies if not back or flow.differentiable[node])
+        for back in (False, True)
+    )
+    inside = [node for node in collectives if over(node) in (LayerAxis.TP, LayerAxis.CP)]
+    marks = [node for node in inside if _has_gradient_sent(node, flow)]
     regathered = [operand(node) for node in marks if is_regathered(flow, node, nodes)]
-    forward = [_forward_collective(node) for node in inside if node.target in REDUCTIONS]
+    ahead = [node for node in inside if node.target in REDUCTIONS and node.target is not turn_back]
+    forward = [_forward_collective(node) for node in ahead]
     backward = [*map(_backward_collective, marks), *map(_forward_collective, regathered)]
-    exchanged = sum(_forward_collective(node)[1] for node in inside if node.target in _EXCHANGES)
+    beside = any(over(node) is LayerAxis.TP for node in inside)
+    exchanges = [node for node in inside if _is_exchange(node, beside)]
+    sent_ahead, sent_back = _sent(exchanges)
+    sent_again, _ = _sent([node for node in regathered if _is_exchange(node, beside)])
+    of_context, _ = _sent([node for node in regathered if over(node) is LayerAxis.CP])
+    rotations = [node for node in exchanges if node.target in _ROTATIONS]
     replay = Replay(nodes, flow, fused_attention)
     attention, more = more_flops(nodes, fused_attention)
+    saved = sum(replay.saved.values())
+    differentiable = any(flow.differentiable[node] for node in nodes)
+    unread = sum(
+        tensor.untyped_storage().nbytes()
+        for node, value in replay.outside.items()
+        for tensor in tensors_of(value)
+        if _is_only_reader(nodes, flow, node) and storage_of(tensor) not in replay.saved_inputs
+    )
     return Unit(
         name="",
         kind="",
@@ -291,22 +405,51 @@ def unit_costs(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False)
         output_bytes=0,
         attention_flops=attention,
         attention_drops=attention_drops(nodes),
+        attention_heads=attention_heads(nodes),
         more_flops=more,
-        saved_bytes=sum(replay.saved.values()),
+        saved_bytes=saved,
         transient_bytes=replay.transient,
         reduces=(_count(forward), _count(backward)),
         reduced_bytes=(sum(size for _, size in forward), sum(size for _, size in backward)),
-        exchanged_bytes=(exchanged, exchanged),
-        routed_bytes=(routed, routed),
-        operations=(replay.operations, round(_BACKWARD_OPERATIONS * replay.operations)),
+        exchanged_bytes=(sent_ahead, sent_back + sent_again),
+        ring_bytes=_sent(rotations),
+        routed_bytes=(routed[0], routed[1]),
+        regathered_bytes=(of_context, sent_again),
+        operations=(
+            replay.operations,
+            round(_BACKWARD_OPERATIONS * replay.operations) if differentiable else 0,
+        ),
+        backward=differentiable,
         weight_bytes=_weight_bytes(nodes, flow, replay),
-        unread_bytes=sum(
-            tensor.untyped_storage().nbytes()
-            for node, value in replay.outside.items()
-            for tensor in tensors_of(value)
-            if _is_only_reader(nodes, flow, node) and storage_of(tensor) not in replay.saved_inputs
+        unread_bytes=unread,
+        running_bytes=rehearse(
+            nodes,
+            flow,
+            fused_attention,
+            saved,
+            unread=unread,
+            overlaps=len(collectives) > len(between_copies),
         ),
     )
+
+
+def _is_exchange(mark: Node, beside: bool) -> bool:
+    """Whether a mark is of an exchange, or is priced as one: a gather over context-parallel ranks,
+    which is none between the tensor-parallel ones ``beside`` it.
+    """
+    gathers = mark.target is all_gather and over(mark) is LayerAxis.CP
+    return mark.target in _EXCHANGES or beside and gathers
+
+
+def _has_gradient_sent(node: Node, flow: Flow) -> bool:
+    """Whether a node is a mark of a value whose gradient ranks send."""
+    return node.target in (copy_in, *_SAME_BACKWARD) and flow.differentiable[node]
+
+
+def _sent(marks: Sequence[Node]) -> tuple[int, int]:
+    """Return the bytes that stand for exchanges, of (forward, backward)."""
+    sizes = [(_forward_collective(node)[1], node.target is turn_back) for node in marks]
+    return sum(size for size, late in sizes if not late), sum(size for size, _ in sizes)
 
 
 def _count(collectives: Iterable[tuple[float, int]]) -> int:
@@ -322,6 +465,9 @@ def _forward_collective(mark: Node) -> tuple[float, int]:
         return 1, nbytes(mark) // 2
     if mark.target is reduce_scatter:
         return 0.5, nbytes(operand(mark)) // 2
+    if mark.target in _ROTATIONS:
+        steps = 2 * (mark.meta["ranks"] - 1)  # of an all-reduce in a ring
+        return 1 / steps, nbytes(mark) * mark.meta["ranks"] // steps
     half = mark.target in (all_gather, exchange, exchange_rows)
     return (0.5, nbytes(mark) // 2) if half else (1, nbytes(mark))
 
@@ -356,18 +502,20 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: Replay) -> int:
             sizes[storage_of(args[0])] = args[0].untyped_storage().nbytes()
         if kept.gradients:
             sizes[_same_gradient(node)] = sum(
-                result.nbytes for result in _trained_results(node, flow, call)
+                result.nbytes for result in _trained_results(node, flow, call, kept)
             )
     return sum(sizes.values())
 
 
-def _trained_results(node: Node, flow: Flow, call: SinkCall) -> Sequence[Tensor]:
+def _trained_results(node: Node, flow: Flow, call: SinkCall, kept: Kept) -> Sequence[Tensor]:
     """Return the results of trained weights: a single one is of all weights, else there is one of
     each.
     """
     results = values(node)
     if len(results) == 1:
         return results
+    if kept.results is not None:
+        return [results[place] for place in kept.results]
     return [
         result for result, weight in zip(results, call.weights, strict=True) if flow.trains(weight)
     ]

@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from .. import ops
 from ..planner.attention import SHORT, causal_more, masked_more
-from .ir.nodes import constant, is_op, is_random, op_name
+from .ir.nodes import constant, is_op, is_random, op_name, operand, values
 from .ir.operators import facts, flops, is_causal
 
 
@@ -39,13 +39,29 @@ def attention_drops(nodes: Iterable[Node]) -> bool:
     return any(is_random(node) for node in nodes if _scores(node) is not None)
 
 
+def attention_heads(nodes: Iterable[Node]) -> tuple[int, int]:
+    """Return the queries of a head and its features, of the last attention among these nodes; zeros
+    without one.
+    """
+    found = (0, 0)
+    for node in nodes:
+        scores = _scores(node)
+        if scores is not None:
+            found = (scores.queries, scores.features)
+            if is_op(node, "scaled_dot_product_attention"):
+                queries, features = values(operand(node))[0].shape[-2:]
+                found = (int(queries), int(features))
+    return found
+
+
 def _scores(node: Node) -> ops.Scores | None:
     """Return the products of attention; None if a node is something else."""
     known = ops.row(node.target).scores
     if known is not None:
         return known(*_values(node.args), **_values(node.kwargs))
     if is_op(node, "scaled_dot_product_attention"):  # which never computes scores in full rows
-        return ops.Scores(flops(node), queries=SHORT + 1, causal=is_causal(node))
+        features = values(operand(node))[0].shape[-1]
+        return ops.Scores(flops(node), SHORT + 1, features, causal=is_causal(node))
     return None
 
 

@@ -2,7 +2,8 @@
 host starts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .ir.marks import MARKS, all_gather, reduce_scatter
+from .ir.marks import MARKS, all_gather, reduce_scatter, rotate
 from .ir.nodes import called, nbytes, operand, values
 from .ir.operators import facts
 from .lowering.flow import Flow
-from .lowering.regathered import is_regathered
+from .lowering.regathered import is_regathered, without_gathered
 
 # they are dispatched, but the host starts nothing
 _NOT_OPERATIONS = ("prim", "promote_types", "empty_strided")
@@ -33,6 +34,28 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operations += not any(name in str(func) for name in _NOT_OPERATIONS)
         return func(*args, **(kwargs or {}))
+
+
+class _Unkept:
+    """Stands for the sink of weight gradients, which gets some values again for the backward.
+
+    places: storages of these values.
+    """
+
+    def __init__(self):
+        self.places: dict[int, None] = {}
+
+    def add(self, value: Tensor) -> None:
+        self.places[storage_of(value)] = None
+
+    def getter(self, input: Tensor) -> Callable[[], Tensor] | None:
+        return (lambda: input) if storage_of(input) in self.places else None
+
+    def again(self, result: Tensor, get: Callable[[], Tensor]) -> None:
+        self.add(result)
+
+    def unkept(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class Replay:
@@ -56,14 +79,20 @@ class Replay:
         self.outside: dict[Node, Any] = {}
         self.saved: dict[int, int] = {}
         self._alive: list[Tensor] = []  # the address of a freed storage could be reused by another
+        gathered = [node for node in nodes if is_regathered(flow, node, nodes)]
+        self._unkept = _Unkept()
+        self._others = {x: call for node in gathered for x, call in without_gathered(node).items()}
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _Counter() as counter:
             with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
                 for node in nodes:
                     self.results[node] = self._run(node)
+                    if node in gathered:
+                        self._unkept.add(self.results[node])
         self.operations = counter.operations
-        for node in nodes:
-            if is_regathered(flow, node, nodes):
-                self._keep_part(operand(node))
+        for node in gathered:
+            self._save(self.value(operand(operand(node))))  # this rank's part
+        for place in self._unkept.places:
+            self.saved.pop(place, None)
         inputs = {
             storage_of(tensor) for value in self.outside.values() for tensor in tensors_of(value)
         }
@@ -76,20 +105,17 @@ class Replay:
         self.saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    def _keep_part(self, gathered: Node) -> None:
-        """Save this rank's part of a gathered value in its place."""
-        if self.saved.pop(storage_of(self.results[gathered]), None) is not None:
-            self._save(self.value(operand(gathered)))
-
     def _run(self, node: Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self.value)
         if node.target in MARKS:
             source = self.value(operand(node))
-            if node.target in (all_gather, reduce_scatter):
+            if node.target in (all_gather, reduce_scatter, rotate):
                 return source.new_empty(values(node)[0].shape).requires_grad_(source.requires_grad)
             return source.expand(values(node)[0].shape)
-        if self.fused_attention and facts(node).attends:
+        if self.fused_attention and facts(node).attends and isinstance(node.meta["val"], Tensor):
             return self._attend(node, args)
+        if node in self._others:
+            return self._others[node](*args, sink=self._unkept, **kwargs)
         return called(node)(*args, **kwargs)
 
     def _attend(self, node: Node, args: Sequence[Any]) -> Tensor:
@@ -109,20 +135,8 @@ class Replay:
         if node in self.results:
             return self.results[node]
         if node not in self.outside:
-            self.outside[node] = self._fake_input(node)
+            self.outside[node] = fake_input(self.flow, node)
         return self.outside[node]
-
-    def _fake_input(self, node: Node) -> Any:
-        """Return a fake of what comes from outside: a parameter, a constant, a common value,
-        another unit's value.
-        """
-        if self.flow.is_module(node):
-            return self.flow.constants[str(node.target)]
-        value = self.flow.documents.get(node, node.meta["val"])
-        if not isinstance(value, Tensor) or node in self.flow.documents:
-            return value
-        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        return fake.requires_grad_(self.flow.differentiable.get(node, False))
 
     def _transient(self, inputs: set[int]) -> int:
         inner = [node for node in self.nodes if all(user in self.results for user in node.users)]
@@ -166,3 +180,16 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def fake_input(flow: Flow, node: Node) -> Any:
+    """Return a fake of what comes to a unit from outside: a parameter, a constant, a common value,
+    another unit's value.
+    """
+    if flow.is_module(node):
+        return flow.constants[str(node.target)]
+    value = flow.documents.get(node, node.meta["val"])
+    if not isinstance(value, Tensor) or node in flow.documents:
+        return value
+    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return fake.requires_grad_(flow.differentiable.get(node, False))

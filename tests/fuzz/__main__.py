@@ -7,8 +7,7 @@ import sys
 import time
 import warnings
 
-from tests.fuzz.check import Subject, check, report, ways
-from tests.fuzz.grammar import recipe
+from tests.fuzz.check import Subject, cases, check, report
 
 
 def main() -> int:
@@ -21,14 +20,15 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     start, failed, divided = time.monotonic(), 0, []
     for seed in range(options.seed, options.seed + options.modules):
-        way = ways(seed)[0]
-        try:
-            subject = Subject(recipe(seed), way.dtype)
-            for way in ways(seed):
-                divided.append(check(subject, way))
-        except Exception:
-            failed += 1
-            print(report(recipe(seed), way), flush=True)
+        for made, each in cases(seed):
+            way = each[0]
+            try:
+                subject = Subject(made, way.dtype)
+                for way in each:
+                    divided.append(check(subject, way))
+            except Exception:
+                failed += 1
+                print(report(made, way), flush=True)
         done = seed - options.seed + 1
         if done % 100 == 0:
             print(f"{done} modules, {failed} failed, {time.monotonic() - start:.0f} s", flush=True)

@@ -5,9 +5,11 @@ leaving pieces out."""
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from .attention import attention, grouped_query, heads_alone
 from .draw import BATCH, HEAD, LENGTH, WIDTHS, Draw, Recipe, features
+from .routed import looped, routed
 
 
 # ---- pieces --------------------------------------------------------------------------------------
@@ -207,23 +209,25 @@ def dropped(d: Draw) -> str:
 PIECES: dict[str, Callable[[Draw], str]] = {
     piece.__name__: piece
     for piece in (
-        *(
-            mlp,
-            low_rank,
-            attention,
-            grouped_query,
-            heads_alone,
-            wide_norm,
-            experts,
-            positions,
-            tied,
-        ),
-        *(function_of_weight, convolution, pieces_of_features, written, whole),
+        mlp,
+        low_rank,
+        attention,
+        grouped_query,
+        heads_alone,
+        wide_norm,
+        experts,
+        positions,
+        tied,
+        function_of_weight,
+        convolution,
+        pieces_of_features,
+        written,
+        whole,
     )
 }
 
 
-RARE = {"branch": branch, "dropped": dropped}
+RARE = {"branch": branch, "dropped": dropped, "routed": routed, "looped": looped}
 
 
 LOSSES = {
@@ -265,6 +269,17 @@ def recipe(seed: int) -> Recipe:
         pieces,
         (loss, 0),
     )
+
+
+def mixture(seed: int) -> Recipe:
+    """The module of a seed with routed experts, or a loop over experts."""
+    plain = recipe(seed)
+    rng = random.Random(f"mixture {seed}")
+    pieces = [*plain.pieces[:1]] if rng.random() < 0.6 else []
+    for _ in range(rng.choice((1, 1, 2))):
+        kind = "looped" if rng.random() < 0.1 else "routed"
+        pieces.insert(rng.randint(0, len(pieces)), (kind, rng.randrange(2**31)))
+    return replace(plain, pieces=tuple(pieces))
 
 
 def source(made: Recipe) -> str:

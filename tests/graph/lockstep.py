@@ -1,6 +1,6 @@
 """All ranks of a layer of a rewritten model in one process, node by node together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,6 +127,9 @@ def part(full: Tensor, tensor: TensorSharding, rank: int, tp: int) -> Tensor:
         return full.clone()
     pieces = [full.narrow(tensor.dim, a, b - a) for a, b in tensor.intervals(rank, tp)]
     shard = torch.cat(pieces, tensor.dim)
+    if tensor.within is not None:
+        pieces = [shard.narrow(tensor.within, a, b - a) for a, b in tensor.features(rank)]
+        shard = torch.cat(pieces, tensor.within)
     missing = (tensor.padded // tp if tensor.padded else shard.shape[tensor.dim]) - shard.shape[
         tensor.dim
     ]
@@ -181,6 +184,7 @@ def groups_of(count: int, tp: int) -> dict[LayerAxis, list[list[int]]]:
     return {
         LayerAxis.TP: [list(range(first, first + tp)) for first in range(0, count, tp)],
         LayerAxis.CP: [list(range(first, count, tp)) for first in range(tp)],
+        LayerAxis.EP: [list(range(count))],
     }
 
 
@@ -204,12 +208,22 @@ _FUNCTIONS: dict[Any, type[torch.autograd.Function]] = {
 }
 
 
-def reduce_partial(found: Sequence[dict[str, Tensor]], partial: Sequence[str], tp: int) -> None:
-    """Add up the gradients of ``partial`` over tensor-parallel ranks, and all over the others."""
+def reduce_partial(
+    found: Sequence[dict[str, Tensor]],
+    partial: Sequence[str],
+    tp: int,
+    divided: Container[str] = (),
+) -> None:
+    """Add up the gradients of ``partial`` over tensor-parallel ranks, and all over the others.
+
+    divided: what all ranks divide.
+    """
     groups = groups_of(len(found), tp)
     for axis, names in ((LayerAxis.TP, partial), (LayerAxis.CP, list(found[0]))):
         for group in groups[axis]:
             for name in names if len(group) > 1 else ():
+                if name in divided:
+                    continue
                 total = torch.stack([found[r][name] for r in group]).sum(0)
                 for r in group:
                     found[r][name] = total
@@ -226,17 +240,25 @@ def _check_shape(node: Node, value: Any) -> None:
 
 
 def shards(
-    captured: Captured, sharding: Sharding, model: torch.nn.Module
+    captured: Captured, sharding: Sharding, model: torch.nn.Module, ranks: int | None = None
 ) -> list[dict[str, Tensor]]:
-    """Every rank's parameters."""
+    """Every rank's parameters. ranks: of all copies of a layer; None: of one."""
     real = dict(model.named_parameters(remove_duplicate=False))
     return [
         {
-            n: part(real[n].detach(), t, rank, sharding.tp).requires_grad_(n in captured.trainable)
-            for n, t in sharding.tensors.items()
+            name: shard_of(real[name].detach(), tensor, rank, sharding).requires_grad_(
+                name in captured.trainable
+            )
+            for name, tensor in sharding.tensors.items()
         }
-        for rank in range(sharding.tp)
+        for rank in range(ranks or sharding.tp)
     ]
+
+
+def shard_of(full: Tensor, tensor: TensorSharding, rank: int, sharding: Sharding) -> Tensor:
+    """What a rank, of those of all copies of a layer, has of a full tensor."""
+    count = sharding.ranks_of(tensor)
+    return part(full, tensor, rank % count, count)
 
 
 def gradients(
@@ -244,9 +266,10 @@ def gradients(
     held: Sequence[Mapping[str, Tensor]],
     batch: Mapping[str, Any],
     tp: int | None = None,
+    divided: Container[str] = (),
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Every rank's loss and gradients (zero where there is none), those of ``partial`` after their
-    sum. tp: see ``run``.
+    sum. tp: see ``run``. divided: of experts, over all ranks.
     """
     losses = [outputs[0] for outputs in run(programs, held, batch, tp)]
     for h in held:
@@ -256,7 +279,7 @@ def gradients(
     found = [
         {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in h.items()} for h in held
     ]
-    reduce_partial(found, programs[0].partial, tp or len(found))
+    reduce_partial(found, programs[0].partial, tp or len(found), divided)
     return [x.detach() for x in losses], found
 
 

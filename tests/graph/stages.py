@@ -17,7 +17,7 @@ from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.shard import shard
 from megatron_merak.runtime.engine import Interpreter, State
 from megatron_merak.runtime.weights import Gradient, WeightGradients
-from megatron_merak.segment import Common
+from megatron_merak.segment import Common, LayerAxis
 from megatron_merak.tensor_parallel import derive_seed
 from tests.graph.lockstep import part
 from tests.graph.tiny import randomise, tiny
@@ -44,7 +44,7 @@ class Family:
         self.captured: Captured = capture(empty(), self.batch, training=training, dtype=dtype)
         chain = cut(self.captured)
         self.units, self.rank, self.tp = len(chain.units), rank, tp
-        self.cp_rank = 0
+        self.cp_rank = self.expert_rank = 0
         self.sharding = shard(self.captured, tp)
         self.rewritten: Rewritten = rewrite(self.captured, chain, self.sharding, rank, tp)
 
@@ -83,14 +83,15 @@ class Stages:
         recompute: bool = False,
         group: dist.ProcessGroup | None = None,
         contexts: dist.ProcessGroup | None = None,
+        experts: dist.ProcessGroup | None = None,
+        levels: Sequence[dist.ProcessGroup | None] = (None, None),
     ):
         real = dict(family.model.named_parameters(remove_duplicate=False))
-        self.parameters = {
-            name: nn.Parameter(
-                part(real[name].detach(), t, family.rank, family.tp), real[name].requires_grad
-            )
-            for name, t in family.sharding.tensors.items()
-        }
+        self.parameters = {}
+        for name, t in family.sharding.tensors.items():
+            rank = family.expert_rank if t.experts else family.rank
+            values = part(real[name].detach(), t, rank, family.sharding.ranks_of(t))
+            self.parameters[name] = nn.Parameter(values, real[name].requires_grad)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self.sink = sink_of({p: torch.promote_types(p.dtype, torch.float32) for p in trained})
         self.family = family
@@ -110,7 +111,12 @@ class Stages:
                     group,
                     weights=self.sink,
                     device=CPU,
-                    contexts=contexts,
+                    groups={
+                        LayerAxis.CP: contexts,
+                        LayerAxis.INNER: levels[0],
+                        LayerAxis.OUTER: levels[1],
+                        LayerAxis.EP: experts,
+                    },
                 )
             )
 
@@ -160,8 +166,9 @@ class Stages:
         }
         for name in self.family.rewritten.partial if self.group is not None else ():
             dist.all_reduce(found[name], group=self.group)
-        for grad in found.values() if self.contexts is not None else ():
-            dist.all_reduce(grad, group=self.contexts)
+        for name, grad in found.items() if self.contexts is not None else ():
+            if not self.family.sharding.tensors[name].experts:  # all contexts divide these
+                dist.all_reduce(grad, group=self.contexts)
         return values["loss"], found
 
 

@@ -26,18 +26,19 @@ def in_fp64():
         yield
 
 
-def program(subject, ranks=2):
-    return subject.made(Way(1, fused=False, cp=ranks)).programs[0]
+def program(subject, ranks=2, kind=None):
+    return subject.made(Way(1, fused=False, cp=ranks, kind=kind)).programs[0]
 
 
-def measured(subject, ranks=2):
+def measured(subject, ranks=2, kind=None):
     """What the planner knows of the units."""
-    return measure(subject.captured, subject.chain, shard(subject.captured, 1), 1, cp=ranks)
+    sharding = shard(subject.captured, 1)
+    return measure(subject.captured, subject.chain, sharding, tp=1, cp=ranks, cp_comm_type=kind)
 
 
-def refusal(subject, ranks=2):
+def refusal(subject, ranks=2, kind=None):
     with pytest.raises(PlanError) as caught:
-        measured(subject, ranks)
+        measured(subject, ranks, kind)
     return str(caught.value)
 
 
@@ -67,8 +68,10 @@ def test_marks_of_both_axes_in_a_layer():
 
 def test_heads_of_tensor_parallel_ranks_that_the_others_do_not_divide_are_refused_by_name():
     subject = Model.of("llama", length=15)
+    sharding = shard(subject.captured, 2)
     with pytest.raises(PlanError, match="divides the number of heads of a tensor-parallel rank"):
-        measure(subject.captured, subject.chain, shard(subject.captured, 2), 2, cp=3)
+        measure(subject.captured, subject.chain, sharding, 2, cp=3, cp_comm_type="a2a")
+    measure(subject.captured, subject.chain, sharding, 2, cp=3)
 
 
 @pytest.mark.slow
@@ -128,18 +131,27 @@ def test_a_length_that_the_ranks_do_not_share_is_refused_by_name():
 
 def test_heads_that_the_ranks_do_not_divide_are_refused_by_name():
     subject = Model.of("llama", length=15)
-    assert refusal(subject, 3) == (
+    assert refusal(subject, 3, "a2a") == (
         "--context-parallel-size 3: scaled_dot_product_attention in model.layers.0.self_attn can be "
-        "divided neither by positions nor by heads. Use a size that divides the number of heads, or 1."
+        "divided neither by positions nor by heads. Use --cp-comm-type all_gather, or a size that "
+        "divides the number of heads, or 1."
     )
-    check(subject, Way(1, cp=3))
+    check(subject, Way(1, cp=3, kind="a2a"))
 
 
-def test_a_model_that_reads_positions_one_after_the_other_is_refused_by_name():
+def test_what_reads_positions_one_after_the_other_every_rank_computes():
+    """Which is counted, and said where a run prints its notes."""
     subject = Model.of("mamba")
-    text = refusal(subject)
-    assert text.startswith("--context-parallel-size 2: ") and "backbone.layers.0.mixer" in text
+    units = measured(subject)
+    share = sum(unit.repeated_flops for unit in units) / sum(unit.flops for unit in units)
+    assert 0.05 < share < 0.3
+    assert [unit.name for unit in units if unit.repeated_flops] == [
+        "backbone.layers.0.mixer",
+        "backbone.layers.1.mixer",
+    ]
     check(subject, Way(1, cp=2))
+    text = refusal(subject, kind="a2a")
+    assert "backbone.layers.0.mixer" in text and "Use --cp-comm-type all_gather" in text
 
 
 class Seeing(nn.Module):
@@ -168,7 +180,7 @@ def test_images_are_refused_as_what_they_are():
 
 
 def test_a_length_is_blamed_only_for_what_has_it():
-    """Mamba's scan is refused for itself, whatever else a batch has."""
+    """Mamba's scan is repeated for itself, whatever else a batch has."""
     subject = Model.of("mamba")
     batch = {**subject.batch, "scores": torch.zeros(2, 7, dtype=torch.int64)}
     model = subject.model
@@ -182,9 +194,7 @@ def test_a_length_is_blamed_only_for_what_has_it():
             output = self.mamba(**batch)
             return {"loss": output.loss + scores.sum()}
 
-    assert "mixer can be divided neither by positions nor by heads" in refusal(
-        Model(Scored(), batch)
-    )
+    assert any(unit.repeated_flops for unit in measured(Model(Scored(), batch)))
 
 
 def test_hidden_dropout_has_the_mask_of_one_process():

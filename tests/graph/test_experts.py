@@ -1,19 +1,23 @@
 """Captured mixtures whose ranks divide the experts: loss, gradients, what is sent, what is refused."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 import transformers.integrations.moe  # noqa: F401  (its grouped product)
 from torch import nn
 
+from megatron_merak.config import ModelConfig
 from megatron_merak.errors import PlanError
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.lowering.rewrite import rewrite
 from megatron_merak.graph.lowering.routed import RoutedKind, find_routed
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.shard import shard
+from megatron_merak.models.gpt_module import GPTModule
 from tests.graph import lockstep
 from tests.graph.tiny import gradients, randomise, tiny
 
@@ -24,8 +28,12 @@ class Model:
     """A mixture with its capture, and what each rank runs of it."""
 
     def __init__(self, name, tp=2, **overrides):
-        real, _, self.batch = tiny(name, **overrides)
-        self.model = randomise(real())
+        real, _, batch = tiny(name, **overrides)
+        self._capture(real(), batch, tp)
+
+    def _capture(self, model, batch, tp):
+        self.model = randomise(model)
+        self.batch = batch
         self.captured = capture(self.model, self.batch)
         self.sharding = shard(self.captured, tp, experts=tp)
         self.chain = cut(self.captured)
@@ -38,19 +46,99 @@ class Model:
     def check(self):
         """Compare the loss and every gradient of all ranks with those of one process."""
         programs = self.programs()
-        copies = len(programs) // self.tp
-        shards = (lockstep.shards(self.captured, self.sharding, self.model) for _ in range(copies))
-        held = [each for copy in shards for each in copy]
-        losses, found = lockstep.gradients(programs, held, self.batch, self.tp)
+        held = lockstep.shards(self.captured, self.sharding, self.model, len(programs))
+        divided = {name for name, tensor in self.sharding.tensors.items() if tensor.experts}
+        losses, found = lockstep.gradients(programs, held, self.batch, tp=self.tp, divided=divided)
         loss, grads = gradients(self.model, self.batch)
         largest = max(float(grad.abs().max()) for grad in grads.values())
         for rank, (own, mine) in enumerate(zip(losses, found, strict=True)):
             assert float(own) == pytest.approx(float(loss), rel=1e-6)
             for name, grad in grads.items():
-                expected = lockstep.part(grad, self.sharding.tensors[name], rank % self.tp, self.tp)
+                tensor = self.sharding.tensors[name]
+                expected = lockstep.shard_of(grad, tensor, rank, self.sharding)
                 scale = max(float(grad.abs().max()), 1e-4 * largest)
                 torch.testing.assert_close(mine[name], expected, rtol=0, atol=1e-5 * scale)
         return programs
+
+
+class DeepSeek(Model):
+    """A DeepSeek-V3, whose tokens are computed by a shared expert too, and chosen by a sigmoid."""
+
+    def __init__(self, tp=2):
+        config = transformers.DeepseekV3Config(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=2,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=8,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            use_cache=False,
+        )
+        ids = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(7))
+        model = transformers.DeepseekV3ForCausalLM(config).train()
+        self._capture(model, {"input_ids": ids, "labels": ids.clone()}, tp)
+
+
+class Adapted(Model):
+    """A mixture with LoRA of its experts, as peft has it: A and B of all experts in one matrix each."""
+
+    def __init__(self, tp=2):
+        peft = pytest.importorskip("peft")
+        real, _, batch = tiny("qwen3_moe")
+        config = peft.LoraConfig(
+            r=3,
+            lora_alpha=6,
+            target_modules=["q_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        )
+        self._capture(peft.get_peft_model(real(), config), batch, tp)
+
+
+class Limited(Model):
+    """The GPT of flags whose experts have room for half of the rows that are theirs on average."""
+
+    def __init__(self, tp=2, length=16, policy="probs"):
+        config = ModelConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            seq_length=length,
+            vocab_size=96,
+            swiglu=True,
+            disable_bias_linear=True,
+            position_embedding_type="rope",
+            normalization="RMSNorm",
+            num_experts=4,
+            moe_ffn_hidden_size=32,
+            moe_expert_capacity_factor=0.5,
+            moe_token_drop_policy=policy,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        ids = torch.randint(96, (2, length), generator=torch.Generator().manual_seed(7))
+        self._capture(WithLoss(config), {"input_ids": ids, "labels": ids.flip(1)}, tp)
+
+
+class WithLoss(nn.Module):
+    """Returns its loss as models of transformers do."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gpt = GPTModule(config)
+
+    def forward(self, input_ids, labels):
+        return {"loss": self.gpt(input_ids, labels)}
 
 
 def marks(program):
@@ -97,9 +185,84 @@ def test_a_batch_that_ranks_cannot_share_evenly(name):
     assert not marks(program)
 
 
+def test_adapters_of_experts():
+    """A rank has the rows of A of its experts, and columns of B in each of three blocks."""
+    model = Adapted()
+    held = {n.split(".experts.")[1]: t for n, t in model.sharding.tensors.items() if "experts" in n}
+    assert {name: (t.dim, t.blocks) for name, t in held.items()} == {
+        "base_layer.base_layer.gate_up_proj": (0, 1),
+        "base_layer.base_layer.down_proj": (0, 1),
+        "base_layer.lora_A.default.weight": (0, 1),
+        "base_layer.lora_B.default.weight": (1, 3),
+        "lora_A.default.weight": (0, 1),
+        "lora_B.default.weight": (1, 3),
+    }
+    (program, _) = model.check()
+    assert marks(program) == {"exchange": 2, "exchange_rows": 4}
+
+
+def test_a_plan_that_divides_adapters_otherwise_is_refused_by_name():
+    captured = Adapted().captured
+    tensors = shard(captured, 1, experts=2).tensors
+    again = shard(captured, 1, experts=2, pins=tensors, complete=True)
+    assert again.tensors == tensors
+    (name, *_) = (name for name, t in tensors.items() if t.experts and t.dim == 1)
+    wrong = tensors | {name: replace(tensors[name], dim=0, blocks=1)}
+    with pytest.raises(PlanError, match="its experts are along dimension 1, in 3 blocks"):
+        shard(captured, 1, experts=2, pins=wrong, complete=True)
+
+
+class SummedOverExperts(nn.Module):
+    """Adds the same matrix, a mean over all experts, to the weight of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(96, 16)
+        self.weight = nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, input_ids):
+        x = self.table(input_ids).flatten(0, 1)
+        numbers, order = torch.sort(input_ids.flatten() % 4)
+        counts = torch.histc(numbers.float(), 4, 0, 3).cumsum(0).to(torch.int32)
+        weight = self.weight + self.weight.mean(0)
+        y = torch.ops.transformers.grouped_mm_fallback(x[order], weight, counts)
+        return {"loss": y[order.argsort()].square().mean()}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_that_follow_from_those_of_other_experts_are_refused_by_name(tp):
+    torch.manual_seed(0)
+    captured = capture(SummedOverExperts(), {"input_ids": torch.randint(0, 96, (2, 8))})
+    with pytest.raises(PlanError) as caught:
+        shard(captured, tp, experts=2)
+    assert str(caught.value) == (
+        "--expert-model-parallel-size 2: add in the model mixes experts, or combines "
+        "their weights with others. Use 1."
+    )
+
+
+@pytest.mark.parametrize(("length", "policy"), [(16, "probs"), (16, "position"), (15, "probs")])
+def test_rows_that_experts_have_no_room_for(length, policy):
+    """They are neither sent nor multiplied, or of a batch that ranks cannot share, not picked."""
+    model = Limited(length=length, policy=policy)
+    (routed, _) = find_routed(model.captured.module.graph).values()
+    assert routed.drops
+    (program, _) = model.check()
+    assert marks(program) == ({"exchange": 2, "exchange_rows": 4} if length == 16 else {})
+
+
+def test_rows_that_shards_of_experts_have_no_room_for():
+    model = Limited()
+    model.sharding = shard(model.captured, 2)
+    model.check()
+
+
 def context(ranks, name, **overrides):
     """A mixture whose ranks divide sequences."""
-    model = Model(name, **overrides)
+    return with_contexts(Model(name, **overrides), ranks)
+
+
+def with_contexts(model, ranks):
     model.sharding = shard(model.captured, 1)
     model.tp = 1
     arguments = (model.captured, model.chain, model.sharding)
@@ -151,6 +314,88 @@ def test_context_ranks_tell_weights_and_samples_from_positions(samples, length):
     products = [node for node in program.graph.nodes if "grouped_mm" in node.name]
     rows = samples * length * 2 // 2
     assert products and all(node.meta["val"].shape[0] == rows for node in products)
+
+
+def test_contexts_leave_out_what_experts_have_no_room_for():
+    """What a rank leaves out depends on the tokens of all, and products are of its own alone."""
+    program = with_contexts(Limited(), 2).check()[0]
+    products = [node for node in program.graph.nodes if "grouped_mm" in node.name]
+    assert products and all(node.meta["val"].shape[0] == 2 * 16 * 2 // 2 for node in products)
+
+
+def sharded(model, ep, etp):
+    """A mixture whose experts are divided in ``ep`` parts, each of them over ``etp`` ranks, of which
+    some share weights and the others sequences.
+    """
+    cp = ep * etp // model.tp
+    model.sharding = shard(model.captured, model.tp, experts=ep * etp, shards=etp)
+    arguments = (model.captured, model.chain, model.sharding)
+    model.programs = lambda: [
+        rewrite(
+            *arguments,
+            rank % model.tp,
+            model.tp,
+            sequence_parallel=model.tp > 1,
+            cp_rank=rank // model.tp,
+            cp=cp,
+            expert_rank=rank,
+        )
+        for rank in range(ep * etp)
+    ]
+    return model
+
+
+LAYOUTS = [(1, 2, 2), (2, 2, 2), (4, 2, 2), (1, 1, 2), (2, 1, 4)]
+
+
+@pytest.mark.parametrize(("tp", "ep", "etp"), LAYOUTS)
+def test_several_ranks_shard_each_expert(tp, ep, etp):
+    """Rows go to all of them, and what they compute of a row is added up."""
+    (program, *_) = sharded(Model("qwen3_moe", tp), ep, etp).check()
+    assert marks(program)["exchange_rows"] == 4
+    products = [node for node in program.graph.nodes if "grouped_mm" in node.name]
+    rows = 2 * 16 * 2 // ep
+    shapes = [tuple(node.meta["val"].shape) for node in products]
+    assert shapes == [(rows, 2 * 32 // etp), (rows, 32)] * 2
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda tp: Model("mixtral", tp), lambda tp: Model("gpt_oss", tp), DeepSeek, Limited]
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_shards_of_experts_of_other_mixtures(kind, tp):
+    """With biases of experts, a shared one, or a capacity."""
+    model = sharded(kind(tp), 2, 2)
+    model.check()
+    weights = [t for n, t in model.sharding.tensors.items() if t.experts]
+    assert weights and all(t.dim == 0 and t.shards == 2 and t.within in (1, 2) for t in weights)
+
+
+def test_rows_of_16_bits_are_shards_of_whole_16_bytes():
+    real, _, batch = tiny("mixtral", intermediate_size=24)
+    captured = capture(real().bfloat16(), batch)
+    with pytest.raises(PlanError) as caught:
+        shard(captured, 1, experts=4, shards=2)
+    assert str(caught.value) == (
+        "--expert-tensor-parallel-size 2: a rank's share of the 24 features of "
+        "model.layers.0.mlp.experts.down_proj is not a multiple of 16 bytes. Use a smaller size."
+    )
+
+
+def test_features_that_ranks_cannot_share_are_refused_by_name():
+    with pytest.raises(PlanError) as caught:
+        shard(Model("mixtral").captured, 1, experts=6, shards=3)
+    assert str(caught.value) == (
+        "--expert-tensor-parallel-size 3: it does not divide the 128 features of "
+        "model.layers.0.mlp.experts.gate_up_proj. Use a size that does, or 1."
+    )
+
+
+def test_shards_of_adapted_experts_are_refused_by_name():
+    with pytest.raises(
+        PlanError, match="--expert-tensor-parallel-size 2: .*combines their weights"
+    ):
+        shard(Adapted().captured, 1, experts=4, shards=2)
 
 
 def test_what_is_routed_is_told_by_roles():

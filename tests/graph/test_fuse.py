@@ -28,6 +28,7 @@ LOSS, NORM, LAYER_NORM = "output layer with loss", "rms norm", "layer norm"
 
 
 PAIR, SHARED = "gate and up as one", "linears of one input"
+HEADS = "query, key and value as one"
 
 
 # Two layers each. gemma2 caps scores and logits, bloom adds alibi in its product, t5 learns its
@@ -38,11 +39,11 @@ GPTJ = CAUSAL if parse(transformers.__version__) >= parse("5.24") else ATTENTION
 
 
 COUNTS = {
-    "llama": {NORM: 5, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
+    "llama": {NORM: 5, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1, PAIR: 2, HEADS: 2},
     "qwen3": {NORM: 9, "rotary": 4, CAUSAL: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
     "gemma2": {NORM: 9, "rotary": 4, "gated gelu_tanh": 2, PAIR: 2, SHARED: 2},
     "gpt2": {LAYER_NORM: 5, CAUSAL: 2, "gelu tanh": 2, "bias gelu": 2, LOSS: 1},
-    "mistral": {NORM: 5, "rotary": 4, ATTENTION: 2, "gated silu": 2, LOSS: 1, PAIR: 2, SHARED: 2},
+    "mistral": {NORM: 5, "rotary": 4, ATTENTION: 2, "gated silu": 2, LOSS: 1, PAIR: 2, HEADS: 2},
     "phi3": {NORM: 5, "rotary": 4, ATTENTION: 2, "swiglu": 2, LOSS: 1},
     "gpt_neox": {LAYER_NORM: 5, "partial rotary": 4, CAUSAL: 2, "bias gelu": 2, LOSS: 1},
     "gptj": {
@@ -103,7 +104,7 @@ def test_recomputed_activations(name):
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("mixtral", {NORM: 5, "rotary": 4, ATTENTION: 2, "swiglu": 2, LOSS: 1, SHARED: 2}),
+        ("mixtral", {NORM: 5, "rotary": 4, ATTENTION: 2, "swiglu": 2, LOSS: 1, HEADS: 2}),
         ("gpt_oss", {NORM: 5, "rotary": 4, LOSS: 1, SHARED: 2}),
     ],
 )
@@ -433,10 +434,47 @@ def test_nothing_is_fused_across_units():
     assert fuse(family.rewritten.graph) == {k: n for k, n in COUNTS["llama"].items() if k != NORM}
 
 
+SUMS = {"llama": "add rms norm", "qwen3": "add rms norm", "gpt2": "add layer norm"}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_unit_may_begin_with_the_sum_that_ends_the_one_before(name, stages):
+    """Both sums of each of two layers, but where a stage ends; nothing changes by a bit."""
+    apart, family = Family(name), Family(name)
+    fuse(apart.rewritten.graph)
+    ends = {units.start for units in family.ranges(stages)}
+    within = [unit for unit in range(family.units) if unit not in ends]
+    counts = fuse(family.rewritten.graph, continued=within)
+    assert counts[SUMS[name]] == 4 - (stages - 1)
+    loss, grads = Stages(apart, stages).step(apart.batch)
+    found_loss, found = Stages(family, stages).step(family.batch)
+    assert torch.equal(found_loss, loss) and not unequal(found, grads)
+
+
+@pytest.mark.parametrize(
+    ("what", "continued", "fused"),
+    [("", [1], 1), ("", [], 0), ("read before", [1], 0), ("a parameter", [1], 0)],
+)
+def test_a_sum_stays_where_its_parts_cannot_pass(what, continued, fused):
+    s = Sketch()
+    x, w = s.input("x"), s.weight("w")
+    first = s.call(aten.mul.Tensor, x, w, unit=0)
+    other = s.call(aten.tanh.default, first, unit=0)
+    if what == "a parameter":
+        other = s.weight("v", 2, 4)
+    total = s.call(aten.add.Tensor, first, other, unit=0)
+    if what == "read before":
+        s.call(aten.sin.default, total, unit=0)
+    normed = s.call(aten.rms_norm.default, total, [4], w, 1e-5, unit=1)
+    graph = s.done(s.call(aten.add.Tensor, normed, total, unit=1)).graph
+    assert fuse(graph, continued=continued)["add rms norm"] == fused
+
+
 def test_tables_are_halved_before_any_unit_runs():
-    family = Family("llama")
+    family = Family("qwen3")
     fuse(family.rewritten.graph)
-    turned = [node for node in family.rewritten.graph.nodes if node.target is ops.rotary]
+    turned = [node for node in family.rewritten.graph.nodes if node.target is ops.rotary_heads]
     assert len({node.args[1:] for node in turned}) == 2 and len(turned) == 4, (
         "query and key of a layer share them"
     )

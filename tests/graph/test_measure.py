@@ -124,7 +124,7 @@ WAYS = {
 }
 # Formulas count launches and scratch memory of a layer alike whatever its shape is, and products as
 # they are fused.
-ROUGH = ("kind", "operations", "products", "transient_bytes", "tied")
+ROUGH = ("kind", "operations", "products", "transient_bytes", "tied", "running_bytes")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -195,6 +195,22 @@ def test_saved_bytes_are_what_real_segments_save(name):
     fuse(family.rewritten.graph)
     units = measure(family.captured, cut(family.captured), family.sharding, 1)
     assert [unit.saved_bytes for unit in units] == really_saved(family)
+
+
+def test_what_lives_while_a_unit_runs_by_hand():
+    """Of the feed-forward network of a Llama, per token: a forward has the sum that leaves and the
+    last product; a backward the gradient of that sum and the one of the merged matrices, by then in
+    place of what the last matrix kept.
+    """
+    unit = units_of(captured("llama"))[2]
+    token = SAMPLES * LENGTH * 4
+    forward, backward, deferred = unit.running_bytes
+    assert forward == 2 * 64 * token
+    assert backward == (64 + 2 * 96) * token
+    assert deferred == backward + 96 * token  # a W needs what the last matrix kept
+    assert unit.working(False) == backward and unit.working(True) == deferred
+    unknown = replace(unit, running_bytes=(0, 0, 0), transient_bytes=7)
+    assert unknown.working(True) == 7
 
 
 def test_flops_of_all_ranks_are_those_of_the_model():

@@ -9,6 +9,8 @@ from torch import nn
 
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.sharding import local
+from megatron_merak.graph.sharding.rules import RULES, STARTERS
+from megatron_merak.graph.sharding.rules_value import pointwise
 from megatron_merak.graph.sharding.shard import shard
 from tests.graph.lockstep import compare
 
@@ -175,6 +177,8 @@ WHOLE = {
     "softmax over features": lambda h: h.softmax(-1),
     "norm over features": lambda h: F.layer_norm(h, (FEATURES,)),
     "largest feature": lambda h: h.amax(-1),
+    "scanned features": lambda h: 0.1 * h.cumsum(-1),  # else the loss is above 1e3
+    "features in reverse": lambda h: h.flip(-1),
     "sorted": lambda h: h.sort(-1).values,
     "positions of features": lambda h: h[..., torch.tensor([5, 2])],
     "no rule": lambda h: torch.linalg.matrix_exp(0.1 * h.view(2, 4, 4, 6)[..., :4]),
@@ -187,6 +191,42 @@ def test_divided(op):
     sharding, _ = check(Between(op), x=torch.randn(2, 4, 16, dtype=torch.float64))
     assert sharding.tensors["linear.weight"].dim == 0, sharding.reasons
     assert sharding.tensors["linear.bias"].dim == 0
+
+
+# Elementwise, although PyTorch does not tag them so: other names of operators, random ones, copies
+# and parts of a value, and those of a value's shape only.
+UNTAGGED = """
+    absolute divide greater greater_equal less less_equal multiply negative not_equal subtract
+    alpha_dropout bernoulli.p dropout feature_dropout rand_like rrelu_with_noise
+    _to_copy alias conj contiguous copy detach imag lift_fresh_copy real to type_as
+    empty_like fill full_like ones_like zero zeros_like
+    __and__ __or__ floor_divide hardswish log_sigmoid
+""".split()
+
+
+def packet(name):
+    return getattr(torch.ops.aten, name.partition(".")[0], None)
+
+
+def test_rules_are_of_operators_that_exist():
+    names = [*RULES, *STARTERS]
+    unknown = [name for name in names if packet(name) is None]
+    assert all(name.startswith("transformers.") for name in unknown), unknown
+
+
+def test_elementwise_operators_are_what_pytorch_tags():
+    """A rule for them would be silently wrong for one that looks at its neighbours."""
+    names = [name for name, rule in RULES.items() if rule is pointwise]
+    plain = {name if name.startswith("_") else name.rstrip("_") for name in names}
+    overloads = {
+        name: [getattr(packet(name), each) for each in packet(name).overloads()] for name in plain
+    }
+    untagged = [
+        name
+        for name, each in overloads.items()
+        if not any(torch.Tag.pointwise in overload.tags for overload in each)
+    ]
+    assert sorted(untagged) == sorted(UNTAGGED)
 
 
 class Pair(nn.Module):

@@ -65,7 +65,16 @@ class Model:
 
 def collectives(program):
     names = (node.target.__name__ for node in program.graph.nodes if node.op == "call_function")
-    marks = ("copy_in", "reduce_sum", "stack", "reduce_scatter", "all_gather", "exchange")
+    marks = (
+        "copy_in",
+        "reduce_sum",
+        "stack",
+        "reduce_scatter",
+        "all_gather",
+        "exchange",
+        "rotate",
+        "turn_back",
+    )
     return Counter(name for name in names if name in marks)
 
 

@@ -20,13 +20,13 @@ def attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``scaled_dot_product_attention`` by FlashAttention where that serves the types and the mask,
-    else by the memory efficient kernel."""
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    else by the memory efficient kernel, which does not share heads."""
     if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
         return aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     bias = attn_mask
     if bias is not None:
         if bias.dtype == torch.bool:

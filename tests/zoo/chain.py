@@ -55,12 +55,15 @@ class RankProgram:
         rank: int,
         sequences: bool = False,
         cp: int = 1,
+        cp_comm_type: str | None = None,
+        fused: bool = True,
     ):
         self.model = subject.model
         self.sharding = sharding
         self.tp = sharding.tp
         self.rank = rank % self.tp
         self.cp_rank = rank // self.tp
+        self.expert_rank = rank
         self.rewritten: Rewritten = rewrite(
             subject.captured,
             subject.chain,
@@ -70,12 +73,15 @@ class RankProgram:
             sequence_parallel=sequences,
             cp_rank=self.cp_rank,
             cp=cp,
+            cp_comm_type=cp_comm_type,
+            expert_rank=self.expert_rank,
         )
         if cp > 1:
-            check_contexts(self.rewritten.graph, cp)
+            check_contexts(self.rewritten.graph, cp, self.tp, cp_comm_type)
         if sequences:
             check_sequences(self.rewritten.graph, sharding.tp)
-        fuse(self.rewritten.graph)
+        if fused:
+            fuse(self.rewritten.graph)
         self.units = len(subject.chain.units)
 
     def ranges(self, count: int) -> list[range]:
@@ -95,22 +101,41 @@ def check_chain(subject: Subject, whole: Sharding, stages: int) -> Cell:
 
 
 def check_tensor_parallel(
-    subject: Subject, sharding: Sharding, sequences: bool = False, cp: int = 1
+    subject: Subject,
+    sharding: Sharding,
+    sequences: bool = False,
+    cp: int = 1,
+    *,
+    stages: int = 1,
+    cp_comm_type: str | None = None,
 ) -> Cell:
     """Loss and every gradient of ``sharding.tp`` x cp ranks, gradients put together from the ranks'
-    parts.
+    parts. Experts are divided over the ranks with the same sequences, or over all of them.
 
-    sequences: with sequence parallelism. cp: number of ranks that divide sequences.
+    sequences:    with sequence parallelism.
+    cp:           number of ranks that divide sequences.
+    stages:       of each rank, which share nothing but the values that cross.
+    cp_comm_type: how ranks that divide sequences exchange.
     """
-    RankProgram(subject, sharding, 0, sequences, cp)  # what is refused, is refused here
+    RankProgram(
+        subject, sharding, 0, sequences, cp, cp_comm_type
+    )  # what is refused, is refused here
     tp = sharding.tp
+    assert sharding.experts in (1, tp, tp * cp)
 
     def step(rank: int, world_size: int):
         of_weights = own_group(rank, [list(range(c * tp, (c + 1) * tp)) for c in range(cp)])
         of_sequences = own_group(rank, [list(range(t, tp * cp, tp)) for t in range(tp)])
-        program = RankProgram(subject, sharding, rank, sequences, cp)
-        stages = Stages(program, group=of_weights, contexts=of_sequences)
-        loss, found = stages.step(subject.batch)
+        program = RankProgram(subject, sharding, rank, sequences, cp, cp_comm_type)
+        of_experts = own_group(rank, [list(range(tp * cp))]) if sharding.experts > tp else None
+        chain = Stages(
+            program,
+            min(stages, program.units),
+            group=of_weights,
+            contexts=of_sequences,
+            experts=of_experts,
+        )
+        loss, found = chain.step(subject.batch)
         return float(loss), {name: grad.numpy() for name, grad in found.items()}
 
     answers = fork_ranks(step, tp * cp)
@@ -120,14 +145,20 @@ def check_tensor_parallel(
     for place, found in enumerate(ranks):
         rank = place % tp
         beside = ranks[place - rank : place - rank + tp]
-        merged = {
-            name: merge(sharding.tensors[name], [r[name] for r in beside], rank) for name in found
-        }
+        merged = {}
+        places = {}
+        for name in found:
+            tensor = sharding.tensors[name]
+            places[name] = place if tensor.experts else rank
+            shards = ranks if tensor.experts else beside
+            merged[name] = merge(tensor, [r[name] for r in shards], places[name])
         error, name = gradient_difference(nonzero(merged, wanted), wanted)
         if error > worst:
             worst, where = error, name
         for name, full in merged.items():
-            if not torch.equal(part(full, sharding.tensors[name], rank, sharding.tp), found[name]):
+            tensor = sharding.tensors[name]
+            own = part(full, tensor, places[name], sharding.ranks_of(tensor))
+            if not torch.equal(own, found[name]):
                 worst, where = float("inf"), f"the padding of {name}"
     return judge(loss, worst, where, subject.dtype)
 

@@ -6,20 +6,24 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_merak.config.parallel import ALL_GATHER, P2P
 from megatron_merak.errors import MerakError
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.capture.empty import init_empty_weights
 from megatron_merak.graph.ir.nodes import op_name
+from megatron_merak.graph.ir.operators import flops
+from megatron_merak.graph.lowering.context import repeated
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.experts import GROUPED
 from megatron_merak.graph.sharding.shard import shard
 
-from .chain import Subject, check_chain, check_tensor_parallel
+from .chain import RankProgram, Subject, check_chain, check_tensor_parallel
 from .compare import BROKEN, REFUSED, WRONG, Cell
 from .configs import KV_HEADS
 from .curve import check_curve
@@ -29,7 +33,17 @@ from .heads import heads
 from .specimen import Specimen, tiny
 
 CELLS = ("pp2", "pp3", "tp2", "tp4", "curve")
-DIVIDED = ("sp2", "cp2", "cp2tp2", "ep2")  # of docs/evidence/parity_divided.md
+DIVIDED = (
+    "sp2",
+    "cp2",
+    "cp2 gather",
+    "cp2 ring",
+    "cp2tp2",
+    "ep2",
+    "ep2pp2",
+    "cp2ep2",
+    "cp2tp2ep4",
+)  # of docs/evidence/parity_divided.md
 FULL = 0.55  # of the parameters per rank at TP=2: at most this much is a full plan
 
 
@@ -91,6 +105,8 @@ def cells(specimen: Specimen, subject: Subject, asked: Sequence[str]) -> dict[st
         checks["tp4"] = lambda s: check_tensor_parallel(s, shard(s.captured, 4))
     checks["sp2"] = lambda s: check_tensor_parallel(s, shard(s.captured, 2), sequences=True)
     checks["cp2"] = lambda s: check_tensor_parallel(s, shard(s.captured, 1), cp=2)
+    for name, cp_comm_type in (("cp2 gather", ALL_GATHER), ("cp2 ring", P2P)):
+        checks[name] = partial(in_kind, cp_comm_type=cp_comm_type)
     checks["cp2tp2"] = lambda s: check_tensor_parallel(
         s, shard(s.captured, 2), sequences=True, cp=2
     )
@@ -98,12 +114,36 @@ def cells(specimen: Specimen, subject: Subject, asked: Sequence[str]) -> dict[st
         checks["ep2"] = lambda s: check_tensor_parallel(
             s, shard(s.captured, 2, experts=2), sequences=True
         )
+        checks["ep2pp2"] = lambda s: check_tensor_parallel(
+            s, shard(s.captured, 2, experts=2), sequences=True, stages=2
+        )
+        checks["cp2ep2"] = lambda s: check_tensor_parallel(s, shard(s.captured, 1, experts=2), cp=2)
+        checks["cp2tp2ep4"] = lambda s: check_tensor_parallel(
+            s, shard(s.captured, 2, experts=4), sequences=True, cp=2
+        )
     checks["curve"] = lambda s: check_curve(specimen, s)
     found: dict[str, Any] = {
         name: twice(check, subject, twin) for name, check in checks.items() if name in asked
     }
+    if "cp2" in asked:
+        found["repeated"], _ = attempt(lambda: repeated_share(subject))
     found["share"], _ = attempt(lambda: shard(subject.captured, 2).share())
     return found
+
+
+def in_kind(subject: Subject, cp_comm_type: str) -> Cell:
+    """Ranks that divide sequences and exchange in one way."""
+    return check_tensor_parallel(
+        subject, shard(subject.captured, 1), cp=2, cp_comm_type=cp_comm_type
+    )
+
+
+def repeated_share(subject: Subject) -> float:
+    """The share of FLOPs that each of two ranks that divide sequences computes in full."""
+    program = RankProgram(subject, shard(subject.captured, 1), 0, cp=2, fused=False)
+    graph = program.rewritten.graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    return sum(repeated(graph).values()) / max(sum(map(flops, calls)), 1)
 
 
 def twice(

@@ -24,7 +24,7 @@ OTHERS = """aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deep
 def steps(rank, world_size, kind, experts):
     """(loss, gradient norm) of two steps of AdamW."""
     specimen = tiny(kind)
-    mesh = build_mesh(Grid(dp=2), rank, torch.device("cpu"), expert_parallel=experts)
+    mesh = build_mesh(Grid(dp=2), rank, torch.device("cpu"), expert_group=experts)
     model = engine_of(
         specimen.model(), specimen.batch(seed=rank), mesh, expert_model_parallel_size=experts
     )

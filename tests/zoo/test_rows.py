@@ -45,3 +45,9 @@ def test_a_model_that_would_be_wrong_is_refused_by_name():
     graph can hold.
     """
     assert "_ReversibleFunction" in measure_apart("reformer", ())["refused"]
+
+
+def test_values_that_two_layers_gather_again_are_gathered_for_both():
+    """Two segments of diffllama read one."""
+    row = measure_apart("diffllama", ("cp2 gather",))
+    assert row["cp2 gather"]["state"] == EXACT, row

@@ -24,7 +24,12 @@ from megatron_merak.graph.capture.eager_module import (
     around_error,
     keep_modules,
 )
-from megatron_merak.graph.capture.fake_model import fake_batch, forward_parameters, make_fake_model
+from megatron_merak.graph.capture.fake_model import (
+    Cast,
+    fake_batch,
+    forward_parameters,
+    make_fake_model,
+)
 from megatron_merak.graph.capture.fast_trace import fast_tracing
 from megatron_merak.graph.capture.inspected import inspected_model
 from megatron_merak.graph.capture.lengths import Axes, Lengths, SymbolicLength, digest
@@ -63,9 +68,14 @@ class Attempt:
     values: bool = False
 
     def __str__(self) -> str:
-        parts = [f"{self.attention} attention" if self.attention else "as it is"]
-        parts += ["is_causal kept"] * self.is_causal + ["no layer drop"] * self.no_layer_drop
-        return ", ".join(parts + ["strict"] * self.strict + ["values of the batch"] * self.values)
+        options = {
+            "is_causal kept": self.is_causal,
+            "no layer drop": self.no_layer_drop,
+            "strict": self.strict,
+            "values of the batch": self.values,
+        }
+        kept = f"{self.attention} attention" if self.attention else "as it is"
+        return ", ".join([kept, *(words for words, chosen in options.items() if chosen)])
 
 
 def capture(
@@ -73,7 +83,7 @@ def capture(
     batch: Mapping[str, Any],
     *,
     training: bool = True,
-    dtype: torch.dtype | None = None,
+    dtype: Cast = None,
     outputs: Sequence[str] = ("loss",),
     compute: LossFunction | None = None,
 ) -> Captured:
@@ -86,7 +96,8 @@ def capture(
     batch:    only shapes and dtypes of its tensors matter; values that are not tensors become part
               of the graph.
     training: whether the model is in training mode (dropout is on).
-    dtype:    dtype of floating-point parameters; None for their own.
+    dtype:    dtype of floating-point parameters, or of those that a mapping names; None for their
+              own.
     outputs:  which of the model's outputs to return; "loss" is the tensor that is returned alone or
               first, "*" all others (see ``pick_outputs``).
     compute:  computes the loss from the model and the batch, in place of the model's forward, which
@@ -120,7 +131,7 @@ def _capture(
     model: nn.Module,
     batch: Mapping[str, Any],
     training: bool,
-    dtype: torch.dtype | None,
+    dtype: Cast,
     outputs: Sequence[str],
     compute: LossFunction | None,
     eager: EagerModules,
@@ -194,7 +205,7 @@ def lengths_of(
     length: int,
     *,
     training: bool = True,
-    dtype: torch.dtype | None = None,
+    dtype: Cast = None,
     outputs: Sequence[str] = ("loss",),
     compute: LossFunction | None = None,
 ) -> Lengths | None:
@@ -265,7 +276,7 @@ def _trace(
     batch: Mapping[str, Any],
     attempt: Attempt,
     training: bool,
-    dtype: torch.dtype | None,
+    dtype: Cast,
     outputs: Sequence[str],
     compute: LossFunction | None,
     eager: EagerModules,
@@ -301,6 +312,7 @@ def _trace(
         contexts.enter_context(keep_modules(fake, eager, events.opaque))
         if not attempt.strict:
             contexts.enter_context(patches.eager_branches())
+            contexts.enter_context(patches.adapted_parameters())
             contexts.enter_context(patches.explicit_gradient_stops())
         if attempt.is_causal:
             contexts.enter_context(patches.is_causal())

@@ -295,6 +295,7 @@ def _run_once(run: _Run, flat: list[Any], spec: TreeSpec, trial: int) -> _ProbeR
     why = effects.why
     if effects.written or len(aliased) > 1:
         why = "it changes its arguments or buffers, or returns several of them"
+    # Only what the module keeps may live on: no name here, and no cycle of autograd's functions.
     del outputs, leaves, effects.tensors, effects
     gc.collect()
     if any(x() is not None for x in alive) or _attributes(run.module.module) != before:

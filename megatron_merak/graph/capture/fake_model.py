@@ -15,28 +15,27 @@ from megatron_merak.graph.capture.empty import fake_mode, fake_parameter, is_fak
 from megatron_merak.graph.capture.inspected import inspected_model
 from megatron_merak.graph.capture.rebound import rebind_functions
 
+Cast = torch.dtype | Mapping[str, torch.dtype] | None
+
 
 def make_fake_model(
-    model: nn.Module, training: bool, dtype: torch.dtype | None, copy_buffers: bool = False
+    model: nn.Module, training: bool, dtype: Cast, copy_buffers: bool = False
 ) -> nn.Module:
     """Return a copy of a model in which every parameter is fake; buffers are the model's own, or
     copies.
 
     dtype: dtype of floating-point parameters, except for those that a HuggingFace model keeps in
-           fp32; None for their own.
+           fp32; of those alone that a mapping names; None for their own.
 
     Caches and activation checkpointing are off, since a training graph has neither. Raises
     TraceError for gradient hooks, which a graph cannot run.
     """
     _refuse_hooks(model)
     mode = fake_mode()
-    keeps_float32 = _float32_rule(model, dtype)
+    casts = dtype if isinstance(dtype, Mapping) else _casts(model, dtype)
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        cast = torch.float32 if keeps_float32(name) else dtype
-        memo[id(parameter)] = fake_parameter(
-            parameter, mode, cast if parameter.is_floating_point() else None
-        )
+        memo[id(parameter)] = fake_parameter(parameter, mode, casts.get(name))
     for buffer in model.buffers():
         if is_fake(buffer):
             memo[id(buffer)] = _without_values(buffer, mode)
@@ -77,7 +76,19 @@ def forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter], 
     }, takes_any
 
 
-def _float32_rule(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
+def _casts(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return the dtypes of floating-point parameters; nothing for None."""
+    if dtype is None:
+        return {}
+    keeps_float32 = _float32_rule(model, dtype)
+    return {
+        name: torch.float32 if keeps_float32(name) else dtype
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+    }
+
+
+def _float32_rule(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
     """Return which parameters stay in fp32 by the rule of transformers'
     ``from_pretrained(dtype=...)``.
     """

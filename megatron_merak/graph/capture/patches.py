@@ -110,6 +110,40 @@ def eager_branches() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def adapted_parameters() -> Iterator[None]:
+    """Let an adapter of peft for a parameter (``target_parameters``) put the adapted weight in front
+    of it. As peft does it, by a parametrization, the parameter becomes a buffer that changes.
+    """
+    layers = sys.modules.get("peft.tuners.lora.layer")
+    wrapper = getattr(layers, "ParamWrapper", None)
+    if wrapper is None:
+        yield
+        return
+
+    @contextmanager
+    def activated(adapter: Any, active: list[str]) -> Iterator[None]:
+        own = [name for name in active if name in adapter.lora_A]
+        if not own:
+            yield
+            return
+        base = adapter.get_base_layer()
+        weight = adapter.get_param()
+        if len(own) == 1 and adapter.num_experts > 1 and hasattr(adapter, "get_delta_factors"):
+            left, right, scale = adapter.get_delta_factors(own[0])
+            weight = torch.baddbmm(weight, left, right, alpha=scale)
+        else:
+            weight = weight + sum(adapter.get_delta_weight(name) for name in own)
+        vars(base)[adapter.parameter_name] = weight
+        try:
+            yield
+        finally:
+            del vars(base)[adapter.parameter_name]
+
+    with overriding(wrapper, "_activate_lora", activated):
+        yield
+
+
 def _masks_of_transformers() -> ModuleType | None:
     """Return transformers' code for masks; None where no model of it can be traced."""
     if "transformers.modeling_utils" not in sys.modules:

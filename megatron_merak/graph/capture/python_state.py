@@ -74,6 +74,7 @@ class StateChanges:
         model = self.model
         modules = dict(model.named_modules())
         mode = next((p.fake_mode for p in model.parameters()), None)  # type: ignore[attr-defined]
+        # without `recorded`, which would write into the changes that it begins from
         model.__dict__["forward"] = getattr(model.forward, "__wrapped__")  # noqa: B009
 
         def fresh(tensor: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ def _snapshots(owners: list[tuple[str, Any]]) -> Iterator[tuple[AttributeKey, An
 
 def _snapshot(value: Any, visited: set[int], depth: int) -> Any:
     if isinstance(value, _PLAIN):
-        return repr(value) if isinstance(value, float) else value
+        return repr(value) if isinstance(value, float) else value  # nan is not equal to itself
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape), str(value.dtype)
     if isinstance(value, _OPAQUE) or depth == 0 or id(value) in visited:

@@ -178,6 +178,7 @@ def _generator_of(module: Any, name: str) -> Any:
 
 def _patched_apply(events: TraceEvents) -> Any:
     """Return the ``Function.apply`` to use while a model is traced."""
+    # As it is stored: ``Function.apply`` is bound to Function, whatever class it is called for.
     apply = Function.__dict__["apply"].__func__
     here = threading.get_ident()
     inside = [False]

@@ -9,7 +9,7 @@ from ..ir.inplace import call as new_node
 from ..ir.nodes import constant, is_op, operand
 from ..sharding import local
 from .patterns import Either, Match, Var, add, call, mul, narrowed
-from .pointwise import put, value
+from .pointwise import put, put_rotary, swaps_heads, value
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ def _rotary_by_halves(graph: Graph, root: Node, match: Match) -> Node | None:
         )
         if not common or 2 * value(table).shape[-1] != value(x).shape[-1]:
             return None
-    return put(graph, root, ops.rotary, x, *tables)
+    return put_rotary(graph, root, x, tables)
 
 
 def _fuse_rotary(graph: Graph, root: Node, match: Match, x: Node, rotated: int) -> Node | None:
@@ -107,7 +107,7 @@ def _fuse_rotary(graph: Graph, root: Node, match: Match, x: Node, rotated: int) 
             return None
     if value(x).dtype != value(root).dtype:
         return None
-    return put(graph, root, ops.rotary, x, *(_first_half(graph, table) for table in tables))
+    return put_rotary(graph, root, x, [_first_half(graph, table) for table in tables])
 
 
 def _repeats(table: Node) -> bool:
@@ -126,7 +126,7 @@ def _repeats(table: Node) -> bool:
             dim %= before + is_op(table, "unsqueeze")
             if dim == (before if is_op(table, "unsqueeze") else before - 1):
                 return False
-        elif table.target is local.take:  # of some positions
+        elif table.target in (local.take, local.take_ends):  # of some positions
             if constant(table, 1) == last:
                 return False
         elif is_op(table, "mul", "div", "add"):
@@ -171,8 +171,13 @@ def _repeated(name: str):
 
 _ATTENTION = call(
     "scaled_dot_product_attention",
-    *(Var("query"), _repeated("key"), _repeated("value")),
-    *(None, Var("dropout"), True, Var("scale")),
+    Var("query"),
+    _repeated("key"),
+    _repeated("value"),
+    None,
+    Var("dropout"),
+    True,
+    Var("scale"),
 )
 _TRANSPOSED = call("transpose", _ATTENTION, 1, 2)
 _JOINED = call(
@@ -215,7 +220,7 @@ def _joined_attention(graph: Graph, root: Node, match: Match) -> Node | None:
 
 def _to_bsnd(graph: Graph, root: Node, heads: Node) -> Node:
     """[b, n, s, d] -> [b, s, n, d]."""
-    if is_op(heads, "transpose") and sorted(constant(heads, k) % 4 for k in (1, 2)) == [1, 2]:
+    if swaps_heads(heads):
         return operand(heads)
     return new_node(graph, root, aten.transpose.int, heads, 1, 2)
 
@@ -223,8 +228,13 @@ def _to_bsnd(graph: Graph, root: Node, heads: Node) -> Node:
 # Attention of any other kind: scaled_dot_product_attention, or written out as matmuls and softmax.
 _GENERAL = call(
     "scaled_dot_product_attention",
-    *(Var("query"), _repeated("key"), _repeated("value")),
-    *(Var("mask"), Var("dropout"), False, Var("scale")),
+    Var("query"),
+    _repeated("key"),
+    _repeated("value"),
+    Var("mask"),
+    Var("dropout"),
+    False,
+    Var("scale"),
 )
 _SCORES = call(
     "matmul", Var("query"), call("transpose", _repeated("key"), Var("dim"), Var("other dim"))

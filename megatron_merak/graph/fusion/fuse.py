@@ -3,13 +3,14 @@ access less memory.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from ..ir.aliases import changing
-from . import attention, linear, loss, pointwise
+from . import adapters, attention, heads, linear, loss, pointwise
+from .fp8 import Fp8Weights, to_fp8
 from .patterns import Match, matches
 
 
@@ -27,7 +28,13 @@ class Rule:
     build: Callable[[Graph, Node, Match], Node | None]
 
 
-def _rules(loss_chunk: int, recompute_activations: bool) -> tuple[Rule, ...]:
+def _rules(
+    loss_chunk: int,
+    recompute_activations: bool,
+    continued: Collection[int],
+    written: Collection[Node],
+    in_fp8: bool,
+) -> tuple[Rule, ...]:
     """Return the rules in order of preference: a longer pattern before a shorter one that it
     contains.
     """
@@ -35,31 +42,49 @@ def _rules(loss_chunk: int, recompute_activations: bool) -> tuple[Rule, ...]:
         loss.rows(loss_chunk),
         attention.ROWS,
         pointwise.ROWS,
-        linear.ROWS,
+        pointwise.norms_of_sums(continued, written),
     ]
+    if not in_fp8:  # where gate and up have a scale each, and frozen layers another type
+        tables = [adapters.ROWS, *tables, linear.ROWS]
     if recompute_activations:
         tables.append(linear.RECOMPUTED_ROWS)
     return tuple(Rule(*row) for rows in tables for row in rows)
 
 
-def fuse(graph: Graph, loss_chunk: int = 0, recompute_activations: bool = False) -> Counter[str]:
+def fuse(
+    graph: Graph,
+    loss_chunk: int = 0,
+    recompute_activations: bool = False,
+    continued: Collection[int] = (),
+    fp8: Fp8Weights | None = None,
+) -> Counter[str]:
     """Apply every fusion to a rewritten graph in place; return how often each was applied, by name.
 
-    Fusions stay inside one unit. A match is left as it is if another node reads one of its
-    intermediate values, or if memory that it reads is written in place.
+    Fusions stay inside one unit, but for the sum that ends one and that the next begins with. A
+    match is left as it is if another node reads one of its intermediate values, or if memory that
+    it reads is written in place.
 
     loss_chunk:            rows whose logits a fused loss computes at a time; 0 for all.
     recompute_activations: whether linear layers after an activation recompute it in the backward
                            instead of saving it.
+    continued:             units that may begin with the sum that ends the one before.
+    fp8:                   the linear layers that compute in fp8; None: none does.
     """
     counts: Counter[str] = Counter()
     written = changing(graph)
-    for rule in _rules(loss_chunk, recompute_activations):
+    in_fp8 = fp8 is not None
+    for rule in _rules(loss_chunk, recompute_activations, continued, written, in_fp8):
         for root in reversed(list(graph.nodes)):
             if root.op == "call_function" and root.users and _apply(rule, graph, root, written):
                 counts[rule.name] += 1
-    if groups := linear.share_inputs(graph, written):
+    # in fp8 each of them has a scale of its own
+    joined = 0 if in_fp8 else heads.join_heads(graph, written)
+    if joined:
+        counts["query, key and value as one"] = joined
+    if groups := linear.share_inputs(graph, written, fp8):
         counts["linears of one input"] = groups
+    if fp8 is not None:
+        counts["linear layers in fp8"] = to_fp8(graph, fp8)
     graph.lint()
     return counts
 
@@ -78,7 +103,7 @@ def _apply(rule: Rule, graph: Graph, root: Node, written: set[Node]) -> bool:
             f"{rule.name} at {root.name}"
         )
         root.replace_all_uses_with(replacement)
-        _erase(graph, root)
+        pointwise.erase_unread(graph, root)
         return True
     return False
 
@@ -95,12 +120,3 @@ def _can_replace(match: Match, root: Node, written: set[Node]) -> bool:
             return False
     values = [value for value in match.values.values() if isinstance(value, Node)]
     return home[0] is not None and not any(value in written for value in values)
-
-
-def _erase(graph: Graph, node: Node) -> None:
-    """Erase a node that nothing reads, and recursively what only it read."""
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for input in inputs:
-        if not input.users and input.op == "call_function":
-            _erase(graph, input)

@@ -12,8 +12,9 @@ from torch.fx import Graph, Node
 
 from ... import ops
 from ..ir.inplace import call as new_node
-from ..ir.nodes import constant, is_op, operand, operands
-from ..lowering.flow import REDUCTIONS
+from ..ir.nodes import is_op, operand
+from .adapters import can_share, fit_together, is_weight, join, layer_of
+from .fp8 import Fp8Weights, in_fp8
 from .patterns import Either, Match, Var, call
 from .pointwise import put, value
 
@@ -21,17 +22,20 @@ aten = torch.ops.aten
 
 _GATED = call(
     "gated",
-    call("linear", Var("x"), Var("gate"), None),
-    call("linear", Var("x"), Var("up"), None),
+    call("linear|adapted_linear", Var("x")),
+    call("linear|adapted_linear", Var("x")),
     Var("activation"),
 )
 
 
 def _join_gate_and_up(graph: Graph, root: Node, match: Match) -> Node | None:
-    weights = [match["gate"], match["up"]]
-    if not all(map(_is_weight, weights)) or weights[0] is weights[1]:
+    layers = [layer for place in (0, 1) if (layer := layer_of(operand(root, place))) is not None]
+    weights = [layer.weight for layer in layers]
+    if len(layers) < 2 or not all(map(is_weight, weights)) or weights[0] is weights[1]:
         return None
-    product = new_node(graph, root, ops.joined_linear, match["x"], weights)
+    if any(layer.bias is not None for layer in layers) or not fit_together(layers):
+        return None
+    product = join(graph, root, layers)
     return put(graph, root, ops.gated_halves, product, match["activation"])
 
 
@@ -96,7 +100,7 @@ def _fuse_recomputed(
     x = match["x"]
     weight = match["weight"]
     transposed = "rows" in match.values
-    if not _is_weight(weight) or value(weight).shape[not transposed] != features:
+    if not is_weight(weight) or value(weight).shape[not transposed] != features:
         return None
     if "shape" in match.values and tuple(match["shape"][:-1]) != tuple(value(x).shape[:-1]):
         return None
@@ -112,19 +116,20 @@ RECOMPUTED_ROWS = (
 )
 
 
-def share_inputs(graph: Graph, written: set[Node]) -> int:
+def share_inputs(graph: Graph, written: set[Node], fp8: Fp8Weights | None = None) -> int:
     """Fuse linear layers that read the same input in one unit, all sharded or all replicated;
     return how many groups.
 
     written: nodes whose memory is written in place.
+    fp8:     the linear layers that compute in fp8, each together with others of these.
     """
     groups: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
-        if is_op(node, "linear") and _can_share(node, written):
-            groups.setdefault(
-                (node.args[0], node.meta["unit"], node.meta.get("sharded", False)), []
-            ).append(node)
+        if can_share(node, written):
+            home = (node.meta["unit"], node.meta.get("sharded", False), in_fp8(node, fp8))
+            groups.setdefault((node.args[0], *home), []).append(node)
     shared = [nodes for nodes in groups.values() if len(nodes) > 1]
+    shared = [nodes for nodes in shared if not any(map(_reads_hidden, nodes))]
     for nodes in shared:
         _share(graph, nodes)
     return len(shared)
@@ -132,15 +137,14 @@ def share_inputs(graph: Graph, written: set[Node]) -> int:
 
 def _share(graph: Graph, nodes: list[Node]) -> None:
     first = nodes[0]
-    input = operand(first)
-    weights = [operand(node, 1) for node in nodes]
-    biases = [_bias(node) for node in nodes]
+    layers = [layer for node in nodes if (layer := layer_of(node)) is not None]
     order = {node: index for index, node in enumerate(graph.nodes)}
-    for parameter in (*weights, *biases):
-        if parameter is not None and order[parameter] > order[first]:
+    for parameter in (parameter for layer in layers for parameter in layer.parameters):
+        if order[parameter] > order[first]:
             first.prepend(parameter)
+    views = all(map(_is_kept, nodes))
     with graph.inserting_before(first):
-        linears = new_node(graph, first, ops.linears, input, weights, biases)
+        linears = join(graph, first, layers, views)
         outputs = [
             new_node(graph, node, operator.getitem, linears, index)
             for index, node in enumerate(nodes)
@@ -150,30 +154,21 @@ def _share(graph: Graph, nodes: list[Node]) -> None:
         graph.erase_node(node)
 
 
-def _can_share(node: Node, written: set[Node]) -> bool:
-    """Whether a linear layer may join a group: it reads parameters directly and its result is not
-    all-reduced.
-    """
-    input, weight = operands(node, 0, 1)
-    bias = _bias(node)
-    reduced = any(user.target in REDUCTIONS for user in node.users)
-    if (
-        node.meta.get("unit") is None
-        or reduced
-        or written & {node, input, weight, bias}
-        or not node.meta.get("grad")
-    ):
-        return False
-    return (
-        input.meta.get("grad", False)
-        and _is_weight(weight)
-        and (bias is None or bias.op == "get_attr")
-    )
+def _reads_hidden(node: Node) -> bool:
+    """Whether an adapter of a layer reads what is computed after other layers of its input."""
+    layer = layer_of(node)
+    return layer is not None and layer.hidden is not None
 
 
-def _bias(node: Node) -> Node | None:
-    return constant(node, 2) if len(node.args) > 2 else None
+_VIEWS = ("view", "reshape", "_unsafe_view", "transpose")
+_KEEPING = (ops.rms_norm, ops.layer_norm, ops.causal_attention, ops.attention)
 
 
-def _is_weight(node: object) -> bool:
-    return isinstance(node, Node) and node.op == "get_attr" and value(node).dim() == 2
+def _is_kept(node: Node) -> bool:
+    """Whether the backward of what reads a value, or a view of it, keeps it."""
+    if node.target in _KEEPING:
+        rate = ops.row(node.target).dropout
+        # on a CPU attention with dropout keeps copies of its own
+        return rate is None or bool(node.args[rate] == 0.0)
+    views = (user for user in node.users if user.target in _KEEPING or is_op(user, *_VIEWS))
+    return any(map(_is_kept, views))

@@ -155,4 +155,5 @@ def arguments(node: Node) -> tuple:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Node) or isinstance(b, Node):
         return a is b
+    # True == 1: without the first half ``alpha=1`` would match a flag
     return isinstance(a, bool) == isinstance(b, bool) and a == b

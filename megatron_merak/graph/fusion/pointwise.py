@@ -4,6 +4,7 @@ residual adds.
 
 import math
 import operator
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch.fx import Graph, Node
 from ... import ops
 from ..ir.inplace import call as new_node
 from ..ir.kinds import kinds
-from ..ir.nodes import constant, is_op
+from ..ir.marks import copy_in
+from ..ir.nodes import constant, is_op, operand
+from ..lowering.flow import REDUCTIONS
 from .patterns import Call, Either, Match, Var, add, call, mul, narrowed, widened
 
 aten = torch.ops.aten
@@ -37,6 +40,50 @@ def put(
     node.meta = {key: each for key, each in root.meta.items() if key != "tensor_meta"}
     node.meta["val"] = root.meta["val"] if like is None else like
     return node
+
+
+def erase_unread(graph: Graph, node: Node) -> None:
+    """Erase a node that nothing reads, and recursively what only it read."""
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for input in inputs:
+        if not input.users and input.op == "call_function":
+            erase_unread(graph, input)
+
+
+def swaps_heads(node: Node) -> bool:
+    """Whether a node is a view of [b, s, n, d] as [b, n, s, d], or the other way round."""
+    if not is_op(node, "transpose") or value(node).dim() != 4:
+        return False
+    return sorted(constant(node, k) % 4 for k in (1, 2)) == [1, 2]
+
+
+def put_rotary(
+    graph: Graph, root: Node, x: Node, tables: Sequence[Node], interleaved: bool = False
+) -> Node:
+    """Add rotary embedding of x; of heads as they come from a product, before they are viewed head
+    by head.
+    """
+    # Not ``interleaved=False``: readers of a graph tell adjacent features by the argument.
+    options = (True,) if interleaved else ()
+    if not swaps_heads(x):
+        return put(graph, root, ops.rotary, x, *tables, *options)
+    heads = operand(x)
+    by_token = [_swapped(graph, table) for table in tables]
+    like = value(heads).new_empty(value(heads).shape)
+    turned = put(graph, root, ops.rotary_heads, heads, *by_token, *options, like=like)
+    return new_node(graph, root, aten.transpose.int, turned, 1, 2)
+
+
+def _swapped(graph: Graph, table: Node) -> Node:
+    """Return a common table [b, 1, s, r] as [b, s, 1, r]; one node for all readers."""
+    args = (table, 1, 2)
+    for user in table.users:
+        if user.target is aten.transpose.int and user.args == args:
+            if user.meta.get("unit") is None:
+                return user
+    with graph.inserting_after(table):
+        return new_node(graph, table, aten.transpose.int, *args)
 
 
 # x / sqrt(mean(x^2) + eps), and then the weight, before or after a conversion back to the type of
@@ -184,7 +231,7 @@ def _bias_dropout_add(graph: Graph, root: Node, match: Match) -> Node | None:
         return None
     dropout = next(node for node in match.nodes if is_op(node, *_DROPS))
     place = constant(dropout, 3) if dropout.target is ops.dropout_of_parts else None
-    if place is not None and value(x).numel() // place[0] % 2:
+    if place is not None and value(x).numel() // (place[0] * len(place[1])) % 2:
         return None
     return put(graph, root, ops.bias_dropout_add, x, bias, residual, match["p"], True, place)
 
@@ -222,7 +269,7 @@ def _rotary_interleaved(graph: Graph, root: Node, match: Match) -> Node | None:
         _repeats_pairs(table, dims, rotated) for table in tables
     ):
         return None
-    return put(graph, root, ops.rotary, x, *(table.args[0] for table in tables), True)
+    return put_rotary(graph, root, x, [operand(table) for table in tables], interleaved=True)
 
 
 def _repeats_pairs(table: Node, dims: int, rotated: int) -> bool:
@@ -241,16 +288,29 @@ def _repeats_pairs(table: Node, dims: int, rotated: int) -> bool:
 
 
 # The norm of a sum. Earlier rules have replaced the norm by one of ``ops``.
-def _norm_of_sum(norm, of_sum, *parameters: str) -> tuple:
+def _norm_of_sum(
+    norm,
+    of_sum,
+    parameters: Sequence[str],
+    *,
+    continued: Collection[int],
+    written: Collection[Node],
+) -> tuple:
     def build(graph: Graph, root: Node, match: Match) -> Node | None:
         total = match["sum"]
         if root.target is not norm or not is_op(total, "add") or not _is_plain_sum(total):
             return None
-        if (total.meta.get("unit"), kinds(total)) != (root.meta.get("unit"), kinds(root)):
+        if kinds(total) != kinds(root) or any(x in written for x in total.all_input_nodes):
             return None
         # others read the sum from here on
         if any(reader < root for reader in total.users):
             return None
+        unit = root.meta["unit"]
+        if total.meta.get("unit") != unit:
+            passes = unit in continued and total.meta.get("unit") == unit - 1
+            if not passes or not all(map(_is_computed, total.all_input_nodes)):
+                return None
+            total.meta["unit"] = unit  # what is added crosses in its place
         rest = [match[name] for name in parameters]
         like = (value(root), value(root))
         pair = put(graph, root, of_sum, *total.args[:2], *rest, like=like)
@@ -266,6 +326,29 @@ def _norm_of_sum(norm, of_sum, *parameters: str) -> tuple:
         call(norm.__name__, Var("sum"), *map(Var, parameters)),
         build,
     )
+
+
+def norms_of_sums(continued: Collection[int], written: Collection[Node]) -> tuple[tuple, ...]:
+    """Rows for norms of sums, also of a sum at the end of the unit before.
+
+    continued: units that may begin with such a sum, see ``StagePlan``.
+    written:   nodes whose memory is written in place.
+    """
+    kinds_of_norm = (
+        (ops.layer_norm, ops.add_layer_norm, ("weight", "bias", "eps")),
+        (ops.rms_norm, ops.add_rms_norm, ("weight", "eps")),
+    )
+    return tuple(
+        _norm_of_sum(norm, of_sum, parameters, continued=continued, written=written)
+        for norm, of_sum, parameters in kinds_of_norm
+    )
+
+
+def _is_computed(node: Node) -> bool:
+    """Whether a unit computes a value, so that it may pass to the next one."""
+    while node.target is operator.getitem or node.target in REDUCTIONS:
+        node = operand(node)
+    return node.target is not copy_in and node.meta.get("unit") is not None
 
 
 def _is_plain_sum(node: Node) -> bool:
@@ -300,6 +383,4 @@ ROWS = (
     ),
     ("rotary", _interleaved(Var("x")), _rotary_interleaved),
     ("bias dropout add", add(Var("residual"), _DROPPED), _bias_dropout_add),
-    _norm_of_sum(ops.layer_norm, ops.add_layer_norm, "weight", "bias", "eps"),
-    _norm_of_sum(ops.rms_norm, ops.add_rms_norm, "weight", "eps"),
 )

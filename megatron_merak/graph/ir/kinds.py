@@ -11,6 +11,7 @@ from ...segment import LayerAxis
 from .nodes import operand
 
 AXES = (LayerAxis.TP, LayerAxis.CP)
+LEVELS = (LayerAxis.INNER, LayerAxis.OUTER)  # of a hierarchy of ranks that divide sequences
 
 
 class NodeKind(IntEnum):

@@ -52,4 +52,24 @@ def exchange_rows(x: Tensor, counts: Tensor) -> Tensor:
     raise AssertionError("a mark, not to be run")
 
 
-MARKS = (copy_in, reduce_sum, stack, reduce_scatter, all_gather, exchange, exchange_rows)
+def rotate(x: Tensor) -> Tensor:
+    """Mark a value that each rank sends to the next one: it gets that of the one before."""
+    raise AssertionError("a mark, not to be run")
+
+
+def turn_back(x: Tensor) -> Tensor:
+    """Mark a value that stays, and whose gradient each rank sends to the one before."""
+    raise AssertionError("a mark, not to be run")
+
+
+MARKS = (
+    copy_in,
+    reduce_sum,
+    stack,
+    reduce_scatter,
+    all_gather,
+    exchange,
+    exchange_rows,
+    rotate,
+    turn_back,
+)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from ... import ops
 from .nodes import constant, is_op, op_name, values
@@ -95,7 +96,8 @@ def attends_causally(graph: Graph) -> bool:
     pending = [graph]
     while pending:
         for node in pending.pop().nodes:
-            causal += [is_causal(node)] * is_op(node, "scaled_dot_product_attention")
+            if is_op(node, "scaled_dot_product_attention"):
+                causal.append(is_causal(node))
             pending += _inner_graphs(node) if node.op == "call_function" else ()
     return bool(causal) and all(causal)
 
@@ -200,7 +202,19 @@ _ROWS = (
     ),
 )
 OPERATORS = {name: row for names, row in _ROWS for name in names.split()}
-_OPERATIONS = {
-    operation: Operator(attends=row.scores is not None, result_unread=row.result_unread)
-    for operation, row in ops.OPERATIONS.items()
-}
+
+
+def _scored(row: ops.Operation) -> Operator:
+    """Return what an operation of ``ops`` is as an operator."""
+    scores = row.scores
+    if scores is None:
+        return Operator(result_unread=row.result_unread)
+
+    def count(node: Node, numel: int, shapes: list[Shape]) -> int:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+        return scores(*args, **kwargs).flops
+
+    return Operator(flops=count, attends=True, result_unread=row.result_unread)
+
+
+_OPERATIONS = {operation: _scored(row) for operation, row in ops.OPERATIONS.items()}

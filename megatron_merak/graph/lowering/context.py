@@ -12,6 +12,25 @@ What an operator can do with parts, its sharding rule says, as in ``sequence``. 
 on parts of sequences is tried on parts of another dimension, and one that cannot work on these, such
 as a product of all features, on parts of sequences again. What dimensions mean is only a matter of
 which is tried first: an attempt is exact, or impossible. What nothing allows, every rank computes.
+
+That is the first of three kinds, which exchanges (a2a). The other gathers (all_gather), as Llama 3 was
+trained: attention is of a rank's own queries, of all heads, and what they attend to is gathered. It
+is used where it is asked for, and where ranks cannot share the heads:
+
+    tokens -- embedding -- norm -- q ------------------- attention -- product -- loss
+                                -- k, v --all-gather---/
+              parts of sequences throughout
+
+The third is the second without what is gathered: keys and values go round from rank to rank (p2p), a
+rank has those of two at a time, and attention is the sum of its parts, see ``ring_writer``. What has
+no such parts gathers.
+
+The first and the third make a hierarchy (a2a+p2p): groups of neighbours exchange heads, and the ranks
+at the same place of each group are a ring, of its heads. All that is outside of attention is that of
+the third, since what a group has of a sequence is what one rank of as few would have.
+
+Of a causal mask the rank with the last positions would have most, so then each has chunks from both
+ends of a sequence, see ``local.take_ends``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,40 +42,56 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
+from ...config.parallel import A2A, ALL_GATHER, P2P, RINGS
 from ...errors import PlanError
 from ...segment import LayerAxis
 from ..capture.captured import Captured
 from ..ir.kinds import kind
+from ..ir.marks import rotate
 from ..ir.names import place
-from ..ir.nodes import is_random, op_name, values
-from ..ir.operators import facts, flops
+from ..ir.nodes import is_random, op_name, operand, values
+from ..ir.operators import facts, flops, is_causal
 from ..sharding import local
 from ..sharding.history import Table
 from ..sharding.placement import CannotShard, Decision, Layout
 from ..sharding.rules_local import MEAN, SUM
+from ..sharding.rules_positions import attention_of_positions, ring_of_positions
 from ..sharding.rules_value import argument
+from .ring_writer import RingWriter
 from .routed import Routed, find_routed
 from .sequence import OnParts, finish_parts, samples_of
-from .sequence_writer import SequenceWriter
 
 aten = torch.ops.aten
 
 SETTING = "--context-parallel-size"
 _LIKE = ("view_as", "expand_as", "reshape_as", "type_as")  # of the second only shape or dtype
-_WHOLE = 0.05  # share of the FLOPs that every rank may compute
+_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+REPEATED = 0.05  # share of the FLOPs from which on it is said that every rank computes them
 
 
 def shard_contexts(
-    graph: Graph, captured: Captured, rank: int, ranks: int, mode: FakeTensorMode
-) -> None:
-    """Divide the work of one rank's graph along the sequence, and along heads where positions meet.
+    graph: Graph,
+    captured: Captured,
+    rank: int,
+    ranks: int,
+    mode: FakeTensorMode,
+    cp_comm_type: str | None = None,
+    inner: int = 1,
+) -> str:
+    """Divide the work of one rank's graph along the sequence; return the kind of exchange that
+    this takes.
 
-    ranks: number of context-parallel ranks.
-    mode:  of the fake values in the graph.
+    ranks:        number of context-parallel ranks.
+    mode:         of the fake values in the graph.
+    cp_comm_type: "a2a", "a2a+p2p", "all_gather" or "p2p"; None: the first, where it divides all that the
+                  third does.
+    inner:        with "a2a+p2p", the number of neighbours that exchange heads.
     """
     _sum_losses(graph, mode)
-    found = OnContexts(graph, captured, ranks, find_routed(graph))
-    SequenceWriter(
+    found = _divided(
+        graph, captured, rank=rank, ranks=ranks, cp_comm_type=cp_comm_type, inner=inner
+    )
+    writer = RingWriter(
         graph,
         found.layouts,
         found.decisions,
@@ -68,41 +103,108 @@ def shard_contexts(
         mode=mode,
         turned=found.turned,
         exchanges=found.exchanges,
-    ).run()
+        from_ends=found.from_ends,
+        rings=found.rings,
+        inner=inner,
+    )
+    writer.run()
     finish_parts(graph, LayerAxis.CP, found.decisions)
+    return found.exchange
 
 
-def check_contexts(graph: Graph, ranks: int, tp: int = 1) -> None:
-    """Raise PlanError if every rank computes more than a little of the products of a graph.
+def _divided(
+    graph: Graph,
+    captured: Captured,
+    *,
+    rank: int,
+    ranks: int,
+    cp_comm_type: str | None,
+    inner: int,
+) -> "OnContexts":
+    """Return what computes on parts by the kind that is asked for, or by the one that divides more."""
+    routed = find_routed(graph)
+    kinds = (A2A, ALL_GATHER) if cp_comm_type is None else (cp_comm_type,)
+    best: OnContexts | None = None
+    for each in kinds:
+        found = OnContexts(graph, captured, ranks, routed, rank=rank, exchange=each, inner=inner)
+        if best is None or found.whole < best.whole:
+            best = found
+        if best.whole <= REPEATED * best.total:
+            break
+    assert best is not None
+    return best
+
+
+def repeated(graph: Graph) -> dict[Node, int]:
+    """Return the nodes that every context-parallel rank computes in full, with their FLOPs.
 
     graph: after ``shard_contexts``.
-    tp:    tensor-parallel degree: a rank has as much less of the heads.
     """
-    total = 0
-    whole: dict[Node, int] = {}
-    for node in graph.nodes:
-        if node.op != "call_function" or node.meta["unit"] is None:
-            continue
-        count = flops(node)
-        total += count
-        if count and not kind(node, LayerAxis.CP):
-            whole[node] = count
-    if sum(whole.values()) <= _WHOLE * total:
-        return
-    odd = _odd_length(graph, whole, ranks)
+    counts = {
+        node: flops(node)
+        for node in graph.nodes
+        if node.op == "call_function" and node.meta["unit"] is not None
+    }
+    return {node: count for node, count in counts.items() if count and not kind(node, LayerAxis.CP)}
+
+
+def check_contexts(
+    graph: Graph, ranks: int, tp: int = 1, cp_comm_type: str | None = None, inner: int = 1
+) -> None:
+    """Raise PlanError where ranks repeat more than a little, and other settings let them divide it;
+    if they divide nothing; or if nothing goes round as was asked for.
+
+    graph:        after ``shard_contexts``.
+    tp:           tensor-parallel degree: a rank has as much less of the heads.
+    cp_comm_type: the kind that was asked for.
+    inner:        with a hierarchy, the number of neighbours that exchange heads.
+    """
+    whole = repeated(graph)
+    total = sum(flops(node) for node in graph.nodes if node.op == "call_function")
+    much = sum(whole.values()) > REPEATED * total
+    odd = _odd_length(graph, whole, ranks) if much else None
     if odd is not None:
         reason = f"sequences of {odd} positions cannot be shared evenly by {ranks} ranks"
         raise PlanError(SETTING, ranks, reason, f"Pad them to a multiple of {ranks}")
-    image = _image_of(graph)
+    image = _image_of(graph) if much else None
     if image is not None:
         shape = " x ".join(map(str, values(image)[0].shape))
         reason = f"{image.name}, which is {shape}, is no sequence that ranks could share"
         raise PlanError(SETTING, ranks, reason, "Use 1")
+    if cp_comm_type in RINGS:
+        _check_ring(graph, cp_comm_type, inner)
+    divided = any(flops(node) and kind(node, LayerAxis.CP) for node in graph.nodes)
+    if not much or (divided and cp_comm_type != A2A):
+        return
     node = next(iter(whole))
     reason = f"{op_name(node)} in {place(node)} can be divided neither by positions nor by heads"
     heads = "the number of heads" + (" of a tensor-parallel rank" if tp > 1 else "")
     remedy = f"Use a size that divides {heads}, or 1"
+    if cp_comm_type == A2A:
+        remedy = f"Use --cp-comm-type {ALL_GATHER}, or a size that divides {heads}, or 1"
     raise PlanError(SETTING, ranks, reason, remedy)
+
+
+def _check_ring(graph: Graph, cp_comm_type: str | None, inner: int) -> None:
+    """Raise PlanError if no keys and values go round, as without them a ring is nothing but a gather."""
+    if graph.find_nodes(op="call_function", target=rotate):
+        return
+    reason = "this model has no scaled_dot_product_attention whose keys and values could go round"
+    remedy = (
+        f"Use {ALL_GATHER}, which has memory for those of all ranks, or attn_implementation sdpa"
+    )
+    attention = next((node for node in graph.nodes if facts(node).attends), None)
+    if attention is not None:
+        why = "dropout" if is_random(attention) else "keys, values or a mask that cannot go round"
+        remedy = f"Use {ALL_GATHER}, which has memory for those of all ranks"
+        heads = values(operand(attention))[0].shape[1]
+        if heads % inner:
+            why = f"{heads} heads, which {inner} ranks cannot share evenly"
+            remedy = f"Use {P2P}, or a first size that divides them"
+        reason = f"attention in {place(attention)} has {why}"
+    if attention is not None and is_random(attention):
+        remedy += ", or an attention dropout of 0"
+    raise PlanError("--cp-comm-type", cp_comm_type, reason, remedy)
 
 
 def lengths_of(graph: Graph) -> tuple[int, ...]:
@@ -166,21 +268,55 @@ _GATHERED = Reading(None)
 class OnContexts(OnParts):
     """What computes on parts of sequences or, where that does not do, of another dimension.
 
-    turned:    nodes of which a rank has a part along another dimension than the sequence.
-    exchanges: node -> how operands are sharded for it, where it reads them otherwise.
+    exchange:     how ranks exchange.
+    inner:        number of neighbours that exchange heads beside a ring.
+    gathers:      whether attention is of a rank's queries, and what they attend to comes to them.
+    rings:        attention to what goes round.
+    from_ends:    whether ranks have chunks from both ends of sequences, see ``local.take_ends``.
+    turned:       nodes of which a rank has a part along another dimension than the sequence.
+    exchanges:    node -> how operands are sharded for it, where it reads them otherwise.
+    total, whole: FLOPs that a rank computes, and those of them that every rank does.
     """
 
-    def __init__(self, graph: Graph, captured: Captured, ranks: int, routed: Mapping[Node, Routed]):
+    def __init__(
+        self,
+        graph: Graph,
+        captured: Captured,
+        ranks: int,
+        routed: Mapping[Node, Routed],
+        *,
+        rank: int,
+        exchange: str,
+        inner: int = 1,
+    ):
+        self.inner = inner
         self.samples = samples_of(graph)
         self.lengths = [length for length in lengths_of(graph) if length % ranks == 0]
+        self.rank = rank
+        self.exchange = exchange
+        self.gathers = exchange != A2A
+        calls = graph.find_nodes(
+            op="call_function", target=aten.scaled_dot_product_attention.default
+        )
+        causal = self.gathers and any(map(is_causal, calls))
+        self.from_ends = causal and all(length % (2 * ranks) == 0 for length in self.lengths)
         self._parameters = {
             x for x in graph.find_nodes(op="get_attr") if x.target in captured.shapes
         }
         self._read: Mapping[Node, Reading] = {}
         super().__init__(graph, captured, LayerAxis.CP, ranks, starts={}, routed=routed)
+        work = {x: flops(x) for x in graph.nodes if x.meta.get("unit") is not None}
+        self.whole = sum(count for x, count in work.items() if not self._is_divided(x))
+        self.total = self.whole + (sum(work.values()) - self.whole) // ranks
+
+    def _is_divided(self, node: Node) -> bool:
+        decision = self.decisions.get(node)
+        divided = decision is not None and (decision.layout is not None or decision.reduce)
+        return divided or bool(kind(node, LayerAxis.CP))
 
     def _add_tables(self) -> None:
         self.turned: Table[Node, None] = Table(self.history)
+        self.rings: Table[Node, None] = Table(self.history)
         self.exchanges: Table[Node, Mapping[Node, Layout]] = Table(self.history)
 
     def layout(self, node: object) -> Layout | None:
@@ -210,11 +346,17 @@ class OnContexts(OnParts):
 
     def _goes(self, node: Node, sharded: list[Node], way: Mapping[Node, Reading]) -> bool:
         """Whether a node can read its operands in a way, which is then decided."""
-        if not self._decides(node, way) or not self._suits(node, sharded):
+        if not self._decides(node, way):
             return False
         values_of = sharded[:1] if op_name(node) in _LIKE else sharded
-        if any(way[x].turned if x in way else x in self.turned for x in values_of):
+        read = [x for x in values_of if x not in way or way[x].layout is not None]
+        turned = [self._turns(x, way) for x in read]
+        if any(turned):
             self.turned[node] = None
+        if self.from_ends and any(turned) and not all(turned):
+            return False  # the parts of a sequence are not those of another dimension
+        if not self._suits(node, sharded):
+            return False
         exchanged = {x: reading.layout for x, reading in way.items() if reading.layout}
         if exchanged:
             self.exchanges[node] = exchanged
@@ -275,9 +417,60 @@ class OnContexts(OnParts):
         operands = max(prod(self.shape(x)) for x in sharded if values(x))
         return not decision.reduce or prod(self.shape(node)) * self.tp <= operands
 
+    def shares_evenly(self, node: Node) -> bool:
+        if not super().shares_evenly(node):
+            return False
+        if not self.from_ends or node in self.turned:
+            return True
+        layout = self.layouts[node]
+        layouts = layout if isinstance(layout, tuple) else (layout,)
+        return all(block % (2 * self.tp) == 0 for each in layouts if each for block in each.blocks)
+
+    def _by_rule(self, node: Node) -> Decision | None:
+        if self.gathers and facts(node).attends:
+            query = operand(node)
+            layout = self.layout(query)
+            by_position = layout is not None and layout.dim == len(self.shape(query)) - 2
+            if layout is not None and by_position and not self._turns(query, self._read):
+                if self.exchange in RINGS and self.layout(operand(node, 1)) is not None:
+                    return self._ring(node)
+                return attention_of_positions(self, node, self._starts(layout))
+        return super()._by_rule(node)
+
+    def _ring(self, node: Node) -> Decision:
+        if any(self._turns(operand(node, place), self._read) for place in (1, 2)):
+            raise self.cannot_shard(node, "has keys that are not those of positions")
+        decision = ring_of_positions(self, node)
+        mask = argument(node, "attn_mask")
+        if self.inner > 1 and self.shape(operand(node))[1] % self.inner:
+            raise self.cannot_shard(node, "has heads that neighbours cannot share")
+        if self.inner > 1 and isinstance(mask, Node) and self.layout(mask) is not None:
+            raise self.cannot_shard(node, "has a mask of which each rank computes its rows")
+        self.rings[node] = None
+        return decision
+
+    def _turns(self, x: Node, way: Mapping[Node, Reading]) -> bool:
+        """Whether an operand that is read in a way is sharded along another dimension."""
+        return way[x].turned if x in way else x in self.turned
+
+    def _route(self, routed: Routed) -> bool:
+        """Rows of a rank are those of its tokens, in their order."""
+        turned = any(x in self.turned for x in (operand(routed.sort), *routed.reads))
+        return not (self.from_ends and turned) and super()._route(routed)
+
+    def _starts(self, layout: Layout) -> tuple[int, ...]:
+        """Return the first positions of the chunks that this rank has of a sequence."""
+        length = sum(layout.blocks)
+        if not self.from_ends:
+            return (self.rank * (length // self.tp),)
+        size = length // (2 * self.tp)
+        return tuple(chunk * size for chunk in local.ends_of(self.rank, self.tp))
+
     def _ways(self, node: Node, sharded: list[Node]) -> Iterator[Mapping[Node, Reading]]:
         """Yield what is tried: operands as they are, along sequences again, along heads."""
         yield {}
+        if self.gathers and (facts(node).attends or op_name(node) in _PRODUCTS):
+            yield from self._gathering(node, sharded)
         movable = [x for x in sharded if self._moves(x)]
         turned = [x for x in movable if x in self.turned]
         if turned:
@@ -301,6 +494,19 @@ class OnContexts(OnParts):
         first = next(iter(readings))
         others = {x: _GATHERED for x in sharded if x is not first}
         yield from ({**way, **others} for way in self._together({first: readings[first]}))
+
+    def _gathering(self, node: Node, sharded: list[Node]) -> Iterator[Mapping[Node, Reading]]:
+        """Yield that one operand is read as it is, and others are gathered. Of attention that is
+        its queries, beside a mask that is sharded as they are.
+        """
+        movable = [x for x in sharded if self._moves(x)]
+        for own in [operand(node)] if facts(node).attends else movable:
+            others = [x for x in movable if x is not own]
+            if own in movable and own not in self.turned and others:
+                mask = argument(node, "attn_mask") if facts(node).attends else None
+                yield {x: _GATHERED for x in others if x is not mask}
+                if mask in sharded:
+                    yield dict.fromkeys([*others, mask], _GATHERED)
 
     def _moves(self, x: Node) -> bool:
         """Whether ranks can exchange pieces of a value."""

@@ -1,7 +1,8 @@
 """Generates plain Python functions from nodes of a rewritten graph."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,15 +47,23 @@ class Emitter:
 
     device: on which factory ops create tensors, in place of the CPU that the graph was captured on.
     sink:   whether the function takes a ``WeightGradientSink`` as its last argument.
+    others: what nodes call, with the sink, in place of their target.
     """
 
-    def __init__(self, flow: Flow, device: torch.device, sink: bool = False):
+    def __init__(
+        self,
+        flow: Flow,
+        device: torch.device,
+        sink: bool = False,
+        others: Mapping[Node, Callable[..., Any]] = MappingProxyType({}),
+    ):
         self.flow = flow
         self.device = device
         self._graph = Graph()
         self._emitted: dict[Node, Node] = {}
         self._modules: dict[str, GraphModule] = {}
         self._has_sink = sink
+        self._others = others
         self._sink: Node | None = None
 
     def arguments(self, groups: Sequence[tuple[str, Iterable[Node]]]) -> None:
@@ -101,10 +110,15 @@ class Emitter:
         """Replace a call by the one that passes the gradient of its weight to the sink, if there is
         such a call.
         """
-        call = call_with_sink(self.flow, node) if self._sink is not None else None
-        if call is None:
+        if node in self._others:
+            return self._others[node], args, {**kwargs, "sink": self._sink}
+        if self._sink is None:
             return called(node), args, kwargs
-        options = {**self._translated(call.options), "sink": self._sink}
+        ranks = {"ranks": self._sink} if ops.row(node.target).shares_scales else {}
+        call = call_with_sink(self.flow, node)
+        if call is None:
+            return called(node), args, kwargs | ranks
+        options = {**self._translated(call.options), "sink": self._sink, **ranks}
         return call.operation, self._translated(call.args), options
 
 

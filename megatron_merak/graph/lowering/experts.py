@@ -5,7 +5,10 @@
 
 The rows of routed experts (see ``routed``) are exchanged before the first grouped product, and back
 after the last one. How many rows each rank gets from each is exchanged first: the only numbers that
-the host has to know.
+the host has to know. Rows of no expert stay where they are, and zeros take their place.
+
+Where several neighbours shard each expert, rows are sent to all of them, and what they send back is
+added up.
 
 Ranks of one layer have rows of their own where sequence parallelism gives them some, and pick their
 experts' of all rows where it cannot. Copies of a layer always have rows of their own.
@@ -27,7 +30,9 @@ from ..ir.marks import copy_in, exchange, exchange_rows, reduce_sum
 from ..ir.names import place
 from ..ir.nodes import called, op_name, operand, values
 from ..sharding import local
-from ..sharding.experts import GROUPED, views_of, weight_of
+from ..sharding.expert_features import SETTING as SETTING_OF_SHARDS
+from ..sharding.expert_features import ExpertFeatures, features_of, is_row_of_parameter
+from ..sharding.experts import GROUPED, RESHAPES, weight_of, weights_of
 from .routed import Routed, RoutedKind
 
 aten = torch.ops.aten
@@ -37,11 +42,25 @@ _SETTING = "--expert-model-parallel-size"
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks that divide experts, along ``axis``; this one is number ``rank`` of ``count``."""
+    """The ranks that divide experts, along ``axis``; this one is number ``rank`` of ``count``.
+
+    shards: neighbours among them that shard each expert.
+    """
 
     rank: int
     count: int
     axis: LayerAxis = LayerAxis.TP
+    shards: int = 1
+
+    @property
+    def divided(self) -> int:
+        """Number of parts of the experts."""
+        return self.count // self.shards
+
+    def refused(self, reason: str, remedy: str) -> PlanError:
+        if self.shards > 1:
+            return PlanError(SETTING_OF_SHARDS, self.shards, reason, remedy)
+        return PlanError(_SETTING, self.count, reason, remedy)
 
 
 def divide_experts(
@@ -50,13 +69,15 @@ def divide_experts(
     divided: Container[str],
     ranks: ExpertRanks,
     mode: FakeTensorMode,
+    features: ExpertFeatures | None = None,
 ) -> None:
     """Exchange the rows of experts that ranks divide.
 
-    graph:   of one rank, which computes routed experts with its own rows, or with all of them.
-    found:   the routed experts.
-    divided: names of the weights of which a rank has those of its experts.
-    mode:    of the fake values in the graph.
+    graph:    of one rank, which computes routed experts with its own rows, or with all of them.
+    found:    the routed experts.
+    divided:  names of the weights of which a rank has those of its experts.
+    mode:     of the fake values in the graph.
+    features: what ranks that shard each expert have of rows; None: no ranks do.
 
     Raises PlanError for a product with such weights that belongs to no routed experts.
     """
@@ -64,13 +85,13 @@ def divide_experts(
         if any(weight_of(node) in divided for node in routed.products()):
             own_rows = ranks.axis is LayerAxis.EP or kind(routed.sort, LayerAxis.TP)
             way = _Exchanged if own_rows else _Picked
-            way(graph, routed, ranks, mode).run()
+            way(graph, routed, ranks, mode, features=features or ExpertFeatures()).run()
     for node in graph.nodes:
         if op_name(node) not in GROUPED or node.meta.get("dispatched", False):
             continue
         if weight_of(node) in divided:
             reason = f"the rows that {op_name(node)} in {place(node)} multiplies are not routed"
-            raise PlanError(_SETTING, ranks.count, reason, "Leave it out")
+            raise ranks.refused(reason, "Leave it out")
 
 
 def divide_over_copies(
@@ -97,17 +118,33 @@ def divide_over_copies(
                     "of a layer cannot have even parts"
                 )
                 remedy = "Pad sequences to a multiple of these ranks"
-                raise PlanError(_SETTING, ranks.count, reason, remedy)
-    divide_experts(graph, found, divided, ranks, mode)
-    for node in graph.find_nodes(op="get_attr"):
-        if node.target in divided:
-            value = node.meta["val"]
-            with torch.no_grad(), mode:
-                node.meta["val"] = value.new_empty(value.shape[0] // ranks.count, *value.shape[1:])
-                for view in views_of(node):
-                    args = map_arg(view.args, lambda x: x.meta["val"])
-                    options = map_arg(view.kwargs, lambda x: x.meta["val"])
-                    view.meta["val"] = called(view)(*args, **options)
+                raise ranks.refused(reason, remedy)
+    features = features_of(graph, ranks.shards) if ranks.shards > 1 else ExpertFeatures()
+    weights = weights_of((node for node in graph.nodes if op_name(node) in GROUPED), ranks.divided)
+    shapes = {node: list(values(node)[0].shape) for node in (*weights.parts, *weights.places)}
+    for found_weights, share in (
+        (weights, ranks.divided),
+        (features.weights(ranks.shards), ranks.shards),
+    ):
+        dims = {node: spec.dim for node, spec in found_weights.parts.items()}
+        for node, dim in (dims | found_weights.places).items():
+            shapes[node][dim] //= share
+    with torch.no_grad(), mode:
+        for node in weights.parts:
+            node.meta["val"] = node.meta["val"].new_empty(shapes[node])
+        for node in weights.places:
+            if op_name(node) in RESHAPES:
+                node.target = aten.reshape.default
+                node.args = (operand(node), shapes[node])
+            _compute(node)
+    divide_experts(graph, found, divided, ranks, mode=mode, features=features)
+
+
+def _compute(node: Node) -> None:
+    """Give a node the value that it has for those of its arguments."""
+    args = map_arg(node.args, lambda x: x.meta["val"])
+    options = map_arg(node.kwargs, lambda x: x.meta["val"])
+    node.meta["val"] = called(node)(*args, **options)
 
 
 class _Divided:
@@ -119,15 +156,18 @@ class _Divided:
         routed: Routed,
         ranks: ExpertRanks,
         mode: FakeTensorMode,
+        features: ExpertFeatures,
     ):
         self.axis = ranks.axis
         self.graph = graph
         self.routed = routed
         self.rank = ranks.rank
         self.ranks = ranks.count
+        self.shards = ranks.shards
+        self.features = features
         self.mode = mode
         self.experts = int(values(self._counts())[0].shape[0])
-        self.share = self.experts // ranks.count
+        self.share = self.experts // ranks.divided
         self.first_rows = operand(routed.products()[0])
         self.unit = routed.products()[0].meta["unit"]
         self._made: dict[Any, Node] = {}
@@ -136,12 +176,18 @@ class _Divided:
         there = self._computed_there()
         for node in there:
             self._move(node, there)
+            if self.shards > 1:
+                with torch.no_grad(), self.mode:
+                    _compute(node)
         for node in there:
             here = [user for user in node.users if not user.meta.get("dispatched", False)]
             if not here:
                 continue
             with self.graph.inserting_before(node.next):
                 back = self._back(node)
+                if self.routed.drops:
+                    args = (back, operand(self.routed.sort))
+                    back = self._call(local.with_dropped_rows, args, node)
             for user in here:
                 user.replace_input_with(node, back)
 
@@ -164,13 +210,13 @@ class _Divided:
             inputs = [x for x in node.all_input_nodes if x in self.routed.roles]
             if not any(x in there for x in inputs):
                 continue
-            if node in needed or all(x in there or self._of_expert(x) for x in inputs):
+            if node not in self.features.partial and any(
+                x in self.features.partial for x in inputs
+            ):
+                continue
+            if node in needed or all(x in there or is_row_of_parameter(x) for x in inputs):
                 there[node] = None
         return there
-
-    def _of_expert(self, node: Node) -> bool:
-        """Whether a value is a row of a parameter for each row, by its expert."""
-        return op_name(node) == "index" and operand(node).op == "get_attr"
 
     def _move(self, node: Node, there: Mapping[Node, None]) -> None:
         """Let a node read what is on its experts' rank."""
@@ -182,10 +228,12 @@ class _Divided:
             with self.graph.inserting_before(node):
                 if role is RoutedKind.COUNTS:
                     new[x] = self._offsets()
-                elif self._of_expert(x):
-                    new[x] = self._rows_of_parameter(x)
+                elif is_row_of_parameter(x):
+                    new[x] = self._share_of(self._rows_of_parameter(x), node)
                 else:
                     new[x] = self._sent(x)
+        if self.shards > 1:
+            node.args = self.features.local_args(node, self.shards)
         node.args = map_arg(node.args, lambda x: new.get(x, x))
         node.kwargs = map_arg(node.kwargs, lambda x: new.get(x, x))
         node.meta = {**node.meta, **self._meta(), "dispatched": True}
@@ -225,13 +273,17 @@ class _Divided:
         return self._made[key]
 
     def _own_counts(self) -> Node:
-        """Return how many of this rank's rows each rank's experts get, [ranks, experts / ranks]."""
+        """Return how many of this rank's rows each rank's experts get, [ranks, experts of one]."""
 
         def make() -> Node:
             counts = self._counts()
-            shape = [self.ranks, self.share]
+            shape = [self.ranks // self.shards, self.share]
             numbers = self._call(aten.to.dtype, (counts, torch.int64), counts, grad=False)
-            return self._call(aten.reshape.default, (numbers, shape), numbers)
+            numbers = self._call(aten.reshape.default, (numbers, shape), numbers)
+            if self.shards == 1:
+                return numbers
+            args = (numbers, self.shards, 0)
+            return self._call(aten.repeat_interleave.self_int, args, numbers)
 
         return self._once("own", make)
 
@@ -244,11 +296,26 @@ class _Divided:
 
         def make() -> Node:
             rows = self._sent(self.first_rows)
-            args = (self._counts_here(), self.rank * self.share, rows)
+            args = (self._counts_here(), self.rank // self.shards * self.share, rows)
             ids = self._call(local.expert_ids, args, x, grad=False, **self._meta())
             return self._call(aten.index.Tensor, (operand(x), [ids]), x, **self._meta())
 
         return self._once(("parameter", x), make)
+
+    def _share_of(self, rows: Node, reader: Node) -> Node:
+        """Return what a rank adds of the rows of a parameter: its features, or of the neighbours that
+        add up a row one has all of it.
+        """
+        if self.shards == 1:
+            return rows
+        shard = self.rank % self.shards
+        if reader in self.features.partial:
+            return self._call(local.on_first, (rows, shard), rows, **self._meta())
+        blocks = self.features.columns[reader]
+        if values(rows)[0].shape[-1] == 1:
+            return rows
+        args = (rows, 1, blocks, shard, self.shards)
+        return self._call(local.take, args, rows, **self._meta())
 
 
 class _Exchanged(_Divided):
@@ -268,8 +335,14 @@ class _Exchanged(_Divided):
 
     def _sent(self, x: Node) -> Node:
         def make() -> Node:
-            given = self._call(local.rows_to_send, (x, self._sizes()), x)
-            rows = self._call(exchange_rows, (given, self._sizes()), x, val=x.meta["val"])
+            select = local.counted_rows if self.routed.drops else local.rows_to_send
+            if self.shards > 1:
+                args = (x, self._sizes(), self.shards)
+                given = self._call(local.rows_to_shards, args, x)
+            else:
+                given = self._call(select, (x, self._sizes()), x, val=x.meta["val"])
+            val = given.meta["val"]
+            rows = self._call(exchange_rows, (given, self._sizes()), x, val=val)
             return self._call(aten.index.Tensor, (rows, [self._order(rows)]), x)
 
         return self._once(("sent", x), make)
@@ -285,7 +358,10 @@ class _Exchanged(_Divided):
         given = self._call(aten.index.Tensor, (y, [inverse]), y)
         sizes = self._call(aten.flip.default, (self._sizes(), [0]), self._sizes())
         sent = self._call(local.rows_to_send, (given, sizes), y)
-        return self._call(exchange_rows, (sent, sizes), y, val=y.meta["val"])
+        got = self._call(exchange_rows, (sent, sizes), y, val=sent.meta["val"])
+        if self.shards == 1:
+            return got
+        return self._call(local.sums_of_shards, (got, self._sizes(), self.shards), y)
 
 
 class _Picked(_Divided):

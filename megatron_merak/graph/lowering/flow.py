@@ -18,7 +18,9 @@ from ..ir.marks import (
     exchange_rows,
     reduce_scatter,
     reduce_sum,
+    rotate,
     stack,
+    turn_back,
 )
 from ..ir.nodes import operand
 from .rewrite import Rewritten
@@ -30,6 +32,8 @@ REDUCTIONS = {
     all_gather: Collective.ALL_GATHER,
     exchange: Collective.EXCHANGE,
     exchange_rows: Collective.ROWS,
+    rotate: Collective.ROTATE,
+    turn_back: Collective.NONE,  # of its gradient alone
 }
 
 

@@ -21,7 +21,8 @@ def segment_levels(flow: Flow, unit: int) -> dict[Node, int]:
     Nodes of one level form a segment for each of their kinds, which run in the order of these: no
     node reads one of its level whose kinds come later. Nodes that compute with shards of features
     have odd levels, the others even ones, so that forward and backward launch and wait for
-    collectives at the same borders. A ``copy_in`` belongs to the sharded work that reads it.
+    collectives at the same borders. One that is ``apart`` is not of the segment of what it reads, so that
+    what that launches is under way before. A ``copy_in`` belongs to the sharded work that reads it.
     """
     nodes = [node for node, node_unit in flow.unit.items() if node_unit == unit]
     level: dict[Node, int] = {}
@@ -33,6 +34,8 @@ def segment_levels(flow: Flow, unit: int) -> dict[Node, int]:
             reached[node] = base + 1
             continue
         own = base + (base % 2 != (NodeKind.SHARDS in kinds(node)))
+        if node.meta.get("apart", False):
+            own += 2 * (own == max((level[x] for x in above if x in level), default=-1))
         if any(level.get(x) == own and kinds(x) > kinds(node) for x in above):
             own += 2
         reached[node] = own

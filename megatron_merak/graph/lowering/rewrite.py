@@ -57,6 +57,7 @@ class Rewritten:
     partial:   replicated parameters whose gradients must be all-reduced over the tensor-parallel
                ranks. Over the context-parallel ranks all gradients are partial.
     trainable: parameters that take a gradient.
+    cp_comm_type: how ranks that divide sequences exchange; "" without any.
     """
 
     graph: Graph
@@ -64,6 +65,7 @@ class Rewritten:
     names: tuple[str, ...]
     partial: tuple[str, ...]
     trainable: frozenset[str]
+    cp_comm_type: str = ""
 
 
 def rewrite(
@@ -77,6 +79,8 @@ def rewrite(
     cp_rank: int = 0,
     cp: int = 1,
     expert_rank: int = 0,
+    cp_comm_type: str | None = None,
+    cp_inner: int = 1,
 ) -> Rewritten:
     """Apply the decisions of ``sharding`` for one rank; the captured graph is not changed.
 
@@ -85,6 +89,8 @@ def rewrite(
     sequence_parallel: whether replicated work is sharded along the sequence where it can be.
     cp_rank, cp:       of the ranks that divide sequences.
     expert_rank:       of the ranks that divide experts, where copies of a layer do.
+    cp_comm_type:      how ranks that divide sequences exchange, see ``shard_contexts``; likewise
+                       cp_inner.
     """
     assert sharding.tp == tp and 0 <= tp_rank < tp and 0 <= cp_rank < cp
     writer = GraphWriter(captured, chain, sharding, tp_rank)
@@ -95,8 +101,17 @@ def rewrite(
     experts = frozenset(name for name, t in sharding.tensors.items() if t.experts)
     rows = frozenset(name for name, t in sharding.tensors.items() if t.dim == 0)
     routed = find_routed(writer.graph, rows)
+    exchange = ""
     if cp > 1:
-        shard_contexts(writer.graph, captured, cp_rank, cp, mode=writer.mode)
+        exchange = shard_contexts(
+            writer.graph,
+            captured,
+            cp_rank,
+            cp,
+            mode=writer.mode,
+            cp_comm_type=cp_comm_type,
+            inner=cp_inner,
+        )
     if sequence_parallel and tp > 1:
         shard_sequences(
             writer.graph,
@@ -113,7 +128,7 @@ def rewrite(
             writer.graph,
             routed,
             experts,
-            ExpertRanks(expert_rank, sharding.experts, LayerAxis.EP),
+            ExpertRanks(expert_rank, sharding.experts, LayerAxis.EP, shards=sharding.shards),
             mode=writer.mode,
             shared=shared,
         )
@@ -138,6 +153,7 @@ def rewrite(
         captured.outputs,
         partial=summed,
         trainable=captured.trainable,
+        cp_comm_type=exchange,
     )
 
 

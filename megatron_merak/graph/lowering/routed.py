@@ -27,6 +27,7 @@ from ..sharding.rules_value import POINTWISE, argument
 aten = torch.ops.aten
 
 _POINTWISE = frozenset(POINTWISE)
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _OTHER_DIMS = ("chunk", "split", "slice", "unsqueeze", "select", "split_with_sizes")
 
 
@@ -59,6 +60,14 @@ class Routed:
     sort: Node
     roles: Mapping[Node, RoutedKind]
     reads: Mapping[Node, int] = field(default_factory=dict)
+
+    @property
+    def drops(self) -> bool:
+        """Whether some rows may be of no expert, and behind those of the last one: a model has to
+        compare the sorted ids to tell which, as their products may be any numbers.
+        """
+        compared = (node for node in self.roles if op_name(node) in _COMPARISONS)
+        return any(operand(node) in self.roles for node in compared)
 
     def products(self) -> list[Node]:
         """Return the grouped products, in order."""

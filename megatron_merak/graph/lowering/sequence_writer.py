@@ -16,11 +16,15 @@ from ... import ops
 from ...segment import LayerAxis
 from ..ir.kinds import NodeKind, is_mark_over, kind, kinds_like
 from ..ir.marks import all_gather, copy_in, exchange, reduce_scatter, reduce_sum, stack
-from ..ir.nodes import is_random, operand, values
+from ..ir.nodes import is_random, op_name, operand, values
+from ..ir.operators import facts
 from ..sharding import local
 from ..sharding.placement import Decision, Layout, NodeLayout, ShardSpec
 
 aten = torch.ops.aten
+
+# what views heads of keys and values in another way, or repeats them for queries
+_VIEWS = "unsqueeze expand reshape view _unsafe_view clone contiguous transpose".split()
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class SequenceWriter:
     mode:       of the fake values in the graph.
     turned:     nodes that are sharded along another dimension than the sequence.
     exchanges:  node -> how operands are sharded for it, where it reads them otherwise.
+    from_ends:  whether ranks have their parts of sequences from both ends, see ``local.take_ends``.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class SequenceWriter:
         mode: FakeTensorMode,
         turned: Container[Node] = (),
         exchanges: Mapping[Node, Mapping[Node, Layout]] = MappingProxyType({}),
+        from_ends: bool = False,
     ):
         self.graph = graph
         self.layouts = layouts
@@ -83,6 +89,7 @@ class SequenceWriter:
         self.mode = mode
         self.turned = turned
         self.exchanges = exchanges
+        self.from_ends = from_ends
         self._shapes = {n: tuple(values(n)[0].shape) for n in graph.nodes if values(n)}
         # a sharded value -> the node that computes this rank's part
         self._own: dict[Node, Node] = {}
@@ -135,8 +142,16 @@ class SequenceWriter:
         return self._call(mark, (x,), x, val=value, over=self.axis, **meta)
 
     def _kind(self, node: Node) -> NodeKind:
-        """Return what a node that has a part of its value computes with."""
-        return NodeKind.SHARDS if node in self.turned else NodeKind.PARTS
+        """Return what a node that has a part of its value computes with.
+
+        Attention draws the random numbers of its rank's queries, and not those of all.
+        """
+        own = node in self.turned or is_random(node) and facts(node).attends
+        return NodeKind.SHARDS if own else NodeKind.PARTS
+
+    def _in_chunks(self, node: Node) -> bool:
+        """Whether a rank's part of a value is from both ends of each sequence."""
+        return self.from_ends and node not in self.turned
 
     def _view(self, x: Node, shape: Sequence[int], **meta: Any) -> Node:
         """Return ``x`` in another shape: itself where it has it."""
@@ -189,7 +204,7 @@ class SequenceWriter:
         if decision.layout is not None:
             node.meta["val"] = self._own_value(node.meta["val"], decision.layout)
             self._own[node] = node
-        if is_random(node) and node not in self.turned:
+        if is_random(node) and self._kind(node) is NodeKind.PARTS:
             self._drop(node)
         if decision.reduce:
             self._reduce(node, decision.scale)
@@ -197,8 +212,10 @@ class SequenceWriter:
     def _drop(self, dropout: Node) -> None:
         """Let a dropout use its part of the mask of the full value."""
         x, p, train = dropout.args
+        samples = self._parts(dropout).samples
+        chunks = local.ends_of(self.rank, self.tp) if self.from_ends else (self.rank,)
         dropout.target = ops.dropout_of_parts
-        dropout.args = (x, p, train, (self._parts(dropout).samples, self.rank, self.tp))
+        dropout.args = (x, p, train, (samples, chunks, len(chunks) * self.tp))
 
     def _reduce(self, node: Node, scale: float) -> None:
         """All-reduce what a node has summed over its parts."""
@@ -220,7 +237,7 @@ class SequenceWriter:
             return self._exchanged(x, read_as, node)
         cut = decision.to_shard.get(x)
         if x in decision.gathered:
-            return self._taken_heads(x, cut, node.meta["unit"])
+            return self._taken(x, cut, node)
         if x in self._own:
             return self._own[x]
         if cut is None:
@@ -232,10 +249,11 @@ class SequenceWriter:
             # and its gradient is partial where the reader's is.
             unit = node.meta["unit"]
             others = {axis: each for axis, each in kinds_like(node).items() if axis != self.axis}
-        key = ("take", x, cut.dim, cut.blocks, unit, *others.values())
+        take = self._take(node)
+        key = (take, x, cut.dim, cut.blocks, unit, *others.values())
         if key not in self._made:
             args = (self._entering(x), cut.dim, cut.blocks, self.rank, self.tp)
-            self._made[key] = self._call(local.take, args, x, unit=unit, **others)
+            self._made[key] = self._call(take, args, x, unit=unit, **others)
         return self._made[key]
 
     def _entering(self, x: Node) -> Node:
@@ -247,13 +265,44 @@ class SequenceWriter:
             self._made[key] = self._mark(copy_in, x, x.meta["val"].shape)
         return self._made[key]
 
-    def _taken_heads(self, x: Node, cut: ShardSpec | None, unit: int | None) -> Node:
-        """Return the heads of a gathered ``x`` that this rank reads."""
-        full = self._entered(x, unit)
+    def _taken(self, x: Node, cut: ShardSpec | None, reader: Node) -> Node:
+        """Return a gathered ``x``, or the positions or heads of it that this rank reads."""
+        by_position = reader not in self.turned
+        full = (
+            self._all_positions(x, reader) if by_position else self._entered(x, reader.meta["unit"])
+        )
         if cut is None:
             return full
+        if by_position:
+            rows = (full, cut.dim, cut.blocks, self.rank, self.tp)
+            return self._call(self._take(reader), rows, full, kind=self._kind(reader))
         heads = (full, cut.dim, sum(cut.blocks), cut.repeats, self.rank, self.tp)
         return self._call(local.take_heads, heads, full, kind=NodeKind.SHARDS)
+
+    def _take(self, reader: Node) -> Any:
+        """Return what takes a rank's part of a value for a reader."""
+        return local.take_ends if self._in_chunks(reader) else local.take
+
+    def _all_positions(self, x: Node, reader: Node) -> Node:
+        """Return a gathered ``x``. Gathered is what it is another view of: one of the heads that it
+        repeats for queries.
+        """
+        source = x
+        steps = []
+        while op_name(source) in _VIEWS and self._own.get(operand(source)) is operand(source):
+            steps.append(source)
+            source = operand(source)
+        kind = self._kind(reader)
+        full = self._entered(source, reader.meta["unit"], kind)
+        for step in reversed(steps):
+            if op_name(step) in ("unsqueeze", "transpose"):
+                target: Any = step.target
+                args = (full, *step.args[1:])
+            else:
+                target = aten.expand.default if op_name(step) == "expand" else aten.reshape.default
+                args = (full, list(self._shapes[step]))
+            full = self._call(target, args, full, kind=kind)
+        return full
 
     def _exchanged(self, x: Node, layout: Layout, reader: Node) -> Node:
         """Return ``x`` sharded by another layout, for a reader: ranks exchange pieces."""
@@ -262,12 +311,26 @@ class SequenceWriter:
         if key not in self._made:
             before = self._layout(x)
             own = self._in_unit(x, unit)
+            if self.from_ends and x in self.turned:
+                order = (own, layout.dim, layout.blocks, self.tp)
+                own = self._call(local.by_rank, order, own, kind=self._kind(x), unit=unit)
             args = (own, layout.dim, layout.blocks, self.tp)
             given = self._call(local.shares, args, own, kind=self._kind(x), unit=unit)
             got = self._mark(exchange, given, given.meta["val"].shape, kind=self._kind(x))
             where = (got, before.dim, before.blocks)
-            self._made[key] = self._call(local.united, where, got, kind=self._kind(reader))
+            united = self._call(local.united, where, got, kind=self._kind(reader))
+            self._made[key] = self._ordered(united, x, before, self._kind(reader))
         return self._made[key]
+
+    def _ordered(self, full: Node, x: Node, layout: Layout, kind: NodeKind) -> Node:
+        """Return a value that was put together from the ranks' parts of ``x``, by position.
+
+        layout: of the parts in ``full``.
+        """
+        if not self._in_chunks(x):
+            return full
+        args = (full, layout.dim, layout.blocks, self.tp)
+        return self._call(local.by_position, args, full, kind=kind)
 
     # ---- out of parts -----------------------------------------------------------------------
     def _enter(self, mark: Node) -> None:
@@ -277,12 +340,13 @@ class SequenceWriter:
         mark.replace_all_uses_with(full)
         self.graph.erase_node(mark)
 
-    def _entered(self, x: Node, unit: int | None) -> Node:
-        """Return the full value of ``x`` for sharded work in a unit."""
+    def _entered(self, x: Node, unit: int | None, kind: NodeKind = NodeKind.SHARDS) -> Node:
+        """Return the full value of ``x`` for work of a kind in a unit."""
         gathered = self._gathered(x, unit)
         shape = gathered.meta["val"].shape
-        entering = self._mark(copy_in, gathered, shape, kind=NodeKind.SHARDS, unit=unit)
-        return self._view(entering, self._shapes[x], kind=NodeKind.SHARDS)
+        entering = self._mark(copy_in, gathered, shape, kind=kind, unit=unit)
+        full = self._view(entering, self._shapes[x], kind=kind)
+        return self._ordered(full, x, self._layout(x), kind)
 
     def _gathered(self, x: Node, unit: int | None) -> Node:
         """Return the full value of ``x``, viewed as [samples, length, ...]."""
@@ -327,5 +391,6 @@ class SequenceWriter:
             shape = (self.tp, *own.meta["val"].shape)
             stacked = self._mark(stack, own, shape, kind=NodeKind.FULL)
             args = (stacked, list(self._shapes[x]))
-            self._made[key] = self._call(local.joined, args, stacked, kind=NodeKind.FULL)
+            full = self._call(local.joined, args, stacked, kind=NodeKind.FULL)
+            self._made[key] = self._ordered(full, x, self._layout(x), NodeKind.FULL)
         return self._made[key]

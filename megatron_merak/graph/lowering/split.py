@@ -8,24 +8,35 @@ rank.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from ... import ops
 from ...ops import WeightGradientSink
 from ...segment import Collective, Common, Crossing, In, LayerAxis, Out, Segment
 from ..capture.outputs import SAME
 from ..ir.kinds import NodeKind, kinds, over
-from ..ir.marks import all_gather, copy_in, exchange, exchange_rows, reduce_scatter
+from ..ir.marks import (
+    all_gather,
+    copy_in,
+    exchange,
+    exchange_rows,
+    reduce_scatter,
+    rotate,
+    turn_back,
+)
 from ..ir.nodes import called, is_random, operand
+from ..ir.opaque import CustomFunction
 from ..ir.operators import facts
 from .emit import Emitter
 from .flow import REDUCTIONS, Flow
 from .levels import check_in_place, segment_levels
 from .lookups import Lookups
 from .prelude import Prelude
-from .regathered import is_regathered
+from .regathered import is_regathered, without_gathered
 from .rewrite import Rewritten
 
 LOSS = "loss"
@@ -35,6 +46,8 @@ _OF_GRADIENT: dict[object, Collective] = {
     reduce_scatter: Collective.ALL_GATHER,
     exchange: Collective.EXCHANGE,
     exchange_rows: Collective.ROWS,
+    rotate: Collective.ROTATE_BACK,
+    turn_back: Collective.ROTATE_BACK,
 }
 _OF_COPIED_GRADIENT: dict[object, Collective] = {all_gather: Collective.REDUCE_SCATTER}
 
@@ -106,6 +119,8 @@ class Parts:
     prelude: maps a batch to the common values that the parts read.
     named:   the output name of each result; several names joined by ``SAME`` if one value is
              several outputs.
+    by_host: the common values whose numbers Python reads, see ``ops.documents``.
+    codes:   names of the functions of the model's own code that parts call.
     lookups: what all units look up by numbers of the batch, as far as that is known.
     touched: the parameters of all units that get a gradient, likewise.
     """
@@ -116,6 +131,8 @@ class Parts:
     results: tuple[str, ...]
     prelude: Prelude
     named: tuple[str, ...] = ()
+    by_host: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()
     lookups: Lookups = field(default_factory=Lookups)
     touched: frozenset[str] = frozenset()
 
@@ -194,6 +211,12 @@ class _Splitter:
             results=results,
             prelude=prelude,
             named=tuple(self.outputs.values()) if ends else (),
+            by_host=tuple(node.name for node in shared if node.target is ops.documents),
+            codes=tuple(
+                node.target.__name__
+                for node in self.segment
+                if isinstance(node.target, CustomFunction)
+            ),
         )
 
     def _name(self, node: Node) -> str:
@@ -218,13 +241,16 @@ class _Splitter:
         values = [x for x in outer if x in flow.unit]
         common = [x for x in outer if x not in flow.unit and not flow.is_parameter(x)]
         ins = [self._in(x, _OF_GRADIENT.get(x.target, Collective.NONE), over(x)) for x in values]
+        others: dict[Node, Callable[..., Any]] = {}
         for node in copies:
             source = operand(node)
             collective = _OF_COPIED_GRADIENT.get(source.target, Collective.ALL_REDUCE)
             regather = is_regathered(flow, node, members)
             ins.append(replace(self._in(source, collective, over(node)), regather=regather))
+            if regather:
+                others |= without_gathered(node)
         outs, results = self._outs(nodes, members)
-        emitter = Emitter(flow, self.device, sink=True)
+        emitter = Emitter(flow, self.device, sink=True, others=others)
         groups = [
             (attribute_nodes[0].name, attribute_nodes) for attribute_nodes in parameters.values()
         ]
@@ -267,6 +293,7 @@ class _Splitter:
                 user for user in node.users if user.target in REDUCTIONS and operand(user) is node
             ]
             for user in reductions:
+                # an all-reduce may overwrite it: nobody else reads it, nor does its backward
                 alone = len(node.users) == 1 and facts(node).result_unread
                 counts = self._name(operand(user, 1)) if user.target is exchange_rows else ""
                 collective = REDUCTIONS[called(user)]

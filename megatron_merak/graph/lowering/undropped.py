@@ -20,6 +20,10 @@ def undropped(graph: Graph) -> None:
         if node.op != "call_function" or not is_random(node):
             continue
         on_parts = node.target is ops.dropout_of_parts
+        rate = ops.row(node.target).dropout
+        if node.target is ops.causal_chunks and rate is not None:
+            node.update_arg(rate, 0.0)
+            continue
         if not on_parts and not isinstance(node.target, OpOverload):
             continue
         if on_parts or facts(node).drops:

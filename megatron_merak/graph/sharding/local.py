@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import ops
+from ..capture.empty import is_fake
 
 
 def take(x: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int, padded: int = 0) -> Tensor:
@@ -34,6 +35,49 @@ def take(x: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int, padded:
         pieces.append(x.narrow(dim, begin + rank * share, share))
         begin += block
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def take_ends(x: Tensor, dim: int, blocks: Sequence[int], rank: int, tp: int) -> Tensor:
+    """Return two chunks of every block along ``dim``, of 2 tp in each: the one that is as far from
+    the start as the other is from the end. So ranks have as much of a causal mask as one another.
+
+        tp = 2    rank 0: chunks 0 and 3    rank 1: chunks 1 and 2
+
+    blocks: extents along ``dim``.
+    """
+    pieces = []
+    begin = 0
+    for block in blocks:
+        size = block // (2 * tp)
+        for chunk in ends_of(rank, tp):
+            pieces.append(x.narrow(dim, begin + chunk * size, size))
+        begin += block
+    return torch.cat(pieces, dim)
+
+
+def ends_of(rank: int, tp: int) -> tuple[int, int]:
+    """Return the numbers of a rank's chunks, see ``take_ends``."""
+    return rank, 2 * tp - 1 - rank
+
+
+def by_rank(x: Tensor, dim: int, blocks: Sequence[int], tp: int) -> Tensor:
+    """Return x with the chunks of each rank, see ``take_ends``, side by side in each block.
+
+    blocks: equal extents along ``dim``.
+    """
+    halves = x.unflatten(dim, (len(blocks), 2, tp, blocks[0] // (2 * tp)))
+    first, last = halves.unbind(dim + 1)
+    return torch.stack((first, last.flip(dim + 1)), dim + 2).flatten(dim, dim + 3)
+
+
+def by_position(x: Tensor, dim: int, blocks: Sequence[int], tp: int) -> Tensor:
+    """Undo ``by_rank``."""
+    chunks = x.unflatten(dim, (len(blocks), tp, 2, blocks[0] // (2 * tp)))
+    first, last = chunks.unbind(dim + 2)
+    return torch.stack((first, last.flip(dim + 1)), dim + 1).flatten(dim, dim + 3)
+
+
+by_position_unkept = ops.moved(by_position)
 
 
 def fill(shard: Tensor, dim: int, valid: int, value: float) -> Tensor:
@@ -123,6 +167,48 @@ def row_counts(own: Tensor, got: Tensor) -> Tensor:
 def rows_to_send(x: Tensor, counts: Tensor) -> Tensor:
     """Return x, when it is known how many of its rows go to each rank."""
     return x
+
+
+def rows_to_shards(x: Tensor, counts: Tensor, shards: int) -> Tensor:
+    """Return the rows of x that are sent to any rank, those for the same experts once for each of
+    ``shards`` neighbours, which have parts of these. The host waits for their number.
+
+    counts: see ``row_counts``.
+    """
+    if is_fake(counts):
+        return torch.cat([x] * shards)
+    lengths = counts[0, ::shards].tolist()
+    pieces = x.narrow(0, 0, sum(lengths)).split(lengths)
+    return torch.cat([piece for piece in pieces for _ in range(shards)])
+
+
+def sums_of_shards(rows: Tensor, counts: Tensor, shards: int) -> Tensor:
+    """Undo ``rows_to_shards``: add up what neighbours computed for each row."""
+    if is_fake(counts):
+        return rows.narrow(0, 0, len(rows) // shards)
+    pieces = rows.split(counts[0].tolist())
+    return torch.cat(
+        [sum(pieces[at + 1 : at + shards], pieces[at]) for at in range(0, len(pieces), shards)]
+    )
+
+
+def on_first(x: Tensor, shard: int) -> Tensor:
+    """Return x on the first of some neighbours, and zeros on others."""
+    return x if shard == 0 else torch.zeros_like(x)
+
+
+def counted_rows(x: Tensor, counts: Tensor) -> Tensor:
+    """Return the rows of x that are sent to any rank: the first ones, or all while a plan is made.
+    The host waits for their number. counts: see ``row_counts``.
+    """
+    if is_fake(counts):
+        return x
+    return x.narrow(0, 0, sum(counts[0].tolist()))
+
+
+def with_dropped_rows(rows: Tensor, ids: Tensor) -> Tensor:
+    """Return rows by expert with zeros behind them for those of no expert. ids: of all rows."""
+    return F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, len(ids) - len(rows)])
 
 
 def order_by_expert(got: Tensor, rows: Tensor) -> Tensor:

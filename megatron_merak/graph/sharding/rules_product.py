@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ...planner.tables import family
-from ..ir.nodes import op_name, operands, schema, values
+from ..ir.nodes import is_op, op_name, operands, schema, values
 from .experts import DIVIDED
 from .known import Known
 from .padding import zeros
@@ -49,7 +49,9 @@ def linear(p: Known, node: Node) -> Decision | None:
     bias = argument(node, "bias")
     if len(p.shape(weight)) != 2:
         return None
-    return product(p, MatrixProduct(node, x, weight, 1, 0, bias, aten.linear.default))
+    return product(
+        p, MatrixProduct(node, x, weight, contracted=1, out=0, added=bias, bare=aten.linear.default)
+    )
 
 
 def matmul(p: Known, node: Node) -> Decision | None:
@@ -57,14 +59,16 @@ def matmul(p: Known, node: Node) -> Decision | None:
     rank = len(p.shape(b))
     if len(p.shape(a)) < 2 or rank < 2:
         return None
-    return product(p, MatrixProduct(node, a, b, rank - 2, rank - 1))
+    return product(p, MatrixProduct(node, a, b, contracted=rank - 2, out=rank - 1))
 
 
 def addmm(p: Known, node: Node) -> Decision | None:
     added, a, b = operands(node, 0, 1, 2)
     rank = len(p.shape(b))
     bare = aten.mm.default if rank == 2 else aten.bmm.default
-    return product(p, MatrixProduct(node, a, b, rank - 2, rank - 1, added, bare))
+    return product(
+        p, MatrixProduct(node, a, b, contracted=rank - 2, out=rank - 1, added=added, bare=bare)
+    )
 
 
 def grouped(p: Known, node: Node) -> Decision | None:
@@ -74,7 +78,9 @@ def grouped(p: Known, node: Node) -> Decision | None:
     a, b = operands(node, 0, 1)
     layout = p.layout(a)
     weight = p.layout(b)
-    if layout is None and _divides_experts(p, b):
+    if _divides_experts(p, b):
+        if layout is not None:
+            raise p.cannot_shard(node, "multiplies whole rows with whole experts", [a])
         p.explain_pin(b, DIVIDED)
         return Decision(None)  # rows are exchanged, see lowering/experts.py
     if layout and layout.dim != 1 or weight and weight.dim == 0 or len(p.shape(a)) != 2:
@@ -147,6 +153,11 @@ def _column(p: Known, m: MatrixProduct) -> Decision | None:
     name = p.parameter_of(weight)
     if name is None or left and m.added is not None:
         return None
+    if _leads_to_sum(m.node):
+        p.note_replicated(
+            name, "it is the first factor of an adapter, of which the second is sharded"
+        )
+        return None
     extent = p.shape(weight)[dim]
     padded = p.padded_extent(extent)
     if padded is None:
@@ -160,6 +171,29 @@ def _column(p: Known, m: MatrixProduct) -> Decision | None:
     return _sharded_result(
         p, m, Layout(len(p.shape(m.node)) - 1 - left, blocks, (name,), padded, features=(0, 1))
     )
+
+
+def _leads_to_sum(node: Node) -> bool:
+    """Whether a product is the first of an adapter: one that widens it comes next, whose result is
+    added to that of a layer.
+
+    Sharded, it would make the second one row parallel, so that the layer could not be sharded.
+    """
+    widened = False
+    last = node
+    while len(last.users) == 1:
+        (user,) = last.users
+        if is_op(user, "linear") and user.args[0] is last and not widened:
+            narrow, wide = (values(each)[0].shape[-1] for each in (last, user))
+            widened = narrow < wide
+            if not widened:
+                return False
+        elif is_op(user, "add") and widened:
+            return any(is_op(x, "linear") for x in user.all_input_nodes if x is not last)
+        elif not is_op(user, "mul", "to", "_to_copy"):
+            return False
+        last = user
+    return False
 
 
 def _sharded_result(p: Known, m: MatrixProduct, layout: Layout) -> Decision:

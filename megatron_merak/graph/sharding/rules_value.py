@@ -23,7 +23,7 @@ POINTWISE = """
     log1p expm1 sign zeros_like ones_like hardswish log_sigmoid floor ceil round trunc fmod remainder floor_divide
     lerp addcmul addcdiv full_like empty_like rand_like nan_to_num isnan isinf isfinite max.other min.other
     lift_fresh_copy feature_dropout true_divide multiply divide subtract sinh cosh atan atan2 float_power logit
-    xlogy rrelu_with_noise prelu_scalar copysign real imag conj angle sgn erfc erfinv positive logaddexp heaviside
+    xlogy rrelu_with_noise copysign real imag conj angle sgn erfc erfinv positive logaddexp heaviside
     bernoulli.p alpha_dropout detach_ relu_ add_ mul_ sub_ div_ masked_fill_ clamp_ clamp_min_ clamp_max_ copy_
     zero_ fill_ neg_ exp_ sigmoid_ tanh_ silu_ dropout_ clip greater greater_equal less less_equal not_equal
     absolute negative logical_xor pow_ sqrt_ rsqrt_ hardtanh_ leaky_relu_ gelu_ elu_ hardswish_ relu6_ addcmul_

@@ -8,6 +8,7 @@ from math import prod
 
 from torch.fx import Node
 
+from megatron_merak.counting import counted
 from megatron_merak.errors import PlanError
 from megatron_merak.plan import TensorSharding
 
@@ -15,9 +16,10 @@ from ..capture.captured import Captured
 from ..ir.names import place
 from ..ir.nodes import op_name
 from .assumptions import AS_PLANNED, Assumptions
-from .experts import DIVIDED, divided_experts
+from .expert_features import features_of
+from .experts import DIVIDED, adapted_experts, divided_experts
 from .known import ALIKE, Known
-from .pins import Pins, check_pins, conflict_error, spec_of
+from .pins import Pins, check_pins, conflict_error, extents, spec_of
 from .placement import Decision, Layout, NodeLayout, PlanConflict
 from .propagate import propagated
 from .roles import roles
@@ -84,6 +86,7 @@ class Sharding:
                every rank.
     layouts:   by node, how its value is sharded.
     experts:   number of ranks that divide experts.
+    shards:    number of neighbours among these that shard each expert.
     """
 
     tp: int
@@ -93,6 +96,7 @@ class Sharding:
     layouts: Mapping[Node, NodeLayout] = field(default_factory=dict, repr=False)
 
     experts: int = 1
+    shards: int = 1
 
     def ranks_of(self, tensor: TensorSharding) -> int:
         """Return the number of ranks that shard a tensor."""
@@ -116,6 +120,7 @@ def shard(
     vocabulary_multiple: int = 1,
     complete: bool = False,
     experts: int = 1,
+    shards: int = 1,
 ) -> Sharding:
     """Decide how every parameter and value of a capture is sharded.
 
@@ -125,6 +130,7 @@ def shard(
                          otherwise.
     experts:             ranks that divide the experts of grouped products: ``tp``, or more if copies of
                          a layer divide them; 1: none do.
+    shards:              neighbours among these that shard each expert.
     complete:            pins are those of a plan and must name every parameter of the capture, and
                          no other.
 
@@ -133,8 +139,12 @@ def shard(
     pins = pins or {}
     whole = _replicated(captured)
     divided: dict[str, TensorSharding] = {}
-    if experts > tp:
-        divided = divided_experts(captured.module.graph, whole, experts)
+    together = experts == tp and shards == 1
+    if experts > 1 and not together:
+        graph = captured.module.graph
+        features = features_of(graph, shards) if shards > 1 else None
+        divided = divided_experts(graph, whole, experts // shards)
+        divided = divided if features is None else features.sharded(divided, shards)
     _check_divided(divided, pins, experts, complete)
     # weights of experts are no affair of tensor-parallel ranks then
     pins = {name: whole.get(name, pin) if pin.experts else pin for name, pin in pins.items()}
@@ -147,16 +157,23 @@ def shard(
         reasons = dict.fromkeys(whole, "replicated: one tensor-parallel rank")
         padded = {name: pin for name, pin in pins.items() if name in whole and pin.padded}
         reasons |= dict.fromkeys(padded, "whole: padded") | dict.fromkeys(divided, DIVIDED)
-        return Sharding(1, whole | padded | divided, reasons, experts=experts)
+        return Sharding(1, whole | padded | divided, reasons, experts=experts, shards=shards)
     pins = {name: pin for name, pin in pins.items() if name in whole}
     walk = partial(
         propagated, captured, tp, RULES, STARTERS, vocabulary_multiple=vocabulary_multiple
     )
-    free = p = walk(assumptions=_assumptions(captured, requested, experts == tp, divided))
+    adapted = adapted_experts(captured.module.graph, whole, tp) if together else {}
+    assumptions = _assumptions(captured, requested, together, divided)
+    assumptions.pins = {name: spec_of(tensor) for name, tensor in adapted.items()}
+    try:
+        free = p = walk(assumptions=assumptions)
+    except PlanConflict as conflict:
+        reason = f"{op_name(conflict.node)} in {place(conflict.node)} {conflict.why}"
+        raise PlanError("--expert-model-parallel-size", tp, reason, "Use 1") from conflict
     unpinned = {name: _tensor(t, p.sharded_parameters.get(name)) for name, t in whole.items()}
     edited = [name for name, pin in pins.items() if spec_of(pin) != spec_of(unpinned[name])]
     if edited:
-        assumptions = _assumptions(captured, requested, experts == tp, divided)
+        assumptions = _assumptions(captured, requested, together, divided)
         assumptions.pins = {name: spec_of(pin) for name, pin in pins.items()}
         try:
             p = walk(assumptions=assumptions)
@@ -168,9 +185,9 @@ def shard(
     }
     tensors |= divided
     reasons = {name: _reason(p, free, name, name in edited) for name in tensors}
-    reasons |= dict.fromkeys(divided, DIVIDED)
+    reasons |= dict.fromkeys((*divided, *adapted), DIVIDED)
     _check_requests(reasons, requested, pins)
-    if experts == tp and not pins and DIVIDED not in p.reasons.values():
+    if together and not pins and DIVIDED not in reasons.values():
         reason = "the model has no grouped product of experts whose number it divides"
         raise PlanError("--expert-model-parallel-size", tp, reason, "Use 1, or another size")
     if not p.sharded_parameters and not pins and not divided:
@@ -181,7 +198,7 @@ def shard(
         raise PlanError(
             "tensor parallel size", tp, reason, "Use 1, or a size that divides heads and features"
         )
-    return Sharding(tp, tensors, reasons, p.decisions, p.layouts, experts=experts)
+    return Sharding(tp, tensors, reasons, p.decisions, p.layouts, experts=experts, shards=shards)
 
 
 def _check_divided(
@@ -194,7 +211,26 @@ def _check_divided(
             raise PlanError("sharding of", name, reason, "Let experts be false")
         if name in divided and complete and not pin.experts:
             reason = f"{experts} ranks divide experts, and the plan has it {pin.describe()}"
-            raise PlanError("sharding of", name, reason, "Let dim be 0 and experts true")
+            remedy = f"Let dim be {divided[name].dim} and experts true"
+            raise PlanError("sharding of", name, reason, remedy)
+        if name not in divided or not pin.experts:
+            continue
+        own = divided[name]
+        if spec_of(pin) != spec_of(own):
+            reason = f"its experts are along dimension {own.dim}, in {counted(len(extents(own)), 'block')}"
+            remedy = f"Let dim be {own.dim} and blocks {own.blocks}"
+            raise PlanError("sharding of", name, reason, remedy)
+        if (pin.shards, pin.within, pin.within_blocks) != (
+            own.shards,
+            own.within,
+            own.within_blocks,
+        ):
+            reason = f"the plan has it {pin.describe()}, and it is {own.describe()}"
+            remedy = (
+                f"Let shards be {own.shards}, within {own.within} and within_blocks "
+                f"{own.within_blocks}"
+            )
+            raise PlanError("sharding of", name, reason, remedy)
 
 
 def _assumptions(
