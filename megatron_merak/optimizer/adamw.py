@@ -32,7 +32,7 @@ class AdamW(LocalOptimizer):
         scaler: LossScaler | None = None,
     ):
         super().__init__(buffer, config, group, shard_group, scaler)
-        self.exp_avg = torch.zeros(buffer.owned_size, device=buffer.device)
+        self.exp_avg = torch.zeros(buffer.owned_size, device=buffer.home)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self._change_parts()
 

@@ -159,6 +159,7 @@ class Optimizer:
         norm = math.sqrt(square) / self.scaled
         if not math.isfinite(square):
             return norm, None
+        # 1e-6 as in torch's clip_grad_norm_, so that clipped steps are the same
         coefficient = self.config.clip_grad / (norm + 1e-6)
         clips = self.config.clip_grad > 0 and coefficient < 1
         return norm, (coefficient if clips else 1.0) / self.scaled
@@ -181,11 +182,12 @@ class Optimizer:
         """Return the squared norm of `main_grad`, 0-d fp64 on the buffer's device, without a host
         sync. Collective.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.buffer.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.buffer.home)
         for gradient in self._counted:
             total += ops.sum_of_squares(gradient)
         for gradient in self._copies if self.scaler.scales else ():
             total += 0.0 * ops.sum_of_squares(gradient)  # NaN if only this rank's copy overflowed
+        total = total.to(self.buffer.device)
         for group in (self.shard_group, self.group):
             if group is not None:
                 dist.all_reduce(total, group=group)

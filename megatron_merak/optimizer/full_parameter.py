@@ -203,9 +203,15 @@ class FullParameter:
         """
         assert self._tensor.dim is not None, "a replicated tensor has no views of its parts"
         dim = self._tensor.dim + 1
+        spans = self._tensor.intervals(rank, ranks)
+        if self._tensor.within is not None:
+            ((first, last),) = spans
+            full = full.narrow(dim, first, last - first)
+            dim = self._tensor.within + 1
+            spans = self._tensor.features(rank)
         views = []
         offset = 0
-        for start, stop in self._tensor.intervals(rank, ranks):
+        for start, stop in spans:
             length = stop - start
             views.append((local.narrow(dim, offset, length), full.narrow(dim, start, length)))
             offset += length

@@ -193,6 +193,21 @@ def check_layout(recipe: Recipe, model_ranks: int, shards: bool) -> None:
         raise ConfigError("optimizer", type(coupled.prototype).__name__, reason, remedy)
 
 
+def check_on_host(recipe: Recipe, ranks: int) -> None:
+    """Raise ConfigError for an optimizer that steps full parameters, where their shards are in host
+    memory.
+
+    ranks: number of tensor-parallel ranks and of those with the same weights together.
+    """
+    whole = next((group for group in recipe.groups if not group.traits.elementwise), None)
+    if whole is not None and ranks > 1:
+        reason = "it steps full parameters, whose parts are in the memory of several ranks' hosts"
+        remedy = (
+            "Leave offload_model_states out, or take an optimizer that steps each element alone"
+        )
+        raise ConfigError("optimizer", type(whole.prototype).__name__, reason, remedy)
+
+
 def _is_param_shaped(share: Share, key: str) -> bool:
     return key in share.entries and share.entries[key].param_shaped
 

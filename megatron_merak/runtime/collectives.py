@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,13 +11,6 @@ from torch import Tensor
 from ..parallel.in_flight import Work
 from ..segment import Collective
 from ..tensor_parallel.sequence import gather_single, reduce_scatter_single, stacked, unstacked
-
-
-class Done:
-    """The handle of a collective that has already completed."""
-
-    def wait(self) -> None:
-        pass
 
 
 class Unstack:
@@ -70,12 +64,30 @@ def _exchange(
     return got, dist.all_to_all_single(got, tensor.contiguous(), group=group, async_op=True)
 
 
+def _rotate(
+    tensor: Tensor, group: dist.ProcessGroup | None, inplace: bool, by: int = 1
+) -> tuple[Tensor, Work]:
+    """Send to the rank that is ``by`` further; an exchange in which every other share is empty."""
+    ranks = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    got = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    sent_to = [0] * ranks
+    got_of = [0] * ranks
+    sent_to[(rank + by) % ranks] = tensor.numel()
+    got_of[(rank - by) % ranks] = tensor.numel()
+    flat = tensor.contiguous().view(-1)
+    work = dist.all_to_all_single(got.view(-1), flat, got_of, sent_to, group=group, async_op=True)
+    return got, work
+
+
 _LAUNCHERS: dict[Collective, Callable[..., tuple[Tensor, Work]]] = {
     Collective.ALL_REDUCE: _reduce,
     Collective.REDUCE_SCATTER: _scatter,
     Collective.ALL_GATHER: _gather,
     Collective.STACK: _stack,
     Collective.EXCHANGE: _exchange,
+    Collective.ROTATE: _rotate,
+    Collective.ROTATE_BACK: partial(_rotate, by=-1),
 }
 
 
@@ -115,7 +127,8 @@ def launch(
 
     kind:    ALL_REDUCE keeps the shape of ``tensor``; STACK returns [n, *tensor.shape]; ALL_GATHER
              turns [b, s / n, ...] into [b, s, ...]; REDUCE_SCATTER turns [b, s, ...] into [b, s /
-             n, ...]; EXCHANGE keeps the shape, [n, ...].
+             n, ...]; EXCHANGE keeps the shape, [n, ...];
+             ROTATE and ROTATE_BACK keep it.
     inplace: an all-reduce may overwrite ``tensor``; the other collectives never do.
     """
     return _LAUNCHERS[kind](tensor, group, inplace)

@@ -6,9 +6,13 @@ awaited where its output is first read. Other work overlaps with it: the weight 
 segment that launched it, the other half of the micro-batch, or another micro-batch.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -16,14 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..parallel.in_flight import Work
+from ..parallel.in_flight import Done, Work
 from ..parallel.pulse import Pulse
 from ..pipeline_parallel.ops import Kind
 from ..segment import Collective, Common, In, LayerAxis, Segment
-from .collectives import Done, RowCounts, exchange_rows, launch, own_gradient
+from .collectives import RowCounts, exchange_rows, launch, own_gradient
+from .offload import OffloadedTapes, Packed
 from .regather import Regather
 from .units import ShardedPass
-from .weights import DeferredProduct, WeightGradients
+from .weights import Deferred, WeightGradients
 
 Step = tuple[Kind, Segment]  # F (forward), R (recomputation) or B (backward) of one segment
 Run = tuple[Step, ...]  # steps, none of which waits for a collective launched by another of them
@@ -60,25 +65,27 @@ class State:
 
     values:  by name; one whose transfer is in flight has an entry in ``works``, awaited at first
              use.
-    shards:  this rank's shards of values that the backward all-gathers again, until their reader's
-             forward has run.
+    shards:  this rank's shards of values that the backward all-gathers again, and how many readers
+             have yet to keep one.
     grads:   gradients of values, summed over the readers that have run.
     pending: gradients whose transfer is in flight, awaited at first use.
     tape:    autograd graphs of the segments whose backward has not run.
     queue:   per segment, the products of weight gradients that were deferred to a W.
     rows:    of values whose rows were exchanged, how many.
+    offloaded: what is in host memory of the tapes; None where all stay on the device.
     """
 
-    def __init__(self, common: Common, training: bool):
+    def __init__(self, common: Common, training: bool, offloaded: OffloadedTapes | None = None):
         self.common = common
         self.training = training
+        self.offloaded = offloaded
         self.values: dict[str, Tensor] = {}
-        self.shards: dict[str, Tensor] = {}
+        self.shards: dict[str, tuple[Tensor, int]] = {}
         self.works: dict[str, Work] = {}
         self.grads: dict[str, Tensor] = {}
         self.pending: dict[str, list[tuple[Work, Tensor]]] = {}
         self.tape: dict[Segment, Tape] = {}
-        self.queue: list[tuple[Segment, list[DeferredProduct]]] = []
+        self.queue: list[tuple[Segment, list[Deferred]]] = []
         self.recomputed = False
         self.rows: dict[str, RowCounts] = {}
 
@@ -95,6 +102,13 @@ class State:
         """
         if name in self.works:
             self.works.pop(name).wait()
+
+    def take_shard(self, name: str) -> Tensor:
+        """Return the shard of a value for one of its readers."""
+        shard, readers = self.shards.pop(name)
+        if readers > 1:
+            self.shards[name] = (shard, readers - 1)
+        return shard
 
     def arriving_grad(self, name: str, grad: Tensor, work: Work) -> None:
         self.pending.setdefault(name, []).append((work, grad))
@@ -121,7 +135,8 @@ class State:
         """
         tapes = (f"tape of unit {s.unit}" for s in self.tape)
         queued = (f"weight gradients of unit {s.unit}" for s, _ in self.queue)
-        return [*self.works, *self.shards, *self.grads, *self.pending, *tapes, *queued]
+        away = [] if self.offloaded is None else self.offloaded.leftovers()
+        return [*self.works, *self.shards, *self.grads, *self.pending, *tapes, *queued, *away]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,9 +166,7 @@ class Interpreter:
                          recomputed.
     outputs:             names of the values that leave the stage.
     group:               tensor-parallel ranks; None for a single rank.
-    contexts:            context-parallel ranks; None for a single rank.
-    experts:             ranks of several copies of a layer that divide its experts; None where none
-                         do.
+    groups:              those of other axes, where there are several ranks.
     weights:             accumulates the weight gradients.
     overlap:             whether collectives overlap with other work; otherwise each is waited for
                          at once.
@@ -178,10 +191,9 @@ class Interpreter:
         overlap: bool = True,
         wait_for_parameters: SegmentCallback = lambda segment: None,
         pulse: Pulse | None = None,
-        contexts: dist.ProcessGroup | None = None,
-        experts: dist.ProcessGroup | None = None,
+        groups: Mapping[LayerAxis, dist.ProcessGroup | None] = MappingProxyType({}),
     ):
-        self._groups = {LayerAxis.TP: group, LayerAxis.CP: contexts, LayerAxis.EP: experts}
+        self._groups = {LayerAxis.TP: group, **groups}
         self._pulse = Pulse() if pulse is None else pulse
         self._wait_for_parameters = wait_for_parameters
         self.observer: Callable[..., None] | None = None
@@ -210,7 +222,9 @@ class Interpreter:
         its block.
         """
         self._block_of = {s: block for block in self.blocks for s in block.segments}
-        self._regathered = frozenset(i.value for s in self.segments for i in s.ins if i.regather)
+        self._regathered = Counter(
+            i.value for s in self.segments for i in s.ins if self._gathers_again(s, i)
+        )
         read = {i.value for s in self.segments for i in s.ins} | set(outputs)
         counts = {o.counts for s in self.segments for o in s.outs if o.counts}
         self._only_counts = frozenset(counts - read)
@@ -258,15 +272,22 @@ class Interpreter:
     def perform(self, state: State, step: Step, defer: bool = False) -> None:
         """Run one step. defer: a backward leaves its weight gradients to `finish_weights`."""
         kind, segment = step
+        block = self._block_of[segment]
+        ends = segment is block.segments[-1]
         if kind is Kind.B:
+            if ends and state.offloaded is not None:
+                state.offloaded.take(segment.unit)
             self._backward(state, segment, defer)
             return
         recompute = kind is Kind.R
-        keeps_tape = not self._block_of[segment].recompute
+        keeps_tape = not block.recompute
         self._forward(state, segment, state.training and (keeps_tape or recompute), recompute)
         for name in (self._last_read_recompute if recompute else self._last_read_forward)[segment]:
             if recompute or not (state.training and name in self.kept):
                 state.values.pop(name, None)
+        if ends and not recompute and state.offloaded is not None:
+            needed = (state.values[name] for name in self.kept if name in state.values)
+            state.offloaded.send(segment.unit, needed)
 
     def take(self, state: State, name: str) -> Tensor:
         """Return a value of ``outputs`` and free it in ``state``, unless a recomputation will read
@@ -310,10 +331,13 @@ class Interpreter:
                 get_gradient_edge(v) if i.grad else None
                 for i, v in zip(segment.ins, values, strict=True)
             ]
-            regathers = self._regathers(state, segment, values) if tape else {}
-            self.weights.getters = regathers
-            outs = segment.fn(state.common, *values)
+            with nullcontext() if state.offloaded is None else state.offloaded.recording(segment):
+                regathers = self._regathers(state, segment, values) if tape else {}
+                self.weights.getters = {**regathers}
+                self.weights.pack = partial(_keep, segment, state.offloaded)
+                outs = segment.fn(state.common, *values)
             self.weights.getters = {}
+            self.weights.pack = Tensor.detach
             if tape:
                 exits = [get_gradient_edge(t) if t.requires_grad else None for t in outs]
                 state.tape[segment] = Tape(entries, exits, tuple(regathers.values()))
@@ -323,13 +347,14 @@ class Interpreter:
         if self.observer is not None:
             self.observer(Kind.R if recompute else Kind.F, segment, state.common, values, outs)
         for out, tensor in zip(segment.outs, outs, strict=True):
+            # What other blocks read is not launched again: none would wait for it (`leftovers`).
             if recompute and out.value not in self._block_of[segment].reads:
                 continue
             if out.value in self._only_counts:
                 continue
             tensor = tensor.detach()
             if tape and out.value in self._regathered:
-                state.shards[out.value] = tensor
+                state.shards[out.value] = (tensor, self._regathered[out.value])
             if out.counts:
                 counts = RowCounts.of(_named(out.counts, segment, values, outs))
                 state.rows[out.value] = counts
@@ -340,13 +365,20 @@ class Interpreter:
             else:
                 state.values[out.value] = tensor
 
+    def _gathers_again(self, segment: Segment, read: In) -> bool:
+        # Keys and values were gathered right before, where a backward recomputes.
+        right_before = self._block_of[segment].recompute and read.axis is LayerAxis.CP
+        return read.regather and not right_before
+
     def _regathers(
         self, state: State, segment: Segment, values: Sequence[Tensor]
     ) -> dict[Tensor, Regather]:
-        pairs = zip(segment.ins, values, strict=True)
-        return {
-            value: Regather(state.shards.pop(i.value), i.axis) for i, value in pairs if i.regather
-        }
+        regathers = {}
+        for i, value in zip(segment.ins, values, strict=True):
+            if self._gathers_again(segment, i):
+                kept = _keep(segment, state.offloaded, state.take_shard(i.value))
+                regathers[value] = Regather(kept, i.axis)
+        return regathers
 
     def _backward(self, state: State, segment: Segment, defer: bool) -> None:
         entries, exits, regathers = state.tape.pop(segment)
@@ -357,7 +389,7 @@ class Interpreter:
             if edge is not None and grad is not None:
                 roots.append(edge)
                 grads.append(own_gradient(grad, out.collective, self._groups[out.axis]))
-        products: list[DeferredProduct] = []
+        products: list[Deferred] = []
         if roots:
             input_edges = [edge for edge in entries if edge is not None]
             queued = defer or (self.overlap and any(i.collective for i in segment.ins))
@@ -372,7 +404,10 @@ class Interpreter:
             if self.observer is not None:
                 self.observer(Kind.B, segment, state.common, grads, results)
             self.weights.queue = products if defer else None
+            # The graph's functions have what autograd did not save, such as a value that was
+            # gathered again: that goes before gradients take memory.
             del roots, exits
+            regathers = ()
             inputs = [i for i, edge in zip(segment.ins, entries, strict=True) if edge is not None]
             queued_tensors = [tensor for product in products for tensor in product.tensors]
             self._route(state, inputs, results[: len(input_edges)], (*grads, *queued_tensors))
@@ -465,6 +500,13 @@ def execute(passes: Sequence[Pass]) -> None:
         for current, run in zip(passes, turn, strict=True):
             if run is not None:
                 current.perform(run)
+
+
+def _keep(segment: Segment, offloaded: OffloadedTapes | None, tensor: Tensor) -> Packed | Tensor:
+    """Return what a segment's tape keeps in the place of a tensor."""
+    # detached: an output that is on its own tape would keep itself alive
+    own = tensor.detach()
+    return own if offloaded is None else offloaded.keep(segment, own)
 
 
 def _named(name: str, segment: Segment, values: Sequence[Tensor], outs: Sequence[Tensor]) -> Tensor:

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from ..parallel.mesh import Mesh
 from ..parallel.p2p import Pipes
+from ..pipeline_parallel.arrivals import arrivals
 from ..pipeline_parallel.ops import Entry, Kind, Op, Schedule, ops_of
 from ..segment import Crossing
 from .engine import Pass, execute
 from .program import LOSS
+from .recorded_ops import OpRecordings
 from .stage import Batch, MicroBatchPart, Stage
 from .stopwatch import GpuStopwatch, Stopwatch
 
@@ -90,6 +92,8 @@ class Executor:
     schedule: with communication ops.
     pipes:    the pipes of another executor over the same stages, whose schedule uses every channel
               that this one uses.
+    warm_up:  training steps after which one is recorded and all later ones replay it; None: none
+              is.
 
     Attributes:
     last: the run that is under way, or was the last; kept until the next begins.
@@ -101,6 +105,7 @@ class Executor:
         schedule: Schedule,
         mesh: Mesh,
         pipes: Pipes | None = None,
+        warm_up: int | None = None,
     ):
         self.stages = stages
         self.schedule = schedule
@@ -113,7 +118,9 @@ class Executor:
         self.finals = {op.stage: op for op in ops if op.kind in (Kind.B, Kind.W)}
         self.ends = {(op.stage, op.microbatch): op for op in ops}
         self.pipes = pipes or Pipes(mesh, schedule)
+        self._arrived = arrivals(schedule, mesh.pp_rank)
         self._next_unit = self._next_units(ops)
+        self.recordings = None if warm_up is None else self._recordings(warm_up)
         # If set to a list, a run appends (op, start, end) of each compute op, in seconds, at its
         # end. The time spent waiting for transfers is not included.
         self.trace: list[tuple[str, float, float]] | None = None
@@ -127,6 +134,12 @@ class Executor:
             Kind.SEND_B: self._send_gradient,
             Kind.RECV_B: self._receive_gradient,
         }
+
+    def _recordings(self, warm_up: int) -> OpRecordings:
+        parameters = next(iter(self.stages.values())).parameters
+        # These send each gradient as soon as it is final, which a replay would not tell them.
+        finals = [(op.stage, op.microbatch) for op in self.finals.values()]
+        return OpRecordings(parameters, warm_up, finals if parameters.reducer.eager else ())
 
     def _next_units(self, ops: Sequence[Op]) -> dict[Op, int]:
         """Return, per compute op, the first unit whose parameters a later one needs; no entry if
@@ -185,6 +198,8 @@ class Executor:
         )
         for stage in self.stages.values():
             stage.start_run(training)
+        if self.recordings is not None:
+            self.recordings.start(training, self.stages.values())
         pulse = self.mesh.pulse
         for entry in self.program:
             pulse.at(entry)
@@ -204,6 +219,8 @@ class Executor:
                     self.stages[op.stage].end(op.microbatch)
         pulse.at("the sends of its stage")
         self.pipes.finish()
+        if self.recordings is not None:
+            self.recordings.end()
         pulse.at("")
         if self.trace is not None:
             self.trace += self.last.trace()
@@ -229,13 +246,27 @@ class Executor:
             for op in ops:
                 self._handlers[op.kind](self.stages[op.stage], op)
         else:
-            execute([each for op in ops for each in self._passes(op)])
+            self._compute(ops)
             for op in ops:
+                self.pipes.arrived(self._arrived.get(op, ()))
                 self._hand_over(self.stages[op.stage], op)
         if stopwatch is not None:
             ended = stopwatch.mark()
             self.last.waited += self.mesh.pulse.waited - waited
             self.last.marks += [(str(op), began, ended) for op in ops]
+
+    def _compute(self, ops: Sequence[Op]) -> None:
+        passes = [each for op in ops for each in self._passes(op)]
+        recorded = self._recorded(ops[0]) if len(passes) == 1 else None
+        if recorded is None:
+            execute(passes)
+        else:
+            recorded.run(ops[0], passes[0])
+
+    def _recorded(self, op: Op) -> OpRecordings | None:
+        """Return what records or replays an op; None where it runs as it is."""
+        covered = self.recordings is not None and self.recordings.covers(self.stages[op.stage], op)
+        return self.recordings if covered else None
 
     def _idle(self, entry: Entry) -> None:
         for op in ops_of(entry):
@@ -264,9 +295,10 @@ class Executor:
         if op.microbatch in stage.parts:
             return stage.parts[op.microbatch]
         run = self.last
-        return stage.begin(
-            op.microbatch, run.batches[op.microbatch], run.step, run.training, run.task
-        )
+        stage.begin(op.microbatch, run.batches[op.microbatch], run.step, run.training, run.task)
+        if self.recordings is not None:
+            self.recordings.begin(stage, op.microbatch)
+        return stage.parts[op.microbatch]
 
     def _passes(self, op: Op) -> list[Pass]:
         """Return the passes of a forward, recomputation or backward op, one per part of its
@@ -341,7 +373,12 @@ class Executor:
         run.results.append(results[0])
 
     def _finish_weights(self, stage: Stage, op: Op) -> None:
-        stage.finish_weights(op.microbatch, op == self.finals[op.stage])
+        last = op == self.finals[op.stage]
+        recorded = self._recorded(op)
+        if recorded is None:
+            stage.finish_weights(op.microbatch, last)
+        else:
+            recorded.finish_weights(stage, op, last)
 
     def _crossings(self, op: Op) -> Iterator[tuple[int, MicroBatchPart, Crossing]]:
         """Yield (index in the transfer, part of the micro-batch, value) of each value that a send
@@ -378,6 +415,6 @@ class Executor:
     def _send_gradient(self, stage: Stage, op: Op) -> None:
         for index, part, value in self._crossings(op):
             grad = part.state.take_grad(value.name)
-            if grad is None:
+            if grad is None:  # its receiver waits, whether or not a gradient came here
                 grad = torch.zeros(value.shape, dtype=value.dtype, device=self.mesh.device)
             self.pipes.send(op, grad, index)

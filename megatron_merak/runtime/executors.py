@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from ..parallel.mesh import Mesh
+from ..parallel.p2p import Pipes
 from ..pipeline_parallel.ops import Schedule
 from ..pipeline_parallel.passes import add_communication, forward_only, resize
 from .executor import Executor
@@ -15,14 +16,25 @@ class Executors:
 
     stages, mesh: see `Executor`.
     schedule:     compute ops, for the plan's number of micro-batches.
+    warm_up:      see `Executor`, of training steps with as many; others run op by op.
+    message:      see `Pipes`.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, mesh: Mesh):
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        schedule: Schedule,
+        mesh: Mesh,
+        warm_up: int | None = None,
+        message: int = 0,
+    ):
         self._stages = stages
         self._schedule = schedule
         self._mesh = mesh
+        self._warm_up = warm_up
+        self._pipes = Pipes(mesh, add_communication(schedule), message)
         self._executors: dict[tuple[int, bool], Executor] = {}
-        self.of(schedule.microbatches)  # all others use the pipes of this one
+        self.of(schedule.microbatches)
 
     def of(self, micro_batches: int, training: bool = True) -> Executor:
         """Return the executor of steps with that many micro-batches; of forwards only where not
@@ -32,6 +44,12 @@ class Executors:
         if key not in self._executors:
             schedule = self._schedule if training else forward_only(self._schedule)
             schedule = add_communication(resize(schedule, micro_batches))
-            pipes = next(iter(self._executors.values())).pipes if self._executors else None
-            self._executors[key] = Executor(self._stages, schedule, self._mesh, pipes)
+            planned = training and micro_batches == self._schedule.microbatches
+            self._executors[key] = Executor(
+                self._stages,
+                schedule,
+                self._mesh,
+                self._pipes,
+                self._warm_up if planned else None,
+            )
         return self._executors[key]

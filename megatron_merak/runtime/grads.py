@@ -81,6 +81,11 @@ class GradientReducer:
             self.relay.start()
 
     @property
+    def eager(self) -> bool:
+        """Whether a bucket is sent while others are still computed."""
+        return self.overlap and self.group is not None
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """Names of the parameters that are not ready yet, from the last one of the model to the
         first.

@@ -2,17 +2,19 @@
 final.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..parallel.buffers import ParameterBuffer, ShardedState
+from ..parallel.host_link import HostLink
 from ..parallel.mesh import Mesh
 from ..parallel.relay import Relay
 from ..plan import TensorSharding
 from ..segment import Segment
+from .frozen_weights import FrozenWeights
 from .grads import GradientReducer
 from .shards import ShardGatherer
 from .units import ShardedPass, UnitShards, Visit
@@ -39,6 +41,7 @@ class RankParameters:
                      ``ties`` use fp32.
     tensors:         how tensor parallelism shards those parameters that are complete tensors of the
                      model.
+    frozen:          weights on the host that are not trained; None: none are there.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class RankParameters:
         reads: Mapping[int, Collection[str]] | None = None,
         in_bf16: bool = False,
         tensors: Mapping[str, TensorSharding] | None = None,
+        frozen: FrozenWeights | None = None,
     ):
         self.tensors = tensors or {}
         self.buffer = buffer
@@ -63,12 +67,16 @@ class RankParameters:
         self._grads = {name: Gradient(buffer.grad(name)) for name in buffer.slots}
         by_unit = buffer.sharding >= ShardedState.GRADIENTS
         self.weights = WeightGradients(
-            {parameter: self._grads[name] for parameter, name in names.items()}, by_unit
+            {parameter: self._grads[name] for parameter, name in names.items()},
+            by_unit,
+            group=mesh.tp,
         )
         shard_group = mesh.shard_group
         replicate_group = mesh.replicate_group
         same_experts = None if mesh.experts is None else mesh.experts.same
         self.units = None
+        self._link = HostLink(mesh.device, mesh.clock) if buffer.on_host else None
+        self._frozen = frozen
         if by_unit:
             self.units = UnitShards(
                 buffer,
@@ -81,6 +89,8 @@ class RankParameters:
                 in_bf16=in_bf16,
                 pulse=mesh.pulse,
                 experts=same_experts,
+                link=self._link,
+                frozen=frozen,
             )
         relay = None if replicate_group is None or by_unit else Relay(mesh.device, mesh.clock)
         self.reducer = GradientReducer(
@@ -131,25 +141,34 @@ class RankParameters:
         Raises PlanError where parameters are sharded and a segment reads one that is not gathered
         for its unit.
         """
-        units = self.units
-        for segment in segments if units is not None else ():
-            for name in (
-                self.names[parameter] for parameter in segment.parameters if parameter in self.names
-            ):
-                if units is not None and not units.gathers(segment.unit, name):
-                    reason = (
-                        f"unit {segment.unit} uses it for this batch, and did not for the first one"
-                    )
-                    remedy = (
-                        "Start with a batch like this one, or use "
-                        "--data-parallel-sharding-strategy optim"
-                    )
-                    raise PlanError("parameter", name, reason, remedy)
+        for segment in segments if self.units is not None else ():
+            for name in self._not_gathered(segment):
+                reason = (
+                    f"unit {segment.unit} uses it for this batch, and did not for the first one"
+                )
+                remedy = (
+                    "Start with a batch like this one, or use "
+                    "--data-parallel-sharding-strategy optim"
+                )
+                raise PlanError("parameter", name, reason, remedy)
         first_use = {p: s for s in reversed(segments) for p in s.parameters if p in self.names}
         last: dict[Segment, list[str]] = {}
         for parameter, segment in first_use.items():
             last.setdefault(segment, []).append(self.names[parameter])
         return last
+
+    def _not_gathered(self, segment: Segment) -> Iterator[str]:
+        """Yield the names of what a segment reads and its unit does not."""
+        assert self.units is not None
+        for parameter in segment.parameters:
+            if parameter in self.names:
+                name = self.names[parameter]
+                if not self.units.parameters.gathers(segment.unit, name):
+                    yield name
+            elif self._frozen is not None and parameter in self._frozen.names:
+                name = self._frozen.names[parameter]
+                if not self._frozen.gathers(segment.unit, name):
+                    yield name
 
     def trained_by(self, segments: Sequence[Segment]) -> None:
         """Register segments that will run backwards.
@@ -183,15 +202,29 @@ class RankParameters:
         """
         return None if self.units is None else ShardedPass(self.units, visits, next_unit, last)
 
+    def _all_reduce(self, own: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Sum what this rank owns of a gradient over a group, whose ranks exchange what is on their
+        devices.
+        """
+        value = own if self._link is None else own.to(self.mesh.device)
+        dist.all_reduce(value, group=group)
+        if value is not own:
+            own.copy_(value)
+
     def start_step(self) -> None:
         self.gatherer.preserve_gradient(False)
         if self.units is not None:
-            self.units.start()
+            self.units.gradients.start()
             return
         for grad in self._grads.values():
             grad.start()
         self.reducer.start()
         self._users = dict(self._shared)
+
+    def settle(self) -> None:
+        """Zero the gradients to which nothing was added in this step: all later ones are added."""
+        for grad in self._grads.values():
+            grad.settle()
 
     def ready(self, name: str) -> None:
         """Report that one stage has added its last gradient of ``name`` in this step."""
@@ -205,13 +238,12 @@ class RankParameters:
         of a parameter.
         """
         if self.units is not None:
-            self.units.finish()
+            self.units.gradients.finish()
         else:
-            for grad in self._grads.values():
-                grad.settle()
+            self.settle()
             self.reducer.finish()
         partial = [(name, self.mesh.tp) for name in self.buffer.slots if name in self._partial]
         for name, group in (*partial, *self._ties):
             for own in self.buffer.own_grad(name):
-                dist.all_reduce(own, group=group)
+                self._all_reduce(own, group)
         self.gatherer.preserve_gradient(True)

@@ -22,6 +22,9 @@ class Program:
     count:    returns the number of tokens that a micro-batch's loss is summed over; None where the
               loss is complete.
     named:    the name under which the caller sees each result.
+    codes:    names of the functions of the model's own code, run in Python, that segments call.
+    by_host:  of the tensors that all segments can read, those whose numbers Python reads: other
+              numbers are other work.
     """
 
     segments: tuple[Segment, ...]
@@ -31,6 +34,8 @@ class Program:
     results: tuple[str, ...] = ()
     count: Callable[[Common], Tensor] | None = None
     named: tuple[str, ...] = ()
+    by_host: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[str, ...]:

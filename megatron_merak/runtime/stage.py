@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel.mesh import Mesh
 from ..pipeline_parallel.ops import Kind
-from ..segment import Common, In, Out, Segment
+from ..segment import Common, In, LayerAxis, Out, Segment
 from ..tensor_parallel import default_generator, derive_seed
 from .engine import Interpreter, Pass, State
+from .offload import HostMemory, OffloadedTapes
 from .parameters import RankParameters
 from .program import LOSS, Program
 from .units import Visit, visits_of
@@ -44,8 +46,7 @@ class _Runner:
             overlap=overlap,
             wait_for_parameters=parameters.wait_for,
             pulse=mesh.pulse,
-            contexts=mesh.cp,
-            experts=None if mesh.experts is None else mesh.experts.group,
+            groups=_groups_beside(mesh),
         )
         self.parameters = parameters
         self.last_uses = parameters.used_by(program.segments)
@@ -59,6 +60,18 @@ class _Runner:
         if not self.trains:
             self.parameters.trained_by(self.program.segments)
             self.trains = True
+
+
+def _groups_beside(mesh: Mesh) -> dict[LayerAxis, dist.ProcessGroup | None]:
+    """Return a rank's groups of the axes of a layer beside the tensor-parallel one."""
+    groups: dict[LayerAxis, dist.ProcessGroup | None] = {}
+    if mesh.contexts is not None:
+        groups[LayerAxis.CP] = mesh.contexts.cp
+        groups[LayerAxis.INNER] = mesh.contexts.inner
+        groups[LayerAxis.OUTER] = mesh.contexts.outer
+    if mesh.experts is not None:
+        groups[LayerAxis.EP] = mesh.experts.group
+    return groups
 
 
 def _collectives_of(program: Program) -> bytes:
@@ -117,6 +130,8 @@ class Stage:
                  split.
     overlap:     whether collectives overlap with other work.
     units:       of the model's chain, in forward order.
+    offload:     units whose tapes are in host memory until their backward.
+    host:        where these go; None if there are none.
 
     Attributes:
     replica:  whose micro-batches it runs, from which random numbers follow.
@@ -135,12 +150,16 @@ class Stage:
         split: Split | None = None,
         overlap: bool = True,
         units: Sequence[int] = (),
+        offload: Collection[int] = (),
+        host: HostMemory | None = None,
     ):
         self.index = index
         self.program_for = program_for
         self.parameters = parameters
         self.recompute = recompute
         self.units = units
+        self.offload = frozenset(offload)
+        self.host = host
         self.mesh = mesh
         self.seed = seed
         self.mode = mode
@@ -161,6 +180,11 @@ class Stage:
         self._observer = observer
         for runner in self._runners.values():
             runner.engine.observer = observer
+
+    @property
+    def observed(self) -> bool:
+        """Whether somebody looks at what segments compute."""
+        return self._observer is not None
 
     def start_run(self, training: bool) -> None:
         """Prepare for the first op of a schedule; drop the micro-batches of an earlier run that
@@ -205,12 +229,15 @@ class Stage:
             mesh = self.mesh
             shard = segment.random_shard(mesh.tp_rank, mesh.cp_rank, mesh.grid.tp)
             where = [step, microbatch, segment.unit, segment.index, shard]
-            if half is not None:
+            if half is not None:  # another number for whole ones would be another mask in every run
                 where.append(half)
             self.generator.manual_seed(derive_seed(self.seed, *where))
 
         common = Common(program.prelude(batch), seed if training else None)
-        return MicroBatchPart(self._runners[program], State(common, training))
+        offloaded = None
+        if training and self.host is not None:
+            offloaded = OffloadedTapes(self.host, self.offload, common)
+        return MicroBatchPart(self._runners[program], State(common, training, offloaded))
 
     def program(self, microbatch: int) -> Program:
         """The program of a micro-batch in flight, or of its first half."""
@@ -278,10 +305,7 @@ class Stage:
                     finish.
         """
         parts = self.parts[microbatch]
-        by_unit = self.parameters.units is not None
-        callback_for = (
-            self._ready_callbacks(microbatch) if last and not defer and not by_unit else None
-        )
+        callback_for = self._ready_callbacks(microbatch) if last and not defer else None
         recomputed = any(part.state.recomputed for part in parts)
         sharded = self.parameters.sharded_pass(
             self.visits(Kind.B, recomputed, defer), next_unit, last
@@ -303,21 +327,31 @@ class Stage:
 
     def finish_weights(self, microbatch: int, last: bool) -> None:
         """Compute the weight gradients that a backward deferred; ``last`` as in `backward`."""
-        callback_for = (
-            self._ready_callbacks(microbatch) if last and self.parameters.units is None else None
-        )
+        callback_for = self._ready_callbacks(microbatch) if last else None
         for part in self.parts[microbatch]:
             sharded = self.parameters.sharded_pass(self.visits(Kind.W, True), last=last)
             part.runner.engine.finish_weights(
                 part.state, callback_for and callback_for(part.runner), sharded
             )
 
-    def _ready_callbacks(self, microbatch: int) -> Callable[[_Runner], Callable[[Segment], None]]:
-        """Return a factory of callbacks, one per part, to call after each segment's backward.
+    def completion(self, microbatch: int, runner: _Runner) -> Callable[[Segment], None] | None:
+        """Return what is to be called after each segment's last weight gradient, of a micro-batch
+        with one part; None where nothing is.
+        """
+        callback_for = self._ready_callbacks(microbatch)
+        return callback_for and callback_for(runner)
+
+    def _ready_callbacks(
+        self, microbatch: int
+    ) -> Callable[[_Runner], Callable[[Segment], None]] | None:
+        """Return a factory of callbacks, one per part, to call after each segment's backward; None
+        where gradients are reduced unit by unit.
 
         They report a parameter as ready when every part of the micro-batch has finished its last
         use.
         """
+        if self.parameters.units is not None:
+            return None
         parts = self.parts[microbatch]
         missing = Counter(
             name for p in parts for names in p.runner.last_uses.values() for name in names

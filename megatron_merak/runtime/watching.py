@@ -78,7 +78,7 @@ class Seals:
 def sealed(executor: Executor, parameters: RankParameters) -> Iterator[Seals]:
     """Collect digests of the step that runs inside."""
     seals = Seals()
-    reduces = parameters.reducer if parameters.units is None else parameters.units
+    reduces = parameters.reducer if parameters.units is None else parameters.units.gradients
     executor.on_send = seals.note_sent
     reduces.before_reduction = seals.note_gradient
     try:

@@ -1,13 +1,16 @@
 """Accumulation of weight gradients into ``main_grad``, at once or deferred in a queue."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
+from .regather import Again, UnkeptView, unkept
 
 _CACHED_ROWS = 2048
 
@@ -29,6 +32,10 @@ class Gradient:
     def start(self) -> None:
         """Begin a step: ``total`` still has the gradient of the previous one."""
         self._begun = False
+
+    def resume(self) -> None:
+        """Go on where ``total`` has what was added in this step."""
+        self._begun = True
 
     def settle(self) -> None:
         """Zero ``total`` if no gradient was added in this step."""
@@ -99,8 +106,29 @@ class DeferredProduct:
             self.grad.add_product(self.grad_output, self.input)
 
 
-def _in_shape(get: Callable[[], Tensor], shape: torch.Size) -> Tensor:
-    return get().view(shape)
+@dataclass(frozen=True, eq=False)
+class DeferredCall:
+    """A contribution to ``grad``, not computed yet, that a function returns in a dtype."""
+
+    grad: Gradient
+    compute: Callable[[torch.dtype], Tensor]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """None: the operands are the function's own."""
+        return []
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        self.grad.add(self.compute(self.grad.total.dtype))
+
+
+Deferred = DeferredProduct | DeferredCall
+_Place = tuple[int, int, torch.Size]  # storage, offset, shape
+
+
+def _place(tensor: Tensor) -> _Place:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.shape
 
 
 class WeightGradients:
@@ -109,33 +137,57 @@ class WeightGradients:
 
     grads:      parameter -> its gradient; those of other parameters (frozen ones) are dropped.
     queues_all: whether gradients returned by autograd are queued as well.
+    group:      the ranks that share the work of a layer; None: this one alone.
 
     Attributes:
     queue:   if a list, products are appended to it for `drain`, except those that must be computed
              now.
-    getters: inputs of the running segment that are not kept for the backward -> a function that
-             returns the value. A layer may read one in another shape.
+    getters: inputs of the running segment that are not kept for the backward, and what was moved
+             from them -> a function that returns the value. A layer may read another view of one.
+    pack:    what its tape keeps in the place of other tensors; see `regather.unpack`.
     """
 
-    def __init__(self, grads: Mapping[Tensor, Gradient], queues_all: bool = False):
+    def __init__(
+        self,
+        grads: Mapping[Tensor, Gradient],
+        queues_all: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ):
         self.grads = dict(grads)
+        self._group = group
         self._queues_all = queues_all
-        self.queue: list[DeferredProduct] | None = None
-        self.getters: Mapping[Tensor, Callable[[], Tensor]] = {}
+        self._by_place: dict[_Place, Tensor] = {}
+        self.queue: list[Deferred] | None = None
+        self.getters: dict[Tensor, Callable[[], Tensor]] = {}
+        self.pack: Callable[[Tensor], Any] = Tensor.detach
 
     def getter(self, input: Tensor) -> Callable[[], Tensor] | None:
-        for value, get in self.getters.items():
-            if input is value:
-                return get
-            same_memory = input.data_ptr() == value.data_ptr() and input.numel() == value.numel()
-            if same_memory and input.is_contiguous():
-                return partial(_in_shape, get, input.shape)
-        return None
+        if input in self.getters:
+            return self.getters[input]
+        view = UnkeptView.of(input, self.getters)
+        return None if view is None else view.tensor
+
+    def again(self, result: Tensor, get: Callable[[], Tensor]) -> None:
+        self.getters[result] = Again(get)
+
+    def unkept(self) -> AbstractContextManager[object]:
+        return unkept(self.getters, self.pack) if self.getters else nullcontext()
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest of each of ``values`` over the ranks of a layer."""
+        if self._group is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        return values
 
     def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor, now: bool = False) -> None:
         # Detached: outside of a backward grad mode is on, and main_grad would silently become part
         # of a graph.
         self._accumulate(weight, grad_output.detach(), now, input=input.detach())
+
+    def product(self, weight: Tensor, product: Callable[[torch.dtype], Tensor]) -> None:
+        grad = self._of(weight)
+        if grad is not None:
+            self._add(DeferredCall(grad, product))
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         self._accumulate(weight, grad_output.detach(), index=index)
@@ -143,13 +195,30 @@ class WeightGradients:
     def _accumulate(
         self, weight: Tensor, grad_output: Tensor, now: bool = False, **operands: Tensor
     ) -> None:
-        if weight not in self.grads:
+        grad = self._of(weight)
+        if grad is None:
             return
-        product = DeferredProduct(self.grads[weight], grad_output, **operands)
+        self._add(DeferredProduct(grad, grad_output, **operands), now)
+
+    def _add(self, product: Deferred, now: bool = False) -> None:
         if now or self.queue is None:
             product.accumulate()
         else:
             self.queue.append(product)
+
+    def _of(self, weight: Tensor) -> Gradient | None:
+        """Return the gradient of a parameter, also of one that a tape with hooks gave back: that is
+        another tensor of the same memory.
+        """
+        if weight in self.grads:
+            return self.grads[weight]
+        if isinstance(weight, torch.nn.Parameter) or not weight.requires_grad:
+            return None  # a frozen one
+        found = self._by_place.get(_place(weight))
+        if found is None or _place(found) != _place(weight):  # parameters may have moved
+            self._by_place = {_place(parameter): parameter for parameter in self.grads}
+            found = self._by_place.get(_place(weight))
+        return None if found is None else self.grads[found]
 
     def add(self, parameter: Tensor, grad: Tensor) -> None:
         """Add a gradient that autograd returned (of a norm or bias), in the parameter's shape."""
@@ -158,7 +227,7 @@ class WeightGradients:
         else:
             self.grads[parameter].add(grad)
 
-    def drain(self, products: Sequence[DeferredProduct]) -> None:
+    def drain(self, products: Sequence[Deferred]) -> None:
         """Compute queued products."""
         for product in products:
             product.accumulate()

@@ -33,6 +33,18 @@ def has_adapters(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+def low_rank_factors(model: nn.Module) -> list[str]:
+    """The names of the factors A and B of LoRA, in the order of the parameters."""
+    layers: Any = sys.modules.get("peft.tuners.lora.layer")
+    factors: set[int] = set()
+    for module in model.modules() if layers is not None else ():
+        if isinstance(module, layers.Linear | layers.Embedding):
+            kinds = (module.lora_A, module.lora_B)
+            others = (module.lora_embedding_A, module.lora_embedding_B)
+            factors |= {id(p) for kind in (*kinds, *others) for p in kind.parameters()}
+    return [name for name, p in model.named_parameters() if id(p) in factors]
+
+
 def name_before(name: str) -> str:
     """The name that a parameter of a ``PeftModel`` had before peft wrapped its module."""
     return _WRAPPED.sub("", name)

@@ -16,19 +16,25 @@ from ..config.checks import (
     check_context_parallel,
     check_experts,
     check_needs,
+    check_offloading,
     check_recompute,
     check_schedule,
     check_sharding,
 )
+from ..config.fp8 import check_fp8
+from ..config.model_states import check_model_states
+from ..config.parallel import A2A
 from ..config.unflushed import refuse_unflushed
 from ..errors import PlanError, TraceError
 from ..graph.capture.captured import Captured
 from ..graph.capture.fast_trace import gc_paused
 from ..graph.capture.guards import Guards
 from ..graph.capture.outputs import LossFunction
+from ..graph.fusion.fp8 import check_shards, fp8_weights
 from ..graph.fusion.fuse import fuse
 from ..graph.ir.nodes import is_random
 from ..graph.kept_state import StateOf
+from ..graph.lowering.context import REPEATED
 from ..graph.lowering.lookups import Lookups, Outside, lookups_of
 from ..graph.lowering.prelude import Prelude
 from ..graph.lowering.rewrite import rewrite
@@ -53,6 +59,7 @@ from .traced import Batch, OwnLoss, Traced, shapes_of
 from .unused import Unused
 
 COUNT = "count of the loss"  # beside the common values that a batch is turned into
+_NAMED = 3  # units that a sentence names
 MOST_CASES = 16  # programs for batches of one shape that branch differently on their values
 
 
@@ -81,7 +88,10 @@ def make_blueprint(
     check_context_parallel(parallel)
     check_experts(parallel, request.grid.copies)
     check_recompute(parallel)
+    check_offloading(parallel)
+    check_model_states(parallel, request.fp8 is not None)
     check_schedule(parallel)
+    check_fp8(request.fp8, parallel)
     if not is_gpt(traced.model):
         refuse_unflushed(parallel.pipeline_schedule)
     check_sharding(parallel)
@@ -126,7 +136,8 @@ def measured(
         rules,
         pins=pins,
         vocabulary_multiple=request.vocabulary_multiple,
-        experts=parallel.expert_model_parallel_size,
+        experts=parallel.expert_ranks,
+        shards=parallel.expert_shards,
     )
     units = measure(
         captured,
@@ -136,10 +147,13 @@ def measured(
         fused_attention=cluster.device.fused_attention,
         loss_chunk=request.loss_chunk,
         recompute_activations=parallel.recomputes_activations,
+        fp8=fp8_weights(captured, traced.model, request.fp8),
         positions=traced.positions,
         state_of=state_of,
         sequence_parallel=parallel.sequence_parallel and tp > 1,
         cp=request.grid.cp,
+        cp_comm_type=parallel.cp_comm_type,
+        cp_inner=parallel.cp_inner,
     )
     return chain, sharding, units
 
@@ -210,7 +224,8 @@ def blueprint_from_plan(
         pins=pins,
         vocabulary_multiple=vocabulary_multiple,
         complete=True,
-        experts=plan.expert_parallel,
+        experts=plan.expert_ranks,
+        shards=plan.expert_shards,
     )
     units = measure(
         captured,
@@ -220,10 +235,13 @@ def blueprint_from_plan(
         fused_attention=plan.cluster.device.fused_attention,
         loss_chunk=plan.loss_chunk,
         recompute_activations=plan.recompute_activations,
+        fp8=fp8_weights(captured, model, plan.fp8),
         positions=traced.positions,
         state_of=state_of,
         sequence_parallel=plan.sequence_parallel and tp > 1,
         cp=plan.grid.cp,
+        cp_comm_type=plan.cp_comm_type,
+        cp_inner=plan.cp_inner,
     )
     return Blueprint(traced, chain, sharding, priced(replace(plan, units=units)))
 
@@ -303,7 +321,9 @@ class Blueprint:
         # whether ranks divide sequences, of which every program is then another part
         parts = plan.grid.cp * (plan.grid.tp if plan.sequence_parallel else 1)
         self.divided = parts > 1
-        self.lengths = KnownLengths(parts)
+        # where they gather, each may have a part from both ends of a sequence
+        ends = 2 if plan.grid.cp > 1 and plan.cp_comm_type != A2A else 1
+        self.lengths = KnownLengths(parts * ends)
         # All programs must agree, whatever they branch to, and of whatever length they are.
         if plan.grid.tp > 1 and (traced.captured.guards or plan.sequence_parallel):
             self.partial = tuple(
@@ -322,6 +342,31 @@ class Blueprint:
         return tuple(
             f"{name} is {reason}."
             for name, reason in by_family((name, reasons[name]) for name in matrices)
+        )
+
+    def repeated_work(self) -> tuple[str, ...]:
+        """A sentence on what every context-parallel rank computes in full, if that is much."""
+        units = self.plan.units
+        total = sum(unit.flops for unit in units)
+        repeated = [unit for unit in units if unit.repeated_flops > REPEATED * unit.flops]
+        share = sum(unit.repeated_flops for unit in units) / max(total, 1)
+        if share <= REPEATED:
+            return ()
+        names = ", ".join(unit.name for unit in repeated[:_NAMED])
+        more = f" and {len(repeated) - _NAMED:,} more" if len(repeated) > _NAMED else ""
+        return (
+            f"Context parallelism: every rank repeats {share:.0%} of its FLOPs, in {names}{more}: "
+            "parts of them can be divided neither by positions nor by heads.",
+        )
+
+    def beside_fp8(self) -> tuple[str, ...]:
+        """A sentence per family of matrices that are not multiplied in fp8, where others are."""
+        chosen = fp8_weights(self.traced.captured, self.traced.model, self.plan.fp8)
+        if chosen is None:
+            return ()
+        return tuple(
+            f"{name} is not multiplied in fp8: {reason}."
+            for name, reason in by_family(chosen.reasons.items())
         )
 
     def stages_of(self) -> dict[str, tuple[int, ...]]:
@@ -411,8 +456,13 @@ class Blueprint:
     def _sharded(self, captured: Captured) -> Sharding:
         """Shard another capture like the first one."""
         tp = self.plan.grid.tp
-        experts = self.plan.expert_parallel
-        return shard(captured, tp, pins=self.sharding.tensors, experts=experts)
+        return shard(
+            captured,
+            tp,
+            pins=self.sharding.tensors,
+            experts=self.plan.expert_ranks,
+            shards=self.plan.expert_shards,
+        )
 
     def _parts(
         self,
@@ -433,6 +483,8 @@ class Blueprint:
             sequence_parallel=self.plan.sequence_parallel,
             cp_rank=mesh.cp_rank,
             cp=self.plan.grid.cp,
+            cp_comm_type=self.plan.cp_comm_type,
+            cp_inner=self.plan.cp_inner,
             expert_rank=0 if mesh.experts is None else mesh.experts.rank,
         )
         first = self.traced.captured
@@ -452,8 +504,19 @@ class Blueprint:
                 reason,
                 "Start with a batch like this one, or replicate the weight",
             )
-        self.fused |= fuse(rewritten.graph, self.plan.loss_chunk, self.plan.recompute_activations)
-        parts = split(rewritten, self.plan.stages[stage].units, mesh.device, lookups_of(captured))
+        plan = self.plan
+        part = plan.stages[stage]
+        fp8 = fp8_weights(captured, self.traced.model, plan.fp8)
+        if fp8 is not None:
+            check_shards(rewritten.graph, fp8, sharding.tensors, plan.grid.tp)
+        self.fused |= fuse(
+            rewritten.graph,
+            plan.loss_chunk,
+            plan.recompute_activations,
+            continued=part.continued,
+            fp8=fp8,
+        )
+        parts = split(rewritten, part.units, mesh.device, lookups_of(captured))
         return replace(parts, touched=captured.trainable - captured.untouched)
 
 
@@ -570,6 +633,8 @@ class Programs:
             results=parts.results,
             count=None if count is None else Counting.read,
             named=parts.named,
+            by_host=parts.by_host,
+            codes=parts.codes,
         )
         self._lookups[program] = parts.lookups
         self._touched[program] = parts.touched

@@ -27,6 +27,7 @@ from ..parallel.agree import gather_json, together
 from ..parallel.buffers import Bucket, Flat, ShardedState
 from ..parallel.mesh import Mesh
 from ..runtime.halves import halve
+from ..runtime.offload import HostMemory
 from ..runtime.stage import Stage
 from .adapters import has_adapters, save_adapters
 from .blueprint import Blueprint, ModelTask, Programs
@@ -39,8 +40,9 @@ from .constants import (
     described,
 )
 from .documents import without
+from .graphs import check_graphs, check_program
 from .guard import unguarded
-from .kernels import check_kernels
+from .kernels import check_fp8_products, check_kernels
 from .named_outputs import named_outputs
 from .optimizer_state import OptimizerOf, adamw_of, optimizer_kinds, weights_kind
 from .outside import refusal
@@ -91,11 +93,15 @@ class CapturedModel(TrainedModel):
         seed: int = 1234,
         group_of: GroupOf = matrices_and_others,
         replica_check_interval: int = 100,
+        graph_warm_up: int | None = None,
         scaler: LossScaler | None = None,
         optimizer_of: OptimizerOf = adamw_of,
     ):
         with together(mesh.control, "cpu"):
             check_kernels(mesh.device)
+            if graph_warm_up is not None:
+                check_graphs(blueprint.plan)
+            check_fp8_products(mesh.device, blueprint.plan.fp8)
         self.blueprint = blueprint
         self.seed = seed
         plan = blueprint.plan
@@ -120,7 +126,8 @@ class CapturedModel(TrainedModel):
         if requested and shares and len(halve(example)) > 1:
             self.halves = True if sums else None
         self.running = RunningStatistics(blueprint, mesh)
-        self.parameter_shards = ParameterShards(blueprint, mesh, group_of)
+        with together(mesh.control, "cpu"):  # memory may end here, and others would wait
+            self.parameter_shards = ParameterShards(blueprint, mesh, group_of)
         self.parameter_shards.fill(seed)
         parameters = self.parameter_shards.rank_parameters()
         self.programs = {
@@ -134,6 +141,8 @@ class CapturedModel(TrainedModel):
             )
             for stage in self.parameter_shards.stages
         }
+        offloads = any(plan.stages[index].offload for index in self.programs)
+        host = HostMemory(mesh.device) if offloads else None
         stages = {}
         for index, programs in self.programs.items():
             stages[index] = Stage(
@@ -146,6 +155,8 @@ class CapturedModel(TrainedModel):
                 split=self._split,
                 overlap=plan.overlap != "none",
                 units=plan.stages[index].units,
+                offload=plan.stages[index].offload,
+                host=host,
             )
         super().__init__(
             plan,
@@ -156,10 +167,13 @@ class CapturedModel(TrainedModel):
             scaler=scaler,
             optimizer_of=optimizer_of,
             replica_check_interval=replica_check_interval,
+            graph_warm_up=graph_warm_up,
         )
         with together(mesh.control, "cpu"):
             for programs in self.programs.values():
-                programs(example, True)
+                program = programs(example, True)
+                if graph_warm_up is not None:
+                    check_program(program)
         self.user_model: UserModel | None = None
 
     def share_weights(self) -> UserModel:
@@ -184,7 +198,8 @@ class CapturedModel(TrainedModel):
                 "Micro-batches run whole: halves need two samples, and losses that are shares of "
                 "the step's.",
             )
-        return notes + self.blueprint.replicated_weights()
+        notes += self.blueprint.replicated_weights()
+        return notes + self.blueprint.repeated_work() + self.blueprint.beside_fp8()
 
     def shards(self, flat: Flat, names: Collection[str] | None = None) -> Iterator[store.Shard]:
         """See `TrainedModel`."""
@@ -366,10 +381,12 @@ class CapturedModel(TrainedModel):
         """The largest number of batches of any replica where replicas shard parameters or divide
         experts, else this one's.
         """
-        if self.buffer.sharding < ShardedState.PARAMETERS and self.mesh.experts is None:
+        group = self.mesh.shard_group
+        alike = self.buffer.sharding < ShardedState.PARAMETERS and self.mesh.experts is None
+        if alike or group is None:
             return batches
         most = torch.tensor(batches, device=self.mesh.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh.shard_group)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         return int(most)
 
     def admit(

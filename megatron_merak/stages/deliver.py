@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.hf import Source, fill
-from ..checkpoint.shard import Intervals, Shard
+from ..checkpoint.shard import Part, Shard, local_shape, part_of
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
 
@@ -29,26 +29,24 @@ class _ShardHeader:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    dim: int | None
-    intervals: Intervals
+    part: Part
 
     @classmethod
     def of(cls, shard: Shard) -> "_ShardHeader":
-        return cls(shard.name, tuple(shard.shape), shard.tensor.dtype, shard.dim, shard.intervals)
+        return cls(shard.name, tuple(shard.shape), shard.tensor.dtype, shard.part)
 
     def to_json(self) -> list:
         return [
             self.name,
             self.shape,
             str(self.dtype).removeprefix("torch."),
-            self.dim,
-            self.intervals,
+            *self.part,
         ]
 
     @classmethod
     def from_json(cls, fields: list) -> "_ShardHeader":
-        name, shape, dtype, dim, intervals = fields
-        return cls(name, tuple(shape), getattr(torch, dtype), dim, tuple(map(tuple, intervals)))
+        name, shape, dtype, *part = fields
+        return cls(name, tuple(shape), getattr(torch, dtype), part_of(*part))
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,8 @@ class _Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.dim is None:
-            return self.header.shape
-        return (
-            *self.header.shape[: self.dim],
-            self.stop - self.start,
-            *self.header.shape[self.dim + 1 :],
-        )
+        slab = self.header.part[2]
+        return local_shape(self.header.shape, self.dim, ((self.start, self.stop),), slab)
 
     @property
     def nbytes(self) -> int:
@@ -153,8 +146,10 @@ def _pieces(header: _ShardHeader) -> Iterator[_Piece]:
     if not header.shape:
         yield _Piece(header, None, 0, 0, offset=0)
         return
-    dim = 0 if header.dim is None else header.dim
-    intervals = ((0, header.shape[0]),) if header.dim is None else header.intervals
+    dim, intervals, _ = header.part
+    if dim is None:
+        dim = 0
+        intervals = ((0, header.shape[0]),)
     row = torch.Size(header.shape).numel() * header.dtype.itemsize // max(header.shape[dim], 1)
     step = max(1, MESSAGE // max(row, 1))
     offset = 0
@@ -206,4 +201,6 @@ def _view(tensors: dict[str, Tensor], piece: _Piece) -> Tensor:
 def _read(source: Source, piece: _Piece) -> Tensor:
     if piece.dim is None:
         return source.read(piece.header.name)
-    return source.read(piece.header.name, piece.dim, ((piece.start, piece.stop),))
+    values = source.read(piece.header.name, piece.dim, ((piece.start, piece.stop),))
+    slab = piece.header.part[2]
+    return values if slab is None else values.narrow(slab[0], slab[1], slab[2] - slab[1])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config, ModelConfig
+from ..config.checks import refused_halves
 from ..graph.capture.empty import empty_parameters
 from ..models.gpt_module import GPTModule, target_count
 from ..optimizer.loss_scale import scaler_of_run
@@ -81,6 +82,9 @@ class GPTModel(TokenLosses, CapturedModel):
         train = config.train
         with together(mesh.control, "cpu"):
             check_updates(config, blueprint.plan, mesh)
+            halved = blueprint.plan.overlap == "sub-pipeline"
+            if halved and not config.model.computes_samples_apart:
+                raise refused_halves()
         self.shape = config.model
         self.per_token = train.calculate_per_token_loss
         module = blueprint.traced.model
@@ -93,6 +97,7 @@ class GPTModel(TokenLosses, CapturedModel):
             seed=train.seed,
             group_of=groups_of_run(config.optimizer, outer_names(module)),
             replica_check_interval=train.check_weight_hash_across_dp_replicas_interval,
+            graph_warm_up=config.parallel.graph_warm_up,
             scaler=scaler_of_run(train),
             optimizer_of=optimizer_of,
         )

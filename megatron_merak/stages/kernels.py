@@ -3,7 +3,22 @@
 import torch
 
 from .. import _native, ops
-from ..errors import LaunchError
+from ..config.fp8 import Fp8
+from ..errors import ConfigError, LaunchError
+
+
+def check_fp8_products(device: torch.device, fp8: Fp8 | None) -> None:
+    """Raise ConfigError for a GPU that has no products of such operands."""
+    if fp8 is None or device.type != "cuda":
+        return
+    blocks = fp8.recipe == "blockwise"
+    found = torch.cuda.get_device_capability(device)
+    if found != (9, 0) if blocks else found < (8, 9):
+        reason = f"{torch.cuda.get_device_name(device)} has no products of operands in fp8"
+        reason += " with scales of blocks" if blocks else ""
+        remedy = "Leave it out"
+        remedy = "Use --fp8-recipe tensorwise" if blocks and found >= (8, 9) else remedy
+        raise ConfigError("--fp8-format", fp8.format, reason, remedy)
 
 
 def check_kernels(device: torch.device) -> None:

@@ -43,9 +43,9 @@ class _Kind:
 class KnownLengths:
     """The captures of a model by role: training or evaluation, outputs, stage.
 
-    sharers: number of ranks that share sequences. Whether they can, and how much of one each has,
-             follows from the remainder and the quotient of its length: lengths of one remainder are
-             derived from each other, by the quotient.
+    sharers: number of parts into which ranks cut sequences, if they can. Whether they can, and how
+             much of one each has, follows from the remainder and the quotient of its length:
+             lengths of one remainder are derived from each other, by the quotient.
 
     captured, derived: how many programs were.
     """

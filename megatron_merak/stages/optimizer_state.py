@@ -3,9 +3,10 @@
 Checkpoints are the same whether or not data-parallel ranks shard this state.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from ..runtime.shards import ShardGatherer
 
 # (flat tensor [buffer.size], parameter names) -> the shards of these parameters in it.
 Parts = Callable[[Flat, Collection[str]], Iterable[Shard]]
+Groups = list[dict[str, Any]]  # ``param_groups`` of torch
 _GROUPS = 4  # parameter groups that a run has at most, see `groups_of_run`
 # Makes the optimizer of a rank's parameters.
 OptimizerOf = Callable[[RankParameters, OptimizerConfig, LossScaler | None], Optimizer]
@@ -80,22 +82,34 @@ def optimizer_of_run(config: OptimizerConfig) -> OptimizerOf:
     """Return what makes the optimizer of --optimizer, with the parameter groups of
     `groups_of_run`.
     """
-    if config.optimizer == "adam":
-        return adamw_of
+    return adamw_of if config.optimizer == "adam" else torch_optimizer_of(recipe_of_run(config))
+
+
+def recipe_of_run(config: OptimizerConfig) -> Recipe:
+    """Return the recipe of an --optimizer of ``_STEPPED``."""
     groups = [
         {"params": [nn.Parameter(torch.empty((1,) * dims)) for dims in range(1, 6)]}
         for _ in range(_GROUPS)
     ]
-    if config.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            groups, lr=config.lr or 0.0, momentum=config.sgd_momentum
-        )
-    else:
-        optimizer = Lion(groups, lr=config.lr or 0.0, betas=(config.lion_beta1, config.lion_beta2))
     named = [
         (f"{number} {p.dim()}", p) for number, group in enumerate(groups) for p in group["params"]
     ]
-    return torch_optimizer_of(Recipe(optimizer, named, "cpu"))
+    optimizer = _STEPPED[config.optimizer](groups, config.lr or 0.0, config)
+    return Recipe(optimizer, named, "cpu")
+
+
+def _sgd(groups: Groups, lr: float, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum)
+
+
+def _lion(groups: Groups, lr: float, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return Lion(groups, lr=lr, betas=(config.lion_beta1, config.lion_beta2))
+
+
+# The values of --optimizer, but AdamW.
+_STEPPED: Mapping[str, Callable[[Groups, float, OptimizerConfig], torch.optim.Optimizer]] = (
+    MappingProxyType({"sgd": _sgd, "lion": _lion})
+)
 
 
 def weights_kind(gatherer: ShardGatherer, parts: Parts, others: Sequence[Shard] = ()) -> StateKind:

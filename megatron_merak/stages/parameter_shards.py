@@ -2,21 +2,25 @@
 initial values.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.hf import ModuleSource, Source, fill, source_of
+from ..checkpoint.shard import overlaps_of_rectangle
 from ..checkpoint.store import Shard
+from ..errors import PlanError
 from ..parallel.agree import broadcast_json, gather_json, together
-from ..parallel.buffers import BufferEntry, Flat, ParameterBuffer, ShardedState
+from ..parallel.buffers import BufferEntry, Flat, ParameterBuffer, ShardedState, align
 from ..parallel.mesh import Mesh
 from ..plan import TensorSharding
+from ..runtime.frozen_weights import FrozenWeights
 from ..runtime.parameters import RankParameters
 from .adapters import has_adapters, name_before
 from .blueprint import Blueprint
@@ -54,22 +58,15 @@ class StoredParameter:
         shape = tensor.local_shape(rank, ranks)
         view = storage if tensor.dim is None else storage.narrow(tensor.dim, 0, shape[tensor.dim])
         owner = self.counted and mesh.same(tensor.experts)[0] == 0
-        return Shard(
-            tensor.name,
-            tensor.shape,
-            tensor.dim,
-            tensor.intervals(rank, ranks),
-            tensor=view,
-            owner=owner,
-        )
-
-
-def stored_shape(tensor: TensorSharding, ranks: int) -> tuple[int, ...]:
-    """The shape of the shard of one of ``ranks`` ranks, padding included."""
-    if tensor.dim is None:
-        return tensor.shape
-    extent = tensor.shape[tensor.dim] if tensor.padded is None else tensor.padded
-    return tensor.shape[: tensor.dim] + (extent // ranks,) + tensor.shape[tensor.dim + 1 :]
+        dim = tensor.dim
+        intervals = tensor.intervals(rank, ranks)
+        slab = None
+        if tensor.within is not None and dim is not None:
+            ((first, last),) = intervals
+            slab = (dim, first, last)
+            dim = tensor.within
+            intervals = tensor.features(rank)
+        return Shard(tensor.name, tensor.shape, dim, intervals, tensor=view, owner=owner, slab=slab)
 
 
 class ParameterShards:
@@ -99,13 +96,21 @@ class ParameterShards:
             for names in used
             for name in names
         }
-        self.buffer = self._make_buffer(
-            [[n for n in names if owner[n] == k] for k, names in enumerate(used)], group_of
+        if blueprint.plan.offload_model_states:
+            check_one_dtype({name: self.captured.dtypes[name] for name in self.captured.trainable})
+        own = [[n for n in names if owner[n] == k] for k, names in enumerate(used)]
+        self.buffer = self._make_buffer([self._beside(names) for names in own], group_of)
+        self.frozen = self._make_frozen_on_host(owner) if self.buffer.on_host else None
+        self._frozen = (
+            {name: x for names in own for name, x in self._make_frozen(names)}
+            if self.frozen is None
+            else self.frozen.on_host
         )
         self.stored = {name: self._store(name) for name in owner}
         trainable = self.captured.trainable
+        read = {} if self.frozen is None else self.frozen.parameters
         self.parameters = {
-            name: nn.Parameter(stored.storage, name in trainable)
+            name: read[name] if name in read else nn.Parameter(stored.storage, name in trainable)
             for name, stored in self.stored.items()
         }
         if 0 in self.stages:
@@ -181,7 +186,19 @@ class ParameterShards:
             },
             in_bf16=plan.grad_reduce_in_bf16,
             tensors=self.blueprint.sharding.tensors,
+            frozen=self.frozen,
         )
+
+    def _make_frozen_on_host(self, names: Iterable[str]) -> FrozenWeights:
+        captured = self.captured
+        frozen = {}
+        for name in names:
+            if name not in captured.trainable:
+                tensor = self.blueprint.sharding.tensors[name]
+                shape = tensor.stored_shape(self.blueprint.plan.ranks_of(tensor))
+                frozen[name] = (shape, captured.dtypes[name])
+        reads = {unit: [*self.reads(unit)] for unit in self.units}
+        return FrozenWeights(frozen, reads, self.mesh.device)
 
     def _make_buffer(self, units: list[list[str]], group_of: GroupOf) -> ParameterBuffer:
         blueprint = self.blueprint
@@ -195,7 +212,7 @@ class ParameterShards:
             ranks = {*map(blueprint.plan.schedule.rank_of, self.stages_of[name])}
             return BufferEntry(
                 name,
-                stored_shape(tensor, blueprint.plan.ranks_of(tensor)),
+                tensor.stored_shape(blueprint.plan.ranks_of(tensor)),
                 group,
                 self._counted(name),
                 fp32=fp32,
@@ -203,7 +220,7 @@ class ParameterShards:
                 experts=tensor.experts,
             )
 
-        entries = [[entry(name) for name in names if name in captured.trainable] for names in units]
+        entries = [[entry(name) for name in names] for names in units]
         kinds = {captured.dtypes[name] for name in captured.trainable}
         dtype = kinds.pop() if len(kinds) == 1 else DTYPES[blueprint.plan.dtype]
         plan = blueprint.plan
@@ -218,7 +235,38 @@ class ParameterShards:
             shard=shard,
             sharding=sharding,
             experts=expert_shards_of(plan, mesh),
+            on_host=plan.offload_model_states,
         )
+
+    def _beside(self, names: list[str]) -> list[str]:
+        """Return the trained parameters of a unit in the order in which they lie in memory: that of
+        first use; beside frozen ones, matrices of as many inputs together, so that adapters of
+        layers of one input are one product.
+        """
+        trained = [name for name in names if name in self.captured.trainable]
+        shapes = {name: self.captured.shapes[name] for name in trained}
+        if len(trained) == len(names) or any(len(shape) != 2 for shape in shapes.values()):
+            return trained
+        widths = list(dict.fromkeys(shape[1] for shape in shapes.values()))
+        return sorted(trained, key=lambda name: widths.index(shapes[name][1]))
+
+    def _make_frozen(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the frozen parameters of a unit, with zeros: those of one dtype are one piece of
+        memory, in order of first use, so that layers of one input are one product.
+        """
+        captured = self.captured
+        tensors = self.blueprint.sharding.tensors
+        frozen = [name for name in names if name not in captured.trainable]
+        for dtype in dict.fromkeys(captured.dtypes[name] for name in frozen):
+            shapes = {
+                name: tensors[name].stored_shape(self.blueprint.plan.ranks_of(tensors[name]))
+                for name in frozen
+                if captured.dtypes[name] == dtype
+            }
+            sizes = [align(prod(shape)) for shape in shapes.values()]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=self.mesh.device)
+            for (name, shape), piece in zip(shapes.items(), flat.split(sizes), strict=True):
+                yield name, piece[: prod(shape)].view(shape)
 
     def _counted(self, name: str) -> bool:
         """Whether this rank, of those of a replica that have the same values, counts and writes
@@ -238,10 +286,7 @@ class ParameterShards:
                 buffer = self.buffer
                 exact = buffer.view(buffer.main_grad if buffer.sharded else buffer.master, name)
         else:
-            shape = stored_shape(tensor, self.blueprint.plan.ranks_of(tensor))
-            storage = exact = torch.zeros(
-                shape, dtype=captured.dtypes[name], device=self.mesh.device
-            )
+            storage = exact = self._frozen[name]
             if rounds:
                 exact = torch.zeros_like(storage, dtype=own)
         return StoredParameter(tensor, storage, self._counted(name), exact)
@@ -252,7 +297,7 @@ class ParameterShards:
                 yield name, parameter
 
     def _store_unused(self, name: str, parameter: nn.Parameter) -> StoredParameter:
-        storage = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.mesh.device)
+        storage = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.buffer.home)
         return StoredParameter(
             TensorSharding(name, tuple(parameter.shape)), storage, self.mesh.tp_rank == 0, storage
         )
@@ -377,11 +422,21 @@ class ParameterShards:
         return fill_shards
 
 
+def check_one_dtype(dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise PlanError for weights that train in fp32 beside 16-bit ones, where model states are in
+    host memory: segments would read them from there.
+    """
+    if len({*dtypes.values()}) > 1:
+        name = min(name for name, dtype in dtypes.items() if dtype == torch.float32)
+        reason = f"parameter {name} computes in fp32 and others in 16 bits"
+        remedy = "Compute all in one type, or freeze it"
+        raise PlanError("offload_model_states", True, reason, remedy)
+
+
 @torch.no_grad()
 def _draw(initialiser: Initialiser, seed: int, shard: Shard) -> None:
     """Fill a shard with its part of the initial value."""
     full = initialiser.draw(shard.name, seed)
-    if shard.dim is not None:
-        parts = [full.narrow(shard.dim, start, stop - start) for start, stop in shard.intervals]
-        full = torch.cat(parts, shard.dim)
-    shard.tensor.copy_(full)
+    whole = [(0, extent) for extent in full.shape]
+    for target, source in overlaps_of_rectangle(tuple(full.shape), shard.part, whole):
+        shard.tensor[target].copy_(full[source])

@@ -8,9 +8,11 @@ from torch.fx import Node
 
 from ..errors import ConfigError, TraceError
 from ..graph.capture.captured import Captured
+from ..graph.capture.fake_model import Cast
 from ..graph.capture.unlift import source_line
 from ..graph.ir.nodes import op_name
 from ..graph.ir.operators import facts
+from .adapters import low_rank_factors
 
 DTYPES = {  # by their names in plans
     "float32": torch.float32,
@@ -25,8 +27,9 @@ def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
 
     It is that of the model's floating parameters unless ``bf16`` or ``fp16`` is set. Raises
     ConfigError, naming a parameter, for one in fp16 or fp64, and with ``fp16`` for one in bf16;
-    with ``fp16`` frozen ones may be fp16.
+    with ``fp16`` frozen ones may be fp16; and for a model whose weights are quantized.
     """
+    _check_quantized(model)
     allowed = (torch.float32,) if fp16 else (torch.float32, torch.bfloat16)
     for name, parameter in model.named_parameters():
         frozen = fp16 and not parameter.requires_grad and parameter.dtype == torch.float16
@@ -40,6 +43,17 @@ def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
         if bf16 or torch.bfloat16 in floating_dtypes(model)
         else "float32"
     )
+
+
+def _check_quantized(model: nn.Module) -> None:
+    for module in model.modules():
+        if getattr(module, "is_quantized", False) is True:
+            kind = getattr(module, "quantization_method", "a library")
+            reason = f"its weights are quantized by {getattr(kind, 'value', kind)}"
+            reason += ", and weights are multiplied in float32 or 16 bits"
+            remedy = "Load it without quantization_config, and frozen under adapters with "
+            remedy += "dtype=torch.bfloat16: 2 bytes a weight"
+            raise ConfigError("model", type(module).__name__, reason, remedy)
 
 
 def _refusal(dtype: torch.dtype, fp16: bool) -> tuple[str, str]:
@@ -65,15 +79,20 @@ def floating_dtypes(model: nn.Module) -> tuple[torch.dtype, ...]:
     return tuple(dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point()))
 
 
-def cast_of(model: nn.Module, dtype: torch.dtype) -> torch.dtype | None:
+def cast_of(model: nn.Module, dtype: torch.dtype, autocast: bool) -> Cast:
     """Return the dtype that a capture casts floating parameters to, None if they keep their own.
 
-    dtype: what the model computes in.
+    dtype:    what the model computes in.
+    autocast: whether it is asked for, and does not follow from the model's weights.
 
-    Parameters keep their dtypes in a bf16 or fp16 model of which a part is fp32.
+    Parameters keep their dtypes in a bf16 or fp16 model of which a part is fp32, except for
+    adapters where that is asked for: autocast, too, multiplies them in ``dtype``.
     """
     own = floating_dtypes(model)
-    return None if dtype in HALVES and {*own} == {dtype, torch.float32} else dtype
+    if dtype not in HALVES or {*own} != {dtype, torch.float32}:
+        return dtype
+    factors = low_rank_factors(model) if autocast else []
+    return dict.fromkeys(factors, dtype) or None
 
 
 def check_operands(captured: Captured) -> None:

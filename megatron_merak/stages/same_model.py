@@ -20,9 +20,8 @@ from ..graph.capture.captured import Captured
 from ..graph.capture.empty import is_fake
 from ..parallel.agree import broadcast_json, gather_json, raise_together, together
 from ..parallel.ranks import Members
+from .model_config import ORIGIN
 
-# Fields of a config that may differ: they say where it comes from.
-_IGNORED = ("_name_or_path", "transformers_version", "architectures", "dtype")
 _SAMPLED = 8  # tensors of a checkpoint of which one row is compared
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -86,7 +85,7 @@ def _facts(model: nn.Module) -> dict[str, str]:
         facts |= {
             f"config.{k}": _stable_repr(v)
             for k, v in sorted(config.to_dict().items())
-            if k not in _IGNORED
+            if k not in ORIGIN
         }
     source = source_of(model)
     facts["where the weights come from"] = (

@@ -57,16 +57,16 @@ class SavedRun:
             return value
 
         return cls(
-            get("iteration", is_count, "a whole number"),
-            get("consumed_samples", is_count, "a whole number"),
-            get("optimizer_steps", is_count, "a whole number"),
-            get("config", _is_config, "sections of settings"),
-            get("data", _is_data, "data sets by part", None),
-            get("model", _is_object, "the model's settings", None),
-            get("global_batch_size", is_count, "a whole number", None),
-            get("loss_scale", is_state, "the state of a loss scale", None),
-            get("skipped_iterations", is_count, "a whole number", 0),
-            get("skipped_samples", is_count, "a whole number", 0),
+            iteration=get("iteration", is_count, "a whole number"),
+            consumed_samples=get("consumed_samples", is_count, "a whole number"),
+            optimizer_steps=get("optimizer_steps", is_count, "a whole number"),
+            config=get("config", _is_config, "sections of settings"),
+            data=get("data", _is_data, "data sets by part", None),
+            model=get("model", _is_object, "the model's settings", None),
+            global_batch_size=get("global_batch_size", is_count, "a whole number", None),
+            loss_scale=get("loss_scale", is_state, "the state of a loss scale", None),
+            skipped_iterations=get("skipped_iterations", is_count, "a whole number", 0),
+            skipped_samples=get("skipped_samples", is_count, "a whole number", 0),
         )
 
 

@@ -30,12 +30,19 @@ _GROWING = (
     "passed_bytes",
     "reduced_bytes",
     "exchanged_bytes",
+    "ring_bytes",
+    "inner_sent",
+    "outer_sent",
     "routed_bytes",
+    "regathered_bytes",
+    "bare_bytes",
     "weight_bytes",
     "unread_bytes",
     "attention_flops",
     "more_flops",
     "unneeded_flops",
+    "repeated_flops",
+    "fp8_flops",
 )
 
 
@@ -103,9 +110,7 @@ class CapturedChain:
         if key not in self._measured:
             parallel = replace(
                 self._request.parallel,
-                tensor_model_parallel_size=layer.tp,
-                context_parallel_size=layer.cp,
-                expert_model_parallel_size=layer.ep,
+                **layer.settings(),
                 pipeline_model_parallel_size=1,
                 sequence_parallel=along,
                 recompute_granularity="selective" if selective else None,
@@ -125,6 +130,10 @@ def _grown(one: Unit, two: Unit, samples: int) -> Unit:
     changes: dict[str, Any] = {
         name: _line(getattr(one, name), getattr(two, name), samples) for name in _GROWING
     }
+    # the most of several lines, of which a steeper one may come later; all begin near zero
+    line = _line(one.running_bytes, two.running_bytes, samples)
+    steeper = (-(-each * samples // 2) for each in two.running_bytes)
+    changes["running_bytes"] = tuple(map(max, line, steeper))
     rows = zip(one.products, two.products, strict=True)
     changes["products"] = tuple(
         (_line(first[0], second[0], samples), *first[1:]) for first, second in rows

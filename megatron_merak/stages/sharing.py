@@ -68,8 +68,8 @@ def expert_shards_of(plan: Plan, mesh: Mesh) -> ExpertShards | None:
 
     Raises PlanError if the mesh was built for another number of them.
     """
-    divided = 1 if mesh.experts is None else mesh.experts.divided
-    if plan.expert_copies != divided:
+    made = (1, 1) if mesh.experts is None else (mesh.experts.ranks, mesh.experts.shards)
+    if (plan.expert_group, plan.expert_shards) != made:
         reason = "the groups of ranks were made for another number"
         raise PlanError(
             "expert_parallel",
@@ -79,6 +79,7 @@ def expert_shards_of(plan: Plan, mesh: Mesh) -> ExpertShards | None:
         )
     if mesh.experts is None:
         return None
+    divided = mesh.experts.divided
     place, count = mesh.same(experts=True)
     return ExpertShards(divided, mesh.copy_rank % divided, shards=count, shard=place)
 

@@ -115,8 +115,8 @@ class Traced:
     model:    any module, with or without memory for its weights; it is not changed.
     example:  the first micro-batch.
     dtype:    of parameters and activations, except for the fp32 part of a bf16 or fp16 model.
-    autocast: whether a model that fails to run with parts of different dtypes may compute in
-              ``dtype`` alone.
+    autocast: whether fp32 adapters of such a model compute in ``dtype``, and all of it may where it
+              fails to run with parts of different dtypes.
     ranks:    the ranks of the job. Raises unless all have the same model and capture. None: nothing
               is compared.
     loss:     replaces the model's own.
@@ -148,7 +148,7 @@ class Traced:
         self._trains = {name: p.requires_grad for name, p in model.named_parameters()}
         self.accepts_num_items = accepts_num_items(model) if loss is None else loss.counts
         self._shared: dict[str, Tensor] = {}
-        self._cast = cast_of(model, DTYPES[dtype])
+        self._cast = cast_of(model, DTYPES[dtype], autocast)
         if ranks is not None:
             with together(ranks.control, "cpu"):
                 if ranks.rank == 0:
@@ -158,7 +158,7 @@ class Traced:
         try:
             self.captured = self._first(example)
         except TraceError:
-            if self._cast is not None or not autocast:
+            if isinstance(self._cast, torch.dtype) or not autocast:
                 raise
             self._cast = DTYPES[dtype]
             captured = self._first(example)

@@ -1,6 +1,7 @@
 """A model on this rank with its optimizer: what all kinds of jobs have in common."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,14 @@ from ..checkpoint.store import Shard
 from ..config import OptimizerConfig
 from ..optimizer.base import Rates, StepResult
 from ..optimizer.loss_scale import LossScaler
+from ..parallel.agree import together
 from ..parallel.buffers import Flat
 from ..parallel.mesh import Mesh
 from ..plan import Plan
 from ..runtime.executor import Executor
 from ..runtime.executors import Executors
 from ..runtime.parameters import RankParameters
+from ..runtime.recordings import enter_own_stream
 from ..runtime.stage import Stage
 from .constants import Constants
 from .not_finite import first_not_finite
@@ -33,6 +36,7 @@ class TrainedModel:
     optimizer_of:           makes the optimizer.
     replica_check_interval: optimizer steps between two comparisons of replicas' weights, and of
                             what ranks launched, 0 for none.
+    graph_warm_up:          steps before one is recorded in CUDA graphs; None: none is.
 
     ``iteration``: optimizer steps done.
     """
@@ -47,18 +51,24 @@ class TrainedModel:
         scaler: LossScaler | None,
         optimizer_of: OptimizerOf,
         replica_check_interval: int,
+        graph_warm_up: int | None = None,
     ):
+        if graph_warm_up is not None:
+            enter_own_stream(mesh.device)
         self.plan = plan
         self.mesh = mesh
         self.stages = stages
         self.parameters = parameters
         self.buffer = parameters.buffer
         self.gatherer = parameters.gatherer
-        self.optimizer = optimizer_of(parameters, optimizer, scaler)
+        with together(mesh.control, "cpu"):  # memory may end here, and others would wait
+            self.optimizer = optimizer_of(parameters, optimizer, scaler)
         self.replicas = Replicas(
             mesh, self.optimizer, self.gatherer, replica_check_interval, stages=stages
         )
-        self.executors = Executors(stages, plan.schedule, mesh)
+        self.executors = Executors(
+            stages, plan.schedule, mesh, graph_warm_up, message=plan.largest_message
+        )
         self.iteration = 0
 
     def executor(self, micro_batches: int, training: bool = True) -> Executor:
@@ -151,7 +161,8 @@ class TrainedModel:
     def _update(self, rates: Rates, reduced: Tensor | None, zeros: Tensor | None) -> StepResult:
         self.mesh.pulse.at("update")
         self.gatherer.restore_gradient()
-        values, counts, result = self.optimizer.reduce_and_step(reduced, zeros, rates)
+        with self.mesh.clock.on_host() if self.buffer.on_host else nullcontext():
+            values, counts, result = self.optimizer.reduce_and_step(reduced, zeros, rates)
         loss = self.loss(values) if values else None
         self.gatherer.launch()
         self.iteration += 1

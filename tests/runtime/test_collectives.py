@@ -42,6 +42,13 @@ def every_kind(rank, n):
                     scaled.transpose(0, 2),
                     torch.stack([(x * (r + 1)).transpose(0, 2) for r in range(n)]),
                 ),
+                (Collective.ROTATE, scaled, x * ((rank - 1) % n + 1)),
+                (Collective.ROTATE_BACK, scaled, x * ((rank + 1) % n + 1)),
+                (
+                    Collective.ROTATE,
+                    scaled.transpose(0, 2),
+                    (x * ((rank - 1) % n + 1)).transpose(0, 2),
+                ),
             ):
                 out, work = launch(given, kind, group, inplace=False)
                 work.wait()

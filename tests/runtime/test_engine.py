@@ -141,9 +141,9 @@ def order_of_operations(rank):
     with OpLog() as log:
         machine.engine.backward(state)
     # gradients of inputs, launch, gradients of weights. Gate and up have one gradient of their
-    # input, and query, key and value add up theirs.
+    # input, and so have query, key and value.
     feed = ["mm", "mm", "allreduce_", *["addmm_"] * 3]
-    attention = ["mm", "mm", "addmm_", "addmm_", "allreduce_", *["addmm_"] * 4]
+    attention = ["mm", "mm", "allreduce_", *["addmm_"] * 4]
     head = ["mm", "allreduce_", "addmm_"]
     assert log.names == [*head, *feed, *attention, "add_rows_"], log.names
 

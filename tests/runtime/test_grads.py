@@ -197,26 +197,22 @@ def follow(clock):
 
 def test_what_follows_waits_beside_the_computation_or_as_late_as_it_can():
     assert follow(LogicalClock()) == [
-        *(
-            "wait a",
-            "launch a2 at 3",
-            "on at 0",
-            "wait b",
-            "launch b2 at 5",
-            "on at 0",
-            "wait a2",
-            "wait b2",
-        )
+        "wait a",
+        "launch a2 at 3",
+        "on at 0",
+        "wait b",
+        "launch b2 at 5",
+        "on at 0",
+        "wait a2",
+        "wait b2",
     ]
     assert follow(WallClock()) == [
-        *(
-            "on at 0",
-            "wait a",
-            "launch a2 at 0",
-            "on at 0",
-            "wait b",
-            "launch b2 at 0",
-            "wait a2",
-            "wait b2",
-        )
+        "on at 0",
+        "wait a",
+        "launch a2 at 0",
+        "on at 0",
+        "wait b",
+        "launch b2 at 0",
+        "wait a2",
+        "wait b2",
     ]

@@ -40,7 +40,6 @@ def test_a_gradient_is_on_its_way_before_the_weight_gradients():
     # gradient is launched before the weight gradients.
     head = [GATHER, "mm", SCATTER, "addmm_"]
     feed = [GATHER, GATHER, "mm", "mm", SCATTER, *["addmm_"] * 3]
-    projections = ["mm", "addmm_", "addmm_"]  # of queries, keys and values, into one gradient
-    attention = [GATHER, GATHER, "mm", *projections, SCATTER, *["addmm_"] * 4]
+    attention = [GATHER, GATHER, "mm", "mm", SCATTER, *["addmm_"] * 4]
     backward = [*head, *feed, *attention, GATHER, "add_rows_"]
     assert run_ranks(order, 2) == [(forward, backward, forward)] * 2

@@ -163,7 +163,7 @@ def trained(rank, world_size, dtype, sharding, overlap, in_bf16=False, instances
     gatherer = ShardGatherer(buffer, group, overlap)
     most, norms = [0, 0], []
     for step in range(STEPS):
-        shards.start()
+        shards.gradients.start()
         for microbatch in range(MICRO_BATCHES):
             gatherer.finish()
             read = {}
@@ -183,12 +183,14 @@ def trained(rank, world_size, dtype, sharding, overlap, in_bf16=False, instances
 
             last = microbatch == MICRO_BATCHES - 1
             seen = [*map(max, seen, pass_over(shards, buffer, Kind.B, skipped, add, last))]
-            assert last or not shards._sums, "shards are summed over instances once a step"
+            assert last or not shards.gradients._sums, (
+                "shards are summed over instances once a step"
+            )
             most = [*map(max, most, seen)]
         # But for what the last unit has added to, all of them are on their way when the backward
         # ends.
-        assert instances == 1 or len(shards._sums) >= len(buffer.buckets) - 3
-        shards.finish()
+        assert instances == 1 or len(shards.gradients._sums) >= len(buffer.buckets) - 3
+        shards.gradients.finish()
         norms.append(optimizer.step([(1e-2, 0.1), (1e-2, 0.0)]).grad_norm)
         gatherer.launch()
     gatherer.gather()

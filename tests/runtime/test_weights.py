@@ -39,6 +39,23 @@ def test_deferred_products_wait_for_drain():
     assert torch.equal(sink.grads[second].total, 1 + integers(5, 4).t() @ x)
 
 
+def test_a_parameter_that_a_tape_gives_back_as_another_tensor_is_known_by_its_memory():
+    flat = torch.zeros(14)
+    weights = [torch.nn.Parameter(flat[:6].view(3, 2)), torch.nn.Parameter(flat[6:].view(4, 2))]
+    sink = WeightGradients({w: Gradient(torch.zeros(w.shape)) for w in weights})
+    x = integers(5, 2)
+    for moved in (False, True):
+        if moved:
+            for weight in weights:
+                weight.data = weight.data.clone()
+        sink.matmul(weights[1].detach().requires_grad_(), integers(5, 4), x)
+    assert torch.equal(sink.grads[weights[1]].total, 2 * integers(5, 4).t() @ x)
+    assert not sink.grads[weights[0]].total.any()
+    frozen = torch.nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+    sink.matmul(frozen, integers(5, 4), x)
+    sink.matmul(frozen.detach(), integers(5, 4), x)
+
+
 def test_what_must_be_done_now_does_not_wait():
     sink, (weight,) = sink_of((3, 2))
     sink.queue = queue = []

@@ -23,15 +23,14 @@ INSTANCES = "num_distributed_optimizer_instances"
 OPTIMIZER = OptimizerConfig(clip_grad=1.0)
 
 
-def trainer_of(model, batch, grid, rank, micro_batches, ways=None, seed=1234):
+def trainer_of(model, batch, grid, rank, micro_batches, ways=None, seed=1234, dtype="float32"):
     """``ways``: further fields of ParallelConfig."""
     degrees = {"tensor_model_parallel_size": grid.tp, "pipeline_model_parallel_size": grid.pp}
     parallel = ParallelConfig(**degrees, **(ways or {}))
     instances, others = (ways or {}).get(INSTANCES, 1), {"optimizer": OPTIMIZER, "seed": seed}
     mesh = build_mesh(grid, rank, torch.device("cpu"), instances=instances)
-    return engine_of(
-        model, batch, mesh, microbatches=micro_batches // grid.dp, parallel=parallel, others=others
-    )
+    asked = {"microbatches": micro_batches // grid.dp, "parallel": parallel}
+    return engine_of(model, batch, mesh, dtype=dtype, others=others, **asked)
 
 
 def parts_of(trainer, flat=None):

@@ -25,11 +25,16 @@ LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --dis
     --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"""
 MIXTURE = f"""{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1
     --moe-z-loss-coeff 0.01"""
+# of 32 tokens of a micro-batch and 4 experts, an expert computes 13
+LIMITED = f"{MIXTURE} --moe-expert-capacity-factor 0.8"
+FIRST = f"{LIMITED} --moe-token-drop-policy position"
+SHARED = f"{LIMITED} --moe-shared-expert-intermediate-size 20 --moe-shared-expert-gate"
 PER_TOKEN = "--calculate-per-token-loss"
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
 EP4 = "--expert-model-parallel-size 4"
+ETP2 = "--expert-tensor-parallel-size 2"
 ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
 RATE = 1e-2
 DECAY = 0.1
@@ -69,7 +74,13 @@ def trained(rank, world, flags):
     config = config_of(flags)
     blueprint = gpt_blueprint(traced_gpt(config), config, world, CLUSTERS["cpu"])
     plan = blueprint.plan
-    mesh = build_mesh(plan.grid, rank, torch.device("cpu"), expert_parallel=plan.expert_parallel)
+    mesh = build_mesh(
+        plan.grid,
+        rank,
+        torch.device("cpu"),
+        expert_group=plan.expert_group,
+        expert_shards=plan.expert_shards,
+    )
     model = GPTModel(blueprint, config, mesh)
     own = samples(4)[mesh.replica :: mesh.replicas]
     rates = [(RATE, DECAY), (RATE, 0.0)]
@@ -152,7 +163,7 @@ def check(found, wanted):
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("flags", ["", LLAMA, PER_TOKEN, f"{LLAMA} {PER_TOKEN}", MIXTURE])
+@pytest.mark.parametrize("flags", ["", LLAMA, PER_TOKEN, f"{LLAMA} {PER_TOKEN}", MIXTURE, SHARED])
 def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
     steps, evaluated, _ = wanted = by_torch(flags)
     losses = [loss for loss, _ in steps] + [evaluated]
@@ -170,6 +181,10 @@ def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
         (2, LLAMA, ZERO3),
         (2, MIXTURE, f"{TP2} --sequence-parallel {EP2}"),
         (2, MIXTURE, EP2),
+        (2, SHARED, f"{TP2} --sequence-parallel {EP2}"),
+        pytest.param(2, SHARED, EP2, marks=pytest.mark.slow),
+        pytest.param(2, FIRST, f"{TP2} {EP2} --sequence-parallel", marks=pytest.mark.slow),
+        pytest.param(4, SHARED, f"--context-parallel-size 2 {EP4}", marks=pytest.mark.slow),
         (2, MIXTURE, f"{PP2} --recompute-granularity full"),
         pytest.param(4, MIXTURE, f"{EP2} {ZERO3}", marks=pytest.mark.long),
         pytest.param(
@@ -191,6 +206,9 @@ def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
             marks=pytest.mark.long,
         ),
         pytest.param(2, MIXTURE, TP2, marks=pytest.mark.long),
+        (2, SHARED, ETP2),
+        pytest.param(4, SHARED, f"{TP2} --sequence-parallel {EP2} {ETP2}", marks=pytest.mark.long),
+        pytest.param(4, MIXTURE, f"{PP2} {ETP2} {ZERO3}", marks=pytest.mark.slow),
         pytest.param(
             2,
             MIXTURE,

@@ -152,6 +152,13 @@ def test_lengths_that_ranks_share_alike_are_derived_from_each_other():
     assert run_ranks(engines, 4, "llama", lengths, {}, wishes, timeout=200) == [2 * 2] * 4
 
 
+def test_lengths_that_ranks_cut_from_both_ends_are_derived_from_each_other():
+    """22 is cut in order, since two ranks have no four chunks of it."""
+    lengths = (20, 28, 22, 36)  # the last one is derived
+    wishes = {"grid": Grid(cp=2), "cp_comm_type": "all_gather"}
+    assert run_ranks(engines, 2, "llama", lengths, {}, wishes, timeout=200) == [2] * 2
+
+
 def parts_of(name, length):
     made = built(name, batch(length), mesh_of_one())
     return made.blueprint.parts(

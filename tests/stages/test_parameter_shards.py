@@ -10,7 +10,7 @@ import torch
 
 from megatron_merak.parallel.mesh import Mesh
 from megatron_merak.plan import Grid, TensorSharding
-from megatron_merak.stages.parameter_shards import StoredParameter, stored_shape
+from megatron_merak.stages.parameter_shards import StoredParameter
 from tests.models.families import FAMILIES, blueprint_of
 from tests.parity.rig import part_of
 
@@ -29,7 +29,7 @@ def test_shards_tile_every_tensor(name, tp):
     for tensor in blueprint_of(shape, tp).plan.shardings:
         held = torch.zeros(tensor.shape)
         for rank in range(tp):
-            storage = torch.zeros(stored_shape(tensor, tp))
+            storage = torch.zeros(tensor.stored_shape(tp))
             shard = shard_of(tensor, storage, rank, tp)
             assert tuple(shard.tensor.shape) == tensor.local_shape(rank, tp)
             assert shard.tensor.untyped_storage().data_ptr() == storage.untyped_storage().data_ptr()
@@ -61,7 +61,7 @@ def test_fused_blocks():
 def test_padding_rows_are_in_no_shard():
     """A vocabulary of 5 padded to 8 over 4 ranks: 2, 2, 1 and 0 real rows."""
     table = TensorSharding("wte", (5, 3), 0, padded=8)
-    assert stored_shape(table, 4) == (2, 3)
+    assert table.stored_shape(4) == (2, 3)
     shards = [shard_of(table, torch.zeros(2, 3), rank, 4) for rank in range(4)]
     assert [tuple(shard.tensor.shape) for shard in shards] == [(2, 3), (2, 3), (1, 3), (0, 3)]
     assert [shard.intervals for shard in shards] == [((0, 2),), ((2, 4),), ((4, 5),), ((5, 5),)]

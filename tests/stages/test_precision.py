@@ -15,6 +15,7 @@ from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
+from megatron_merak.stages.precision import compute_dtype
 from tests.engines import engine_of, step
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
@@ -165,6 +166,13 @@ def test_what_does_not_train_is_named(tmp_path):
             MerakTrainer(llama(dtype), args, collate, data).train()
     with pytest.raises(TraceError, match=r"self.lm_head.* its operands are bfloat16 and float32"):
         MerakTrainer(llama(HALF, torch.float32), args, collate, data).train()
+    quantized = llama()
+    quantized.is_quantized = True
+    quantized.quantization_method = "bitsandbytes"
+    refused = r"model LlamaForCausalLM: its weights are quantized by bitsandbytes.*torch.bfloat16"
+    for model in (quantized, torch.nn.ModuleDict({"base": quantized})):
+        with pytest.raises(ConfigError, match=refused):
+            compute_dtype(model, bf16=True)
     mesh = build_mesh(Grid(), 0, torch.device("cpu"))
     for model, dtype in (
         (Routed(HALF, casts=False), "bfloat16"),

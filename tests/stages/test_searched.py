@@ -19,7 +19,7 @@ from tests.graph.tiny import example, tiny
 REQUEST = Request(graph_sharding="cut")
 SAMPLES = 5
 # the larger one of several values, or one that a single sample does not need: never too little
-LARGEST = ("transient_bytes", "weight_bytes")
+LARGEST = ("transient_bytes", "weight_bytes", "running_bytes")
 
 
 def chain(family: str) -> tuple[CapturedChain, list[int]]:
