@@ -150,12 +150,7 @@ class HFSource(Source):
         return self
 
     def _refuse_missing(self, model: nn.Module, names: list[str], allowed: Sequence[str]) -> None:
-        silent = hf_names.ignored(model, "missing")
-        names = [
-            n
-            for n in names
-            if not silent.search(n) and not any(fnmatchcase(n, glob) for glob in allowed)
-        ]
+        names = _unexcused(model, names, "missing", allowed)
         if names:
             reason = f"{len(names)} tensors of {type(model).__name__} are missing: {_some(names)}"
             remedy = (
@@ -164,12 +159,7 @@ class HFSource(Source):
             raise CheckpointError("model directory", self.directory, reason, remedy)
 
     def _refuse_extra(self, model: nn.Module, names: list[str], allowed: Sequence[str]) -> None:
-        silent = hf_names.ignored(model, "unexpected")
-        names = [
-            n
-            for n in names
-            if not silent.search(n) and not any(fnmatchcase(n, glob) for glob in allowed)
-        ]
+        names = _unexcused(model, names, "unexpected", allowed)
         if names:
             reason = f"{len(names)} tensors have no place in {type(model).__name__}: {_some(names)}"
             remedy = (
@@ -290,6 +280,9 @@ def fill(shards: Iterable[Shard], source: Source) -> None:
         for start, stop in shard.intervals:
             if start < stop:
                 values = source.read(shard.name, shard.dim, ((start, stop),))
+                if shard.slab is not None:
+                    across, first, last = shard.slab
+                    values = values.narrow(across, first, last - first)
                 tensor.narrow(shard.dim, offset, stop - start).copy_(values)
             offset += stop - start
         _check_finite(shard.name, tensor, source)
@@ -376,6 +369,18 @@ def from_pretrained(
                     buffer.copy_(source.read(name))
         source.close()
     return model
+
+
+def _unexcused(
+    model: nn.Module, names: Iterable[str], kind: str, allowed: Sequence[str]
+) -> list[str]:
+    """Return the names that neither transformers nor the globs of a caller let be ``kind``."""
+    silent = hf_names.ignored(model, kind)
+    return [
+        name
+        for name in names
+        if not silent.search(name) and not any(fnmatchcase(name, glob) for glob in allowed)
+    ]
 
 
 def _some(names: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Send rectangles of tensors that are sharded over ranks to the first rank on demand."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -8,7 +8,13 @@ import torch.distributed as dist
 
 from megatron_merak.checkpoint.files import DTYPE_NAMES
 from megatron_merak.checkpoint.hf_patchwork import Range
-from megatron_merak.checkpoint.shard import Intervals, Shard, Slices, uncovered
+from megatron_merak.checkpoint.shard import (
+    Part,
+    Shard,
+    overlaps_of_rectangle,
+    part_of,
+    untiled,
+)
 from megatron_merak.errors import CheckpointError
 from megatron_merak.parallel.agree import gather_json
 
@@ -54,15 +60,15 @@ class Gather:
         self._own_shards = {shard.name: shard for shard in shards if shard.owner}
         self._fetch = {shard.name: shard.fetch for shard in shards if shard.fetch is not None}
         described = [
-            (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), s.dim, s.intervals)
+            (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), *s.part)
             for s in self._own_shards.values()
         ]
-        self._parts: dict[str, list[tuple[int, int | None, Intervals]]] = {}
+        self._parts: dict[str, list[tuple[int, Part]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for rank, reports in enumerate(gather_json(described, group, device)):
-            for name, shape, dtype, dim, intervals in reports:
-                self._parts.setdefault(name, []).append((rank, dim, tuple(map(tuple, intervals))))
+            for name, shape, dtype, *part in reports:
+                self._parts.setdefault(name, []).append((rank, part_of(*part)))
                 known = (
                     self.shapes.setdefault(name, tuple(shape)),
                     self.dtypes.setdefault(name, DTYPE_NAMES[dtype]),
@@ -91,8 +97,8 @@ class Gather:
             )
         if name in self._fetch:
             self._fetch[name]()
-        for rank, dim, intervals in self._parts[name]:
-            for source, target in _shared(take, dim, intervals):
+        for rank, part in self._parts[name]:
+            for source, target in overlaps_of_rectangle(self.shapes[name], part, take):
                 if rank == self._rank:
                     values = self._own_shards[name].tensor.detach()[source]
                     result[target].copy_(values) if self.first else self._send(values)
@@ -108,19 +114,19 @@ class Gather:
         dist.recv(_bytes(values), group=self._group, group_src=rank)
         return values
 
-    def _check(self, name: str, parts: list[tuple[int, int | None, Intervals]]) -> None:
-        dims = {dim for _, dim, _ in parts}
+    def _check(self, name: str, parts: list[tuple[int, Part]]) -> None:
+        dims = {dim for _, (dim, _, _) in parts}
         shape = self.shapes[name]
         if len(dims) > 1:
             raise _misfit(name, "the ranks divide it along different dimensions")
         (dim,) = dims
         if dim is None and len(parts) > 1:
-            raise _misfit(name, f"ranks {', '.join(str(rank) for rank, _, _ in parts)} all own it")
-        problem = dim is not None and uncovered(
-            shape[dim], [span for _, _, spans in parts for span in spans]
+            raise _misfit(name, f"ranks {', '.join(str(rank) for rank, _ in parts)} all own it")
+        problem = dim is not None and untiled(
+            shape, dim, [(spans, slab) for _, (_, spans, slab) in parts]
         )
         if problem:
-            raise _misfit(name, f"{problem} along dim {dim}")
+            raise _misfit(name, problem)
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
@@ -130,24 +136,3 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
 
 def _misfit(name: str, reason: str) -> CheckpointError:
     return CheckpointError("tensor", name, reason, "Give each part of a tensor one owner")
-
-
-def _shared(
-    take: tuple[Range, ...], dim: int | None, intervals: Intervals
-) -> Iterator[tuple[Slices, Slices]]:
-    """Yield (slices of the shard, slices of the rectangle) of their common elements."""
-    every = [slice(*bounds) for bounds in take]
-    if dim is None:
-        yield tuple(every), tuple(slice(0, stop - start) for start, stop in take)
-        return
-    offset = 0
-    for start, stop in intervals:
-        first = max(start, take[dim][0])
-        last = min(stop, take[dim][1])
-        if first < last:
-            source = list(every)
-            target = [slice(0, b - a) for a, b in take]
-            source[dim] = slice(first - start + offset, last - start + offset)
-            target[dim] = slice(first - take[dim][0], last - take[dim][0])
-            yield tuple(source), tuple(target)
-        offset += stop - start

@@ -22,7 +22,7 @@ from typing import Any
 from megatron_merak.checkpoint.directories import DirectoryNames
 from megatron_merak.checkpoint.directory import TensorDirectories, read_manifest, verify
 from megatron_merak.checkpoint.manifest import Manifest
-from megatron_merak.checkpoint.shard import Intervals, Shard, overlaps
+from megatron_merak.checkpoint.shard import Intervals, Shard, Slab, overlaps
 from megatron_merak.checkpoint.stored import read_stored
 from megatron_merak.errors import CheckpointError, DamagedError
 
@@ -68,8 +68,8 @@ class StepRecord:
 class PlacedTensor:
     """A rank's part of a tensor, and where it is among the elements of the rank's parameter.
 
-    name, shape, dim, intervals: as of a `Shard`.
-    sizes, strides, offset:      of the part in the elements, as of `torch.as_strided`.
+    name, shape, dim, intervals, slab: as of a `Shard`.
+    sizes, strides, offset:            of the part in the elements, as of `torch.as_strided`.
     """
 
     name: str
@@ -79,6 +79,7 @@ class PlacedTensor:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    slab: Slab | None = None
 
     @classmethod
     def of(cls, shard: Shard, start: int) -> "PlacedTensor":
@@ -95,6 +96,7 @@ class PlacedTensor:
             sizes=tuple(tensor.shape),
             strides=tuple(tensor.stride()),
             offset=int(tensor.storage_offset()) - start,
+            slab=shard.slab,
         )
 
     @classmethod
@@ -108,6 +110,7 @@ class PlacedTensor:
             sizes=tuple(value["sizes"]),
             strides=tuple(value["strides"]),
             offset=value["offset"],
+            slab=value["slab"] and tuple(value["slab"]),
         )
 
 
@@ -269,8 +272,7 @@ def read_gradient(increment: Increment, iteration: int, wanted: Sequence[Shard])
 def _overlaps(placed: PlacedTensor, shard: Shard):
     if 0 in placed.shape:
         return ()
-    source = (placed.dim, placed.intervals)
-    return overlaps(placed.shape, source, (shard.dim, shard.intervals))
+    return overlaps(placed.shape, (placed.dim, placed.intervals, placed.slab), shard.part)
 
 
 def _overlap(placed: PlacedTensor, shard: Shard) -> bool:

@@ -82,7 +82,7 @@ def load(
             if first:
                 candidate = next(candidates, None)
         candidate, seen = broadcast_json(
-            (candidate, [str(fault) for fault in faults]), group, device
+            (candidate, [fault.fault for fault in faults]), group, device
         )
         faults.clear()
         messages += seen
@@ -97,12 +97,12 @@ def load(
         except DamagedError as error:
             if iteration is not None:
                 raise
-            messages.append(str(error))
+            messages.append(error.fault)
         else:
             _tell(messages, manifest.iteration, say, first)
             return dict(manifest.meta)
     if messages:
-        reason = f"all of its checkpoints are damaged: {messages[0].rstrip('.')}"
+        reason = f"all of its checkpoints are damaged: {messages[0]}"
         raise DamagedError("checkpoint directory", root, reason, _RESTORE)
     raise CheckpointError("checkpoint directory", root, "it has no complete checkpoint", _REMEDY)
 
@@ -111,7 +111,7 @@ def _tell(
     messages: Sequence[str], loaded: int, say: Callable[[str], object] | None, first: bool
 ) -> None:
     for text in messages:
-        text = f"A damaged checkpoint was passed over, and iteration {loaded} was loaded. {text}"
+        text = f"A damaged checkpoint was passed over, and iteration {loaded} was loaded. {text}."
         if say is not None:
             say(text)
         elif first:
@@ -250,9 +250,8 @@ def copy_parts(source: Path, manifest: Manifest, shards: Mapping[str, Sequence[S
             entry = manifest.tensors[kind][part.name]
             casts += DTYPE_NAMES[entry.dtype] != part.tensor.dtype
             for saved in entry.parts if 0 not in entry.shape else ():
-                for take, put in overlaps(
-                    entry.shape, (entry.dim, saved.intervals), (part.dim, part.intervals)
-                ):
+                held = (entry.dim, saved.intervals, saved.slab)
+                for take, put in overlaps(entry.shape, held, part.part):
                     view = part.tensor.detach()[put]
                     copies.setdefault(saved.file, []).append((part.name, entry, saved, take, view))
     for name in sorted(copies):

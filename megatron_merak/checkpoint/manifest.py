@@ -13,13 +13,14 @@ from megatron_merak.checkpoint.digests import checked
 from megatron_merak.checkpoint.directories import MANIFEST
 from megatron_merak.checkpoint.files import DTYPE_NAMES
 from megatron_merak.checkpoint.sealed import OtherVersionError, seal, unseal
-from megatron_merak.checkpoint.shard import Intervals, local_shape, uncovered
+from megatron_merak.checkpoint.shard import Intervals, Slab, local_shape, untiled
 from megatron_merak.errors import CheckpointError, DamagedError
 
 NAME = MANIFEST
 FORMAT = "megatron_merak checkpoint"
 VERSION = 2
-READABLE = (1, VERSION)  # version 1 has SHA-256 in place of named digests
+SLABS = 3  # the version of a manifest with parts of slabs
+READABLE = (1, VERSION, SLABS)  # version 1 has SHA-256 in place of named digests
 MODEL = "model"
 BUFFER = "buffer"  # what training does not change, with any numbers in it: masks have infinities
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*-rank-\d{5,}(-\d{4,})?\.safetensors")
@@ -30,12 +31,13 @@ _LARGEST = 2**62
 @dataclass(frozen=True)
 class StoredPart:
     """A part of a tensor in a file, under the tensor's name: ``intervals`` along the tensor's
-    ``dim``.
+    ``dim``, of a slab of it or of all of it.
     """
 
     file: str
     intervals: Intervals
     digest: str
+    slab: Slab | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class Manifest:
                     digests.setdefault(part.file, {})[name] = part.digest
         return digests
 
+    @property
+    def _has_slabs(self) -> bool:
+        entries = (entry for entries in self.tensors.values() for entry in entries.values())
+        return any(part.slab is not None for entry in entries for part in entry.parts)
+
     def render(self) -> bytes:
         """Return the bytes of the manifest file. Raises `ValueError` or `TypeError` if ``meta`` is
         not JSON.
@@ -81,7 +88,7 @@ class Manifest:
         return seal(
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": SLABS if self._has_slabs else VERSION,
                 "iteration": self.iteration,
                 "save_id": self.save_id,
                 "files": self.files,
@@ -118,19 +125,20 @@ def check_entry(label: str, entry: StoredTensor) -> None:
         if len(entry.parts) != 1:
             raise ValueError(f"tensor {label} is stored in full {len(entry.parts)} times")
         return
-    intervals = [interval for part in entry.parts for interval in part.intervals]
-    if problem := uncovered(entry.shape[entry.dim], intervals):
-        raise ValueError(f"tensor {label} of shape {entry.shape}, along dim {entry.dim}: {problem}")
+    parts = ((part.intervals, part.slab) for part in entry.parts)
+    if problem := untiled(entry.shape, entry.dim, parts):
+        raise ValueError(f"tensor {label} of shape {entry.shape}, {problem}")
 
 
 def stored_shape(entry: StoredTensor, part: StoredPart) -> tuple[int, ...]:
     """Return the shape under which the file has the part."""
-    return local_shape(entry.shape, entry.dim, part.intervals)
+    return local_shape(entry.shape, entry.dim, part.intervals, part.slab)
 
 
 def _entry_json(entry: StoredTensor) -> dict:
     parts = [
         {"file": part.file, "intervals": part.intervals, "digest": part.digest}
+        | ({} if part.slab is None else {"slab": part.slab})
         for part in entry.parts
     ]
     return {"shape": entry.shape, "dtype": entry.dtype, "dim": entry.dim, "parts": parts}
@@ -178,10 +186,22 @@ def _entry(label: str, value: dict, files: Mapping[str, dict]) -> StoredTensor:
         intervals = tuple((_integer(start), _integer(stop)) for start, stop in part["intervals"])
         if any(start > stop for start, stop in intervals):
             raise ValueError(f"tensor {label} has an interval that ends before it starts")
-        parts.append(StoredPart(part["file"], intervals, _digest(part)))
+        slab = _slab(label, shape, dim, part.get("slab"))
+        parts.append(StoredPart(part["file"], intervals, _digest(part), slab))
     entry = StoredTensor(shape, value["dtype"], dim, tuple(parts))
     check_entry(label, entry)
     return entry
+
+
+def _slab(label: str, shape: tuple[int, ...], dim: int | None, value: object) -> Slab | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 3:
+        raise ValueError(f"tensor {label} has the slab {value!r}")
+    across, start, stop = map(_integer, value)
+    if dim in (None, across) or across >= len(shape) or start > stop:
+        raise ValueError(f"tensor {label} of shape {shape} has the slab {value!r}")
+    return across, start, stop
 
 
 def _digest(value: dict) -> str:

@@ -64,7 +64,7 @@ class Recoverable:
         with together(group, "cpu"), disk_errors(root, _REMEDY):
             if first:
                 found = [(c.checkpoint, c.last, c.paths, c.note) for c in chains(root, faults)]
-        found, told = broadcast_json((found, [str(fault) for fault in faults]), group, "cpu")
+        found, told = broadcast_json((found, [fault.fault for fault in faults]), group, "cpu")
         self.chains = [StepChain(one, last, tuple(paths), note) for one, last, paths, note in found]
         self.messages += told
         self._verified: set[str] = set()
@@ -98,7 +98,7 @@ class Recoverable:
         """Pass over a chain whose checkpoint is damaged. Raises it for an ``iteration``."""
         if self.iteration is not None:
             raise error
-        self.messages.append(str(error))
+        self.messages.append(error.fault)
         self.chains = [each for each in self.chains if each.checkpoint != chain.checkpoint]
 
     def increments(self, chain: StepChain) -> list[Increment]:
@@ -117,7 +117,7 @@ class Recoverable:
 
     def _raise_absent(self) -> NoReturn:
         if self.messages and not self.chains:
-            reason = f"all of its checkpoints are damaged: {self.messages[0].rstrip('.')}"
+            reason = f"all of its checkpoints are damaged: {self.messages[0]}"
             raise DamagedError("checkpoint directory", self.root, reason, "Restore one from a copy")
         if self.iteration is None:
             reason = "it has no complete checkpoint"
@@ -150,7 +150,7 @@ class Recoverable:
                     written = manifest.files[name]
                     verify_tensors(increment.path / name, written, digests, manifest.save_id)
                 except DamagedError as error:
-                    own = (number - 1, str(error))
+                    own = (number - 1, error.fault)
                     break
         found = [each for each in gather_json(own, group, "cpu") if each is not None]
         if found:

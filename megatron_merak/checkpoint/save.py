@@ -157,6 +157,7 @@ def write_file(
             "file": file,
             "intervals": () if part.dim is None else part.intervals,
             "digest": digests[part.name],
+            "slab": part.slab,
         }
         for part in parts
     }
@@ -190,7 +191,8 @@ def _join(reports: list[dict]) -> dict[str, dict[str, StoredTensor]]:
         for kind, values in report["tensors"].items():
             entries = tensors.setdefault(kind, {})
             for name, value in values.items():
-                part = StoredPart(value["file"], tuple(value["intervals"]), value["digest"])
+                slab = value["slab"] and tuple(value["slab"])
+                part = StoredPart(value["file"], tuple(value["intervals"]), value["digest"], slab)
                 described = (tuple(value["shape"]), value["dtype"], value["dim"])
                 known = entries.get(name)
                 if known is not None and (known.shape, known.dtype, known.dim) != described:

@@ -29,7 +29,8 @@ def unseal(text: bytes, kind: str, versions: Collection[int]) -> dict:
     if _digest(document) != digest or seal(document) != text:
         raise ValueError("it was changed after it was written")
     if document["version"] not in versions:
-        known = " and ".join(map(str, versions))
+        *others, last = map(str, versions)
+        known = f"{', '.join(others)} and {last}" if others else last
         raise OtherVersionError(
             f"its format version is {document['version']!r} and this program reads {known}"
         )

@@ -47,6 +47,12 @@ def config_of_native(native: ModelConfig, say: Say) -> dict[str, Any]:
             f"--hidden-dropout {native.hidden_dropout} has no counterpart in {config['model_type']}"
         )
         say(f"{text}: further training of it by transformers has none.")
+    if native.moe_expert_capacity_factor is not None:
+        text = f"--moe-expert-capacity-factor {native.moe_expert_capacity_factor}"
+        say(
+            f"{text} has no counterpart in {config['model_type']}: its experts compute all of "
+            "their tokens."
+        )
     return config
 
 

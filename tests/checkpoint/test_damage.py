@@ -168,7 +168,25 @@ HOSTILE = {
         lambda d: d["tensors"]["model"]["a.weight"]["parts"][0].update(digest="crc32:0"),
         "'crc32:0' stands where a digest belongs",
     ),
-    "version": (lambda d: d.update(version=3), "version is 3 and this program reads 1 and 2"),
+    "slab of its own dim": (
+        lambda d: (_entry(dim=0)(d), _part(intervals=[[0, 3]], slab=[0, 0, 3])(d)),
+        "has the slab [0, 0, 3]",
+    ),
+    "slab of no dim": (_part(slab=[1, 0, 4]), "has the slab [1, 0, 4]"),
+    "slab that is text": (_part(slab="all"), "has the slab 'all'"),
+    "slab outside": (
+        lambda d: (_entry(dim=0)(d), _part(intervals=[[0, 3]], slab=[1, 0, 5])(d)),
+        "along dim 1: indices [4, 5) lie outside the tensor",
+    ),
+    "gap between slabs": (
+        lambda d: (_entry(dim=0)(d), _part(intervals=[[0, 3]], slab=[1, 0, 3])(d)),
+        "along dim 1: indices [3, 4) are in no part",
+    ),
+    "gap in a slab": (
+        lambda d: (_entry(dim=0)(d), _part(intervals=[[0, 2]], slab=[1, 0, 4])(d)),
+        "along dim 0: indices [2, 3) are in no part",
+    ),
+    "version": (lambda d: d.update(version=4), "version is 4 and this program reads 1, 2 and 3"),
     "format": (lambda d: d.update(format="x"), "its format is 'x'"),
 }
 

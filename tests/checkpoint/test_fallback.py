@@ -69,7 +69,9 @@ def test_the_newest_undamaged_checkpoint_is_loaded_and_that_is_told(tmp_path, ca
         name in text and message in text for name, text in zip(("20", "15"), told, strict=True)
     ] == [True, True]
     assert all(
-        text.startswith("A damaged checkpoint was passed over, and iteration 10 was loaded")
+        text.startswith("A damaged checkpoint was passed over, and iteration 10 was loaded. ")
+        and text.endswith(".")
+        and "copy" not in text  # there is nothing to be done
         for text in told
     )
     with caplog.at_level(logging.WARNING):
@@ -88,8 +90,10 @@ def test_a_job_does_not_begin_anew_where_every_checkpoint_is_damaged(tmp_path, c
             damage(tmp_path / f"iter_{iteration:07}")
     if case == "another save's":
         _flip(tmp_path / "iter_0000005" / FILE)
-    with pytest.raises(DamagedError, match=message):
+    with pytest.raises(DamagedError, match=message) as caught:
         load(tmp_path, _shards(-1), None, "cpu")
+    assert str(caught.value).endswith(". Restore one from a copy.")
+    assert str(caught.value).lower().count("restore") == 1  # one remedy
     if "manifest" in case:
         with pytest.raises(DamagedError, match=message):
             latest(tmp_path)
@@ -120,9 +124,9 @@ def test_a_newer_format_is_refused_not_passed_over(tmp_path):
     from tests.checkpoint.test_damage import sealed
 
     path = _save(tmp_path, 5, 10) / "manifest.json"
-    path.write_bytes(sealed(json.loads(path.read_bytes()) | {"version": 3}))
+    path.write_bytes(sealed(json.loads(path.read_bytes()) | {"version": 4}))
     with pytest.raises(
-        CheckpointError, match="version is 3 and this program reads 1 and 2"
+        CheckpointError, match="version is 4 and this program reads 1, 2 and 3"
     ) as caught:
         load(tmp_path, _shards(-1), None, "cpu")
     assert not isinstance(caught.value, DamagedError)

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from megatron_merak.checkpoint.shard import Shard, local_shape, overlaps, uncovered
 
 
-def _cut(full: torch.Tensor, dim: int | None, intervals: tuple) -> torch.Tensor:
+def _cut(full: torch.Tensor, dim: int | None, intervals: tuple, slab: tuple | None) -> torch.Tensor:
+    if slab is not None:
+        full = full.narrow(slab[0], slab[1], slab[2] - slab[1])
     if dim is None:
         return full
     return torch.cat([full.narrow(dim, start, stop - start) for start, stop in intervals], dim)
@@ -18,10 +20,16 @@ def _cut(full: torch.Tensor, dim: int | None, intervals: tuple) -> torch.Tensor:
 def _part(draw, shape: tuple[int, ...]):
     dim = draw(st.sampled_from([None, *range(len(shape))]))
     if dim is None:
-        return None, ()
+        return None, (), None
+    others = [each for each in range(len(shape)) if each != dim]
+    slab = None
+    if others and draw(st.booleans()):
+        across = draw(st.sampled_from(others))
+        ends = st.lists(st.integers(0, shape[across]), min_size=2, max_size=2)
+        slab = (across, *draw(ends.map(sorted)))
     bounds = draw(st.lists(st.integers(0, shape[dim]), min_size=2, max_size=6).map(sorted))
     pairs = list(zip(bounds[::2], bounds[1::2], strict=False))
-    return dim, tuple(draw(st.permutations(pairs)))
+    return dim, tuple(draw(st.permutations(pairs))), slab
 
 
 @given(st.data(), st.lists(st.integers(1, 5), max_size=3).map(tuple))
