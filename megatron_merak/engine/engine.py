@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..hf_trainer.arguments.deepspeed import decayed_by_deepspeed
-from ..hf_trainer.arguments.instances import grid_of, instances_of
+from ..hf_trainer.arguments.instances import mesh_of
 from ..hf_trainer.arguments.merak_arguments import MerakArguments
 from ..hf_trainer.arguments.optimizers import class_and_arguments, decayed_parameters, make
 from ..hf_trainer.batches.exchange import from_rank
@@ -100,7 +100,7 @@ class Engine:
         self.model = model
         self.args = args
         ranks = ranks_of(args)
-        self.mesh = ranks.mesh(grid_of(args), instances_of(args), args.expert_model_parallel_size)
+        self.mesh = mesh_of(args, ranks)
         self._default = loss_of_model if loss_fn is None else loss_fn
         self._losses = Losses(model, args.bf16 or args.fp16)
         with together(self.mesh.control, "cpu"):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.shard import Intervals, Shard, local_shape
+from ..checkpoint.shard import Part, Shard, local_shape, overlaps_of_rectangle, part_of
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
 
@@ -26,11 +26,10 @@ class _Part:
     """The shard of a tensor that one rank of a replica sends."""
 
     rank: int
-    dim: int | None
-    intervals: Intervals
+    part: Part
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
-        return local_shape(full, self.dim, self.intervals)
+        return local_shape(full, *self.part)
 
 
 @dataclass(frozen=True)
@@ -69,20 +68,20 @@ class NamedWeights:
         self.mesh = mesh
         self._own_shards = {shard.name: shard for shard in shards}
         owned = [
-            (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), s.dim, s.intervals)
+            (s.name, s.shape, str(s.tensor.dtype).removeprefix("torch."), *s.part)
             for s in shards
             if s.owner
         ]
         kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         parts: dict[str, list[_Part]] = {}
         for rank, reports in enumerate(gather_json(owned, mesh.control, "cpu")):
-            for name, shape, kind, dim, intervals in reports:
+            for name, shape, kind, *fields in reports:
                 stored = getattr(torch, kind)
                 kinds[name] = (
                     tuple(shape),
                     stored if dtype is None or not stored.is_floating_point else dtype,
                 )
-                part = _Part(_alike(rank, mesh), dim, tuple(map(tuple, intervals)))
+                part = _Part(_alike(rank, mesh), part_of(*fields))
                 parts.setdefault(name, []).append(part)
         order = [name for name in names if name in parts]
         order += sorted(parts.keys() - {*order})
@@ -138,7 +137,7 @@ class NamedWeights:
             return part.rank == mesh.rank
         shard = self._own_shards.get(tensor.name)
         stage = mesh.grid.coordinates(part.rank)[3]
-        return shard is not None and stage == mesh.pp_rank and shard.intervals == part.intervals
+        return shard is not None and stage == mesh.pp_rank and shard.part == part.part
 
 
 def _alike(owner: int, mesh: Mesh) -> int:
@@ -177,12 +176,6 @@ def _message_and_views(
 
 
 def _place(full: Tensor, part: _Part, values: Tensor) -> None:
-    if part.dim is None:
-        full.copy_(values)
-        return
-    offset = 0
-    for start, stop in part.intervals:
-        full.narrow(part.dim, start, stop - start).copy_(
-            values.narrow(part.dim, offset, stop - start)
-        )
-        offset += stop - start
+    whole = [(0, extent) for extent in full.shape]
+    for source, target in overlaps_of_rectangle(tuple(full.shape), part.part, whole):
+        full[target].copy_(values[source])

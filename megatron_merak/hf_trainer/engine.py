@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import OptimizerConfig, ParallelConfig
 from ..optimizer.recipe import Recipe
-from ..optimizer.torch_optimizer import check_layout
+from ..optimizer.torch_optimizer import check_layout, check_on_host
 from ..parallel.agree import together
 from ..parallel.mesh import Mesh
 from ..parallel.nodes import located
@@ -24,7 +24,7 @@ from ..stages.optimizer_state import adamw_of, torch_optimizer_of
 from ..stages.precision import compute_dtype
 from ..stages.traced import Batch, OwnLoss, Traced
 from .arguments import deepspeed
-from .arguments.instances import grid_of, instances_of
+from .arguments.instances import degrees_of, grid_of, instances_of
 from .arguments.merak_arguments import MerakArguments
 from .arguments.optimizers import adam_of
 from .arguments.plan_arguments import plan_of_arguments
@@ -36,7 +36,9 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
     effective = {
         "recompute_granularity": args.recompute_granularity,
         "data_parallel_sharding_strategy": args.sharding,
+        "offload_model_states": args.offloads_model_states,
         "num_distributed_optimizer_instances": instances_of(args),
+        "hierarchical_context_parallel_sizes": degrees_of(args).hierarchical_context_parallel_sizes,
     }
     names = [row.name for row in fields(ParallelConfig) if row.name in SHARED]
     parallel = ParallelConfig(**{name: getattr(args, name) for name in names} | effective)
@@ -52,6 +54,7 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
         parallel=parallel,
         replicas=grid_of(args).dp,
         microbatches=args.gradient_accumulation_steps,
+        fp8=args.precision.fp8,
         graph_sharding=args.graph_sharding,
         rules=args.tensor_parallel_rules or "",
     )
@@ -88,6 +91,8 @@ def build_engine(
     adam = adam_of(recipe)
     request = replace(requested["request"], state_bytes=recipe.state_bytes)
     check_layout(recipe, mesh.grid.tp * mesh.grid.pp, request.parallel.sharding != "no_shard")
+    if request.parallel.offload_model_states:
+        check_on_host(recipe, mesh.grid.tp * mesh.grid.copies)
     cluster = located(requested["cluster"], ranks.nodes)
     traced = Traced(
         model,
@@ -115,5 +120,6 @@ def build_engine(
         seed=args.seed,
         group_of=recipe.group_of,
         replica_check_interval=args.replica_check_interval,
+        graph_warm_up=request.parallel.graph_warm_up,
         scaler=deepspeed.scaler_of(args) if args.fp16 else None,
     )

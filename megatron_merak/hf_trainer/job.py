@@ -1,14 +1,13 @@
 """The ranks of a job that ``MerakArguments`` describe."""
 
-import datetime
 import logging
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigError
-from ..parallel.agree import gather_json
-from ..parallel.ranks import Ranks, meet
-from ..preflight.stage import passed
-from ..training.same_files import check_same_files
+from ..parallel.ranks import Ranks
+from ..training.meeting import meeting
 from .arguments import deepspeed
 from .arguments.fields import FILES
 from .arguments.instances import instances_of
@@ -29,29 +28,20 @@ def ranks_of(args: Any) -> Ranks:
             "args", type(args).__name__, "it has no degrees of parallelism", "Make MerakArguments"
         )
     instances = instances_of(args)
-    timeout = datetime.timedelta(seconds=args.ddp_timeout)
-    # another rank may be in a call of an earlier trainer
-    ranks = meet(args.world, timeout, call="the construction of a trainer or an Engine")
     shown = args.to_dict() | {
         "num_distributed_optimizer_instances": instances,
         "data_parallel_sharding_strategy": args.sharding,
+        "offload_model_states": args.offloads_model_states,
         "deepspeed": deepspeed.config_of(args),  # hosts may have different files of one name
     }
-    all_arguments = gather_json(
-        {k: v for k, v in shown.items() if k not in _OWN}, ranks.control, "cpu"
+    return meeting(
+        args.world,
+        timedelta(seconds=args.ddp_timeout),
+        {name: value for name, value in shown.items() if name not in _OWN},
+        {name: path for name in FILES if (path := getattr(args, name))},
+        remedy="Start all ranks with the same arguments",
+        say=partial(logging.getLogger(__name__).warning, "%s"),
+        preflight=(args.output_dir or "") if args.preflight else None,
+        # another rank may be in a call of an earlier trainer
+        call="the construction of a trainer or an Engine",
     )
-    for rank, other in enumerate(all_arguments):
-        for name, value in other.items():
-            if value != (first := all_arguments[0][name]):
-                raise ConfigError(
-                    name,
-                    value,
-                    f"rank {rank} has it, rank 0 has {first}",
-                    "Start all ranks with the same arguments",
-                )
-    if args.preflight:
-        told = passed(ranks, args.output_dir or "")
-        if ranks.rank == 0:
-            logging.getLogger(__name__).warning("%s", told)
-    check_same_files({name: path for name in FILES if (path := getattr(args, name))}, ranks.control)
-    return ranks

@@ -8,7 +8,9 @@ depends on them.
 
 import dataclasses
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +30,12 @@ from ..stages.precision import compute_dtype
 from ..stages.searched import CapturedChain
 from ..stages.traced import Batch, OwnLoss, Traced
 from ..training.searched import unfit
+from ..training.verified import Expected, fastest
 from .arguments.merak_arguments import MerakArguments
 from .arguments.optimizers import adam_of
-from .arguments.searched import NAME, apply_choice, pinned
+from .arguments.searched import NAME, VERIFY, apply_choice, pinned
 from .engine import wishes
+from .run.console import say
 
 _SUM = 2  # a reduction of torch's cross_entropy_loss
 
@@ -43,15 +47,19 @@ def choose(
     example: Batch,
     recipe: Recipe,
     loss: OwnLoss | None,
+    timed_steps: Callable[[MerakArguments, Ranks], list[float]],
 ) -> list[str]:
-    """Set in ``args`` what the first rank's search chooses; return notes on it. Collective.
+    """Set in ``args`` what the first rank's search chooses, or what is fastest of that where plans
+    are tried; return notes on it. Collective.
 
     ranks:   of the job.
     example: a micro-batch of ``args``.
     recipe:  which optimizer steps which parameter.
     loss:    replaces the model's own.
 
-    Raises a MerakError where no plan fits.
+    timed_steps: returns the seconds of steps under other arguments, on the ranks given.
+
+    Raises a MerakError where no plan fits, or none that is tried runs.
     """
     text = args.parallel
     rows = args.per_device_train_batch_size
@@ -72,11 +80,24 @@ def choose(
 
             search = _search(args, ranks, trace, recipe, whole.dtype)
             found = _found(search, args, ranks.world.size, batch, unit)
-    chosen, notes = broadcast_json(found, ranks.control, "cpu")
-    choice = Choice(**chosen)
-    replicas = ranks.world.size // (choice.tp * choice.cp * choice.pp)
+    offered, notes = broadcast_json(found, ranks.control, "cpu")
+    candidates = [Expected(Choice(**fields), seconds) for fields, seconds in offered]
+
+    def apply(args: MerakArguments, choice: Choice) -> None:
+        replicas = ranks.world.size // (choice.tp * choice.cp * choice.pp)
+        apply_choice(args, choice, choice.mb * unit, batch // (choice.mb * replicas))
+
+    def trial(choice: Choice, inside: Ranks) -> list[float]:
+        tried = copy(args)
+        apply(tried, choice)
+        return timed_steps(tried, inside)
+
+    choice = candidates[0].choice
+    if (wanted := args.parallel_verify) is not None:
+        told = partial(say, args)
+        choice = fastest(candidates, wanted, ranks, trial, say=told, flag=VERIFY).choice
     before = args.gradient_accumulation_steps
-    apply_choice(args, choice, choice.mb * unit, batch // (choice.mb * replicas))
+    apply(args, choice)
     settings = replace(choice, mb=choice.mb * unit)
     if whole.accepts_num_items and not adds_up and args.gradient_accumulation_steps != before:
         notes.append(
@@ -89,20 +110,24 @@ def choose(
 
 def _found(
     search: Search, args: MerakArguments, ranks: int, batch: int, unit: int
-) -> tuple[dict, list[str]]:
-    """Return the fields of the best choice, and notes."""
+) -> tuple[list[tuple[dict, float]], list[str]]:
+    """Return the fields of the best choice, or of as many as are tried, with the predicted seconds of
+    each, and notes.
+    """
     pins = pinned(args)
     if unit > 1:
         pins = {"mb": 1, **pins}
     with SearchProgress(SEARCHING) as progress:
-        result = search.run(ranks, [batch], pins, progress)
+        wanted = args.parallel_verify or 1
+        result = search.run(ranks, [batch], pins, progress, wanted=wanted)
     if result.best is None:
         error = unfit(search, ranks, [batch], pins, result)
         if error.what == "--global-batch-size":
             # of commands; here it is a product of arguments
             error = ConfigError("batch of a step", error.value, error.reason, error.remedy)
         raise error
-    return dataclasses.asdict(result.best.choice), [note for note in [left_out(result)] if note]
+    offered = [(dataclasses.asdict(each.choice), each.seconds) for each in result.first(wanted)]
+    return offered, [note for note in [left_out(result)] if note]
 
 
 def _traced(args: MerakArguments, model: nn.Module, batch: Batch, loss: OwnLoss | None) -> Traced:

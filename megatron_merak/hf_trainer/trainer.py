@@ -57,11 +57,14 @@ from ..parallel.agree import together
 from ..parallel.attendance import attend
 from ..parallel.launch import leave
 from ..parallel.nodes import notices
+from ..parallel.ranks import Ranks
 from ..stages.captured import CapturedModel
 from ..stages.placed import refuse_placed
+from ..stages.randomness import same_afterwards
 from ..training.outputs import check_directory
+from ..training.verified import STEPS
 from .arguments.deepspeed import decayed_by_deepspeed, refuse_beside_deepspeed
-from .arguments.instances import grid_of, instances_of
+from .arguments.instances import mesh_of
 from .arguments.merak_arguments import MerakArguments
 from .arguments.neftune import embedding_of
 from .arguments.optimizers import class_and_arguments, decayed_parameters, make
@@ -102,6 +105,7 @@ from .run.recapture import Moments, check_model, check_reached, check_step, chec
 from .run.resumption import check_before_capture
 from .run.run_directory import TRAINING_ARGUMENTS, TRAINING_STATE, RunDirectory, write_text
 from .searched import choose
+from .timed import restore_buffers, time_steps, values_of_buffers
 
 
 def _described(name: str) -> property:
@@ -205,9 +209,7 @@ class MerakTrainer:
         self._created_optimizer = self._given_optimizer
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._ranks = ranks_of(args)
-        self.mesh = self._ranks.mesh(
-            grid_of(args), instances_of(args), args.expert_model_parallel_size
-        )
+        self.mesh = mesh_of(args, self._ranks)
         logging.set_verbosity(args.get_process_log_level())
         set_seed(args.seed)
         self.model_init = model_init
@@ -362,19 +364,7 @@ class MerakTrainer:
         began = time.time()
         name = type(self.model).__name__
         self._built_by = wishes(self.args)
-        named = self.model.named_parameters(remove_duplicate=False)
-        recipe = Recipe(self.made_optimizer(), named, self.mesh.device)
-        self.own_loss = self._loss_of_script()
-        loss = None if self.own_loss is None else self.own_loss.own_loss()
-        engine = build_engine(
-            self.model,
-            example,
-            self.args,
-            ranks=self._ranks,
-            mesh=self.mesh,
-            recipe=recipe,
-            loss=loss,
-        )
+        engine = self._captured(example, self._ranks)
         say(self.args, f"megatron_merak on {self.args.world}")
         say(self.args, f"{name}: captured, divided and filled in {time.time() - began:.1f} s")
         for note in notices(self.mesh.grid, self._ranks.nodes, str):
@@ -384,6 +374,24 @@ class MerakTrainer:
         engine.share_weights()
         return engine
 
+    def _captured(self, example: Batch, ranks: Ranks) -> CapturedModel:
+        """Return this rank's part of the model under the arguments and on the mesh of now. Collective
+        over ``ranks``.
+        """
+        named = self.model.named_parameters(remove_duplicate=False)
+        recipe = Recipe(self.made_optimizer(), named, self.mesh.device)
+        self.own_loss = self._loss_of_script()
+        loss = None if self.own_loss is None else self.own_loss.own_loss()
+        return build_engine(
+            self.model,
+            example,
+            self.args,
+            ranks=ranks,
+            mesh=self.mesh,
+            recipe=recipe,
+            loss=loss,
+        )
+
     def _choose(self) -> None:
         """Search what ``parallel`` leaves open, and make the mesh and the feed of that. Collective.
 
@@ -392,24 +400,49 @@ class MerakTrainer:
         args = self.args
         if args.parallel is None:
             return
-        example = self.feed.example(self.train_dataset, None)
-        (example,), *_ = self.feed.prepare([example], self.counts_items)
-        own = self._loss_of_script()
-        named = self.model.named_parameters(remove_duplicate=False)
-        notes = choose(
-            args,
-            self._ranks,
-            self.model,
-            example,
-            recipe=Recipe(self.made_optimizer(), named, self.mesh.device),
-            loss=None if own is None else own.own_loss(),
-        )
-        self.mesh = self._ranks.mesh(
-            grid_of(args), instances_of(args), args.expert_model_parallel_size
-        )
+        with same_afterwards(self.mesh.device):
+            example = self.feed.example(self.train_dataset, None)
+            (example,), *_ = self.feed.prepare([example], self.counts_items)
+            own = self._loss_of_script()
+            named = self.model.named_parameters(remove_duplicate=False)
+            notes = choose(
+                args,
+                self._ranks,
+                self.model,
+                example,
+                recipe=Recipe(self.made_optimizer(), named, self.mesh.device),
+                loss=None if own is None else own.own_loss(),
+                timed_steps=self._timed_steps,
+            )
+        self.mesh = mesh_of(args, self._ranks)
         self._describe()
         for note in notes:
             say(args, note)
+
+    def _timed_steps(self, args: MerakArguments, ranks: Ranks) -> list[float]:
+        """Return the seconds of steps under other arguments, all of them on the first batch. Nothing
+        of the trainer is changed. Collective over ``ranks``.
+        """
+        own_args = self.args
+        own_mesh = self.mesh
+        buffers = values_of_buffers(self.model)
+        try:
+            self.args = args
+            self.mesh = mesh_of(args, ranks)
+            self._describe()
+            example = self.feed.example(self.train_dataset, None)
+            (first,), *_ = self.feed.prepare([example], self.counts_items)
+            engine = self._captured(first, ranks)
+            batches, *_ = self.feed.prepare(
+                [example] * args.gradient_accumulation_steps, engine.accepts_num_items, engine
+            )
+            rates = ParameterGroups(self.made_optimizer(), self.model).of_engine()
+            return time_steps(engine, batches, rates, STEPS)
+        finally:
+            self.args = own_args
+            self.mesh = own_mesh
+            self._describe()
+            restore_buffers(buffers)
 
     def _loss_of_script(self) -> LossOfTrainer | None:
         """Return what captures the script's loss; None for the model's own."""
@@ -599,8 +632,17 @@ class MerakTrainer:
     def _evaluation(
         self, batches: EvaluationBatches, facts: ModelFacts, loss_only: bool, everyone: bool
     ) -> Evaluation:
-        arguments = (batches, self.engine, facts, self.feed.neutral, self.args, loss_only, everyone)
-        return Evaluation(*arguments, self._predicted, self.preprocess_logits_for_metrics)
+        return Evaluation(
+            batches,
+            self.engine,
+            facts,
+            self.feed.neutral,
+            args=self.args,
+            loss_only=loss_only,
+            everyone=everyone,
+            after_batch=self._predicted,
+            preprocess=self.preprocess_logits_for_metrics,
+        )
 
     def _predicted(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

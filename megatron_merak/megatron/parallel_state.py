@@ -135,8 +135,8 @@ def initialize_from_mesh(
             tp=grid.tp,
             pp=grid.pp,
             cp=grid.cp,
-            ep=mesh.experts.ranks,
-            etp=1,
+            ep=mesh.experts.ranks // mesh.experts.shards,
+            etp=mesh.experts.shards,
             order=grid.order.replace("dp", "ep-dp"),
         )
     _enter(

@@ -11,6 +11,7 @@ It has the function and the tensor names of one of these model types, or of none
     starcoder2  rotary, LayerNorm, GELU, biases; its MLP has other tensor names (RENAMED)
     mixtral     llama without biases, with experts, weighed among those of a token
     qwen3_moe   qwen3 with experts
+    qwen2_moe   llama or qwen2 with experts, one of them shared behind a gate
 """
 
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "starcoder2": "Starcoder2ForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
+        "qwen2_moe": "Qwen2MoeForCausalLM",
     }
 )
 
@@ -62,6 +64,8 @@ def hf_type(model: ModelConfig) -> str:
         return "gpt2"
     if model.position_embedding_type != "rope":
         raise _no_type("--position-embedding-type", model.position_embedding_type, "rope")
+    if model.num_experts is not None:
+        return _mixture_type(model)
     biased = not model.disable_bias_linear
     qkv = model.add_qkv_bias
     if model.normalization == "RMSNorm":
@@ -72,20 +76,12 @@ def hf_type(model: ModelConfig) -> str:
                 "--rotary-percent", model.rotary_percent, "1, with --normalization RMSNorm"
             )
         if not model.qk_layernorm:
-            if model.num_experts is None:
-                return "llama" if biased or not qkv else "qwen2"
-            if qkv:
-                raise _no_type("--add-qkv-bias", "on", "off, with --num-experts")
-            if model.moe_router_pre_softmax:
-                raise _no_type("--moe-router-pre-softmax", "on", "off, or --qk-layernorm")
-            return "mixtral"
+            return "llama" if biased or not qkv else "qwen2"
         if biased or qkv:
             raise _no_type(
                 "--qk-layernorm", "on", "off, or --disable-bias-linear without --add-qkv-bias"
             )
-        return "qwen3" if model.num_experts is None else "qwen3_moe"
-    if model.num_experts is not None:
-        raise _no_type("--normalization", model.normalization, "RMSNorm, with --num-experts")
+        return "qwen3"
     if model.qk_layernorm:
         raise _no_type("--qk-layernorm", "on", "off, or --normalization RMSNorm")
     if model.head_dim * model.num_attention_heads != model.hidden_size:
@@ -101,6 +97,31 @@ def hf_type(model: ModelConfig) -> str:
     if model.rotary_percent != 1:
         raise _no_type("--rotary-percent", model.rotary_percent, "1, without --swiglu")
     return "starcoder2"
+
+
+def _mixture_type(model: ModelConfig) -> str:
+    """Return the model type of a mixture with rotary embedding."""
+    if model.normalization != "RMSNorm":
+        raise _no_type("--normalization", model.normalization, "RMSNorm, with --num-experts")
+    if model.rotary_percent != 1:
+        raise _no_type("--rotary-percent", model.rotary_percent, "1, with --normalization RMSNorm")
+    if model.moe_shared_expert_intermediate_size is not None:
+        if not model.moe_shared_expert_gate:
+            reason = (
+                "the model of transformers for a shared expert, qwen2_moe, has it behind a gate"
+            )
+            remedy = "Models that can be converted have the gate"
+            raise ConfigError("--moe-shared-expert-gate", "off", reason, remedy)
+        if model.qk_layernorm:
+            raise _no_type("--qk-layernorm", "on", "off, with a shared expert")
+        return "qwen2_moe"
+    if model.add_qkv_bias:
+        raise _no_type("--add-qkv-bias", "on", "off, with --num-experts")
+    if model.qk_layernorm:
+        return "qwen3_moe"
+    if model.moe_router_pre_softmax:
+        raise _no_type("--moe-router-pre-softmax", "on", "off, or --qk-layernorm")
+    return "mixtral"
 
 
 def _no_type(flag: str, value: Any, instead: str) -> ConfigError:
@@ -184,7 +205,7 @@ def _mixtral(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(model: ModelConfig) -> dict[str, Any]:
+def _qwen_moe(model: ModelConfig) -> dict[str, Any]:
     return _rms(model) | {
         "moe_intermediate_size": model.expert_ffn_size,
         "num_experts": model.num_experts,
@@ -192,8 +213,18 @@ def _qwen3_moe(model: ModelConfig) -> dict[str, Any]:
         "norm_topk_prob": not model.moe_router_pre_softmax,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "attention_bias": False,
-        "sliding_window": None,
+    }
+
+
+def _qwen3_moe(model: ModelConfig) -> dict[str, Any]:
+    return _qwen_moe(model) | {"attention_bias": False, "sliding_window": None}
+
+
+def _qwen2_moe(model: ModelConfig) -> dict[str, Any]:
+    return _qwen_moe(model) | {
+        "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "qkv_bias": model.add_qkv_bias,
+        "use_sliding_window": False,
     }
 
 
@@ -228,6 +259,7 @@ _OWN: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = MappingProxyType(
         "qwen3": _rms,
         "mixtral": _mixtral,
         "qwen3_moe": _qwen3_moe,
+        "qwen2_moe": _qwen2_moe,
         "stablelm": _stablelm,
         "starcoder2": _starcoder2,
     }
@@ -299,7 +331,8 @@ def _rotary_settings(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_layernorm": kind in ("qwen3", "qwen3_moe"),
         "swiglu": kind != "starcoder2",
         "disable_bias_linear": not biased,
-        "add_qkv_bias": kind == "qwen2" or bool(config.get("use_qkv_bias")),
+        "add_qkv_bias": kind == "qwen2"
+        or bool(config.get("use_qkv_bias") or config.get("qkv_bias")),
         "attention_dropout": config["attention_dropout"],
         "hidden_dropout": config.get("hidden_dropout", config.get("residual_dropout", 0.0)),
         **_expert_settings(kind, config),
@@ -307,13 +340,16 @@ def _rotary_settings(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expert_settings(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    if kind not in ("mixtral", "qwen3_moe"):
+    if kind not in ("mixtral", "qwen3_moe", "qwen2_moe"):
         return {}
     mixtral = kind == "mixtral"
+    shared = config.get("shared_expert_intermediate_size")
     experts = config.get("num_local_experts", config.get("num_experts"))
     return {
         "num_experts": experts,
         "moe_ffn_hidden_size": config["intermediate_size" if mixtral else "moe_intermediate_size"],
         "moe_router_topk": config["num_experts_per_tok"],
         "moe_router_pre_softmax": not (mixtral or config["norm_topk_prob"]),
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": shared is not None,
     }

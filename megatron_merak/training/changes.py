@@ -10,6 +10,7 @@ from ..arguments import shown
 from ..config import HFConfig, ModelConfig, OptimizerConfig, RunConfig, flag_name
 from ..data.identity import difference
 from ..errors import CheckpointError, ConfigError
+from ..stages.model_config import ConfigDifference, differences
 from ..stages.saved_run import SavedRun
 
 # Of the model's settings: those that change neither its function nor its samples, ...
@@ -20,7 +21,8 @@ _FREE = frozenset(
 # ... those that may change during a run, ...
 _REPORTED = frozenset(
     "hidden_dropout attention_dropout attn_implementation fp32_residual_connection "
-    "moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff".split()
+    "moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "
+    "moe_expert_capacity_factor moe_token_drop_policy".split()
 )
 # ... and those that a new run from old weights may choose anew.
 _OF_A_RUN = frozenset(
@@ -28,7 +30,8 @@ _OF_A_RUN = frozenset(
     "rope_scaling_factor".split()
 )
 _TRAIN_REPORTED = """train_iters train_samples rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed
-    micro_batch_size bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
+    micro_batch_size bf16 fp16 fp8_format fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16
+    num_layers_at_end_in_bf16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
     fp32_matmul_precision calculate_per_token_loss""".split()
 _PARALLEL_REPORTED = ("grad_reduce_in_bf16",)
 _SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
@@ -41,14 +44,6 @@ _DERIVED = (
     "ffn_hidden_size moe_ffn_hidden_size kv_channels group_query_attention num_query_groups "
     "max_position_embeddings"
 ).split()
-
-# Of the config.json of a model: keys that are of no consequence for training, and those that may
-# change.
-_CONFIG_FREE = frozenset(
-    "transformers_version _name_or_path architectures dtype torch_dtype use_cache "
-    "initializer_range".split()
-)
-_CONFIG_REPORTED = ("dropout", "_token_id", "pdrop", "_implementation", "_coef")
 
 
 class Change(NamedTuple):
@@ -158,13 +153,16 @@ def _model_changes(
     may_change = _REPORTED | _OF_A_RUN if config.checkpoint.finetune else _REPORTED
     refused = [change for change in changes if change.flag[2:].replace("-", "_") not in may_change]
     allowed = [change for change in changes if change not in refused]
-    shape = model or {}
-    saved_shape = saved.model or {}
-    for name in _differing(shape, saved_shape):
-        change = Change(f"config.json {name}", shape[name], saved_shape[name])
-        if name not in _CONFIG_FREE:
-            (allowed if any(part in name for part in _CONFIG_REPORTED) else refused).append(change)
+    others, choices = differences(
+        model, saved.model, causal=True, whole=bool(saved.config["train"])
+    )
+    refused += [_of_config(each) for each in others]
+    allowed += [_of_config(each) for each in choices]
     return refused, allowed
+
+
+def _of_config(difference: ConfigDifference) -> Change:
+    return Change(f"config.json {difference.name}", difference.now, difference.saved)
 
 
 def _effective(model: ModelConfig) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ..checkpoint.behind import Behind
 from ..checkpoint.full_disk import Saving
 from ..checkpoint.increment_writer import IncrementWriter
@@ -26,7 +24,6 @@ from ..checkpoint.shard import Shard
 from ..counting import counted
 from ..errors import CheckpointError
 from ..optimizer.base import LocalOptimizer, Rates
-from ..parallel.mesh import Mesh
 from ..stages.own_gradient import OwnGradient, running_copies
 from ..stages.trained_model import TrainedModel
 
@@ -58,7 +55,7 @@ class IncrementsBehind:
         self._interval = interval
         self._optimizer = model.optimizer
         self._gradient = OwnGradient(model)
-        self._group = _group_of_thread(mesh)
+        self._group = mesh.group_of_thread()
         self.behind = Behind(self._give_up)
         self._saving = Saving(policy, self._group, self.behind.lines.put, received)
         self._writer: IncrementWriter | None = None
@@ -189,10 +186,3 @@ class IncrementsBehind:
 
     def _give_up(self) -> None:
         self._saving.patience = 0.0
-
-
-def _group_of_thread(mesh: Mesh) -> dist.ProcessGroup | None:
-    if mesh.control is None:
-        return None
-    ranks = dist.get_process_group_ranks(mesh.control)
-    return dist.new_group(ranks, timeout=mesh.timeout, backend="gloo")

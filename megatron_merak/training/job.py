@@ -20,14 +20,13 @@ from ..checkpoint.directory import Iterations, read_manifest
 from ..checkpoint.full_disk import Saving
 from ..checkpoint.lock import DirectoryLock
 from ..checkpoint.recoverable import furthest
-from ..config import RunConfig, check_sizes, flag_name
+from ..config import RunConfig, check_sizes
 from ..data.build import Datasets
 from ..data.identity import difference, identity, sample_digests
 from ..data.loader import BatchLoader
 from ..data.stream import RankRows, Stream, StreamSamples
 from ..data.stream_loader import StreamLoader
 from ..errors import (
-    ConfigError,
     DataError,
     DoubtfulResultError,
     UnexpectedResultError,
@@ -44,56 +43,17 @@ from ..pipeline_parallel.pictures.files import write
 from ..plan import Plan, plan_table
 from ..planner.growth import growth_table
 from ..stages.devices import peak_device, stand_in
+from ..stages.step_report import StepReport
 from .increments import IncrementsBehind
 from .load_check import absent
 from .pictures import draw_curve, step_view
 from .report import Progress, Report, Throughput
-from .same_files import check_same_files
 from .saves_behind import SavesBehind
 from .settings_file import store_settings
 from .skips import SkippedSteps
 from .stragglers import Stragglers
 from .streamed import Streamed
 from .trainer import Trainer
-
-# Settings that may name a file, of which hosts may have copies of their own.
-_FILES = (
-    "plan",
-    "schedule_file",
-    "emulate",
-    "tensor_parallel_rules",
-    "device_profile",
-    "data_args_path",
-    "per_split_data_args_path",
-)
-
-
-def agree(config: RunConfig, control: dist.ProcessGroup | None) -> None:
-    """Raise ConfigError on every rank if their flags, or the files that these name, differ.
-    control: all ranks.
-    """
-    configs = gather_json(config.to_dict(), control, "cpu")
-    for rank, other in enumerate(configs):
-        for section, values in other.items():
-            for key, value in values.items():
-                if value != (first := configs[0][section][key]):
-                    flag = "--" + key.replace("_", "-")
-                    raise ConfigError(
-                        flag,
-                        value,
-                        f"rank {rank} has it, rank 0 has {first}",
-                        "Start all ranks with the same arguments and --config file",
-                    )
-    check_same_files(
-        {flag_name(name): path for name in _FILES if (path := _setting(config, name))}, control
-    )
-
-
-def _setting(config: RunConfig, name: str) -> str | None:
-    return next(
-        (getattr(section, name) for section in vars(config).values() if hasattr(section, name)),
-        None,
-    )
 
 
 def agree_on_data(data: Mapping[str, Mapping | None], datasets: Datasets, mesh: Mesh) -> None:
@@ -523,10 +483,7 @@ class Job:
         )
         timed = drawn or self.stragglers is not None
         executor.trace = [] if timed else None
-        began = self.mesh.clock.now()
-        with self.mesh.clock.kernels():
-            result = trainer.step(batches)
-        seconds = self.mesh.clock.now() - began
+        result, seconds = self._timed_step(batches)
         if self.stragglers is not None:
             self.stragglers.add(executor.last.computing())
         if self.report is not None:
@@ -545,6 +502,34 @@ class Job:
         self._count_skipped(result.skipped, batches)
         if drawn and executor.trace is not None:
             self._draw_timeline(resize(self.plan.schedule, len(batches)), executor.trace)
+
+    def _timed_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[StepReport, float]:
+        """Return what a step tells, and the seconds that it took."""
+        clock = self.mesh.clock
+        began = clock.now()
+        with clock.kernels():
+            result = self.trainer.step(batches)
+        return result, clock.now() - began
+
+    def timed_steps(self, count: int) -> list[float]:
+        """Return the seconds of so many steps of the planned batch, all of them on the first
+        samples. Nothing is reported or saved. Raises DataError.
+        """
+        trainer = self.trainer
+        size = trainer.global_batch_size
+        loader = self.training_data(self.mesh.dp_rank, self.plan.grid.dp, lambda consumed: size)
+        try:
+            batches = self._next(loader)
+        finally:
+            loader.close()
+        if batches is None:
+            reason = f"the training data has fewer than {size} samples"
+            raise DataError("--global-batch-size", size, reason, "Lower it, or give more data")
+        # fp16 skips the first steps of a run until it has found a scale
+        trainer.optimizer.scaler.scale = 1.0
+        seconds = [self._timed_step(batches)[1] for _ in range(count)]
+        trainer.model.gatherer.finish()
+        return seconds
 
     def _count_skipped(self, skipped: bool, batches: list[dict[str, torch.Tensor]]) -> None:
         trainer = self.trainer

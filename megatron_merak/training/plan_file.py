@@ -141,6 +141,7 @@ def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None
     settings["global_batch_size"] = config.global_batch_size(world_size)
     settings["data_parallel_sharding_strategy"] = parallel.sharding
     settings["rank_order"] = parallel.order
+    settings["expert_tensor_parallel_size"] = parallel.expert_tensor_parallel
     other_names = {"global_batch_size": STEPS} if config.train.step_batch_size_schedule else {}
     if parallel.data_parallel_sharding_strategy is None and parallel.use_distributed_optimizer:
         other_names["data_parallel_sharding_strategy"] = "--use-distributed-optimizer"

@@ -17,8 +17,7 @@ from ..stages.optimizer_state import OptimizerOf
 from .gpt_blueprint import gpt_blueprint
 from .job import Job
 from .load_check import check_load
-from .searched import resolved
-from .session import Planned, open_session, run_session
+from .session import open_session, run_session
 from .strategy import ALONE, Strategy
 from .trainer import Trainer
 
@@ -41,15 +40,15 @@ def pretrain(
     complete = dataclasses.replace(config, model=shape)
     check_load(complete, None, ranks.control)
 
-    def planning(ranks: Ranks, cluster: Cluster) -> Planned:
-        with SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress:
-            with together(ranks.control, "cpu"):
-                found, notices = resolved(complete, world.size, cluster, progress)
-            own = strategy.own(found)
-            traced = traced_gpt(found, ranks)
-            with together(ranks.control, "cpu"):
-                blueprint = gpt_blueprint(traced, own, world.size, cluster, progress=progress)
-        return PlannedGPT(found, blueprint, notices)
+    def planning(config: Config, ranks: Ranks, cluster: Cluster, again: bool = False) -> PlannedGPT:
+        own = strategy.own(config)
+        traced = traced_gpt(config, ranks)
+        with (
+            SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress,
+            together(ranks.control, "cpu"),
+        ):
+            blueprint = gpt_blueprint(traced, own, world.size, cluster, progress=progress)
+        return PlannedGPT(config, blueprint)
 
     run_session(
         planning,
@@ -69,7 +68,6 @@ class PlannedGPT:
 
     config: Config
     blueprint: Blueprint
-    notices: tuple[str, ...] = ()
 
     @property
     def plan(self) -> Plan:

@@ -23,6 +23,7 @@ from ..pipeline_parallel.search.progress import SEARCHING, SearchProgress
 from ..plan import Plan
 from ..stages.blueprint import Blueprint
 from ..stages.captured import CapturedModel
+from ..stages.model_config import config_of
 from ..stages.optimizer_state import OptimizerOf
 from .hf_batches import TokenBatches, shared_samples
 from .hf_model import (
@@ -35,10 +36,9 @@ from .hf_model import (
 )
 from .job import Job
 from .load_check import check_load
-from .searched import resolved
 from .session import open_session, run_session
 from .strategy import ALONE, Strategy
-from .token_model import TokenModel, settings_of
+from .token_model import TokenModel
 from .trainer import Trainer
 
 TOKENIZER_FILES = (
@@ -66,17 +66,22 @@ def pretrain_hf(
         rules_text(config.model.tensor_parallel_rules)
         model = build_model(config.model)
         complete, tokenizer = with_tokenizer(config, model)
-    check_load(complete, settings_of(model), ranks.control)
+    check_load(complete, config_of(model), ranks.control)
 
-    def planning(ranks: Ranks, cluster: Cluster) -> PlannedTokens:
-        with SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress:
-            with together(ranks.control, "cpu"):
-                found, notices = resolved(complete, world.size, cluster, progress)
-            traced, batches = traced_of(model, found, ranks)
-            own = strategy.own(found)
-            with together(ranks.control, "cpu"):
-                blueprint = blueprint_of(traced, own, world.size, cluster, progress=progress)
-        return PlannedTokens(found, blueprint, batches, notices)
+    def planning(
+        config: HFConfig, ranks: Ranks, cluster: Cluster, again: bool = False
+    ) -> PlannedTokens:
+        with together(ranks.control, "cpu"):
+            # steps change buffers of a model
+            own_model = build_model(config.model) if again else model
+        traced, batches = traced_of(own_model, config, ranks)
+        own = strategy.own(config)
+        with (
+            SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress,
+            together(ranks.control, "cpu"),
+        ):
+            blueprint = blueprint_of(traced, own, world.size, cluster, progress=progress)
+        return PlannedTokens(config, blueprint, batches)
 
     run_session(
         planning,
@@ -97,7 +102,6 @@ class PlannedTokens:
     config: HFConfig
     blueprint: Blueprint
     batches: TokenBatches
-    notices: tuple[str, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -123,10 +127,9 @@ def with_tokenizer(config: HFConfig, model: nn.Module) -> tuple[HFConfig, Tokeni
         extra = data.tokenizer is not None  # a NullTokenizer adds the end of a document
         ids = known_ids - extra if ids is None else ids
         if ids + extra > known_ids:
-            reason = (
-                f"the model's embedding has {known_ids} rows"
-                + ", and NullTokenizer adds a token" * extra
-            )
+            reason = f"the model's embedding has {known_ids} rows"
+            if extra:
+                reason += ", and NullTokenizer adds a token"
             raise DataError("--vocab-size", ids, reason, f"Use at most {known_ids - extra}")
     else:
         data = _own_tokenizer(data, Path(config.model.model))

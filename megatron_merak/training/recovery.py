@@ -25,11 +25,9 @@ from ..stages.own_gradient import fill_gradient, fill_running
 from ..stages.saved_run import SavedRun
 from ..stages.trained_model import TrainedModel
 
-# settings of the update itself, of which a step's record says nothing: those that an optimizer
-# reads in every step, ...
+# settings of the update itself that an optimizer reads in every step, of which a step's record says
+# nothing; the others of an optimizer's own it was made with
 _READ = ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-# ... and those that it was made with
-_MADE_WITH = {"sgd": ("sgd_momentum",), "lion": ("lion_beta1", "lion_beta2")}
 _REMEDY = "Check --load"
 
 
@@ -147,8 +145,8 @@ class Recovery:
             "with --ckpt-step"
         )
         where = f"the steps behind iteration {self._chain.checkpoint} were made with"
-        for name in _MADE_WITH.get(own["optimizer"], ()):
-            if saved.get(name) != own[name]:
+        for name in self._config.optimizer.own:
+            if name not in _READ and saved.get(name) != own[name]:
                 reason = f"{where} {saved.get(name)}"
                 raise CheckpointError(flag_name(name), own[name], reason, remedy)
         if (saved.get("decoupled_lr") is None) != (own["decoupled_lr"] is None):
@@ -165,7 +163,7 @@ class Recovery:
         for text in self._states.messages:
             say(
                 f"Something damaged was passed over, and the state of iteration {chain.last} was "
-                f"loaded. {text}"
+                f"loaded. {text}."
             )
         if chain.note:
             say(f"No later state than that of iteration {chain.last} can be reached. {chain.note}")

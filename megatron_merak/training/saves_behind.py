@@ -38,11 +38,7 @@ class SavesBehind:
         self._trainer = trainer
         self._confirm = confirm
         self._staging = Staging(mesh.device)
-        self._group = None
-        if mesh.control is not None:
-            self._group = dist.new_group(
-                dist.get_process_group_ranks(mesh.control), timeout=mesh.timeout, backend="gloo"
-            )
+        self._group = mesh.group_of_thread()
         self.behind = Behind(self._give_up, tell)
         self._saving = Saving(
             trainer.config.checkpoint.on_full_disk, self._group, self.behind.lines.put, received

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ..cluster import Cluster
 from ..config import Config, HFConfig, RunConfig, flag_name
 from ..config.checks import check_searched
+from ..config.run import Run
 from ..errors import ConfigError, MerakError, PlanError
 from ..plan import LAYERS
 from ..planner.request import Request
@@ -16,7 +17,6 @@ from ..planner.search.formulas import FormulaChain
 from ..planner.search.report import lacking, left_out
 from ..planner.search.search import Report
 
-Run = TypeVar("Run", bound=RunConfig)
 FLAG = "--parallel"
 PIN = f"{FLAG} auto,{{}}=VALUE"  # how a setting is pinned on the command line of a job
 
@@ -67,8 +67,10 @@ def search_of(config: RunConfig, cluster: Cluster, pinned: Mapping[str, Any]) ->
         parallel=config.parallel,
         sequence_length=config.model.seq_length,
         dtype=config.train.dtype,
+        fp8=config.train.fp8,
         loss_chunk=config.model.cross_entropy_chunk_size,
         state_bytes=config.optimizer.state_bytes,
+        halves=config.halves_micro_batches,
     )
     model: Model
     by_graph = isinstance(config, Config) and (config.is_priced_by_graph or pinned.get("cp", 1) > 1)
@@ -92,31 +94,37 @@ def batch_sizes(config: RunConfig) -> list[int]:
 
 def applied(config: Run, choice: Choice) -> Run:
     """Return the settings with what was chosen."""
-    parallel = dataclasses.replace(choice.applied(config.parallel), parallel=None)
+    parallel = dataclasses.replace(
+        choice.applied(config.parallel), parallel=None, parallel_verify=None
+    )
     train = dataclasses.replace(config.train, micro_batch_size=choice.mb)
     return dataclasses.replace(config, parallel=parallel, train=train)
 
 
-def resolved(
-    config: Run, ranks: int, cluster: Cluster, report: Report = lambda share, best: None
-) -> tuple[Run, tuple[str, ...]]:
-    """Return the settings with those that ``--parallel auto`` finds, and a note on them.
+def searched(
+    config: RunConfig,
+    ranks: int,
+    cluster: Cluster,
+    report: Report = lambda share, best: None,
+    wanted: int = 1,
+) -> Result:
+    """Return what ``--parallel auto`` finds. Raises a MerakError where no plan fits.
 
-    Without that flag they are returned as they are. Raises a MerakError where no plan fits.
+    wanted: see ``Search.run``.
     """
-    if config.parallel.parallel is None:
-        return config, ()
     pinned = pins(config)
     search = search_of(config, cluster, pinned)
     batch = batch_sizes(config)
-    result = search.run(ranks, batch, pinned, report)
+    result = search.run(ranks, batch, pinned, report, wanted=wanted)
     if result.best is None:
         raise unfit(search, ranks, batch, pinned, result)
-    choice = result.best.choice
-    found = applied(config, choice)
-    found.validate(ranks)
+    return result
+
+
+def notes_of(config: RunConfig, choice: Choice, result: Result) -> tuple[str, ...]:
+    """Return notes on what was chosen of what a search found."""
     notes = (f"{FLAG} {config.parallel.parallel} chose {choice}.", left_out(result))
-    return found, tuple(filter(None, notes))
+    return tuple(filter(None, notes))
 
 
 def unfit(

@@ -1,53 +1,55 @@
 """How a pretraining job is opened, whichever command asks for it.
 
     ranks meet > with --preflight they measure hosts and links > files are checked > the tokenizer,
-    and the model without memory > what --load holds is checked > the model is captured > its plan,
-    made or stored > groups of the plan's grid > data > the model on this rank, with its optimizer >
-    the loop
+    and the model without memory > what --load holds is checked > with --parallel auto a search >
+    the model is captured > its plan, made or stored > groups of the plan's grid > data > the model
+    on this rank, with its optimizer > the loop
 
 What comes late takes the numbers of what came before: the plan's are the only ones from then on.
+With --parallel-verify all after the search is done for each plan that is tried, some steps instead
+of the loop, and then once more for the one that is fastest.
 """
 
+import dataclasses
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..cluster import Cluster
-from ..config import RunConfig
+from ..config import RunConfig, flag_name
+from ..config.run import Run
 from ..data.build import Datasets, build_datasets, check_files, check_tokenizer
 from ..data.tokenizer import Tokenizer
 from ..parallel.agree import together
 from ..parallel.launch import World
 from ..parallel.mesh import Mesh
 from ..parallel.nodes import located
-from ..parallel.ranks import Ranks, meet
+from ..parallel.ranks import Ranks
+from ..pipeline_parallel.search.progress import SEARCHING, SearchProgress
 from ..plan import Plan
-from ..preflight.stage import passed
+from ..planner.search import Choice
 from ..stages.devices import cluster_of
 from ..stages.optimizer_state import OptimizerOf
 from ..stages.trained_model import TrainedModel
 from .console import print_fitted
-from .job import Job, agree, opening, throughput
+from .job import Job, opening, throughput
+from .meeting import meeting
 from .outputs import check_outputs
 from .report import Report
 from .run_record import files_of
+from .searched import applied, notes_of, searched
 from .strategy import ALONE, Strategy
 from .trainer import Trainer
+from .verified import STEPS, Expected, fastest
+
+Settings = TypeVar("Settings", bound=RunConfig, contravariant=True)
 
 
 class Planned(Protocol):
     """A model with its plan, before any rank has a part of it."""
 
     @property
-    def config(self) -> RunConfig:
-        """The settings of the job, with what the plan was searched for."""
-
-    @property
     def plan(self) -> Plan: ...
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Lines on how the plan was found."""
 
     def build(self, mesh: Mesh, optimizer_of: OptimizerOf) -> TrainedModel:
         """Return this rank's part of the model, with its optimizer. Collective."""
@@ -56,12 +58,38 @@ class Planned(Protocol):
         """Return the loop around the trainer of that model."""
 
 
-class Planning(Protocol):
+class Planning(Protocol[Settings]):
     """Captures a model where that is needed, and makes its plan for a cluster, or reads it.
     Collective over ranks.
     """
 
-    def __call__(self, ranks: Ranks, cluster: Cluster) -> Planned: ...
+    def __call__(
+        self, config: Settings, ranks: Ranks, cluster: Cluster, again: bool = False
+    ) -> Planned:
+        """config: all settings that the plan is made of.
+        again:  whether there will be another call, which must find nothing changed.
+        """
+
+
+# Settings that may name a file, of which hosts may have copies of their own.
+_FILES = (
+    "--plan",
+    "--schedule-file",
+    "--emulate",
+    "--tensor-parallel-rules",
+    "--device-profile",
+    "--data-args-path",
+    "--per-split-data-args-path",
+)
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of all sections by their flags."""
+    return {
+        flag_name(name): value
+        for section in config.to_dict().values()
+        for name, value in section.items()
+    }
 
 
 def open_session(config: RunConfig, world: World, strategy: Strategy = ALONE) -> Ranks:
@@ -70,12 +98,16 @@ def open_session(config: RunConfig, world: World, strategy: Strategy = ALONE) ->
 
     Raises a MerakError on every rank alike.
     """
-    ranks = meet(world, timedelta(minutes=config.parallel.distributed_timeout_minutes))
-    agree(config, ranks.control)
-    if config.parallel.preflight:
-        told = passed(ranks, config.checkpoint.save or "")
-        if world.rank == 0:
-            print(told, flush=True)
+    settings = settings_of(config)
+    ranks = meeting(
+        world,
+        timedelta(minutes=config.parallel.distributed_timeout_minutes),
+        settings,
+        {name: path for name in _FILES if (path := settings.get(name))},
+        remedy="Start all ranks with the same arguments and --config file",
+        say=partial(print, flush=True),
+        preflight=(config.checkpoint.save or "") if config.parallel.preflight else None,
+    )
     with together(ranks.control, "cpu"):
         check_outputs(config, world.is_last)
         strategy.check_outputs()
@@ -85,8 +117,8 @@ def open_session(config: RunConfig, world: World, strategy: Strategy = ALONE) ->
 
 
 def run_session(
-    planning: Planning,
-    config: RunConfig,
+    planning: Planning[Run],
+    config: Run,
     as_passed: RunConfig,
     world: World,
     ranks: Ranks,
@@ -96,7 +128,7 @@ def run_session(
 ) -> None:
     """Open a job on this rank and run it.
 
-    config:    with everything that data and model decide.
+    config:    with everything that data and model decide, except for what is to be searched.
     as_passed: before that was filled in.
     ranks:     see `open_session`.
     notices:   further lines for the first rank to print at the start.
@@ -106,10 +138,12 @@ def run_session(
     """
     with together(ranks.control, "cpu"):
         cluster = located(cluster_of(world, config.parallel.device_profile), ranks.nodes)
-    planned = planning(ranks, cluster)
-    config = planned.config
+    notes: tuple[str, ...] = ()
+    if config.parallel.parallel is not None:
+        config, notes = _searched(planning, config, ranks, cluster, tokenizer)
+    planned = planning(config, ranks, cluster)
     plan = planned.plan
-    mesh = strategy.mesh(ranks.mesh(plan.grid, plan.sharding_instances, plan.expert_parallel))
+    mesh = strategy.mesh(_mesh_of(plan, ranks))
     prints = world.rank == 0 and mesh.replica == 0
     if prints:
         print_fitted(
@@ -118,7 +152,7 @@ def run_session(
                 plan,
                 world,
                 ranks.nodes,
-                notes=(*notices, *planned.notices),
+                notes=(*notices, *notes),
                 of_plan=strategy.note(),
             )
         )
@@ -130,6 +164,61 @@ def run_session(
     job = planned.job(Trainer(config, model), datasets)
     job.settings = as_passed
     strategy.run(job, partial(_report, job, world))
+
+
+def _mesh_of(plan: Plan, ranks: Ranks) -> Mesh:
+    return ranks.mesh(
+        plan.grid,
+        plan.sharding_instances,
+        plan.expert_group,
+        plan.expert_shards,
+        cp_inner=plan.cp_inner,
+    )
+
+
+def _searched(
+    planning: Planning[Run], config: Run, ranks: Ranks, cluster: Cluster, tokenizer: Tokenizer
+) -> tuple[Run, tuple[str, ...]]:
+    """Return the settings with those that --parallel auto finds, and notes on them.
+
+    With --parallel-verify they are those of the plan that is fastest here. Raises a MerakError on
+    every rank where no plan fits, or none runs.
+    """
+    size = ranks.world.size
+    wanted = config.parallel.parallel_verify
+    with (
+        SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress,
+        together(ranks.control, "cpu"),
+    ):
+        result = searched(config, size, cluster, progress, wanted=wanted or 1)
+        best = result.best
+        assert best is not None, "else it is an error"
+        found = applied(config, best.choice)
+        found.validate(size)
+    if wanted is None:
+        return found, notes_of(config, best.choice, result)
+
+    def trial(choice: Choice, inside: Ranks) -> list[float]:
+        tried = _unreported(applied(config, choice))
+        tried.validate(size)
+        planned = planning(tried, inside, cluster, again=True)
+        mesh = _mesh_of(planned.plan, inside)
+        with together(mesh.control, "cpu"):
+            datasets = build_datasets(tried, tokenizer, mesh.replicas)
+        model = planned.build(mesh, ALONE.optimizer_of(tried))
+        return planned.job(Trainer(tried, model), datasets).timed_steps(STEPS)
+
+    candidates = [Expected(each.choice, each.seconds) for each in result.first(wanted)]
+    say = partial(print, flush=True) if ranks.rank == 0 else lambda line: None
+    choice = fastest(candidates, wanted, ranks, trial, say).choice
+    return applied(config, choice), notes_of(config, choice, result)
+
+
+def _unreported(config: Run) -> Run:
+    """Return the settings without what a run writes, and resumes from."""
+    checkpoint = type(config.checkpoint)()
+    logging = type(config.logging)()
+    return dataclasses.replace(config, checkpoint=checkpoint, logging=logging)
 
 
 def _report(job: Job, world: World) -> Report | None:

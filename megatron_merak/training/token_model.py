@@ -1,12 +1,11 @@
 """A captured causal language model that trains on samples of GPT data sets."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import HFConfig
 from ..errors import ConfigError
@@ -15,6 +14,7 @@ from ..optimizer.loss_scale import scaler_of_run
 from ..parallel.mesh import Mesh
 from ..stages.blueprint import Blueprint
 from ..stages.captured import CapturedModel
+from ..stages.model_config import config_of
 from ..stages.optimizer_state import OptimizerOf, adamw_of
 from ..stages.parameter_groups import groups_of_run, outer_names
 from .hf_batches import TokenBatches, documents_alone, token_count
@@ -46,6 +46,7 @@ class TokenModel(CapturedModel):
             seed=config.train.seed,
             group_of=groups_of_run(config.optimizer, outer_names(traced.model)),
             replica_check_interval=config.train.check_weight_hash_across_dp_replicas_interval,
+            graph_warm_up=config.parallel.graph_warm_up,
             scaler=scaler_of_run(config.train),
             optimizer_of=optimizer_of,
         )
@@ -105,10 +106,4 @@ class TokenModel(CapturedModel):
             )
 
     def settings(self) -> dict[str, Any] | None:
-        return settings_of(self.model)
-
-
-def settings_of(model: nn.Module) -> dict[str, Any] | None:
-    """Return the configuration of a model of transformers, JSON-safe; None for other models."""
-    config: Any = getattr(model, "config", None)
-    return None if config is None else json.loads(config.to_json_string(use_diff=False))
+        return config_of(self.model)

@@ -32,7 +32,7 @@ from .loss import MICRO_BATCHES, REPORTS, LossOfTrl, base_model
 from .scores import take_head
 
 _REFUSED = {  # fields of TRL's configs -> (why, what to do)
-    "activation_offloading": ("activations stay on the device", "Set gradient_checkpointing"),
+    "activation_offloading": ("a plan decides it", "Set cpu_offloading_num_layers"),
     "precompute_ref_log_probs": (
         "the model runs under its plan only",
         "Leave it False: the reference runs beside it",
@@ -110,7 +110,7 @@ def _refuse(args: Any) -> None:
 
 
 def _config(kind: type) -> type:
-    class Parallel(kind, MerakArguments):
+    class ParallelArguments(kind, MerakArguments):
         __doc__ = kind.__doc__
 
         def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ def _config(kind: type) -> type:
             values = {each.name: getattr(self, each.name) for each in fields(self)}
             return _unpickled, (kind, values | {"_settled": self._settled})
 
-    return _named(dataclass(Parallel), kind)
+    return _named(dataclass(ParallelArguments), kind)
 
 
 def _unpickled(kind: type, values: dict[str, Any]) -> TrainingArguments:

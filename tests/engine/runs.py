@@ -142,7 +142,7 @@ def compare(
 ) -> list[str]:
     """Train an engine and the reference, and hold everything that the engine says against it.
     Returns what ranks that differ are told."""
-    divides = changes.get("expert_model_parallel_size", 1) > 1
+    divides = bool({"expert_model_parallel_size", "expert_tensor_parallel_size"} & changes.keys())
     model: PreTrainedModel = tiny_mixture() if divides else tiny_llama()
     degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     reference = Reference(model)

@@ -161,6 +161,27 @@ def test_frozen_embeddings_are_saved_as_peft_saves_them(more, tmp_path):
     )
 
 
+def test_adapters_of_a_bf16_model_train_as_under_autocast(tmp_path):
+    """They are fp32, by peft; their products are not."""
+    found = []
+    for kind, arguments in ((Trainer, TrainingArguments), (MerakTrainer, MerakArguments)):
+        model = adapted(tiny_llama(0).to(torch.bfloat16))
+        directory = tmp_path / kind.__name__
+        found.append(train(kind, arguments, directory, model, bf16=True))
+    (_, wanted), (trainer, losses) = found
+    assert losses == pytest.approx(wanted, abs=3e-3)
+    theirs, ours = (
+        load_file(tmp_path / kind.__name__ / "saved" / FILES[2]) for kind in (Trainer, MerakTrainer)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype == torch.float32
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=0.01)
+    assert trainer.engine.buffer.dtype == torch.bfloat16
+    frozen = trainer.engine.parameter_shards.stored
+    assert all(x.exact is x.storage for name, x in frozen.items() if "lora_" not in name)
+
+
 def test_the_base_is_read_from_its_directory(tmp_path):
     tiny_llama(3).save_pretrained(tmp_path / "base")
     model = adapted(from_pretrained(tmp_path / "base"))

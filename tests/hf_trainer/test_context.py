@@ -36,13 +36,13 @@ RUN = {
 }
 
 
-def tied_gpt2():
+def tied_gpt2(heads=2):
     torch.manual_seed(2)
     config = GPT2Config(
         vocab_size=64,
-        n_embd=16,
+        n_embd=8 * heads,
         n_layer=2,
-        n_head=2,
+        n_head=heads,
         n_positions=64,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -131,6 +131,48 @@ def test_two_ranks_train_as_one_process_does(tmp_path):
     assert all(torch.equal(ours[name], value) for name, value in weights(tmp_path / "two").items())
 
 
+def with_each_kind(rank, world_size, directory):
+    """Two ranks that gather, others that pass keys and values on, and these from there."""
+    divided = {"context_parallel_size": 2}
+    found = {
+        kind: train(f"{directory}/{kind}", tied_gpt2(3), cp_comm_type=kind, **divided)
+        for kind in ("all_gather", "p2p")
+    }
+    found["again"] = train(
+        f"{directory}/again",
+        tied_gpt2(3),
+        resume=f"{directory}/all_gather/checkpoint-2",
+        cp_comm_type="p2p",
+        **divided,
+    )
+    return found
+
+
+@pytest.mark.long
+def test_two_ranks_of_each_kind_train_as_one_process_does(tmp_path):
+    """Three heads, and samples of many lengths, of which not all can be cut from both ends."""
+    alone = train(tmp_path / "one", tied_gpt2(3))
+    for ways in run_ranks(with_each_kind, 2, str(tmp_path), timeout=300):
+        for found in ways.values():
+            same(found, alone)
+    for kind in ("all_gather", "p2p", "again"):
+        same_weights(tmp_path / kind, tmp_path / "one")
+
+
+def with_levels(rank, world_size, directory):
+    levels = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+    return train(directory, context_parallel_size=4, **levels)
+
+
+@pytest.mark.slow
+def test_four_ranks_of_two_levels_train_as_one_process_does(tmp_path):
+    """Of neighbours that exchange heads there are two groups, which pass keys and values on."""
+    alone = train(tmp_path / "one")
+    for found in run_ranks(with_levels, 4, str(tmp_path / "four"), timeout=300):
+        same(found, alone)
+    same_weights(tmp_path / "four", tmp_path / "one")
+
+
 def odd(rank, world_size, directory):
     """Lengths as they are; the first batch, of the longest ones, has to be shared."""
     return train(directory, context_parallel_size=2, length_buckets=None)
@@ -164,6 +206,15 @@ BESIDE = {
         None,
         {"pipeline_model_parallel_size": 2, "activation_checkpointing": True},
     ),
+    "ring": (
+        tied_gpt2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "activation_checkpointing": True,
+            "cp_comm_type": "p2p",
+        },
+    ),
+    "ring in bf16": (None, REPLICAS | {"bf16": True, "cp_comm_type": "p2p"}),
 }
 
 
@@ -172,6 +223,7 @@ BESIDE = {
     [
         pytest.param(("stages", "weights", "bf16"), marks=pytest.mark.long),
         pytest.param(("optimizer", "adapters", "checkpointing"), marks=pytest.mark.slow),
+        pytest.param(("ring", "ring in bf16"), marks=pytest.mark.slow),
     ],
     ids="-".join,
 )
@@ -180,10 +232,11 @@ def test_other_dimensions_beside_it_train_alike(tmp_path, ways):
     for way in ways:
         model, changes = BESIDE[way]
         one = tmp_path / f"{way}-alone"
-        alone = train(one, model and model(), bf16=changes.get("bf16", False))
+        rounded = changes.get("bf16", False)
+        alone = train(one, model and model(), bf16=rounded)
         for found in ranks:
-            same(found[way], alone, 2e-2 if way == "bf16" else 1e-5)
-        if way != "bf16":
+            same(found[way], alone, 2e-2 if rounded else 1e-5)
+        if not rounded:
             same_weights(tmp_path / way, one)
 
 

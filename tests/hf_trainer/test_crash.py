@@ -57,10 +57,10 @@ def _save(loop: TrainingLoop, step: int, value: float) -> None:
     loop.state.log_history = [{"value": value}]
     loop.engine.buffer.data.fill_(value)
     loop.engine.optimizer.exp_avg.fill_(value)
-    if loop.behind is None:
+    if loop.saves.behind is None:
         loop._save()
     else:
-        loop._save_behind(loop.behind)
+        loop.saves.begin(loop.saves.behind, 0.0)
         loop._finish_saves()
 
 

@@ -229,9 +229,20 @@ def test_the_documented_configuration_and_everything_without_effect_is_taken():
         (
             zero(offload_optimizer={"device": "cpu"}),
             {},
-            "offload_optimizer cpu: nothing is kept in the host's memory",
+            "offload_optimizer cpu: .* are in host memory together. "
+            "Set stage 3, offload_optimizer and offload_param, or neither",
         ),
         (zero(offload_param={"device": "nvme", "nvme_path": "x"}), {}, "offload_param nvme"),
+        (
+            zero(offload_optimizer={"device": "cpu"}, offload_param={"device": "nvme"}),
+            {},
+            "offload_param nvme: what is offloaded is in memory of the host. Use cpu",
+        ),
+        (
+            zero(offload_optimizer={"device": "cpu", "ratio": 0.5}, offload_param="cpu"),
+            {},
+            "offload_optimizer.ratio 0.5: everything is offloaded",
+        ),
         (zero(cpu_offload=True), {}, "zero_optimization.cpu_offload True"),
         (
             zero(zero_quantized_gradients=True),

@@ -1,5 +1,7 @@
 """MerakTrainer whose ranks divide the experts of a mixture, beside transformers' Trainer."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -35,6 +37,10 @@ REPLICAS = {
     "expert_model_parallel_size": 2,
     "per_device_train_batch_size": 2,
 }
+
+
+# each expert over two ranks, and these in two pairs
+SHARDS = {**REPLICAS, "per_device_train_batch_size": 1, "expert_tensor_parallel_size": 2}
 
 
 def mixture(balanced):
@@ -113,6 +119,21 @@ def test_losses_and_weights_are_those_of_transformers(tmp_path):
             "data_parallel_sharding_strategy": "optim",
             "optim": "adafactor",
         },
+        {**SHARDS, "data_parallel_sharding_strategy": "optim_grads_params"},
+        {
+            **SHARDS,
+            "pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 1,
+            "per_device_train_batch_size": 2,
+        },
+        {**SHARDS, "context_parallel_size": 2, "per_device_train_batch_size": 2},
+        {
+            "per_device_train_batch_size": 2,
+            "expert_tensor_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim",
+            "optim": "adafactor",
+        },
+        {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
     ],
     ids=[
         "pipeline",
@@ -124,6 +145,11 @@ def test_losses_and_weights_are_those_of_transformers(tmp_path):
         "replicas and contexts",
         "replicas and tensor parallel",
         "replicas with Adafactor",
+        "shards of experts of replicas that shard",
+        "shards of experts of stages",
+        "shards of experts of contexts",
+        "shards of experts with Adafactor",
+        "shards of experts inside a layer",
     ],
 )
 def test_other_layouts(tmp_path, changes):
@@ -136,6 +162,32 @@ def test_other_layouts(tmp_path, changes):
     wanted = trained(Trainer, TrainingArguments(str(tmp_path), **{**RUN, **batch}), tmp_path)
     for found in run_ranks(_rank, 4, tmp_path / "four", changes):
         check(found, wanted)
+
+
+RESUMED = {**RUN, "save_strategy": "steps", "save_steps": 2}
+
+
+def resumed(rank, world_size, directory, changes):
+    """The last losses of a run that goes on from the second step of another."""
+    args = MerakArguments(str(directory), **{**RESUMED, **EXPERTS, **changes})
+    trainer = MerakTrainer(mixture(False), args, collate, samples(40, ragged=False))
+    start = directory / "checkpoint-2"
+    trainer.train(resume_from_checkpoint=str(start) if start.exists() else None)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.long
+def test_checkpoints_of_shards_of_experts_go_on_in_any_layout(tmp_path):
+    """Weights and the states of sharded optimizers, of rectangles and of slices of experts."""
+    first = {**SHARDS, "data_parallel_sharding_strategy": "optim"}
+    wanted, *_ = run_ranks(resumed, 4, tmp_path, first)
+    assert len(wanted) == 4
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    for changes in ({"per_device_train_batch_size": 2}, {**first, "expert_model_parallel_size": 1}):
+        again = tmp_path / str(len(changes))
+        shutil.copytree(tmp_path / "checkpoint-2", again / "checkpoint-2")
+        for losses in run_ranks(resumed, 4, again, changes):
+            assert losses == pytest.approx(wanted, rel=2e-6)
 
 
 def padded(items):
@@ -184,6 +236,50 @@ def test_replicas_with_batches_of_other_lengths_and_numbers(tmp_path):
         torch.testing.assert_close(predictions, wanted[1], rtol=0, atol=2e-4)
 
 
+def adapted(kind, args, directory):
+    """Train LoRA of a mixture's experts; losses, and the adapter that is saved."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    model = mixture(False)
+    set_seed(2)
+    trainer = kind(peft.get_peft_model(model, config), args, collate, samples(40, ragged=False))
+    trainer.train()
+    trainer.save_model(str(directory / "model"))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, load_file(directory / "model" / "adapter_model.safetensors")
+
+
+ADAPTED = {**RUN, "learning_rate": 1e-2}
+
+
+def _adapted(rank, world_size, directory):
+    found = []
+    for name, changes in (("replicas", REPLICAS), ("ranks of a layer", {})):
+        args = MerakArguments(str(directory), **{**ADAPTED, **EXPERTS, **changes})
+        found.append(adapted(MerakTrainer, args, directory / name))
+    return found
+
+
+def test_adapters_of_experts_are_divided_as_these_are(tmp_path):
+    theirs = TrainingArguments(str(tmp_path), **ADAPTED)
+    _, weights = wanted = adapted(Trainer, theirs, tmp_path / "theirs")
+    # B begins with zeros
+    assert all(each.abs().max() > 1e-2 for name, each in weights.items() if "lora_B" in name)
+    assert {tuple(each.shape) for name, each in weights.items() if "experts" in name} == {
+        (12, 32),
+        (64, 12),
+        (32, 12),
+    }
+    for found in run_ranks(_adapted, 2, tmp_path):
+        for each in found:
+            check(each, wanted)
+
+
 REFUSED = [
     (
         {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
@@ -193,7 +289,19 @@ REFUSED = [
     (
         {**EXPERTS, "expert_tensor_parallel_size": 2},
         ConfigError,
-        "--expert-tensor-parallel-size 2: with --expert-model-parallel-size 2",
+        "--expert-model-parallel-size 2: experts, over 2 ranks each, are divided over the 2 tensor-"
+        "parallel ranks of their layer. Use 1.",
+    ),
+    (
+        {"expert_tensor_parallel_size": 3},
+        ConfigError,
+        "--expert-tensor-parallel-size 3: each expert is divided over some of the 2 ranks that have "
+        "the same layer. Use 2.",
+    ),
+    (
+        {"expert_tensor_parallel_size": 2},
+        PlanError,
+        "--expert-tensor-parallel-size 2: on ranks 0, 1, the model has no grouped product of experts",
     ),
     ({**EXPERTS, "sequence_parallel": False}, ConfigError, "--sequence-parallel False: is needed"),
     (

@@ -65,9 +65,28 @@ def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
     path.write_text(json.dumps({"activation_checkpointing": True, "reshard_after_forward": False}))
     filed = arguments(fsdp=True, fsdp_config=str(path))
     assert filed.sharding == GRADS and filed.recompute_granularity == "full"
-    filed.fsdp_config = {"cpu_offload": True}
-    with pytest.raises(ConfigError, match="cpu_offload"):
+    filed.fsdp_config = {"xla": True}
+    with pytest.raises(ConfigError, match="xla"):
         wishes(filed)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config"),
+    [
+        ("full_shard offload", None),
+        ([FSDPOption.FULL_SHARD, FSDPOption.OFFLOAD, "auto_wrap"], None),
+        (True, {"cpu_offload": True}),
+        ("full_shard", {"fsdp_offload_params": "true"}),
+    ],
+)
+def test_offload_is_of_all_model_states(fsdp, config):
+    args = arguments(fsdp=fsdp, fsdp_config=config)
+    parallel = wishes(args)["request"].parallel
+    assert parallel.offload_model_states and args.sharding == parallel.sharding == PARAMS
+    other = dataclasses.replace(args, fsdp="full_shard", fsdp_config=None)
+    assert not wishes(other)["request"].parallel.offload_model_states
+    by_name = arguments(offload_model_states=True)
+    assert by_name.offloads_model_states and by_name.sharding == PARAMS
 
 
 @pytest.mark.parametrize(
@@ -77,12 +96,27 @@ def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
             {"fsdp": "hybrid_shard full_shard"},
             "fsdp 'hybrid_shard full_shard': it names 2 strategies",
         ),
-        ({"fsdp": "hybrid_shard offload"}, "fsdp: offload "),
+        (
+            {"fsdp": "hybrid_shard offload"},
+            "fsdp: offload .*: with hybrid_shard devices keep weights, .* Use full_shard",
+        ),
         (
             {"fsdp": "hybrid_shard", "fsdp_config": {"reshard_after_forward": False}},
             "reshard_after_forward False: fsdp is hybrid_shard",
         ),
-        ({"fsdp": "full_shard offload"}, "fsdp: offload .*: nothing is kept in the host's memory"),
+        (
+            {"fsdp": "offload"},
+            "fsdp 'offload': it names no strategy",
+        ),
+        (
+            {"offload_model_states": True, "fsdp": "shard_grad_op"},
+            "offload_model_states True: it is for optim_grads_params, and other arguments request",
+        ),
+        (
+            {"offload_model_states": True, "use_distributed_optimizer": True},
+            "use_distributed_optimizer True: ",
+        ),
+        ({"fsdp_config": {"cpu_offload": True}}, "cpu_offload True: fsdp is not set"),
         ({"fsdp": "auto_wrap"}, "fsdp 'auto_wrap': it names no strategy. Use one of full_shard"),
         ({"fsdp": "full_shard no_shard"}, "fsdp 'full_shard no_shard': it names 2 strategies"),
         ({"fsdp": "sharded"}, "fsdp 'sharded': there is no option sharded"),
@@ -90,7 +124,10 @@ def test_strategies_and_their_older_name_are_arguments_too(tmp_path):
             {"fsdp_config": {"reshard_after_forward": True}},
             "reshard_after_forward True: fsdp is not set",
         ),
-        ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "fsdp_config: cpu_offload True"),
+        (
+            {"fsdp": "shard_grad_op", "fsdp_config": {"cpu_offload": True}},
+            "fsdp_config: cpu_offload .*: with shard_grad_op",
+        ),
         (
             {"fsdp": True, "fsdp_config": {"fsdp_mixed_precision_policy": "bf16"}},
             "fsdp_mixed_precision_policy 'bf16'",

@@ -33,6 +33,7 @@ class Asked:
     rank_order: str | None = None
     deepspeed: dict | None = None
     parallelism_config: object = None
+    offload_model_states: bool = False
 
     sharding = MerakArguments.sharding
 

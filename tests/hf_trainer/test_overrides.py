@@ -198,19 +198,15 @@ def test_samplers_that_cannot_be_divided_are_refused(tmp_path, sampler, told):
 @pytest.mark.parametrize(
     "method",
     [
-        *(
-            "create_optimizer_and_scheduler",
-            "get_train_dataloader",
-            "get_batch_samples",
-            "_prepare_inputs",
-        ),
-        *(
-            "training_step",
-            "_save",
-            "_set_signature_columns_if_needed",
-            "evaluation_loop",
-            "floating_point_ops",
-        ),
+        "create_optimizer_and_scheduler",
+        "get_train_dataloader",
+        "get_batch_samples",
+        "_prepare_inputs",
+        "training_step",
+        "_save",
+        "_set_signature_columns_if_needed",
+        "evaluation_loop",
+        "floating_point_ops",
     ],
 )
 def test_an_override_that_would_never_be_called_is_refused(tmp_path, method):

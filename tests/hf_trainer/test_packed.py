@@ -154,7 +154,9 @@ def see(kind, arguments, directory, model, collator, **changes):
     trainer.gather_model()
     here = trainer.is_world_process_zero()
     captures = next(iter(trainer.engine.programs.values())).all()
+    recordings = trainer.engine.executor(RUN["gradient_accumulation_steps"]).recordings
     return found | {
+        "replayed": recordings and recordings.replayed,
         "weights": trainer.model.state_dict() if here else None,
         "captures": len(captures),
     }
@@ -233,6 +235,20 @@ def test_lengths_and_numbers_of_documents_cost_no_captures(tmp_path):
     assert told["logs"] == plain["logs"] and told["eval"] == plain["eval"]
     assert all(
         torch.equal(told["weights"][name], value) for name, value in plain["weights"].items()
+    )
+
+
+def test_documents_that_end_elsewhere_than_recorded_ones_are_not_replayed(tmp_path):
+    """The second of four steps is recorded, and the sixth, of the second epoch, has its documents."""
+    changes = {"length_buckets": "48,64", "max_steps": 6}
+    recorded = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
+    case = [("llama", "flattened")]
+    (plain,) = of_merak(0, 1, str(tmp_path), case, changes)
+    (found,) = of_merak(0, 1, str(tmp_path), case, changes | recorded)
+    assert plain["replayed"] is None and found["replayed"] == 4
+    assert found["logs"] == plain["logs"] and found["eval"] == plain["eval"]
+    assert all(
+        torch.equal(found["weights"][name], value) for name, value in plain["weights"].items()
     )
 
 

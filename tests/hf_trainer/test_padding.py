@@ -24,11 +24,22 @@ SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
 def test_automatic_lengths():
     padding = Padding()
     assert [padding.length(n) for n in (1, 8, 9, 12, 13, 17, 25, 33, 49, 96, 97, 1000)] == [
-        *(8, 8, 16, 16, 16, 24, 32, 40, 56, 96, 104, 1024)
+        8,
+        8,
+        16,
+        16,
+        16,
+        24,
+        32,
+        40,
+        56,
+        96,
+        104,
+        1024,
     ]
     assert [
         Padding(decoder=True).length(n) for n in (1, 8, 9, 12, 13, 17, 25, 33, 49, 96, 97, 1000)
-    ] == [*(8, 8, 12, 12, 16, 24, 32, 48, 64, 96, 128, 1024)]
+    ] == [8, 8, 12, 12, 16, 24, 32, 48, 64, 96, 128, 1024]
     assert all(
         padding.length(n) >= n and padding.length(padding.length(n)) == padding.length(n)
         for n in range(1, 999)

@@ -3,6 +3,9 @@
 import contextlib
 import io
 import random
+import re
+import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,8 +14,11 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from megatron_merak.engine import Engine
 from megatron_merak.errors import ConfigError, PlanError
+from megatron_merak.hf_trainer import timed
+from megatron_merak.hf_trainer import trainer as trainers
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
+from megatron_merak.runtime.executor import Executor
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
@@ -94,6 +100,56 @@ def test_what_is_found_is_trained_as_if_it_had_been_asked_for(pins, tmp_path):
     assert not pins or getattr(grid, pins[1:3]) == 2
 
 
+def _verified_and_asked_for(rank, world, pins, fails):
+    run = Executor.run
+    calls = []
+
+    def failing(self, *args, **kwargs):
+        calls.append(0)
+        if fails and rank and len(calls) == 3:
+            raise MemoryError("no memory is left")
+        return run(self, *args, **kwargs)
+
+    inner = timed.time_steps
+    engines = []  # that were tried
+
+    def drawing(*args):
+        engines.append(weakref.ref(args[0]))
+        torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+        return inner(*args)
+
+    told = io.StringIO()
+    asks = {"parallel": f"auto{pins}", "parallel_verify": 2, "disable_tqdm": False}
+    tried = _draws(_dropping(), **asks)
+    state = torch.get_rng_state()
+    with (
+        mock.patch.object(Executor, "run", failing),
+        mock.patch.object(trainers, "time_steps", drawing),
+        contextlib.redirect_stderr(told),
+    ):
+        tried._choose()
+    assert tried.args.parallel_verify is None and torch.equal(torch.get_rng_state(), state)
+    assert tried.mesh.control is tried._ranks.control
+    assert len(engines) == 2 and not any(engine() for engine in engines), "they keep memory"
+    found = _losses(tried)
+    asked = {name: getattr(tried.args, name) for name in CHOSEN}
+    given = _draws(_dropping(), **asked)
+    assert torch.equal(torch.get_rng_state(), state)
+    same = found == _losses(given)
+    weights = zip(tried.engine.buffer.data.tolist(), given.engine.buffer.data.tolist(), strict=True)
+    return same and all(one == other for one, other in weights), len(found), told.getvalue()
+
+
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_what_was_tried_is_trained_as_if_it_had_been_asked_for(fails):
+    (same, steps, told), second = run_ranks(_verified_and_asked_for, 2, ",tp=2", fails, timeout=300)
+    assert same and steps == 2 and second == (True, 2, "")
+    lines = re.findall(r"^  (tp=\S+): (.+)$", told, re.MULTILINE)
+    assert "parallel_verify 2: 2 plans run 5 steps each" in told and len(lines) == 2
+    failed = [line for _, line in lines if "a step, predicted" not in line]
+    assert failed == ["passed over: on rank 1, MemoryError: no memory is left"] * fails
+
+
 def _averaged():
     torch.manual_seed(3)
     config = BertConfig(
@@ -136,6 +192,8 @@ REFUSED = [
     ({"parallel": "auto", "tensor_model_parallel_size": 2}, "pin it: parallel='auto,tp=VALUE'"),
     ({"parallel": "auto", "gradient_checkpointing": True}, "'auto,recompute=VALUE'"),
     ({"parallel": "auto", "fsdp": "full_shard"}, "'auto,sharding=VALUE'"),
+    ({"parallel_verify": 2}, "it has no effect without parallel"),
+    ({"parallel": "auto", "parallel_verify": 1}, "parallel_verify 1: it compares plans"),
     ({"parallel": "auto", "num_distributed_optimizer_instances": 2}, "no search tries it"),
 ]
 

@@ -234,14 +234,10 @@ def test_what_a_run_may_change_is_said_once(saved, caplog, tmp_path):
         record.getMessage() for record in caplog.records if record.name.endswith("resumption")
     )
     for name in (
-        *(
-            "learning_rate: 0.005 (from args) != 0.01 (of the checkpoint, used)",
-            "lr_scheduler_type: linear",
-        ),
-        *(
-            "adam_beta2: 0.9 (from args, used) != 0.999 (of the checkpoint)",
-            "config.attention_dropout: 0.1 != 0.0",
-        ),
+        "learning_rate: 0.005 (from args) != 0.01 (of the checkpoint, used)",
+        "lr_scheduler_type: linear",
+        "adam_beta2: 0.9 (from args, used) != 0.999 (of the checkpoint)",
+        "config.attention_dropout: 0.1 != 0.0",
     ):
         assert name in told
     caplog.clear()

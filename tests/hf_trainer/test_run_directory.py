@@ -116,8 +116,13 @@ def test_a_users_file_survives_saving_again_and_retention(tmp_path):
 
 
 FILES = (
-    *("model.safetensors", "config.json", "trainer_state.json", "training_args.json"),
-    *("training_state/model.safetensors", "training_state/extra.json", "manifest.json"),
+    "model.safetensors",
+    "config.json",
+    "trainer_state.json",
+    "training_args.json",
+    "training_state/model.safetensors",
+    "training_state/extra.json",
+    "manifest.json",
 )
 
 

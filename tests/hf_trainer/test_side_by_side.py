@@ -16,9 +16,15 @@ from tests.ranks import run_ranks
 LAYOUTS = {"one": (1, 1, 1), "pp2": (1, 2, 1), "tp2": (2, 1, 1), "dp2": (1, 1, 2)}
 CHOSEN = {("causal", "pp2"), ("loss function", "tp2")}
 LONG = {
-    *(("causal", "one"), ("causal", "tp2"), ("t5", "pp2"), ("mixtral", "tp2"), ("stream", "pp2")),
+    ("causal", "one"),
+    ("causal", "tp2"),
+    ("t5", "pp2"),
+    ("mixtral", "tp2"),
+    ("stream", "pp2"),
     *((name, "one") for name in ("tied", "packed", "frozen", "logged", "resumed")),
-    *(("label smoothing", "one"), ("hidden states", "pp2"), ("distilled", "pp2")),
+    ("label smoothing", "one"),
+    ("hidden states", "pp2"),
+    ("distilled", "pp2"),
 }
 # losses that are means of a micro-batch
 MEANS = ("class weights", "hidden states", "two forwards", "distilled")

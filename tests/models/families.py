@@ -70,12 +70,19 @@ STABLELM = replace(
 LLAMA_BIASED = replace(LLAMA, disable_bias_linear=False)
 MIXTRAL = replace(LLAMA, num_experts=4, moe_ffn_hidden_size=24)
 QWEN3_MOE = replace(QWEN3, num_experts=8, moe_ffn_hidden_size=16, moe_router_topk=3)
+QWEN2_MOE = replace(
+    MIXTRAL,
+    add_qkv_bias=True,
+    moe_shared_expert_intermediate_size=40,
+    moe_shared_expert_gate=True,
+)
 CONVERTIBLE = FAMILIES | {
     "starcoder2": GPT_ROPE,
     "stablelm": STABLELM,
     "llama-biased": LLAMA_BIASED,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "qwen2_moe": QWEN2_MOE,
 }
 
 

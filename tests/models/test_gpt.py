@@ -69,7 +69,7 @@ TWO = Layout(2)
 PARTS = Layout(2, parts=True)
 LAYOUTS = (ONE, TWO, PARTS)
 # Biases and experts stand between their activations and the products behind these.
-WHOLE_LAYERS = ("llama-biased", "mixtral", "qwen3_moe")
+WHOLE_LAYERS = ("llama-biased", "mixtral", "qwen3_moe", "qwen2_moe")
 CASES = [(name, ONE) for name in CONVERTIBLE]
 CASES += [(name, layout) for name in FAMILIES for layout in (TWO, PARTS)]
 

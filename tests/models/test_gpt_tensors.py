@@ -8,7 +8,6 @@ from math import prod
 import pytest
 
 from megatron_merak.plan import TensorSharding, held_parameters
-from megatron_merak.stages.parameter_shards import stored_shape
 from tests.models.families import CONVERTIBLE, GPT2, blueprint_of, huggingface, named
 
 COLUMN = ("c_attn", "c_fc", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -59,7 +58,7 @@ def test_every_tensor_is_sharded_as_megatron_lm_shards_it(name, tp):
 @pytest.mark.parametrize(("name", "tp"), CASES)
 def test_a_rank_stores_what_its_plan_says(name, tp):
     plan = blueprint_of(CONVERTIBLE[name], tp).plan
-    stored = sum(prod(stored_shape(tensor, tp)) for tensor in plan.shardings)
+    stored = sum(prod(tensor.stored_shape(tp)) for tensor in plan.shardings)
     assert stored == held_parameters(plan.units)
 
 
@@ -83,5 +82,5 @@ def test_tables_of_any_size_are_sharded_as_plans_count_them(tp):
     (table,) = [tensor for tensor in padded.shardings if tensor.name.endswith("wte.weight")]
     assert table == TensorSharding(table.name, (63, 32), 0, padded=64 * tp)
     for made in (plan, padded):
-        stored = sum(prod(stored_shape(tensor, tp)) for tensor in made.shardings)
+        stored = sum(prod(tensor.stored_shape(tp)) for tensor in made.shardings)
         assert held_parameters(made.units) == stored

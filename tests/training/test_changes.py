@@ -84,12 +84,11 @@ def test_another_schedule_or_batch_is_told_and_the_flags_count(tmp_path):
         "--lr 1e-3 --override-opt-param-scheduler",
     )
     for told in (
-        *(
-            "--lr 0.001 (it was 0.01)",
-            "--adam-beta2 0.99 (it was 0.95)",
-            "--weight-decay 0.2 (it was 0.1)",
-        ),
-        *("--global-batch-size 8 (it was 4)", "--hidden-dropout 0.1 (it was 0.0)"),
+        "--lr 0.001 (it was 0.01)",
+        "--adam-beta2 0.99 (it was 0.95)",
+        "--weight-decay 0.2 (it was 0.1)",
+        "--global-batch-size 8 (it was 4)",
+        "--hidden-dropout 0.1 (it was 0.0)",
         "--train-iters 2 (it was 1)",
     ):
         assert told in changed(kept)
@@ -115,17 +114,16 @@ def test_other_training_data_is_refused_wherever_its_file_is_called_the_same(tmp
     )
     first = flags.format(source)
     told = resumed(
-        *(tmp_path / "c", f"{first} --split 1"),
-        *(f"{flags.format(moved)} --split 1", f"{flags.format(other)} --split 1"),
-        *(
-            f"{flags.format(other)} --split 1 --override-dataset",
-            f"{flags.format(other)} --split 1 --finetune",
-        ),
-        *(f"{first} --split 1,1", f"{first} --split 1 --eod-mask-loss"),
-        *(
-            f"{first} --split 1 --train-iters 40",
-            f"{flags.format(f'1 {source} 1 {other}')} --split 1",
-        ),
+        tmp_path / "c",
+        f"{first} --split 1",
+        f"{flags.format(moved)} --split 1",
+        f"{flags.format(other)} --split 1",
+        f"{flags.format(other)} --split 1 --override-dataset",
+        f"{flags.format(other)} --split 1 --finetune",
+        f"{first} --split 1,1",
+        f"{first} --split 1 --eod-mask-loss",
+        f"{first} --split 1 --train-iters 40",
+        f"{flags.format(f'1 {source} 1 {other}')} --split 1",
     )
     assert (
         "Other" not in told[0]
@@ -154,11 +152,10 @@ def test_a_huggingface_model_is_compared_by_its_config_file(tmp_path):
         return f"--model {path}"
 
     told = resumed(
-        *(tmp_path / "c", write("one")),
-        *(
-            write("same", transformers_version="x"),
-            write("heads", num_attention_heads=2, num_key_value_heads=2, head_dim=16),
-        ),
+        tmp_path / "c",
+        write("one"),
+        write("same", transformers_version="x"),
+        write("heads", num_attention_heads=2, num_key_value_heads=2, head_dim=16),
         write("dropout", attention_dropout=0.5),
         config=HFConfig,
     )

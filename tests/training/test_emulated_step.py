@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from megatron_merak.cluster import Cluster, Device, Link
 from megatron_merak.plan import Plan, prediction
+from megatron_merak.planner.predict import ending, stage_costs
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = """--seq-length 64 --micro-batch-size 2 --global-batch-size 8 --vocab-size 300 --lr 1e-3 --mock-data
@@ -37,6 +38,13 @@ GRADS, FULL = (
 )
 HYBRID, TWO = "--num-distributed-optimizer-instances 2".split(), "--global-batch-size 16".split()
 TP2, PP2 = "--tensor-model-parallel-size 2".split(), "--pipeline-model-parallel-size 2".split()
+
+
+ON_HOST = "--offload-model-states --global-batch-size 2".split()
+
+
+def _with_host(bandwidth: float) -> Cluster:
+    return replace(BOTH, device=replace(CARD, host_bandwidth=bandwidth))
 
 
 def run(script: str, flags: list, ranks: int = 0) -> str:
@@ -91,6 +99,7 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
             "llama", BOTH, 2, [*FULL, "--recompute-granularity", "full"], marks=pytest.mark.slow
         ),
         pytest.param("gpt", BOTH, 2, GRADS, marks=pytest.mark.slow),
+        pytest.param("gpt", _with_host(1e7), 1, ON_HOST, marks=pytest.mark.slow),
         pytest.param("gpt", BOTH, 4, [*ZERO, *HYBRID], marks=pytest.mark.slow),
         pytest.param(
             "gpt",
@@ -162,3 +171,29 @@ def test_the_steps_of_an_emulated_run_take_what_its_plan_says(
     assert len(steps) == 2 and like_others == pytest.approx(
         [plan.predicted_time] * len(like_others), rel=0.01
     )
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("bandwidth", [2e7, 1.5e6])
+def test_copies_of_model_states_go_on_behind_computing(tmp_path, bandwidth):
+    """A step takes at most 5 % more than computing or copying, whichever takes longer in the forward
+    and in the backward; and what its ends take: the first weights, the last gradients, the optimizer.
+    """
+    own, saved, metrics = tmp_path / "own.json", tmp_path / "plan.json", tmp_path / "metrics.jsonl"
+    _with_host(bandwidth).to_json(own)
+    flags = [*COMMON, *GPT, *ON_HOST, "--num-layers", "12"]
+    run("tools/plan.py", ["show", *flags, "--world-size", 1, "--device", own, "--save", saved])
+    plan = Plan.from_json(saved.read_text())
+    emulated = ["--distributed-backend", "emu", "--emulate", own, "--metrics", metrics]
+    run("pretrain_gpt.py", [*flags, *emulated])
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [row["modelled_seconds"] for row in rows if row["kind"] == "train"]
+    assert steps == pytest.approx([plan.predicted_time] * 2, rel=0.01)
+    times = stage_costs(replace(plan, offload_model_states=False))
+    copied = 4 * plan.stage_parameters(0) / bandwidth  # weights, or gradients
+    behind = sum(max(seconds[0], copied) for seconds in (times.forward, times.backward))
+    for seconds in steps:
+        inside = seconds - ending(plan).total
+        assert inside <= 1.05 * behind
+        assert inside >= 0.95 * (times.forward[0] + times.backward[0])

@@ -16,7 +16,6 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import TensorSharding, held_parameters
 from megatron_merak.planner import plan as make_plan
 from megatron_merak.stages.gpt_model import GPTModel, traced_gpt
-from megatron_merak.stages.parameter_shards import stored_shape
 from megatron_merak.training.gpt_blueprint import by_formulas, gpt_blueprint
 from megatron_merak.training.plan_file import decided
 from tests.parity.rig import assemble, spoil
@@ -88,7 +87,7 @@ def test_others_are_followed_and_priced_from_the_graph(name, change, tmp_path):
     assert blueprint.plan.shardings == tuple(shardings)
     assert blueprint.sharding.tensors == {each.name: each for each in shardings}
     assert blueprint.sharding.reasons[name].endswith("as the plan says")
-    stored = sum(prod(stored_shape(tensor, 2)) for tensor in shardings)
+    stored = sum(prod(tensor.stored_shape(2)) for tensor in shardings)
     assert held_parameters(blueprint.plan.units) == stored != held_parameters(own.plan.units)
 
 

@@ -31,16 +31,45 @@ def run(rank, world, flags):
 
 def runs(world, flags):
     """What the rank that reports printed."""
-    return next(told for told in run_ranks(run, world, flags) if "lm loss" in told)
+    return next(
+        told for told in run_ranks(run, world, flags, timeout=60 + 30 * world) if "lm loss" in told
+    )
 
 
-@pytest.mark.parametrize("shape", ["", LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "shape",
+    ["", f"{LLAMA} --cp-comm-type all_gather", f"{LLAMA} --cp-comm-type p2p"],
+    ids=["gpt2", "llama gathers", "llama in a ring"],
+)
 def test_ranks_that_divide_sequences_train_as_one_process(shape, tmp_path):
     flags = f"{shape} --train-iters 3 --calculate-per-token-loss"
     alone = losses(runs(1, f"{flags} --save {tmp_path / 'alone'}"))
     divided = losses(runs(2, f"{flags} --context-parallel-size 2 --save {tmp_path / 'divided'}"))
     assert len(alone) == 3
     torch.testing.assert_close(torch.tensor(divided), torch.tensor(alone), rtol=1e-6, atol=0)
+
+
+LEVELS = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        pytest.param(4, "", marks=pytest.mark.long),
+        pytest.param(8, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(
+            8, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["alone", "stages", "weights"],
+)
+def test_two_levels_of_ranks_train_as_one_process(ranks, more, tmp_path):
+    flags = f"{LLAMA} --train-iters 3 --calculate-per-token-loss"
+    alone = losses(runs(1, f"{flags} --save {tmp_path / 'alone'}"))
+    divided = f"{flags} --context-parallel-size 4 {LEVELS} {more}"
+    found = losses(runs(ranks, f"{divided} --save {tmp_path / 'divided'}"))
+    assert len(alone) == 3
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), rtol=1e-6, atol=0)
 
 
 def test_a_run_goes_on_with_divided_sequences(tmp_path):

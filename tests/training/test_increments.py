@@ -380,6 +380,17 @@ def test_a_run_that_would_repeat_steps_otherwise_is_refused(tmp_path, lost, flag
     assert re.search(text, str(caught.value.__cause__))
 
 
+def test_steps_are_not_repeated_with_other_settings_that_an_optimizer_was_made_with(tmp_path):
+    given = "--train-iters 3 --optimizer sgd --save-interval 50 --save-increment-interval 1"
+    run_ranks(job, 1, f"{given} --save {tmp_path}/run")
+    again = f"{given} --load {tmp_path}/run --save {tmp_path}/run --ckpt-step 2"
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(job, 1, f"{again} --sgd-momentum 0.5")
+    assert "--sgd-momentum 0.5: the steps behind iteration 0 were made with 0.9" in str(
+        caught.value
+    )
+
+
 def test_they_go_with_old_checkpoints_and_beside_saves_that_are_not_waited_for(tmp_path):
     run = tmp_path / "run"
     flags = "--train-iters 8 --save-increment-interval 2 --save-interval 3 --async-save"

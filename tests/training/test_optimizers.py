@@ -2,6 +2,7 @@
 resumed under another.
 """
 
+import dataclasses
 import json
 
 import pytest
@@ -9,13 +10,13 @@ import torch
 from torch import nn
 
 from megatron_merak import arguments
-from megatron_merak.config import Config
+from megatron_merak.config import Config, OptimizerConfig
 from megatron_merak.errors import CheckpointError, ConfigError
 from megatron_merak.optimizer.lion import Lion
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid, held_parameters
 from megatron_merak.planner.make import plan as make_plan
-from megatron_merak.stages.optimizer_state import optimizer_of_run
+from megatron_merak.stages.optimizer_state import optimizer_of_run, recipe_of_run
 from tests.engines import gpt_trainer
 from tests.ranks import run_ranks
 from tests.training.jobs import RUN, SHAPE, job
@@ -43,12 +44,26 @@ def config_of(flags):
     return arguments.read(arguments.build_parser(config=Config), argv, Config)[0]
 
 
+def test_every_choice_is_an_optimizer_whose_state_plans_count():
+    (row,) = (row for row in dataclasses.fields(OptimizerConfig) if row.name == "optimizer")
+    assert {*row.metadata["choices"]} == {"adam", *FLAGS}, "a row of FLAGS and of TORCH"
+    for name, flags in FLAGS.items():
+        config = config_of(flags).optimizer
+        assert config.own and all(each.startswith(name) for each in config.own)
+        made = recipe_of_run(config)
+        theirs = TORCH[name]([nn.Parameter(torch.ones(2))])
+        assert made.name == type(theirs).__name__
+        kept = made.state_of("0 2", (1000, 1000))  # but for counters of steps
+        assert kept == pytest.approx(config.state_bytes, abs=1e-3)
+
+
 @pytest.mark.parametrize("name", FLAGS)
 def test_steps_are_those_of_torch(name):
     config = config_of(FLAGS[name])
     made = make_plan(config, 1)
     (kept,), (adam,) = made.predicted_bytes, make_plan(config_of(""), 1).predicted_bytes
-    assert made.state_bytes == 4 and adam - kept == 4 * held_parameters(made.units)
+    less = 8 - config.optimizer.state_bytes
+    assert less and adam - kept == less * held_parameters(made.units)
     mesh = build_mesh(Grid(), 0, torch.device("cpu"))
     trainer = gpt_trainer(config, made, mesh, optimizer_of_run(config.optimizer))
     buffer, drawn = trainer.model.buffer, torch.Generator().manual_seed(0)
@@ -59,7 +74,7 @@ def test_steps_are_those_of_torch(name):
         for n in range(4)
     ]
     theirs = TORCH[name](groups)
-    assert len(numbers) == (3 if name == "lion" else 2)
+    assert len(numbers) == (3 if config.optimizer.decoupled_lr else 2)
     for _ in range(3):
         tokens = torch.randint(60, (2, 2, 17), generator=drawn)
         batches = [
@@ -108,10 +123,8 @@ def test_layouts_agree_and_resume_one_another(tmp_path):
         ]
         runs[-1] += " --ckpt-step 2"
         told = run_ranks(_jobs, 1, [*first, f"--train-iters 6 --load {place}"], Config)[0]
-        assert (
-            f"optimizer AdamW: the checkpoint's run had {'SGD' if name == 'sgd' else 'Lion'}"
-            in told[1]
-        )
+        named = type(TORCH[name]([nn.Parameter(torch.ones(1))])).__name__
+        assert f"optimizer AdamW: the checkpoint's run had {named}" in told[1]
         run_ranks(_jobs, 2, runs, Config)
         wanted = losses(tmp_path / f"{name}-one")
         assert len(wanted) == 4

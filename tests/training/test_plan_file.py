@@ -3,7 +3,7 @@ MerakTrainer.
 """
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,8 @@ import torch
 
 from megatron_merak.arguments import build_parser, read
 from megatron_merak.cluster import CLUSTERS, DEVICES
-from megatron_merak.config import Config, HFConfig, flag_name, table
+from megatron_merak.config import Config, HFConfig
 from megatron_merak.errors import ConfigError, MerakError, PlanError
-from megatron_merak.hf_trainer.arguments import plan_arguments
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.pipeline_parallel.builders import build_schedule
 from megatron_merak.plan import Grid, Plan
@@ -357,10 +356,3 @@ def test_a_plan_that_does_not_fit_the_model_is_told_apart_by_its_first_differenc
             replace(made, shardings=rows),
             weight.name if changed.name == weight.name else "model.nothing.weight",
         )
-
-
-def test_the_page_on_plans_names_all_that_they_hold_and_the_flags_that_they_decide():
-    page = (ROOT / "docs" / "plans.md").read_text()
-    assert all(f"`{field.name}`" in page for field in fields(Plan))
-    assert all(f"`{flag_name(name)}`" in page for name in table.DECIDES)
-    assert all(f"`{name}`" in page for name in plan_arguments.DECIDES if name not in table.DECIDES)

@@ -2,6 +2,7 @@
 own libraries.
 """
 
+import dataclasses
 import gzip
 import http.server
 import json
@@ -155,10 +156,21 @@ def attribute(span, name):
 def test_each_tracker_has_the_numbers_of_the_run(tmp_path, collector):
     address, requests = collector
     words = [
-        *("--metrics", f"{tmp_path}/metrics.jsonl", "--tensorboard-dir", f"{tmp_path}/board"),
-        *("--wandb-project", "merak", "--wandb-exp-name", "first"),
-        *("--save", f"{tmp_path}/saved", "--load", f"{tmp_path}/saved"),
-        *("--report-to", "mlflow", "opentelemetry"),
+        "--metrics",
+        f"{tmp_path}/metrics.jsonl",
+        "--tensorboard-dir",
+        f"{tmp_path}/board",
+        "--wandb-project",
+        "merak",
+        "--wandb-exp-name",
+        "first",
+        "--save",
+        f"{tmp_path}/saved",
+        "--load",
+        f"{tmp_path}/saved",
+        "--report-to",
+        "mlflow",
+        "opentelemetry",
     ]
     done = subprocess.run(
         [sys.executable, *RUN.split(), *words],
@@ -263,6 +275,11 @@ def test_a_library_that_is_missing_is_named(name, monkeypatch):
         ConfigError, match=r"is not installed. Install it: pip install -e '.\[tracking"
     ):
         chosen.check_trackers(LoggingConfig(**fields))
+
+
+def test_every_choice_has_a_library():
+    (row,) = (row for row in dataclasses.fields(LoggingConfig) if row.name == "report_to")
+    assert chosen.LIBRARIES.keys() == {*row.metadata["choices"]}
 
 
 def test_an_unknown_tracker_is_refused():

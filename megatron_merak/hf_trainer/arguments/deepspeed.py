@@ -15,7 +15,6 @@ from torch import nn
 from ...errors import ConfigError
 from ...optimizer.loss_scale import LossScaler, scaler_of_torch
 from .deepspeed_keys import SECTIONS, TOP, Keys
-from .fsdp import OFFLOAD
 from .settings import asks_nothing, settings_of
 
 STAGES: Mapping[Any, str] = MappingProxyType(
@@ -23,6 +22,10 @@ STAGES: Mapping[Any, str] = MappingProxyType(
 )
 AUTO = "auto"
 _OFFLOADS = ("offload_optimizer", "offload_param")
+_PARAMETERS = 3  # the stage of which both are
+_OFFLOAD_FREE = """pin_memory buffer_count buffer_size max_in_cpu nvme_path pipeline_read
+    pipeline_write fast_init""".split()
+_OFFLOAD_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({"ratio": (1, 1.0)})
 # devices that nothing is offloaded to; transformers fills in "auto" so
 _NOWHERE = (None, "none", AUTO)
 _AGREE = 'Set it to "auto", or make the two agree'
@@ -70,11 +73,6 @@ def config_of(args: Any) -> Mapping[str, Any]:
     _check_keys("", config, TOP)
     for name, keys in SECTIONS.items():
         _check_keys(name, _section(config, name), keys)
-    for name in _OFFLOADS:
-        offload = _section(config, "zero_optimization").get(name)
-        device = offload.get("device") if isinstance(offload, Mapping) else offload or None
-        if device not in _NOWHERE:
-            raise ConfigError(f"deepspeed: zero_optimization.{name}", device, *OFFLOAD)
     return config
 
 
@@ -96,6 +94,37 @@ def strategy_of(args: Any) -> str | None:
             f"{what}.stage", repr(stage), "there is no such stage", "Give 0, 1, 2 or 3"
         )
     return STAGES[stage]
+
+
+def offload_of(args: Any) -> str | None:
+    """Return the name of what requests weights, gradients and optimizer state in host memory; None
+    if nothing does. Raises ConfigError for requests that leave some of them elsewhere.
+    """
+    if not args.deepspeed:
+        return None
+    config = config_of(args)
+    zero = _section(config, "zero_optimization")
+    asked = {}
+    for name in _OFFLOADS:
+        section = zero.get(name)
+        device = section.get("device") if isinstance(section, Mapping) else section or None
+        if device not in _NOWHERE:
+            asked[f"deepspeed: zero_optimization.{name}"] = (device, section)
+    for what, (device, section) in asked.items():
+        if device != "cpu":
+            reason = "what is offloaded is in memory of the host"
+            raise ConfigError(what, device, reason, "Use cpu")
+        for key, value in section.items() if isinstance(section, Mapping) else ():
+            if key not in ("device", *_OFFLOAD_FREE):
+                allowed = _OFFLOAD_NEUTRAL.get(key, ())
+                if value not in allowed:
+                    reason = "everything is offloaded" if allowed else "there is no such key here"
+                    raise ConfigError(f"{what}.{key}", repr(value), reason, "Leave it out")
+        if len(asked) < len(_OFFLOADS) or zero.get("stage", 0) != _PARAMETERS:
+            other = " and ".join(_OFFLOADS)
+            reason = "weights, gradients and optimizer state are in host memory together"
+            raise ConfigError(what, device, reason, f"Set stage {_PARAMETERS}, {other}, or neither")
+    return next(iter(asked), None)
 
 
 def tensor_parallel_of(args: Any) -> int:

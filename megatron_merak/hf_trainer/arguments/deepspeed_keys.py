@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from .fsdp import OFFLOAD
-
 _OFF = (None, False)
 QUANTISED = (
     "weights travel in the dtype of the model, gradients in fp32",
@@ -22,6 +20,10 @@ _PRECISION = ("bf16 and fp16 of MerakArguments decide what is computed in what",
 _ADDED = (
     "gradients are added up in fp32",
     "Leave it out; grad_reduce_in_bf16=True sends them in bf16",
+)
+_BOTH = (
+    "it is what offload_optimizer and offload_param were called before",
+    "Set these two, with device cpu, and stage 3",
 )
 _REPORTS = ("it is DeepSpeed's monitor", "Leave it out, and set report_to")
 _DATA = (
@@ -135,8 +137,8 @@ SECTIONS: Mapping[str, Keys] = MappingProxyType(
                 cpu_offload_use_pin_memory leaf_module"""
             ),
             {
-                "cpu_offload": (_OFF, *OFFLOAD),
-                "cpu_offload_param": (_OFF, *OFFLOAD),
+                "cpu_offload": (_OFF, *_BOTH),
+                "cpu_offload_param": (_OFF, *_BOTH),
                 "zero_quantized_weights": (_OFF, *QUANTISED),
                 "zero_quantized_gradients": (_OFF, *QUANTISED),
                 "zero_quantized_nontrainable_weights": (_OFF, *QUANTISED),
@@ -150,7 +152,11 @@ SECTIONS: Mapping[str, Keys] = MappingProxyType(
                     "DeepSpeed has no MiCS any more",
                     "Leave it out",
                 ),
-                "zenflow": ((None,), *OFFLOAD),
+                "zenflow": (
+                    (None,),
+                    "the optimizer steps once all gradients of a step are there",
+                    "Leave it out",
+                ),
             },
         ),
         "bf16": Keys(

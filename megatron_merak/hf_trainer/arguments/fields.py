@@ -110,7 +110,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "beside `save_strategy='no'`",
         "eval_accumulation_steps": "predictions always move to the CPU immediately",
         "fsdp": "sets `data_parallel_sharding_strategy`; `hybrid_shard` shards within a node; "
-        "`offload` is refused",
+        "`offload` sets `offload_model_states`",
         "fsdp_config": "the units of the plan are wrapped; unsupported keys are refused",
         "fp16": "no autocast, as for `bf16`; the loss scale is that of torch's GradScaler, for "
         "an fp32 model",
@@ -128,7 +128,7 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
         "refused, see docs/optimizers.md",
         "optim_args": "arguments without effect are refused",
         "parallelism_config": "sets degrees and instances of this library; cp_size and sp_size both "
-        "exchange heads",
+        "are context_parallel_size, see `cp_comm_type`",
         "per_device_eval_batch_size": "per replica of the model",
         "per_device_train_batch_size": "per replica of the model: tensor x pipeline ranks",
         "save_total_limit": "counts complete checkpoints only",
@@ -144,21 +144,31 @@ DIFFERENT: Mapping[str, str] = MappingProxyType(
     }
 )
 POSITIVE = (
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *(
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "max_consecutive_skipped_steps",
-    ),
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "max_consecutive_skipped_steps",
 )
 # Fields that transformers passes to accelerate, DeepSpeed and torch.compile on construction.
 OF_ACCELERATE = (
-    *("fsdp", "fsdp_config", "deepspeed", "accelerator_config"),
-    *("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    "fsdp",
+    "fsdp_config",
+    "deepspeed",
+    "accelerator_config",
+    "torch_compile",
+    "torch_compile_backend",
+    "torch_compile_mode",
 )
 # fields that name a file; hosts may have their own copies
 FILES = ("plan", "schedule_file", "device_profile")
 NOT_NEGATIVE = (
-    *("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "dataloader_num_workers"),
-    *("replica_check_interval", "error_injection_rate"),
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "adam_epsilon",
+    "dataloader_num_workers",
+    "replica_check_interval",
+    "error_injection_rate",
 )

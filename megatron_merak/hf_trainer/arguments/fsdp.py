@@ -19,14 +19,11 @@ STRATEGIES: Mapping[str, str] = MappingProxyType(
     }
 )
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")  # shard inside a node; each node has a copy of all
-OFFLOAD = (
-    "nothing is kept in the host's memory",
-    "Leave it out, or raise tensor_model_parallel_size",
-)
+OFFLOAD = "offload"  # an option of ``fsdp``
+# Keys of ``fsdp_config`` that are that option.
+OFFLOADS = ("cpu_offload", "offload_params")
 PRECISION = ("bf16 decides what is computed in what", "Leave it out")
 XLA = ("XLA is not used", "Leave it out")
-# Option of ``fsdp`` -> (why it is refused, what to do).
-OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType({"offload": OFFLOAD})
 # Keys of ``fsdp_config`` that change neither numbers nor what is sharded: what is wrapped is a unit
 # of the plan here, weights are gathered one unit ahead, and each rank reads its own part of a
 # checkpoint.
@@ -37,8 +34,6 @@ WITHOUT_EFFECT = frozenset(
 # Key -> (values that ask for nothing, why others are refused, what to do).
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
     {
-        "cpu_offload": ((None, False, "false"), *OFFLOAD),
-        "offload_params": ((None, False, "false"), *OFFLOAD),
         "state_dict_type": (
             (None, "FULL_STATE_DICT"),
             "a checkpoint is a HuggingFace directory, which every layout reads",
@@ -76,12 +71,35 @@ def recomputes(args: Any) -> bool:
     return bool(args.fsdp) and bool(_truth("activation_checkpointing", _config(args.fsdp_config)))
 
 
+def offload_of(args: Any) -> str | None:
+    """Return the name of what requests weights, gradients and optimizer state in host memory; None
+    if nothing does. Raises ConfigError for strategies that leave some of them on the device.
+    """
+    config = _config(args.fsdp_config)
+    named = _named(args.fsdp, config)
+    if named is None:
+        return None
+    keys = [f"fsdp_config: {key}" for key in OFFLOADS if _truth(key, config)]
+    found = [f"fsdp: {OFFLOAD}"] if OFFLOAD in _options(args.fsdp) else keys
+    if not found:
+        return None
+    if named != "full_shard":
+        reason = f"with {named} devices keep weights, or add up shards, themselves"
+        raise ConfigError(found[0], repr(args.fsdp), reason, "Use full_shard")
+    return found[0]
+
+
+def _options(fsdp: Any) -> list[str]:
+    options = [] if fsdp is True else fsdp.split() if isinstance(fsdp, str) else [*fsdp]
+    return [getattr(option, "value", option) for option in options]
+
+
 def _named(fsdp: Any, config: Mapping[str, Any]) -> str | None:
     """Return what ``fsdp`` and ``reshard_after_forward`` request together, by
     transformers' name.
     """
     if not fsdp:
-        for key in ("reshard_after_forward", "activation_checkpointing"):
+        for key in ("reshard_after_forward", "activation_checkpointing", *OFFLOADS):
             if config.get(key) not in (None, False, "false"):
                 raise ConfigError(
                     f"fsdp_config: {key}",
@@ -90,12 +108,9 @@ def _named(fsdp: Any, config: Mapping[str, Any]) -> str | None:
                     "Set fsdp, or leave it out",
                 )
         return None
-    options = [] if fsdp is True else fsdp.split() if isinstance(fsdp, str) else [*fsdp]
-    options = [getattr(option, "value", option) for option in options]
+    options = _options(fsdp)
     for option in options:
-        if option in OPTIONS:
-            raise ConfigError(f"fsdp: {option}", repr(fsdp), *OPTIONS[option])
-        if option not in (*STRATEGIES, "auto_wrap"):
+        if option not in (*STRATEGIES, OFFLOAD, "auto_wrap"):
             remedy = f"Use {' or '.join(STRATEGIES)}"
             raise ConfigError("fsdp", repr(fsdp), f"there is no option {option}", remedy)
     named = [option for option in options if option in STRATEGIES]
@@ -123,8 +138,6 @@ def _after_forward(config: Mapping[str, Any], hybrid: bool) -> str | None:
     value = config.get("reshard_after_forward")
     if value is None or str(value) in STRATEGIES:
         return value
-    if str(value) in OPTIONS:
-        raise ConfigError("fsdp_config: reshard_after_forward", value, *OPTIONS[value])
     after, unsharded = HYBRID if hybrid else ("full_shard", "shard_grad_op")
     return after if _truth("reshard_after_forward", config) else unsharded
 
@@ -150,7 +163,7 @@ def _config(config: Any) -> dict[str, Any]:
     settings = {}
     for name, value in settings_of("fsdp_config", config).items():
         key = name.removeprefix("fsdp_")
-        if key in ("reshard_after_forward", "activation_checkpointing"):
+        if key in ("reshard_after_forward", "activation_checkpointing", *OFFLOADS):
             settings[key] = value
         elif key in NEUTRAL:
             harmless, reason, remedy = NEUTRAL[key]

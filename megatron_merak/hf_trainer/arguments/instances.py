@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from ...config import ParallelConfig
 from ...config.instances import choices_of_instances, refused_instances
 from ...config.rank_order import normal
 from ...errors import ConfigError
+from ...parallel.mesh import Mesh
+from ...parallel.ranks import Ranks
 from ...plan import Grid
 from ...plan.fit import check_ranks
 from ...plan.replicas import instances_by_node
@@ -21,6 +24,32 @@ def grid_of(args: Any) -> Grid:
     pp = args.pipeline_model_parallel_size
     replicas = args.world_size // (tp * cp * pp)
     return Grid(tp=tp, cp=cp, dp=replicas, pp=pp, order=normal(args.rank_order, cp))
+
+
+def degrees_of(args: Any) -> ParallelConfig:
+    """Return the degrees of layers in the arguments."""
+    sizes = args.hierarchical_context_parallel_sizes or ()
+    return ParallelConfig(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        cp_comm_type=args.cp_comm_type,
+        hierarchical_context_parallel_sizes=tuple(map(str, sizes)),
+        sequence_parallel=args.sequence_parallel,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )
+
+
+def mesh_of(args: Any, ranks: Ranks) -> Mesh:
+    """Return a rank's groups of the grid in the arguments. Collective."""
+    degrees = degrees_of(args)
+    return ranks.mesh(
+        grid_of(args),
+        instances_of(args),
+        degrees.expert_group,
+        degrees.expert_shards,
+        cp_inner=degrees.cp_inner,
+    )
 
 
 def instances_of(args: Any) -> int:

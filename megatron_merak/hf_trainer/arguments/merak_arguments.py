@@ -15,9 +15,10 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ...config import ParallelConfig
+from ...config import TrainConfig
 from ...config.backends import BACKENDS
-from ...config.checks import check_context_parallel, check_experts
+from ...config.checks import check_context_parallel, check_experts, check_needs
+from ...config.fp8 import FP8_FORMATS
 from ...config.rank_order import check_order
 from ...errors import ConfigError
 from ...parallel.launch import World, adopt, launch
@@ -25,7 +26,7 @@ from ...parallel.watchdog import HangLimits
 from . import deepspeed, fsdp, parallelism, sharding
 from .deepspeed_schedules import check_schedule
 from .fields import FIXED, HONOURED, NOT_NEGATIVE, OF_ACCELERATE, POSITIVE, REFUSED, UNKNOWN
-from .instances import check_instances, grid_of
+from .instances import check_instances, degrees_of, grid_of
 from .keywords import checked
 from .neftune import check_alpha
 from .optimizers import MUON, class_and_arguments
@@ -69,11 +70,25 @@ class MerakArguments(SharedArguments, TrainingArguments):
     micro-batches that fill the pipeline.
     """
 
+    fp8: str | None = field(
+        default=None,
+        metadata={
+            "help": "Compute the products of linear layers with operands of 8 bits: e4m3, or hybrid, "
+            "with gradients in e5m2 (unset: in the type of the model); fp8_format of the commands."
+        },
+    )
     recompute_activations: bool = field(
         default=False,
         metadata={
             "help": "Recompute the input of the second matrix of feed-forward layers instead of "
             "storing it."
+        },
+    )
+    hierarchical_context_parallel_sizes: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "For cp_comm_type='a2a+p2p': the number of neighbours that exchange heads, and the "
+            "number of groups of these, whose product is context_parallel_size."
         },
     )
     num_distributed_optimizer_instances: int | None = field(
@@ -136,9 +151,12 @@ class MerakArguments(SharedArguments, TrainingArguments):
             self.warmup_steps = self.warmup_ratio
         if self.plan is not None:
             take_from_plan(self)
-        if self.parallel is not None:
-            check_search(self)
+        check_search(self)
         _check_numbers(self)
+        if self.fp8 not in (None, *FP8_FORMATS):
+            remedy = f"Use {' or '.join(FP8_FORMATS)}"
+            raise ConfigError("fp8", repr(self.fp8), "it is not one of the choices", remedy)
+        check_needs(self.precision)
         of_accelerate = {name: getattr(self, name) for name in OF_ACCELERATE}
         for name in OF_ACCELERATE:  # it is not needed
             setattr(self, name, None)
@@ -179,13 +197,8 @@ class MerakArguments(SharedArguments, TrainingArguments):
                 reason,
                 "Start a multiple of that, or lower the degrees",
             )
-        degrees = ParallelConfig(
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            context_parallel_size=self.context_parallel_size,
-            sequence_parallel=self.sequence_parallel,
-            expert_model_parallel_size=self.expert_model_parallel_size,
-            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
-        )
+        degrees = degrees_of(self)
+        check_needs(degrees)
         copies = self.world_size // (degrees.ranks_of_replica // degrees.context_parallel_size)
         check_context_parallel(degrees)
         check_experts(degrees, copies)
@@ -216,6 +229,18 @@ class MerakArguments(SharedArguments, TrainingArguments):
         check_schedule(self)
 
     @property
+    def precision(self) -> TrainConfig:
+        """What computes in fp8, as settings of the commands."""
+        return TrainConfig(
+            micro_batch_size=1,
+            fp8_format=self.fp8,
+            fp8_recipe=self.fp8_recipe,
+            first_last_layers_bf16=self.first_last_layers_bf16,
+            num_layers_at_start_in_bf16=self.num_layers_at_start_in_bf16,
+            num_layers_at_end_in_bf16=self.num_layers_at_end_in_bf16,
+        )
+
+    @property
     def recomputes(self) -> bool:
         """Whether units recompute; older releases of transformers have only the second name."""
         requested = getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing
@@ -225,6 +250,13 @@ class MerakArguments(SharedArguments, TrainingArguments):
     def sharding(self) -> str | None:
         """The strategy that the arguments request, by whichever of their names for it."""
         return sharding.sharding_of(self)
+
+    @property
+    def offloads_model_states(self) -> bool:
+        """Whether the arguments request model states in host memory, by whichever of their names for
+        it.
+        """
+        return sharding.offloads(self)
 
     @property
     def recompute_granularity(self) -> str | None:
@@ -334,7 +366,7 @@ def _check_numbers(args: "MerakArguments") -> None:
         value = getattr(args, name)
         choices = row.metadata.get("choices")
         if choices is not None and value not in choices and value != row.default:
-            remedy = f"Use {' or '.join(choices)}"
+            remedy = row.metadata.get("not_yet", {}).get(value) or f"Use {' or '.join(choices)}"
             raise ConfigError(name, repr(value), "it is not one of the choices", remedy)
     if args.pad_to_multiple_of is not None and args.pad_to_multiple_of < 1:
         raise ConfigError(

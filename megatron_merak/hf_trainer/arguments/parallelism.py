@@ -2,7 +2,7 @@
 
     dp_replicate_size x dp_shard_size   replicas, in as many instances as the former, each of which shards among its own
     tp_size                             tensor_model_parallel_size
-    cp_size, sp_size                    context_parallel_size: heads are exchanged, as for sp_size
+    cp_size, sp_size                    context_parallel_size; see cp_comm_type
 
 It is read through its attributes: accelerate is not needed.
 """

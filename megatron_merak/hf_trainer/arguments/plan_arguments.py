@@ -14,6 +14,7 @@ from ...plan import Plan
 from ...plan.fit import check_ranks
 from ...training.plan_file import check_memory, stored
 from . import fsdp
+from .instances import degrees_of
 from .shared import SHARED
 
 # Arguments that a plan decides.
@@ -21,14 +22,23 @@ DECIDES: Mapping[str, InPlan] = MappingProxyType(
     {name: where for name, where in table.DECIDES.items() if name in SHARED}
     | {
         "per_device_train_batch_size": table.DECIDES["micro_batch_size"],
+        "fp8": table.DECIDES["fp8_format"],
         "gradient_accumulation_steps": InPlan("num_microbatches"),
-        "num_distributed_optimizer_instances": table.DECIDES["num_distributed_optimizer_instances"],
+    }
+    | {
+        name: table.DECIDES[name]
+        for name in (
+            "num_distributed_optimizer_instances",
+            "hierarchical_context_parallel_sizes",
+        )
     }
 )
 # Arguments from which plans are made; they have no effect beside a stored plan.
 MAKES = (
     *(name for name in table.MAKES if name in SHARED),
-    *("activation_checkpointing", "gradient_checkpointing", "recompute_activations"),
+    "activation_checkpointing",
+    "gradient_checkpointing",
+    "recompute_activations",
 )
 
 
@@ -65,7 +75,14 @@ def take_from_plan(args: Any) -> None:
             "Leave it out",
         )
     order = args.rank_order and normal(args.rank_order)
-    effective = {"data_parallel_sharding_strategy": args.sharding, "rank_order": order}
+    degrees = degrees_of(args)
+    effective = {
+        "data_parallel_sharding_strategy": args.sharding,
+        "offload_model_states": args.offloads_model_states,
+        "rank_order": order,
+        "expert_tensor_parallel_size": degrees.expert_tensor_parallel,
+        "hierarchical_context_parallel_sizes": degrees.hierarchical_context_parallel_sizes or None,
+    }
     for name, where in DECIDES.items():
         setting = effective.get(name, getattr(args, name))
         decided = where.read(plan)

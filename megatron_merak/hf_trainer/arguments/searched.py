@@ -11,6 +11,7 @@ from ...training.searched import pins_in
 from .shared import SHARED
 
 NAME = "parallel"
+VERIFY = "parallel_verify"
 # other names for what a search decides -> how a pin calls it
 _ALSO = {
     "activation_checkpointing": "recompute",
@@ -20,7 +21,14 @@ _ALSO = {
     "deepspeed": "sharding",
     "parallelism_config": "sharding",
 }
-_UNTRIED = ("schedule_file", "expert_tensor_parallel_size", "num_distributed_optimizer_instances")
+_UNTRIED = (
+    "schedule_file",
+    "num_distributed_optimizer_instances",
+    "hierarchical_context_parallel_sizes",
+    "cpu_offloading",
+    "cpu_offloading_num_layers",
+    "offload_model_states",
+)
 
 
 def pinned(args: Any) -> dict[str, Any]:
@@ -29,7 +37,12 @@ def pinned(args: Any) -> dict[str, Any]:
 
 
 def check_search(args: Any) -> None:
-    """Raise ConfigError for arguments that a search decides, or never tries."""
+    """Raise ConfigError for arguments that a search decides, or never tries, and for plans to try
+    where there is no search.
+    """
+    _check_verify(args)
+    if args.parallel is None:
+        return
     pinned(args)
     defaults = {each.name: each.default for each in dataclasses.fields(args)}
     given = [name for name in (*SEARCHED, *_ALSO, *_UNTRIED) if _is_given(args, name, defaults)]
@@ -43,8 +56,20 @@ def check_search(args: Any) -> None:
     raise ConfigError(name, repr(getattr(args, name)), "it is decided by the search", remedy)
 
 
+def _check_verify(args: Any) -> None:
+    wanted = args.parallel_verify
+    if wanted is None:
+        return
+    if type(wanted) is not int or wanted < 2:
+        remedy = "Give the number of plans to try, 2 or more"
+        raise ConfigError(VERIFY, repr(wanted), "it compares plans", remedy)
+    if args.parallel is None:
+        reason = f"it has no effect without {NAME}"
+        raise ConfigError(VERIFY, wanted, reason, f"Set {NAME}='auto', or leave it out")
+
+
 def apply_choice(args: Any, choice: Choice, rows: int, micro_batches: int) -> None:
-    """Set the arguments that were chosen, and unset ``parallel``.
+    """Set the arguments that were chosen, and unset what asked for it.
 
     rows:          of a micro-batch.
     micro_batches: of a step, on each replica.
@@ -57,6 +82,7 @@ def apply_choice(args: Any, choice: Choice, rows: int, micro_batches: int) -> No
     args.per_device_train_batch_size = rows
     args.gradient_accumulation_steps = micro_batches
     args.parallel = None
+    args.parallel_verify = None
 
 
 def _is_given(args: Any, name: str, defaults: dict[str, Any]) -> bool:

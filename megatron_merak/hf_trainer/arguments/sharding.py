@@ -37,12 +37,29 @@ def sharding_of(args: Any) -> str | None:
             "data_parallel_sharding_strategy", strategy, reason, "Set only one of them"
         )
     strategy = strategy or by_framework
+    if offloads(args):
+        if strategy not in (None, SHARDINGS[-1]):
+            reason = f"it is for {SHARDINGS[-1]}, and other arguments request {strategy}"
+            raise ConfigError("offload_model_states", True, reason, "Leave out one of the two")
+        if args.use_distributed_optimizer:
+            reason = "offload_model_states shards weights and gradients, too"
+            raise ConfigError("use_distributed_optimizer", True, reason, "Leave it False")
+        strategy = SHARDINGS[-1]
     if args.use_distributed_optimizer and strategy == "no_shard":
         reason = "no_shard replicates the optimizer's state"
         raise ConfigError("use_distributed_optimizer", True, reason, "Leave it False, or use optim")
     return parallelism.sharding_with(
         args, strategy or ("optim" if args.use_distributed_optimizer else None)
     )
+
+
+def offloads(args: Any) -> bool:
+    """Whether weights, gradients and optimizer state are requested to be in host memory.
+
+    Raises ConfigError for refused values.
+    """
+    by_framework = fsdp.offload_of(args) or deepspeed.offload_of(args)
+    return bool(args.offload_model_states or by_framework)
 
 
 def take_degrees(args: Any) -> None:

@@ -42,6 +42,7 @@ class SharedArguments:
 
     tensor_model_parallel_size: int = shared(ParallelConfig, "tensor_model_parallel_size")
     context_parallel_size: int = shared(ParallelConfig, "context_parallel_size")
+    cp_comm_type: str | None = shared(ParallelConfig, "cp_comm_type")
     pipeline_model_parallel_size: int = shared(ParallelConfig, "pipeline_model_parallel_size")
     rank_order: str | None = shared(ParallelConfig, "rank_order")
     plan: str | None = shared(ParallelConfig, "plan")
@@ -53,6 +54,7 @@ class SharedArguments:
         "per_device_train_batch_size x gradient_accumulation_steps x ranks. auto,tp=2,pp=4 pins some, "
         "as merak-plan search does, which shows the choice before (unset: as the arguments say).",
     )
+    parallel_verify: int | None = shared(ParallelConfig, "parallel_verify")
     pipeline_schedule: str | None = shared(ParallelConfig, "pipeline_schedule")
     schedule_file: str | None = shared(ParallelConfig, "schedule_file")
     num_virtual_stages_per_pipeline_rank: int | None = shared(
@@ -83,6 +85,11 @@ class SharedArguments:
         "device_memory_gb (capacity).",
     )
     recompute_num_layers: int | None = shared(ParallelConfig, "recompute_num_layers")
+    cpu_offloading: bool = shared(ParallelConfig, "cpu_offloading")
+    cpu_offloading_num_layers: int = shared(ParallelConfig, "cpu_offloading_num_layers")
+    cuda_graph_impl: str = shared(ParallelConfig, "cuda_graph_impl")
+    cuda_graph_warmup_steps: int = shared(ParallelConfig, "cuda_graph_warmup_steps")
+    offload_model_states: bool = shared(ParallelConfig, "offload_model_states")
     use_distributed_optimizer: bool = shared(ParallelConfig, "use_distributed_optimizer")
     data_parallel_sharding_strategy: str | None = shared(
         ParallelConfig,
@@ -108,6 +115,10 @@ class SharedArguments:
         "host, as much as they have; on_save is called when they are complete.",
     )
     on_full_disk: str = shared(CheckpointConfig, "on_full_disk")
+    fp8_recipe: str = shared(TrainConfig, "fp8_recipe")
+    first_last_layers_bf16: bool = shared(TrainConfig, "first_last_layers_bf16")
+    num_layers_at_start_in_bf16: int = shared(TrainConfig, "num_layers_at_start_in_bf16")
+    num_layers_at_end_in_bf16: int = shared(TrainConfig, "num_layers_at_end_in_bf16")
     max_consecutive_skipped_steps: int = shared(TrainConfig, "max_consecutive_skipped_steps")
     fp32_matmul_precision: str = shared(
         TrainConfig,

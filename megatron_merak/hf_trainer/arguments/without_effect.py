@@ -30,7 +30,11 @@ _KWARGS: Taken = MappingProxyType(
         "debug": ((False,), _UNITS, "Leave it out"),
         "context_fn": ((None,), _UNITS, "Leave it out"),
         "every_n_layers": ((1,), _UNITS, _METHOD),
-        "offload": ((False,), "nothing is kept in the host's memory", "Leave it out"),
+        "offload": (
+            (False,),
+            "inputs of recomputed units stay on the device",
+            "Leave it out, or set cpu_offloading_num_layers instead",
+        ),
     }
 )
 _ACCELERATOR: Taken = MappingProxyType(

@@ -72,11 +72,16 @@ class Feed:
     def _loading(
         self, dataset: Dataset, sampler: Sampler | None, batch_size: int, seed: int
     ) -> Loading:
-        place = (self.mesh.dp_rank, self.mesh.grid.dp)
-        drop_last = self.args.dataloader_drop_last
-        options = self._options()
         loading = Loading(
-            dataset, self._collate(), batch_size, *place, seed, drop_last, options, begun=self.begun
+            dataset,
+            self._collate(),
+            batch_size,
+            replica=self.mesh.dp_rank,
+            replicas=self.mesh.grid.dp,
+            seed=seed,
+            drop_last=self.args.dataloader_drop_last,
+            options=self._options(),
+            begun=self.begun,
         )
         if loading.streamed or sampler is None:
             return loading

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset, IterableDataset
 from ...counting import named_ranks
 from ...errors import DataError
 from ...parallel.agree import gather_json, together
+from ...stages.randomness import private_randomness
 from .apart import apart
 from .order import samples_of
-from .randomness import private_randomness
 
 SAMPLES = 8  # looked at, the first and the last among them
 

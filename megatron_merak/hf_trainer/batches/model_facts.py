@@ -62,13 +62,13 @@ class ModelFacts:
             predictions = ",".join(("*", *(f"!{name}" for name in ignored)))
         next_token = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "") is ForCausalLMLoss
         return cls(
-            labels,
-            bool(can_return_loss(kind)),
-            next_token and not getattr(config, "is_encoder_decoder", False),
-            tuple(inspect.signature(inspected.forward).parameters),
-            getattr(model, "main_input_name", "input_ids"),
-            tuple(name.strip() for name in predictions.split(",")),
-            bool(getattr(config, "_attn_implementation", None))
+            label_names=labels,
+            return_loss=bool(can_return_loss(kind)),
+            shifts=next_token and not getattr(config, "is_encoder_decoder", False),
+            columns=tuple(inspect.signature(inspected.forward).parameters),
+            main_input=getattr(model, "main_input_name", "input_ids"),
+            predictions=tuple(name.strip() for name in predictions.split(",")),
+            flash=bool(getattr(config, "_attn_implementation", None))
             and is_flash_attention_requested(config),
         )
 

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ...errors import DataError
+from ...stages.randomness import PrivateStream, private_randomness
 from .apart import apart, copied
-from .randomness import PrivateStream, private_randomness
 
 Batch = dict[str, Any]
 
@@ -186,6 +186,11 @@ class Loading:
         return isinstance(self.dataset, IterableDataset)
 
     @property
+    def samples_per_batch(self) -> int:
+        """Return the number of samples of a batch of all replicas."""
+        return self.batch_size * self.replicas
+
+    @property
     def division(self) -> Division | None:
         """How samples are divided; None for a stream. Raises DataError if there is not one
         batch.
@@ -286,8 +291,16 @@ class Loading:
 
     def _stream(self, epoch: int, skip: int) -> Iterator[Batch]:
         samples = self._samples(epoch)
-        placing = (self.batch_size, self.replica, self.replicas, self.drop_last)
-        batches = iter(StreamedBatches(samples, self.collate, *placing, (self.seed, epoch)))
+        streamed = StreamedBatches(
+            samples,
+            self.collate,
+            self.batch_size,
+            replica=self.replica,
+            replicas=self.replicas,
+            drop_last=self.drop_last,
+            seeds=(self.seed, epoch),
+        )
+        batches = iter(streamed)
         for _ in zip(range(skip), batches, strict=False):
             pass
         return batches

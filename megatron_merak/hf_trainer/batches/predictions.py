@@ -309,13 +309,13 @@ class Evaluation:
         known = arrays["predictions"] is not None and arrays["labels"] is not None
         with together(self.control, "cpu"):
             if compute is not None and not self.loss_only and self.rank == 0 and known:
-                extra = {
-                    "losses": losses if "loss" in self.args.include_for_metrics else None,
-                    "inputs": arrays["inputs"]
-                    if "inputs" in self.args.include_for_metrics
-                    else None,
-                }
-                prediction = EvalPrediction(arrays["predictions"], arrays["labels"], **extra)
+                wanted = self.args.include_for_metrics
+                prediction = EvalPrediction(
+                    arrays["predictions"],
+                    arrays["labels"],
+                    losses=losses if "loss" in wanted else None,
+                    inputs=arrays["inputs"] if "inputs" in wanted else None,
+                )
                 metrics = plain_metrics(denumpify_detensorize(compute(prediction)))
         metrics = dict(broadcast_json(metrics, self.control, "cpu"))
         if losses is not None:

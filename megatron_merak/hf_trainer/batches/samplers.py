@@ -12,8 +12,8 @@ from torch.utils.data import RandomSampler, Sampler
 
 from ...errors import DataError
 from ...parallel.agree import gather_json
+from ...stages.randomness import private_randomness
 from .order import epoch_order
-from .randomness import private_randomness
 
 
 class EpochSampler(Sampler):

@@ -75,10 +75,7 @@ class CheckpointsBehind:
         self.staging = Staging(mesh.device)
         self._args = args
         self._directory = directory
-        self._group = None
-        if mesh.control is not None:
-            ranks = dist.get_process_group_ranks(mesh.control)
-            self._group = dist.new_group(ranks, timeout=mesh.timeout, backend="gloo")
+        self._group = mesh.group_of_thread()
         # the thread prints its lines itself: training may wait for it for hours
         self._saving = Saving(
             args.on_full_disk, self._group, partial(warn, args), received, setting="on_full_disk"

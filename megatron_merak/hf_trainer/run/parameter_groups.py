@@ -104,7 +104,8 @@ class ParameterGroups(torch.optim.Optimizer):
 
     def of_engine(self) -> list[tuple[float, float]]:
         """Return `pairs`, and one more for parameters in no group, which stay as they are."""
-        return self.pairs() + [(0.0, 0.0)] * self._leaves_some
+        others = [(0.0, 0.0)] if self._leaves_some else []
+        return self.pairs() + others
 
     def rates(self) -> tuple[float, ...]:
         """Return `pairs` as one flat list."""

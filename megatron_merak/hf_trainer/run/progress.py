@@ -2,7 +2,6 @@
 read.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +14,32 @@ from ...stages.saved_run import is_count
 from .trainer_state import Check, is_amount, is_number
 
 _ODD = "float"  # the key of an object that stands for a number which JSON does not have
+
+
+@dataclass
+class DataPlace:
+    """How far a run is in its data.
+
+    epoch, samples:  where it is: samples of the epoch that are used.
+    first_epoch:     where this call of train began.
+    skipped_batches: of that epoch, which an earlier call has used.
+    more_steps:      see ``RunPosition``.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+    first_epoch: int = 0
+    skipped_batches: int = 0
+    more_steps: int = 0
+
+    def now(self) -> tuple[int, int]:
+        """Return epoch and samples."""
+        return self.epoch, self.samples
+
+    def move(self, epoch: int, samples: int) -> None:
+        """Go to a place."""
+        self.epoch = epoch
+        self.samples = samples
 
 
 @dataclass(frozen=True)
@@ -189,8 +214,3 @@ def _decode(value: object) -> Any:
             else {key: _decode(each) for key, each in value.items()}
         )
     return [_decode(each) for each in value] if isinstance(value, list) else value
-
-
-def as_json(text: str) -> dict:
-    """Return a model's configuration in the form that is stored."""
-    return _decode(_encode(json.loads(text)))

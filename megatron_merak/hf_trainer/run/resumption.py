@@ -4,9 +4,9 @@ others are reported.
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -14,58 +14,43 @@ from torch import nn
 from ...checkpoint.directory import Iterations, read_manifest
 from ...errors import CheckpointError
 from ...parallel.agree import together
-from .progress import as_json, model_of
+from ...stages.model_config import config_of, differences
+from ..batches import fingerprint
+from .progress import RunPosition, model_of
 
 # Arguments that make a resumed run another one; transformers.Trainer goes on without a word about
 # most of them.
 SAID = (
-    *(
-        "learning_rate",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "max_steps",
-        "num_train_epochs",
-    ),
-    *(
-        "weight_decay",
-        "optim",
-        "optim_args",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "bf16",
-        "fp16",
-    ),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last"),
-    *("train_sampling_strategy", "label_names"),
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "max_steps",
+    "num_train_epochs",
+    "weight_decay",
+    "optim",
+    "optim_args",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "bf16",
+    "fp16",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "dataloader_drop_last",
+    "train_sampling_strategy",
+    "label_names",
 )
 # what the run goes on with, as transformers' optimizer state does
 OF_CHECKPOINT = ("learning_rate", "weight_decay")
-# Entries of a model's configuration that say nothing of what it computes, ...
-IGNORED = (
-    *(
-        "transformers_version",
-        "_name_or_path",
-        "name_or_path",
-        "_commit_hash",
-        "architectures",
-        "dtype",
-    ),
-    *("torch_dtype", "tokenizer_class", "id2label", "label2id"),
-)
-# ... or are choices
-SOFT = tuple("drop initializer init_std use_cache attn_implementation checkpointing".split())
 
 
 def describe(model: nn.Module) -> dict:
     """Return class and configuration of a model; the latter is None if it is not from
     transformers.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else "null"
-    return {"class": type(model).__name__, "config": as_json(text)}
+    return {"class": type(model).__name__, "config": config_of(model)}
 
 
 def check_model(saved: Mapping, present: Mapping) -> list[str]:
@@ -77,29 +62,66 @@ def check_model(saved: Mapping, present: Mapping) -> list[str]:
     notes = []
     if saved["class"] != present["class"]:
         notes.append(f"model: {present['class']} != {saved['class']} (of the checkpoint)")
-    if saved["config"] is None or present["config"] is None:
-        return notes
-    there = dict(_flat(saved["config"]))
-    here = dict(_flat(present["config"]))
-    same_version = there.get("transformers_version") == here.get("transformers_version")
-    for name in sorted({*there, *here}):
-        last = name.rpartition(".")[2]
-        if any(part in IGNORED for part in name.split(".")) or there.get(name) == here.get(name):
-            continue
-        if any(soft in last for soft in SOFT) or not (
-            same_version or name in there and name in here
-        ):
-            notes.append(
-                f"config.{name}: {here.get(name)} != {there.get(name)} (of the checkpoint)"
-            )
-            continue
-        reason = f"the checkpoint's model has {there.get(name)}"
+    others, choices = differences(present["config"], saved["config"], causal=False)
+    if others:
+        reason = f"the checkpoint's model has {others[0].saved}"
         remedy = (
             "Give that model, or start a new run from the checkpoint's weights: "
             "from_pretrained(directory)"
         )
-        raise CheckpointError(f"config.{name}", here.get(name), reason, remedy)
+        raise CheckpointError(f"config.{others[0].name}", others[0].now, reason, remedy)
+    notes += [
+        f"config.{each.name}: {each.now} != {each.saved} (of the checkpoint)" for each in choices
+    ]
     return notes
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a run trains, and on what; that of a checkpoint is compared with it.
+
+    seeds:        of the arguments: seed and data_seed.
+    global_batch: samples of a step.
+    dataset:      its fingerprint.
+    model:        class and configuration.
+    """
+
+    seeds: list
+    global_batch: int
+    dataset: dict
+    model: dict
+
+    def compare(self, saved: RunPosition, other_data: bool) -> list[str]:
+        """Return sentences on differences that a run may go on with. Raises CheckpointError for
+        another model, dataset or seed.
+
+        other_data: whether the dataset may be another one.
+        """
+        if saved.seeds != self.seeds:
+            remedy = (
+                "Give the seed and the data_seed of the checkpoint's run, or start a new "
+                "run from its weights"
+            )
+            raise CheckpointError(
+                "seed, data_seed", self.seeds, f"the checkpoint's run has {saved.seeds}", remedy
+            )
+        notes = check_model(saved.model, self.model)
+        if reason := fingerprint.difference(saved.dataset, self.dataset):
+            if not other_data:
+                remedy = (
+                    "Pass the dataset of that run, or set ignore_data_skip=True to start an "
+                    "epoch of this one"
+                )
+                raise CheckpointError(
+                    "train_dataset", f"(length {self.dataset['length']})", reason, remedy
+                )
+            notes.append(f"train_dataset: {reason}")
+        if saved.global_batch != self.global_batch:
+            notes.append(
+                f"samples of a step: {self.global_batch} != {saved.global_batch} (of the "
+                "checkpoint)"
+            )
+        return notes
 
 
 def check_before_capture(
@@ -144,11 +166,3 @@ def say(directory: Path, notes: list[str]) -> None:
     if notes:
         text = "\n\t".join(notes)
         logging.getLogger(__name__).warning("Resuming from %s with changes:\n\t%s", directory, text)
-
-
-def _flat(config: Mapping, before: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
