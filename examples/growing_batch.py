@@ -36,15 +36,21 @@ def command(directory: Path, name: str, samples: int) -> list[str]:
         --lr-warmup-samples {samples // 16} --lr-decay-samples {samples * 7 // 8} --log-interval 32 --eval-iters 8"""
     ramp = f"--rampup-batch-size {SMALLEST} {SMALLEST} {samples // 4}" if name == "growing" else ""
     return [
-        *(sys.executable, str(ROOT / "pretrain_gpt.py"), "--nproc-per-node", "4"),
-        *(*MODEL.split(), *recipe.split(), *ramp.split()),
-        *(
-            "--data-path",
-            str(corpus / "stdlib_text_document"),
-            "--tokenizer-type",
-            "HuggingFaceTokenizer",
-        ),
-        *("--tokenizer-model", str(corpus / "tokenizer.json"), "--metrics", str(metrics)),
+        sys.executable,
+        str(ROOT / "pretrain_gpt.py"),
+        "--nproc-per-node",
+        "4",
+        *MODEL.split(),
+        *recipe.split(),
+        *ramp.split(),
+        "--data-path",
+        str(corpus / "stdlib_text_document"),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(corpus / "tokenizer.json"),
+        "--metrics",
+        str(metrics),
     ]
 
 

@@ -48,6 +48,7 @@ class Judge:
         self.tools = folder / "tools"
         self.log = folder / "log"
         self.broken = False  # whether the last script had an error of syntax where it ran
+        self.said = ""  # how the last script ended, and what it wrote to stderr
         self.folder.mkdir()
         (self.folder / "sub").mkdir()
         (self.folder / "sub" / "sub").symlink_to(".")  # so that a loop may go there, too
@@ -80,6 +81,7 @@ class Judge:
             timeout=20,
             stdin=subprocess.DEVNULL,
         )
+        self.said = f"status {done.returncode} {done.stderr.decode(errors='replace')}"
         self.broken = b"error token" in done.stderr or b"bad substitution" in done.stderr
         notes = self.log.read_text().split("\0")
         started = []
@@ -114,13 +116,15 @@ class Verdict:
     notes: tuple[str, ...]
     text: str
     broken: bool = False
+    said: str = ""  # how bash ended with the script
 
     @property
     def same(self) -> bool:
         return self.theirs == self.ours
 
     def __str__(self) -> str:
-        parts = [f"theirs {self.theirs}", f"ours   {self.ours}", self.text, *self.told, *self.notes]
+        parts = [f"theirs {self.theirs}", f"ours   {self.ours}", self.said, self.text]
+        parts += [*self.told, *self.notes]
         return "\n".join(parts)
 
 
@@ -134,14 +138,21 @@ def judged(
     """Compare. given: the environment; known: what of it is told to us; bash: what it starts."""
     theirs = bash.theirs if bash else judge.run(script, given)
     broken = bash.broken if bash else judge.broken
+    said = bash.said if bash else judge.said
     launch = find(script, known)
     if launch is None:
-        return Verdict(theirs, ours=[], told=(), notes=(), text="", broken=broken)
+        return Verdict(theirs, ours=[], told=(), notes=(), text="", broken=broken, said=said)
     text = converted(launch)
     ours = judge.run(text, given)
     told = [*launch.doubts]
     for name, reasons in launch.needs.items():
         told += [f"{name}: {reason}" for reason in reasons]
     return Verdict(
-        theirs, ours=ours, told=tuple(told), notes=launch.notes, text=text, broken=broken
+        theirs,
+        ours=ours,
+        told=tuple(told),
+        notes=launch.notes,
+        text=text,
+        broken=broken,
+        said=said,
     )

@@ -20,12 +20,12 @@ from tests.requests import request
 
 
 def engine_of(
-    model, example, mesh, *, plan=None, dtype="float32", others=None, **asked
+    model, example, mesh, *, plan=None, dtype="float32", autocast=False, others=None, **asked
 ) -> CapturedModel:
     """asked: see ``blueprint_of``, unless there is a ``plan``. others: keywords of
     ``CapturedModel``.
     """
-    traced = Traced(model, example, dtype, ranks=mesh)
+    traced = Traced(model, example, dtype, autocast, ranks=mesh)
     blueprint = (
         blueprint_of(traced, mesh.grid, **asked)
         if plan is None

@@ -4,12 +4,15 @@ model.
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megatron_merak.pipeline_parallel.ops import Entry, ops_of
+from megatron_merak.runtime import regather
 from megatron_merak.runtime.executor import Executor, StepLoss
 from megatron_merak.runtime.stage import Batch, MicroBatchPart
 from megatron_merak.runtime.weights import Gradient
@@ -43,7 +46,11 @@ class MeasuredExecutor(Executor):
         for sink in sinks:
             sink.grads = _ByAddress(sink.grads)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
+            with (
+                torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor),
+                mock.patch.object(regather, "_pack", partial(self._pack_beside, regather._pack)),
+                mock.patch.object(regather, "unpack", partial(_unpack, regather.unpack)),
+            ):
                 return super().run(batches, *args, **more)
         finally:
             for sink, grads in zip(sinks, original, strict=True):
@@ -65,6 +72,11 @@ class MeasuredExecutor(Executor):
         self._measure()
         return saved
 
+    def _pack_beside(self, pack, getters, keep, tensor: Tensor) -> Any:
+        """Where a tape does not keep gathered values, its hooks are the only ones."""
+        packed = pack(getters, keep, tensor)
+        return self._pack(packed) if isinstance(packed, Tensor) else packed
+
     def _measure(self) -> None:
         kept = {key: count.size for key, count in self._tapes.items()}
         kept |= {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in self._kept()}
@@ -82,17 +94,20 @@ class MeasuredExecutor(Executor):
                     yield from parts
 
     def _kept(self) -> Iterator[Tensor]:
-        """Yield inputs of recomputations, shards to all-gather again, and operands of deferred
-        weight gradients.
+        """Yield inputs of recomputations, shards to all-gather again, operands of deferred weight
+        gradients, and what is on the device of offloaded tapes.
         """
         for part in self._begun_parts():
             for name, value in part.state.values.items():
                 if name in part.runner.engine.kept:
                     yield value
-            running: list[Any] = [*part.runner.engine.weights.getters.values()]  # each a `Regather`
-            yield from (each.shard for each in running)
+            running: list[Any] = [*part.runner.engine.weights.getters.values()]  # some a `Regather`
             for tape in part.state.tape.values():
-                yield from (each.shard for each in tape.regathers)
+                running += tape.regathers
+            shards = (getattr(each, "shard", None) for each in running)
+            yield from (shard for shard in shards if isinstance(shard, Tensor))
+            if part.state.offloaded is not None:
+                yield from part.state.offloaded.on_device()
             for _, products in part.state.queue:
                 for product in products:
                     yield from product.tensors
@@ -130,6 +145,10 @@ class _Count:
     def __init__(self, size: int):
         self.size = size
         self.uses = 0
+
+
+def _unpack(unpack, packed: Any) -> Tensor:
+    return packed.tensor if isinstance(packed, _Saved) else unpack(packed)
 
 
 def _release(tapes: dict[int, _Count], key: int) -> None:

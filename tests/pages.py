@@ -1,7 +1,9 @@
 """Pages of docs/ taken apart, and the commands and Python lines on them answered as they are here.
 
-python -m tests.pages        writes what the commands of a page print into the page, but those of whole jobs, and the
-                             source that a page quotes: <!-- source: FILE NAME, CLASS.NAME, ... --> before a block
+python -m tests.pages             writes what the commands of a page print into the page, but those of whole jobs,
+                                  and the source that a page quotes: <!-- source: FILE NAME, CLASS.NAME, ... -->
+                                  before a block
+python -m tests.pages extending   of one page; this one has no commands, and takes a second
 """
 
 import argparse
@@ -13,7 +15,7 @@ import shlex
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,11 +175,12 @@ def prepare() -> None:
     answer(f"merak-plan show ... {layout} --save plan.json")
 
 
-def rewrite() -> None:
-    """Write what commands print, and the source that is quoted, into their pages."""
+def rewrite(pages: Sequence[str]) -> None:
+    """Write what commands print, and the source that is quoted, into these pages."""
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
-        prepare()
-        for page in (*WRITTEN, *QUOTING):
+        if any(page in WRITTEN for page in pages):
+            prepare()
+        for page in pages:
             path = DOCS / f"{page}.md"
             text = path.read_text(encoding="utf-8")
             for block in reversed([*blocks(page)]):
@@ -192,4 +195,10 @@ def rewrite() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(rewrite())
+    every = (*WRITTEN, *QUOTING)
+    parser = argparse.ArgumentParser(prog="python -m tests.pages")
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(every)} [all]")
+    pages = parser.parse_args().pages or every
+    if unknown := [page for page in pages if page not in every]:
+        parser.error(f"no page {', '.join(unknown)}")
+    rewrite(pages)

@@ -22,11 +22,18 @@ from pathlib import Path
 
 # without transformers.trainer: of what that imports, pyarrow starts a thread
 PRELOAD = (
-    *("torch", "torch.distributed", "torch.distributed.nn", "numpy", "pytest"),
-    *("transformers.modeling_utils", "transformers.trainer_callback"),
+    "torch",
+    "torch.distributed",
+    "torch.distributed.nn",
+    "numpy",
+    "pytest",
+    "transformers.modeling_utils",
+    "transformers.trainer_callback",
     # what a capture imports at its first use
-    *("torch.export._trace", "networkx"),
-    *("megatron_merak.stages.captured", "megatron_merak.stages.gpt_model"),
+    "torch.export._trace",
+    "networkx",
+    "megatron_merak.stages.captured",
+    "megatron_merak.stages.gpt_model",
 )
 SETTLE_SECONDS = 1.0  # after a failure: how long to look for the rank that caused it
 

@@ -19,6 +19,7 @@ def request(grid: Grid = ONE, parallel: ParallelConfig | None = None, **asked: A
     settings = {name: value for name, value in asked.items() if name not in _OWN}
     degrees = {
         "tensor_model_parallel_size": grid.tp,
+        "context_parallel_size": grid.cp,
         "pipeline_model_parallel_size": grid.pp,
         "rank_order": grid.order,
     }

@@ -47,6 +47,7 @@ LEVELS = {
     "stages": 7,
     "megatron": 7,
     "training": 8,
+    "probe": 9,
     "hf_trainer": 9,
     "formats": 8,
     "parameter_server": 9,
@@ -335,6 +336,50 @@ def packed(modules: list[Module]) -> list[str]:
     return found
 
 
+def splatted(modules: list[Module]) -> list[str]:
+    """Tuples written out to be taken apart at once, as in ``f(*(a, b))``."""
+    return [
+        f"{module.path}:{node.lineno} {ast.unparse(node)[:60]}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple)
+    ]
+
+
+# A setting is a field of its section; attributes of transformers.Trainer are its interface.
+MANY = {"config", "hf_trainer/trainer.py", "hf_trainer/arguments/shared.py"}
+
+
+def attributes(modules: list[Module]) -> list[str]:
+    """Classes that hold more than 20 values of their own, which nobody keeps in mind; but for
+    frozen records.
+    """
+    found = []
+    for module in modules:
+        if {module.path.split("/")[0], module.path} & MANY:
+            continue
+        for node in ast.walk(module.tree):
+            frozen = "dataclass(frozen=True)"
+            if isinstance(node, ast.ClassDef) and frozen not in map(
+                ast.unparse, node.decorator_list
+            ):
+                names = {
+                    each.attr
+                    for each in ast.walk(node)
+                    if isinstance(each, ast.Attribute)
+                    and isinstance(each.ctx, ast.Store)
+                    and ast.unparse(each.value) == "self"
+                }
+                names |= {
+                    ast.unparse(each.target)
+                    for each in node.body
+                    if isinstance(each, ast.AnnAssign)
+                }
+                if len(names) > 20:
+                    found.append(f"{module.path}:{node.lineno} {node.name} has {len(names)}")
+    return found
+
+
 def caches(modules: list[Module]) -> list[str]:
     """Functions that keep results for the life of the process, but for those whose results cannot
     change.
@@ -436,6 +481,8 @@ RULES = (
     heavy_imports,
     set_loops,
     packed,
+    splatted,
+    attributes,
     caches,
     names_of_servers,
     classes_of_one_name,
@@ -475,6 +522,12 @@ def test_the_package_keeps(rule, house):
         (heavy_imports, "cluster.py", "import matplotlib.figure"),
         (set_loops, "runtime/engine.py", "[name for name in {1, 2}]"),
         (packed, "cluster.py", "a, b, c = 1, 2, 3"),
+        (splatted, "cluster.py", "table = [*('a', 'b'), 'c']"),
+        (
+            attributes,
+            "cluster.py",
+            "class Odd:\n    " + "\n    ".join(f"x{n}: int" for n in range(21)),
+        ),
         (classes_of_one_name, "cluster.py", "class Stage:\n    pass"),
         (disk_calls, "data/blend.py", "import os\nos.replace(a, b)"),
         (disk_calls, "data/blend.py", "from os import fsync"),

@@ -26,7 +26,11 @@ WRITES = ["--input", "x", "--output-prefix", "y", "--tokenizer-type"]
     ("main", "words", "told"),
     [
         (plan.main, [], "command (missing): it is needed."),
-        (plan.main, ["shw"], "command shw: it is none of show, search, diff. The nearest is show."),
+        (
+            plan.main,
+            ["shw"],
+            "command shw: it is none of show, search, diff, calibrate. The nearest is show.",
+        ),
         (plan.main, ["show", "--lr"], "--lr (no value): expected one argument."),
         (report_memory.main, ["--plan"], "--plan (no value): expected one argument."),
         (report.main, [], "RUN_DIR (missing): it is needed."),

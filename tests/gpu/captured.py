@@ -36,6 +36,25 @@ def same_as_eager(name, device):
     assert {value.device.type for value in evaluated.values()} == {device.type}
 
 
+def recorded_as_kernel_by_kernel(name, device, adapt=lambda model: model):
+    """Losses and weights of steps that replay a recorded one, bit for bit. adapt: what is done to
+    the model first.
+    """
+    batches = micro_batches(name)
+    found = []
+    for warm_up in (None, 1):
+        real, _, batch = tiny(name)
+        others = {"optimizer": OPTIMIZER, "graph_warm_up": warm_up}
+        mesh = build_mesh(Grid(), 0, device)
+        model = adapt(randomise(real()))
+        trainer = engine_of(model, batch, mesh, microbatches=len(batches), others=others)
+        losses = [step(trainer, batches, RATE, DECAY).loss for _ in range(5)]
+        found.append((losses, trainer.buffer.data.cpu()))
+    (losses, weights), (again, weights_again) = found
+    assert losses == again and torch.equal(weights, weights_again)
+    assert trainer.executor(len(batches)).recordings.replayed == 3 * 2 * len(batches)
+
+
 def same_as_the_trainer(folder, device):
     """The logs of MerakTrainer, and those of transformers' Trainer on the CPU: training and
     evaluation.

@@ -2,10 +2,15 @@
 tried on a CPU.
 """
 
+import peft
 import pytest
 import torch
 
-from tests.gpu.captured import same_as_eager, same_as_the_trainer
+from tests.gpu.captured import (
+    recorded_as_kernel_by_kernel,
+    same_as_eager,
+    same_as_the_trainer,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -21,6 +26,26 @@ ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
 )
 def test_a_model_computes_what_it_computes_eagerly(name, device):
     same_as_eager(name, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("mixtral", CPU), ("t5", CPU)]
+    + [pytest.param(name, GPU, marks=ON_A_GPU) for name in ("llama", "gpt2", "mixtral", "t5")],
+)
+def test_replayed_steps_have_the_bits_of_others(name, device):
+    recorded_as_kernel_by_kernel(name, device)
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(GPU, marks=ON_A_GPU)])
+def test_replayed_steps_of_adapters_have_the_bits_of_others(device):
+    config = peft.LoraConfig(r=4, target_modules="all-linear")
+
+    def adapted(model):
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config)
+
+    recorded_as_kernel_by_kernel("llama", device, adapted)
 
 
 @pytest.mark.parametrize("device", [CPU, pytest.param(GPU, marks=ON_A_GPU)])

@@ -60,16 +60,20 @@ def started(kind: str, written: str, folder: Path) -> list[list[str]]:
     return [json.loads(line) for line in told.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("kind", "head", "port"),
-    [
-        ("slurm", "first", 20000 + 2345 * 2),
-        ("k8s", "try-0.try", 29500),
-        ("kubeflow", "first", 29400),
-        ("skypilot", "first", 29500),
-        ("shell", "first", 29500),
-    ],
-)
+STARTED = [
+    ("slurm", "first", 20000 + 2345 * 2),
+    ("k8s", "try-0.try", 29500),
+    ("kubeflow", "first", 29400),
+    ("skypilot", "first", 29500),
+    ("shell", "first", 29500),
+]
+
+
+def test_the_files_of_every_scheduler_are_started_here():
+    assert {kind for kind, _, _ in STARTED} | {"ray"} == SCHEDULERS.keys()
+
+
+@pytest.mark.parametrize(("kind", "head", "port"), STARTED)
 def test_every_host_starts_what_was_asked_for(kind, head, port, tmp_path):
     host = "-m megatron_merak launch --nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr"
     written = SCHEDULERS[kind].write(
@@ -237,7 +241,12 @@ def test_the_image_is_built_from_what_is_here():
     text = (FOLDER / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert {line.split()[0] for line in lines} <= {
-        *("ARG", "FROM", "ENV", "RUN", "COPY", "WORKDIR"),
+        "ARG",
+        "FROM",
+        "ENV",
+        "RUN",
+        "COPY",
+        "WORKDIR",
     }
     assert [line.split()[0] for line in lines][:2] == ["ARG", "FROM"]
     for line in lines:

@@ -117,10 +117,28 @@ def test_groups_of_a_mesh():
     assert run_ranks(from_mesh, 4) == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
+def shards_of_mesh(rank, size):
+    from megatron_merak.megatron import mpu
+
+    mesh = build_mesh(Grid(dp=4), rank, "cpu", expert_group=4, expert_shards=2)
+    mpu.initialize_from_mesh(mesh)
+    groups = (mpu.get_expert_tensor_parallel_group(), mpu.get_expert_model_parallel_group())
+    return [dist.get_process_group_ranks(group) for group in groups]
+
+
+def test_groups_of_a_mesh_whose_replicas_shard_each_expert():
+    assert run_ranks(shards_of_mesh, 4) == [
+        [[0, 1], [0, 2]],
+        [[0, 1], [1, 3]],
+        [[2, 3], [0, 2]],
+        [[2, 3], [1, 3]],
+    ]
+
+
 def experts_of_mesh(rank, size):
     from megatron_merak.megatron import mpu
 
-    mesh = build_mesh(Grid(tp=2, dp=4), rank, "cpu", expert_parallel=4)
+    mesh = build_mesh(Grid(tp=2, dp=4), rank, "cpu", expert_group=4)
     mpu.initialize_from_mesh(mesh)
     group = mpu.get_expert_model_parallel_group()
     assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(mesh.experts.group)

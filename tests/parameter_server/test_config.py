@@ -102,21 +102,18 @@ def test_samples_are_divided_over_the_replicas_of_all_workers(strategy, summed):
         ),
         (
             f"{SYNC} --num-parameter-servers 2 --tensor-model-parallel-size 2",
-            *(
-                7,
-                "servers 2: leaves 5 of 7 ranks, not a multiple of the 2 ranks of a worker. Use 1 or 3",
-            ),
+            7,
+            "servers 2: leaves 5 of 7 ranks, not a multiple of the 2 ranks of a worker. Use 1 or 3",
         ),
         (
             f"{SYNC} --num-parameter-servers 6 --tensor-model-parallel-size 2",
-            *(
-                7,
-                "servers 6: leaves 1 of 7 ranks, and a worker takes 2 .* Use 3 or 5, or start 8 ranks",
-            ),
+            7,
+            "servers 6: leaves 1 of 7 ranks, and a worker takes 2 .* Use 3 or 5, or start 8 ranks",
         ),
         (
             f"{SYNC} --num-parameter-servers 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-            *(3, "servers 1: leaves 2 of 3 ranks, and a worker takes 4 .* Start 5 ranks"),
+            3,
+            "servers 1: leaves 2 of 3 ranks, and a worker takes 4 .* Start 5 ranks",
         ),
         (
             f"{SYNC} --num-parameter-servers 1",
@@ -130,7 +127,8 @@ def test_samples_are_divided_over_the_replicas_of_all_workers(strategy, summed):
         ),
         (
             f"{ASYNC} --data-parallel-sharding-strategy optim_grads_params",
-            *(2, "--data-parallel-sharding-strategy optim_grads_params: parameter servers keep"),
+            2,
+            "--data-parallel-sharding-strategy optim_grads_params: parameter servers keep",
         ),
         (
             f"{SYNC} --calculate-per-token-loss",

@@ -123,7 +123,9 @@ def slow(*values, **options):
         slow(f"{PP} --untie-embeddings-and-output-weights", 2, 2, 2, False),
         slow(
             f"--fp16 --initial-loss-scale 65536 {PP} {TP} --untie-embeddings-and-output-weights",
-            *(2, 4, 0),
+            2,
+            4,
+            0,
             False,
         ),
         slow(f"{PP} --pipeline-schedule zb-h1 --bf16", 2, 2, 1, True),

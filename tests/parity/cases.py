@@ -12,7 +12,7 @@ from random import Random
 from megatron_merak.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.errors import ScheduleError
-from megatron_merak.pipeline_parallel.builders import build_schedule
+from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 
 from .families import FAMILIES, LAYERS
 
@@ -32,16 +32,7 @@ AXES: dict[str, tuple] = {
     "tp": (1, 2, 4),
     "pp": (1, 2, 4),
     "dp": (1, 2),
-    "schedule": (
-        "naive",
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "shifted",
-        "early-recompute",
-        "zb-h1",
-        "zb-v",
-    ),
+    "schedule": tuple(BUILDERS),
     "recompute": ("none", "full", "uniform", "block"),
     "overlap": ("weight-gradient", "none", "sub-pipeline", "pair"),
     "sequence_parallel": (False, True),

@@ -63,8 +63,17 @@ def disturb(trainer: Trainer) -> None:
     trainer.optimizer.refresh_master()
 
 
+def slab_of(full: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """The slab of a full tensor that ``shard`` has a part of; all of it where there is none."""
+    if shard.slab is None:
+        return full
+    dim, start, stop = shard.slab
+    return full.narrow(dim, start, stop - start)
+
+
 def part_of(full: torch.Tensor, shard: Shard) -> torch.Tensor:
     """The elements of a full tensor that ``shard`` holds."""
+    full = slab_of(full, shard)
     if shard.dim is None:
         return full
     return torch.cat(
@@ -207,6 +216,7 @@ def assemble(ranks: Sequence[Sequence[Shard]]) -> Tensors:
 
 
 def _place(full: torch.Tensor, shard: Shard) -> None:
+    full = slab_of(full, shard)
     if shard.dim is None:
         full.copy_(shard.tensor) if full.dtype != torch.int64 else full.add_(shard.tensor)
         return

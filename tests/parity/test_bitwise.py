@@ -28,14 +28,10 @@ ONE = [
     Case("qwen", steps=STEPS, clip=0.0, dtype="bf16", **DROPOUT),
 ]
 PIPELINES = [
-    *(
-        {"pp": 2, "schedule": "1f1b", "recompute": "none"},
-        {"pp": 2, "schedule": "gpipe", "recompute": "full"},
-    ),
-    *(
-        {"pp": 4, "schedule": "gpipe", "recompute": "none"},
-        {"pp": 4, "schedule": "1f1b", "recompute": "full"},
-    ),
+    {"pp": 2, "schedule": "1f1b", "recompute": "none"},
+    {"pp": 2, "schedule": "gpipe", "recompute": "full"},
+    {"pp": 4, "schedule": "gpipe", "recompute": "none"},
+    {"pp": 4, "schedule": "1f1b", "recompute": "full"},
 ]
 TIED = {"gpt2": "transformer.wte.weight", "qwen": "model.embed_tokens.weight"}
 

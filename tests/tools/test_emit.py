@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_merak.cli.launch import main
+from megatron_merak.job_files.schedulers import SCHEDULERS
 from tests.several_hosts import RUN
 
 SOME = "--nodes 4 --gpus-per-node 8"
@@ -14,7 +15,7 @@ SLURM = f"--emit slurm {SOME}"
     ("words", "told"),
     [
         (f"--emit slrum {SOME} -- {HF}", "--emit slrum: is no scheduler for which files are written. The n"),
-        (f"--emit pbs {SOME} -- {HF}", "Use one of slurm, k8s, kubeflow, skypilot, ray, shell."),
+        (f"--emit xyz {SOME} -- {HF}", f"Use one of {', '.join(SCHEDULERS)}."),
         (f"--emit slurm --nodes 4 -- {HF}", "--gpus-per-node (missing): one of the two says how many ranks a host"),
         (f"{SLURM} --nproc-per-node 2 -- {HF}", "--gpus-per-node and --nproc-per-node: "),
         (f"--emit slurm --nodes 0 --gpus-per-node 8 -- {HF}", "--nodes 0: it is below 1. Use at least 1."),

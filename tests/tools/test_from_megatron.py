@@ -80,7 +80,12 @@ def test_a_script_of_llama_3_in_fp8(capsys):
         8,
         1000000,
     )
-    assert config.train.bf16 and config.data.mock_data and config.data.split == "99,1,0"
+    assert (
+        config.train.fp8_format == "hybrid"
+        and config.train.bf16
+        and config.data.mock_data
+        and config.data.split == "99,1,0"
+    )
     assert config.parallel.sharding == "optim" and config.parallel.grad_reduce_in_bf16
     assert (
         config.checkpoint.load == "checkpoints/llama3"
@@ -101,7 +106,6 @@ def test_a_script_of_llama_3_in_fp8(capsys):
         "--attention-backend fused",
         "--apply-layernorm-1p",
         "--exit-duration-in-mins 235",
-        "--fp8-format hybrid",
         "--fp8-amax-history-len 1024",
         "--fp8-amax-compute-algo max",
         "--fp8-param-gather",
@@ -238,7 +242,7 @@ def test_where_only_logging_is_lost_the_status_is_0(tmp_path, capsys):
     assert (
         "#   --data-impl mmap: it was Megatron-LM's, and data files are mapped into memory" in lines
     )
-    status, lines = run_on(tmp_path, capsys, f"{TRAIN} {lost} --fp8-format hybrid")
+    status, lines = run_on(tmp_path, capsys, f"{TRAIN} {lost} --fp8-margin 1")
     assert status == 1 and "# CHANGES NUMBERS:" in lines
 
 

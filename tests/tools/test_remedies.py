@@ -25,6 +25,7 @@ CASES = {
                          " --num-distributed-optimizer-instances 4"),
     "more ranks": ("66B", "--world-size 8 --tensor-model-parallel-size 2"),
     "less memory than the device has": ("7B", "--world-size 8 --device-memory-gb 30"),
+    "activations in host memory": ("7B", "--world-size 8 --micro-batch-size 2 --use-distributed-optimizer"),
 }  # fmt: skip
 ADVICE = re.compile(
     r"  with (.*) the largest rank needs ([0-9.]+) GiB(?:, and a step takes ([0-9.]+ m?s))?: it (.*)"
@@ -59,6 +60,8 @@ def test_what_is_proposed_fits(run, name):
     flags = [*MODEL, *SIZES[size].split(), *layout.split()]
     found = advice(run, flags)
     assert [fits for *_, fits in found].count("fits") >= 1
+    if "host" in name:
+        assert ("--cpu-offloading", "fits") in [(more, fits) for more, _, _, fits in found]
     for more, needs, takes, fits in found:
         try:
             told = run(*merged(flags, more.split()))

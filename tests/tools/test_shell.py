@@ -33,14 +33,14 @@ def judge(tmp_path_factory) -> Judge:
 def test_bash_starts_the_same(name, judge):
     for given in ENVIRONMENTS[:2]:
         verdict = judged(judge, FOLLOWED[name], given, {})
-        assert verdict.told == (), verdict
-        assert verdict.same and len(verdict.ours) == 1, verdict
+        assert verdict.told == (), str(verdict)
+        assert verdict.same and len(verdict.ours) == 1, str(verdict)
 
 
 @pytest.mark.parametrize("name", TOLD)
 def test_what_is_not_followed_is_told(name, judge):
     verdict = judged(judge, TOLD[name], {}, {})
-    assert verdict.told, verdict
+    assert verdict.told, str(verdict)
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -49,7 +49,7 @@ def test_what_decides_is_asked_for(name, judge):
     given = dict(re.findall(r"(\w+)=([^,]*)", name.partition(": ")[2]))
     verdict = judged(judge, script, given, {})
     asked = {told.partition(":")[0] for told in verdict.told}
-    assert asked == given.keys(), verdict
+    assert asked == given.keys(), str(verdict)
     answered = judged(judge, script, given, given)
     assert answered.told == () and answered.same and len(answered.ours) == 1, answered
 

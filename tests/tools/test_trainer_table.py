@@ -13,17 +13,13 @@ from tools import trainer_table
 
 LACKING = of_fields.NEWER - TrainingArguments.__dataclass_fields__.keys()
 LATER = {  # of other releases of transformers 5
-    *(
-        "current_gradient_accumulation_steps",
-        "optimizer_step",
-        "end",
-        "is_distributed_loading_by_transformers",
-    ),
-    *(
-        "loss_is_scaled_for_ga",
-        "_defer_fsdp_gradient_reduction",
-        "_sync_replicated_trainable_parameters",
-    ),
+    "current_gradient_accumulation_steps",
+    "optimizer_step",
+    "end",
+    "is_distributed_loading_by_transformers",
+    "loss_is_scaled_for_ga",
+    "_defer_fsdp_gradient_reduction",
+    "_sync_replicated_trainable_parameters",
 }
 
 
