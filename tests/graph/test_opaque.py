@@ -12,6 +12,9 @@ from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.capture.empty import init_empty_weights
 from megatron_merak.graph.ir.nodes import classify, is_random
 from megatron_merak.graph.ir.opaque import CustomFunction
+from megatron_merak.parallel.mesh import build_mesh
+from megatron_merak.plan import Grid
+from tests.engines import engine_of
 from tests.graph.test_capture import Net, captured_gradients, check_fidelity
 
 
@@ -99,6 +102,20 @@ class Noisy(torch.autograd.Function):
         return 3 * g
 
 
+class WithNumpy(torch.autograd.Function):
+    """Its backward, which is not that of its forward, is computed with numpy."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x.exp())
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, _ = ctx.saved_tensors
+        return torch.from_numpy(3 * x.numpy()) * g
+
+
 def customs(captured):
     return [n for n in captured.module.graph.nodes if isinstance(n.target, CustomFunction)]
 
@@ -125,11 +142,22 @@ def test_a_function_whose_backward_is_that_of_its_forward_is_traced_through():
     assert "Double" in note and "give the same" in note
 
 
-@pytest.mark.parametrize("function", [StraightThrough, Clipped])
+@pytest.mark.parametrize("function", [StraightThrough, Clipped, WithNumpy])
 def test_a_function_with_another_backward_keeps_it(function):
     captured = check(lambda m, y: (function.apply(y.abs() * 1e-7) * 3).sum())
     (note,) = captured.notes
     assert function.__name__ in note and "its backward is its own: the two differ" in note
+
+
+def test_a_backward_that_needs_values_is_planned_without_and_trains():
+    """The planner runs each unit's backward on tensors without values."""
+    model, x = Net(lambda m, y: WithNumpy.apply(y).sum()), torch.randn(3, 4)
+    expected = copy.deepcopy(model)
+    expected(x).backward()
+    engine = engine_of(model, {"x": x}, build_mesh(Grid(), 0, torch.device("cpu")))
+    engine.backward([{"x": x}])
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(engine.buffer.grad(name), parameter.grad)
 
 
 def test_a_function_that_bounds_large_gradients_keeps_it():

@@ -37,8 +37,8 @@ class CustomFunction:
     random:        whether it draws random numbers.
     aliases_input: whether its results may share memory with the first tensor argument.
     flops:         FLOPs of its forward.
-    saved_bytes:   for code that cannot run on fake tensors, the bytes that its backward needs
-                   besides its arguments; None for other code.
+    saved_bytes:   for code whose forward or backward cannot run on fake tensors, the bytes that its
+                   backward needs besides its arguments; None for other code.
     """
 
     def __init__(
@@ -151,6 +151,8 @@ class Opaque:
         custom = CustomFunction(partial(_apply, function), title, without_tensors(flat), spec)
         custom.random = effects.random
         custom.flops = effects.flops
+        with _untraced(tensors), torch.no_grad():
+            custom.saved_bytes = _saved_if_values_are_needed(function, context, tensors, outputs)
         constant = {id(x) for x in getattr(context, "non_differentiable", ())}
         return self.put(custom, flat, outputs, shared, constant)
 
@@ -227,12 +229,32 @@ def forward_of(
     its context.
     """
     ctx = FunctionCtx()
+    ctx.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)  # type: ignore[attr-defined]
     if function.setup_context is not Function.setup_context:
         outputs = function.forward(*args, **kwargs)
         function.setup_context(ctx, args, outputs)
         return outputs, ctx
-    ctx.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)  # type: ignore[attr-defined]
     return function.forward(ctx, *args, **kwargs), ctx
+
+
+def _saved_if_values_are_needed(
+    function: type[Function], context: FunctionCtx, inputs: list[Tensor], outputs: Any
+) -> int | None:
+    """Return the bytes that a Function saves besides its inputs if its backward does not run on
+    fake tensors, because it is computed with numpy for instance; None if it runs.
+    """
+    backward = function.backward if function.vjp is Function.vjp else function.vjp
+    returned = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = [torch.empty_like(x) if isinstance(x, Tensor) else None for x in returned]
+    kept = [x for x in tree_leaves(list(vars(context).values())) if isinstance(x, Tensor)]
+    context.saved_tensors = getattr(context, "to_save", ())  # type: ignore[attr-defined]
+    try:
+        backward(context, *grads)
+    except Exception:
+        own = {x.untyped_storage()._cdata for x in inputs}
+        saved = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in kept}
+        return sum(size for storage, size in saved.items() if storage not in own)
+    return None
 
 
 class SideEffects(TorchDispatchMode):
