@@ -52,8 +52,8 @@ BENCHMARKS = {
     "search": Benchmark(
         "schedules.search", "searched schedules beside bounds and builders (2 min)"
     ),
-    "search_regret": Benchmark(
-        "planner.search_regret", "the plan of a search beside all layouts, measured (30 min)"
+    "regret": Benchmark(
+        "planner.regret", "the plan of a search beside all layouts, emulated or measured (hours)"
     ),
     "overlap": Benchmark("overlap.overlap", "tensor-parallel communication left exposed (10 min)"),
     "recompute": Benchmark(
@@ -68,6 +68,9 @@ BENCHMARKS = {
     ),
     "data_parallel_modelled": Benchmark(
         "modelled.data_parallel", "what replicas share of a Llama, modelled (1 min)"
+    ),
+    "targets": Benchmark(
+        "modelled.targets", "large mixtures and long sequences on H100s, modelled (2 min)"
     ),
     "servers": Benchmark(
         "servers.parameter_server", "parameter servers beside all-reduce, modelled (3 min)"
@@ -111,10 +114,10 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
     sys.argv = [f"python -m benchmarks {name}", *arguments]
     return importlib.import_module(f"benchmarks.{BENCHMARKS[name].module}").main() or 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
     sys.exit(main(sys.argv[1:]))

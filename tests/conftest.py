@@ -13,11 +13,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+SIGNALS = (
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
+
 def pytest_configure():
     """Signals that the caller ignores, as a shell script does for `make test &` and nohup does,
     would be ignored by every process that a test starts and sends them to."""
-    ending = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
-    for number in (*ending, signal.SIGUSR1, signal.SIGUSR2):
+    for number in SIGNALS:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(
                 number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -32,6 +41,18 @@ def fp32_products():
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(autouse=True)
+def signals_stay():
+    """A handler that a test leaves behind changes what later tests of the same worker find."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    left = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        if left[number] is not before[number]:
+            signal.signal(number, before[number])
+    assert left == before
 
 
 MUCH = 20_000  # characters, from the end

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import signal
 import sys
 
 import pytest
@@ -38,8 +37,17 @@ def test_another_name_is_refused_with_the_nearest(capsys):
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_it_starts_and_says_what_it_takes(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: python -m benchmarks {name} ")
+
+
+@pytest.mark.parametrize("name", ["elastic", "increments", "saves", "two_lines"])
+def test_a_page_is_not_asked_for_in_vain(name, monkeypatch, capsys):
+    """Before hours of measuring: only what was measured is written into one."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--into", "page.md"])
+    assert ended.value.code == 2
+    assert "--into: writes what a run has measured." in capsys.readouterr().err
