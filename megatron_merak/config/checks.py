@@ -332,9 +332,12 @@ def check_recomputed_activations(model: ModelConfig, parallel: ParallelConfig) -
         )
 
 
-def refused_halves() -> ConfigError:
-    """Return the error for halves of a micro-batch whose samples are not computed apart."""
-    reason = "losses of routers, capacities of experts and scales of fp8 are of whole micro-batches"
+def refused_halves(whole: str) -> ConfigError:
+    """Return the error for halves of a micro-batch whose samples are not computed apart.
+
+    whole: what is of whole micro-batches.
+    """
+    reason = f"{whole} are of whole micro-batches"
     return ConfigError("--tp-comm-overlap", "sub-pipeline", reason, "Use pair, or weight-gradient")
 
 

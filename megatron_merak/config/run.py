@@ -68,9 +68,9 @@ class RunConfig:
     logging: LoggingConfig = LoggingConfig()
 
     @property
-    def halves_micro_batches(self) -> bool:
-        """Whether a micro-batch may be computed in halves, as far as settings tell."""
-        return True
+    def couples_samples(self) -> str:
+        """What is of whole micro-batches as far as settings tell; see ``ModelConfig``."""
+        return ""
 
     @property
     def routed_experts(self) -> int | None:
@@ -243,8 +243,8 @@ class Config(RunConfig):
         )
 
     @property
-    def halves_micro_batches(self) -> bool:
-        return self.model.computes_samples_apart
+    def couples_samples(self) -> str:
+        return self.model.couples_samples
 
     @property
     def routed_experts(self) -> int | None:

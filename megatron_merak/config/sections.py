@@ -167,12 +167,15 @@ class ModelConfig(Section):
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     @property
-    def computes_samples_apart(self) -> bool:
-        """Whether the loss of a micro-batch is the sum of those of its samples: losses of routers
-        and capacities of experts are of whole micro-batches.
+    def couples_samples(self) -> str:
+        """What is of whole micro-batches, so that the loss of one is not the sum of those of its
+        samples; empty: nothing.
         """
-        limited = self.moe_expert_capacity_factor is not None
-        return not (self.moe_aux_loss_coeff or self.moe_z_loss_coeff or limited)
+        if self.moe_aux_loss_coeff or self.moe_z_loss_coeff:
+            return "losses of routers"
+        if self.moe_expert_capacity_factor is not None:
+            return "capacities of experts"
+        return ""
 
     @property
     def head_dim(self) -> int:

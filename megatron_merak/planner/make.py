@@ -30,7 +30,7 @@ from megatron_merak.planner.cost import gpt_units
 from megatron_merak.planner.layout import StageLayouts
 from megatron_merak.planner.offload import NOTHING
 from megatron_merak.planner.predict import priced
-from megatron_merak.planner.recompute import check_limit
+from megatron_merak.planner.recompute import check_layers, check_limit
 from megatron_merak.planner.request import Request, request_of
 from megatron_merak.planner.tables import by_family
 from megatron_merak.planner.written import FLAG, is_paired, written
@@ -114,6 +114,7 @@ def plan_chain(
     memory_gb = parallel.device_memory_gb
     limit = cluster.device.usable if memory_gb is None else memory_gb * GIB
     check_limit(request.recompute, limit, cluster.device.name, request.offload)
+    check_layers(request.offload, units)
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     automatic = ops is None and parallel.pipeline_schedule == AUTO
@@ -244,11 +245,11 @@ def _modes(request: Request, schedule: Schedule, custom: bool) -> tuple[str, ...
         raise PlanError(
             "--tp-comm-overlap", requested, reason, "Use a micro-batch of 2 or more, or pair"
         )
-    if requested == "sub-pipeline" and not request.splits:
-        raise refused_halves()
+    if requested == "sub-pipeline" and request.whole:
+        raise refused_halves(request.whole)
     if requested != "auto":
         return (requested,)
-    halvable = request.splits and request.micro_batch_size > 1 and not paired
+    halvable = not request.whole and request.micro_batch_size > 1 and not paired
     halves = ("sub-pipeline",) if halvable else ()
     pairs = paired if custom else schedule.microbatches > 1
     modes = ("weight-gradient", "none", *halves, *(("pair",) if pairs else ()))

@@ -220,9 +220,7 @@ class Chooser:
         return again + host_waits(self.units, chosen, self.times, self.device, early).total
 
     def _layer(self, unit: int) -> str:
-        """Return the layer that a unit belongs to: its name up to the first number."""
-        match = _LAYER.match(self.units[unit].name)
-        return match[1] if match else self.units[unit].name
+        return _layer_of(self.units[unit])
 
     def _span(self, candidates: Sequence[int]) -> int:
         """Return the number of units in ``layers`` layers: a captured layer may have several."""
@@ -365,6 +363,20 @@ def _least(most: int, enough: Callable[[int], bool]) -> int:
         else:
             low = middle + 1
     return low
+
+
+def _layer_of(unit: Unit) -> str:
+    """Return the layer that a unit belongs to: its name up to the first number."""
+    match = _LAYER.match(unit.name)
+    return match[1] if match else unit.name
+
+
+def check_layers(offload: Offload, units: Sequence[Unit]) -> None:
+    """Raise PlanError for more layers to offload than there are."""
+    layers = {_layer_of(units[index]) for index in recomputed_units(units)}
+    if offload.layers > len(layers):
+        reason = f"the model has {len(layers)} layers"
+        raise PlanError(FLAG, offload.layers, reason, f"Give at most {len(layers)}")
 
 
 def check_limit(recompute: Recompute, memory: float, device: str, offload: Offload) -> None:

@@ -28,7 +28,8 @@ class Request:
     graph_sharding:      how the graph of the model is cut into units.
     rules:               how its weights are sharded, see ``TensorRules.parse``.
     vocabulary_multiple: a captured vocabulary is padded to a multiple of this x tp.
-    halves:              whether a micro-batch may be computed in halves, as far as its model tells.
+    couples_samples:     what of the model is of whole micro-batches, which so have no halves; empty:
+                         nothing that is known.
     schedule:            ops to run unchanged, instead of the schedule that ``parallel`` names.
     """
 
@@ -45,13 +46,13 @@ class Request:
     graph_sharding: str = ""
     rules: str = ""
     vocabulary_multiple: int = 1
-    halves: bool = True
+    couples_samples: str = ""
     schedule: Schedule | None = None
 
     @property
-    def splits(self) -> bool:
-        """Whether a micro-batch may be computed in halves, which have other scales of fp8."""
-        return self.halves and self.fp8 is None
+    def whole(self) -> str:
+        """What is of whole micro-batches, so that they are not computed in halves; empty: nothing."""
+        return self.couples_samples or ("scales of fp8" if self.fp8 is not None else "")
 
     @property
     def grid(self) -> Grid:
@@ -101,5 +102,5 @@ def request_of(config: RunConfig, world_size: int) -> Request:
         fp8=config.train.fp8,
         loss_chunk=config.model.cross_entropy_chunk_size,
         state_bytes=config.optimizer.state_bytes,
-        halves=config.halves_micro_batches,
+        couples_samples=config.couples_samples,
     )

@@ -24,6 +24,7 @@ class FrozenWeights(UnitWeights):
     link:       to the host; set before the first pass.
     on_host:    the weights, by name.
     parameters: what segments read, by name, with values while a unit that reads it computes.
+    names:      of ``parameters``.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FrozenWeights(UnitWeights):
         self._number_of: dict[str, int] = {}
         for dtype, groups in alike.items():
             self._lay_out(dtype, groups, tensors, device)
+        self.names = {parameter: name for name, parameter in self.parameters.items()}
 
     def _lay_out(
         self,
@@ -88,11 +90,6 @@ class FrozenWeights(UnitWeights):
     def gathers(self, unit: int, name: str) -> bool:
         """Whether a weight is on the device when a unit is visited."""
         return self._number_of[name] in self.numbers(unit)
-
-    @property
-    def names(self) -> dict[nn.Parameter, str]:
-        """The names of ``parameters``."""
-        return {parameter: name for name, parameter in self.parameters.items()}
 
     def numbers(self, unit: int) -> Sequence[int]:
         return self._numbers.get(unit, ())

@@ -83,8 +83,8 @@ class GPTModel(TokenLosses, CapturedModel):
         with together(mesh.control, "cpu"):
             check_updates(config, blueprint.plan, mesh)
             halved = blueprint.plan.overlap == "sub-pipeline"
-            if halved and not config.model.computes_samples_apart:
-                raise refused_halves()
+            if halved and config.model.couples_samples:
+                raise refused_halves(config.model.couples_samples)
         self.shape = config.model
         self.per_token = train.calculate_per_token_loss
         module = blueprint.traced.model

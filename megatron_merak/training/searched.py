@@ -70,7 +70,7 @@ def search_of(config: RunConfig, cluster: Cluster, pinned: Mapping[str, Any]) ->
         fp8=config.train.fp8,
         loss_chunk=config.model.cross_entropy_chunk_size,
         state_bytes=config.optimizer.state_bytes,
-        halves=config.halves_micro_batches,
+        couples_samples=config.couples_samples,
     )
     model: Model
     by_graph = isinstance(config, Config) and (config.is_priced_by_graph or pinned.get("cp", 1) > 1)

@@ -135,6 +135,13 @@ def test_the_first_layers_of_each_stage_by_number_and_what_others_do():
     assert moved.predicted_time > plain.predicted_time  # neighbours, over PCIe
 
 
+def test_more_layers_than_there_are_are_refused():
+    layers = llama().model.num_layers
+    plan(llama(cpu_offloading_num_layers=layers), 2, H100)
+    with pytest.raises(PlanError, match=f"-num-layers {layers + 1}: the model has {layers} layers"):
+        plan(llama(cpu_offloading_num_layers=layers + 1), 2, H100)
+
+
 def test_a_plan_shows_it_and_survives_json():
     made = plan(llama(cpu_offloading_num_layers=2), 2, GH200)
     assert Plan.from_json(made.to_json()) == made

@@ -167,13 +167,13 @@ def test_a_micro_batch_whose_router_has_losses_is_not_halved():
     own = config("auto", batch=4)  # one micro-batch has no pairs
     mixture = replace(own, model=replace(own.model, **MIXTURE))
     asked = request_of(mixture, 4)
-    assert not asked.halves and request_of(own, 4).halves
+    assert asked.whole == "losses of routers" and not request_of(own, 4).whole
     units = gpt_chain(own, 2, CLUSTERS["rtx3090"])
-    alike = replace(asked, halves=True)
+    alike = replace(asked, couples_samples="")
     found = [plan_chain(units, each, CLUSTERS["rtx3090"]).overlap for each in (alike, asked)]
     assert found[0] == "sub-pipeline" and found[1] == "weight-gradient"
     named = replace(asked, parallel=config("sub-pipeline").parallel)
-    with pytest.raises(ConfigError, match="sub-pipeline: losses of routers, capacities of experts"):
+    with pytest.raises(ConfigError, match="sub-pipeline: losses of routers are of whole"):
         plan_chain(units, named, CLUSTERS["rtx3090"])
     spaces = [
         Space(4, [64], CLUSTERS["cpu"], {}, memory=False, halves=way) for way in (True, False)

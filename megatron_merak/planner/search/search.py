@@ -266,7 +266,7 @@ class Search:
             memory=bool(self.memory),
             length=length if self.model.shares_sequences else 0,
             experts=self.model.has_experts,
-            halves=self.request.splits,
+            halves=not self.request.whole,
         )
 
     def plan(self, choice: Choice, replicas: int, microbatches: int) -> Plan:
