@@ -17,9 +17,9 @@ from megatron_merak.graph.sharding.shard import shard
 from megatron_merak.segment import LayerAxis
 from tests.fuzz.check import Way, step
 from tests.graph.test_context import Attending, next_token, tokens
-from tests.graph.test_context_kinds import packed, padded, some
+from tests.graph.test_context_kinds import check_trained_in_part, packed, padded, some
 from tests.graph.test_sequence import Model, check
-from tests.graph.tiny import FAMILIES, randomise, tiny
+from tests.graph.tiny import FAMILIES, randomise
 from tests.zoo.doubled import doubled
 
 KIND = "a2a+p2p"
@@ -151,19 +151,7 @@ def test_what_is_outside_of_attention_is_as_in_a_ring():
 
 @pytest.mark.parametrize("trained", some(["q_proj", "k_proj", "v_proj"], "q_proj"))
 def test_what_is_trained_in_part(trained):
-    real, _, batch = tiny("llama")
-    model = randomise(real())
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained in name)
-    subject = Model(model, batch)
-    loss = model(**batch).loss
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    wanted = torch.autograd.grad(loss, list(weights.values()))
-    _, losses, found = step(subject, levels())
-    for own, grads in zip(losses, found, strict=True):
-        assert float(own) == pytest.approx(loss.item(), rel=1e-12)
-        for name, grad in zip(weights, wanted, strict=True):
-            torch.testing.assert_close(grads[name], grad, rtol=1e-8, atol=1e-12)
+    check_trained_in_part(trained, levels())
 
 
 def test_hidden_dropout_has_the_mask_of_one_process():

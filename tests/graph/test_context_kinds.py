@@ -344,9 +344,8 @@ def test_a_ring_keeps_its_own_part_and_sends_it_on(name):
         assert layer.exchanged_bytes == layer.reduced_bytes == layer.ring_bytes
 
 
-@pytest.mark.parametrize("trained", some(["q_proj", "k_proj", "v_proj"], "q_proj"))
-def test_a_ring_of_what_is_trained_in_part(trained):
-    """Of the first layer keys and values, or queries, have no gradient."""
+def check_trained_in_part(trained: str, way: Way) -> None:
+    """A llama of which only weights with ``trained`` in their name are trained has their gradients."""
     real, _, batch = tiny("llama")
     model = randomise(real())
     for name, parameter in model.named_parameters():
@@ -355,11 +354,17 @@ def test_a_ring_of_what_is_trained_in_part(trained):
     loss = model(**batch).loss
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     wanted = torch.autograd.grad(loss, list(weights.values()))
-    _, losses, found = step(subject, gathering(cp=4, kind="p2p"))
+    _, losses, found = step(subject, way)
     for own, grads in zip(losses, found, strict=True):
         assert float(own) == pytest.approx(loss.item(), rel=1e-12)
         for name, grad in zip(weights, wanted, strict=True):
             torch.testing.assert_close(grads[name], grad, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("trained", some(["q_proj", "k_proj", "v_proj"], "q_proj"))
+def test_a_ring_of_what_is_trained_in_part(trained):
+    """Of the first layer keys and values, or queries, have no gradient."""
+    check_trained_in_part(trained, gathering(cp=4, kind="p2p"))
 
 
 def test_a_part_begins_when_the_next_one_is_on_its_way():

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
 
 from megatron_merak import arguments
 from megatron_merak.cli.pretrain import check_command
@@ -35,20 +34,12 @@ from megatron_merak.training.pretrain_hf import pretrain_hf
 from megatron_merak.training.searched import PIN, applied, stand_ins
 from megatron_merak.training.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.training.test_parallel_auto import LINE
+from tests.training.test_parallel_auto import LINE, LLAMA
 
 SHAPE = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 60
     --hidden-dropout 0.1 --attention-dropout 0.1"""
 RUN = """--seq-length 16 --global-batch-size 4 --lr 1e-2 --log-interval 1 --eval-iters 0 --mock-data
     --train-iters 2"""
-LLAMA = LlamaConfig(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    vocab_size=60,
-    use_cache=False,
-)
 TRIED = re.compile(r"^  (tp=\S+): (.+)$", re.MULTILINE)
 CHOSEN = re.compile(r"--parallel \S+ chose (\S+)\.")
 
