@@ -35,7 +35,7 @@ PRELOAD = (
     "megatron_merak.stages.captured",
     "megatron_merak.stages.gpt_model",
 )
-SETTLE_SECONDS = 1.0  # after a failure: how long to look for the rank that caused it
+SETTLE_SECONDS = 5.0  # after a failure: how long to look for the rank that caused it
 
 
 class RankFailure(AssertionError):

@@ -2,14 +2,25 @@
 what is kept for the backward.
 """
 
+import contextlib
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_merak import ops
 from megatron_merak.graph.sharding import local
-from megatron_merak.ops.ring_parts import End, efficient, efficient_back, flash, flash_back
+from megatron_merak.ops.ring_parts import (
+    End,
+    efficient,
+    efficient_back,
+    flash,
+    flash_back,
+    part_back,
+)
 
 LENGTH = 48
 
@@ -243,3 +254,49 @@ def test_a_gpu_has_kernels_for_parts(keys, masked):
     assert (stats.shape, stats.dtype) == ((2, 4, 64, 2), torch.float32)
     assert [grad.shape for grad in found] == [query.shape, key.shape, value.shape]
     assert {grad.dtype for grad in found} == {torch.bfloat16}
+
+
+class Largest(TorchDispatchMode):
+    """The number of operations, and the most bytes of what they made at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = self.now = self.most = 0
+        self.alive = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        for tensor in (result,) if isinstance(result, torch.Tensor) else ():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.alive:
+                self.alive[storage._cdata] = weakref.ref(storage, self.ended(storage))
+                self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        return result
+
+    def ended(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+
+        def free(_):
+            del self.alive[key]
+            self.now -= size
+
+        return free
+
+
+@pytest.mark.parametrize("length", [200, 1024, 2100])
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_values_only_the_last_blocks_are_computed_and_need_as_much_memory(length, causal):
+    found = []
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode:
+            query, grad = (torch.ones(1, 4, length, 8, dtype=torch.bfloat16) for _ in range(2))
+            pair = torch.ones(2, 1, 2, length, 8, dtype=torch.bfloat16)
+            statistics = torch.zeros(2, 1, 4, length)
+            end = End(grad, grad, *statistics)
+            with Largest() as largest:
+                grads = part_back(query, *pair, None, end, causal=causal, scale=1.0)
+        found.append((largest.most, [(x.shape, x.dtype) for x in grads]))
+    assert found[0] == found[1]
+    assert largest.operations < 500
