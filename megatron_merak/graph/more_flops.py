@@ -3,7 +3,7 @@ backward leaves out.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -12,6 +12,8 @@ from .. import ops
 from ..planner.attention import SHORT, causal_more, masked_more
 from .ir.nodes import constant, is_op, is_random, op_name, operand, values
 from .ir.operators import facts, flops, is_causal
+
+_LOOK_UP = (ops.embedding, ops.embedding_part)
 
 
 def more_flops(nodes: Iterable[Node], fused: bool) -> tuple[int, tuple[int, int]]:
@@ -91,6 +93,30 @@ def unneeded_flops(nodes: Iterable[Node]) -> tuple[int, int]:
             else:
                 inputs += work
     return inputs, weights
+
+
+class ProductFlops(NamedTuple):
+    """FLOPs of a product's forward, and of its gradients of inputs and of weights."""
+
+    forward: int
+    inputs: int
+    weights: int
+
+
+def product_flops(node: Node) -> ProductFlops:
+    """Return the FLOPs of a node after ``fuse`` if it is a product, but not attention; else zeros."""
+    if ops.row(node.target).sink is None or node.target in _LOOK_UP:
+        work = 0 if facts(node).attends else flops(node)
+        inputs, weights = unneeded_flops([node])
+        return ProductFlops(work, work - inputs, work - weights)
+    x = operand(node)
+    rows = values(x)[0].numel() // values(x)[0].shape[-1]
+    given: Any = node.args[1]
+    factors = list(given) if isinstance(given, list | tuple) else [given]
+    work = sum(2 * rows * values(factor)[0].numel() for factor in factors)
+    trained = [factor for factor in factors if factor.meta["grad"]]
+    of_weights = sum(2 * rows * values(factor)[0].numel() for factor in trained)
+    return ProductFlops(work, work if x.meta["grad"] else 0, of_weights)
 
 
 def _is_parameter(node: Node) -> bool:

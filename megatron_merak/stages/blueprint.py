@@ -26,6 +26,7 @@ from ..config.model_states import check_model_states
 from ..config.parallel import A2A
 from ..config.unflushed import refuse_unflushed
 from ..errors import PlanError, TraceError
+from ..graph.behind import put_behind_exchanges
 from ..graph.capture.captured import Captured
 from ..graph.capture.fast_trace import gc_paused
 from ..graph.capture.guards import Guards
@@ -516,6 +517,7 @@ class Blueprint:
             continued=part.continued,
             fp8=fp8,
         )
+        put_behind_exchanges(rewritten)
         parts = split(rewritten, part.units, mesh.device, lookups_of(captured))
         return replace(parts, touched=captured.trainable - captured.untouched)
 

@@ -64,8 +64,9 @@ class Model:
 class DeepSeek(Model):
     """A DeepSeek-V3, whose tokens are computed by a shared expert too, and chosen by a sigmoid."""
 
-    def __init__(self, tp=2):
-        config = transformers.DeepseekV3Config(
+    @staticmethod
+    def config():
+        return transformers.DeepseekV3Config(
             vocab_size=96,
             hidden_size=32,
             intermediate_size=64,
@@ -85,8 +86,10 @@ class DeepSeek(Model):
             v_head_dim=8,
             use_cache=False,
         )
+
+    def __init__(self, tp=2):
         ids = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(7))
-        model = transformers.DeepseekV3ForCausalLM(config).train()
+        model = transformers.DeepseekV3ForCausalLM(self.config()).train()
         self._capture(model, {"input_ids": ids, "labels": ids.clone()}, tp)
 
 

@@ -50,6 +50,8 @@ class Rewritten:
              is a partial sum, or an input of sharded work marked by ``copy_in``.
     over:    of a mark, the axis of the ranks of its collective.
 
+    What ``graph.behind`` moves has ``behind`` or ``late``, too.
+
     Attributes:
 
     constants: values of the get_attr nodes that are not parameters, by target.

@@ -184,19 +184,22 @@ class _Splitter:
             )
         self.last = max(flow.unit.values())
         self.segment: dict[Node, SegmentKey] = {}
+        self.plain: dict[Node, SegmentKey] = {}  # with nothing behind exchanges
         for unit in units:
             for node, level in segment_levels(flow, unit).items():
                 self.segment[node] = (unit, level, kinds(node))
+            for node, level in segment_levels(flow, unit, hides=False).items():
+                self.plain[node] = (unit, level, kinds(node))
         check_in_place(flow, self.segment)
 
     def split(self) -> Parts:
-        members = {key: list[Node]() for key in sorted(self.segment.values())}
-        for node in self.flow.unit:
-            if node in self.segment:
-                members[self.segment[node]].append(node)
+        members = self._members(self.segment)
+        plain = self._members(self.plain)
+        numbers = dict(zip(plain, _numbers(plain), strict=True))
         parts = []
         shared: dict[Node, None] = {}
-        for nodes, (unit, index) in zip(members.values(), _numbers(members), strict=True):
+        for nodes in members.values():
+            unit, index = numbers[self.plain[_usual(nodes)]]
             part, common = self._part(unit, index, nodes)
             parts.append(part)
             shared |= dict.fromkeys(common)
@@ -218,6 +221,14 @@ class _Splitter:
                 if isinstance(node.target, CustomFunction)
             ),
         )
+
+    def _members(self, segment_of: Mapping[Node, SegmentKey]) -> dict[SegmentKey, list[Node]]:
+        """Return the nodes of each segment, in graph order; segments in order of execution."""
+        members = {key: list[Node]() for key in sorted(segment_of.values())}
+        for node in self.flow.unit:
+            if node in segment_of:
+                members[segment_of[node]].append(node)
+        return members
 
     def _name(self, node: Node) -> str:
         return LOSS if LOSS in self.outputs.get(node, "").split(SAME) else node.name
@@ -332,6 +343,14 @@ def crossing_nodes(flow: Flow, border: int) -> list[Node]:
         if unit < border <= (last if node in flow.outputs else read_until):
             crossing.append(node)
     return crossing
+
+
+def _usual(nodes: Sequence[Node]) -> Node:
+    """Return a node of a segment that is where it is without anything behind exchanges; the first if
+    all moved. What moved draws no random numbers.
+    """
+    moved = ("behind", "late")
+    return next((node for node in nodes if not any(map(node.meta.get, moved))), nodes[0])
 
 
 def _numbers(
