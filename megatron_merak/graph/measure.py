@@ -22,11 +22,12 @@ from ..errors import PlanError
 from ..ops import Kept
 from ..plan import TensorSharding, Unit
 from ..segment import LayerAxis
+from .behind import put_behind_exchanges
 from .capture.captured import Captured
 from .fusion.fp8 import Fp8Weights, check_shards, fp8_work
 from .fusion.fuse import fuse
 from .fusion.linear import RECOMPUTED
-from .hiding import hiding
+from .hiding import hiding, meanwhile
 from .ir.kinds import LEVELS, over
 from .ir.marks import (
     all_gather,
@@ -131,6 +132,7 @@ def measure(
             reason,
             "Leave it out, or use full",
         )
+    put_behind_exchanges(rewritten)
     documents = (
         {}
         if positions is None
@@ -196,7 +198,11 @@ def _hidden(nodes: Sequence[Node], flow: Flow, unit: Unit) -> dict[str, Any]:
     bare = [node for node in found.bare if over(node) is LayerAxis.CP]
     beside = any(over(node) is LayerAxis.TP for node in collectives)
     sizes = [(_backward_collective(node)[1], _is_exchange(node, beside)) for node in bare]
+    shared = meanwhile(nodes, flow, collectives)
+    given_back = [mark for mark in shared.marks if flow.differentiable[mark]]
     return {
+        "meanwhile_flops": (*shared.flops, shared.hiding),
+        "meanwhile_bytes": (sum(map(nbytes, shared.marks)), sum(map(nbytes, given_back))),
         "hiding": min(1.0, found.flops / weights) if weights else 0.0,
         "bare_bytes": (
             sum(size for size, _ in sizes),

@@ -155,7 +155,7 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         ),
         "--moe-enable-deepep": Taken("ranks exchange the rows of each other's experts in any case"),
         "--moe-shared-expert-overlap": Taken(
-            "it changes when a shared expert is computed, and not what"
+            "a shared expert is computed while ranks exchange rows in any case"
         ),
         "--moe-pad-expert-input-to-capacity": Taken(
             "rows of zeros up to an expert's capacity would compute the same",

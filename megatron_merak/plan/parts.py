@@ -212,6 +212,11 @@ class Unit:
     bare_bytes:       (all, exchanged) ``reduced_bytes`` of the backward that context-parallel ranks
                       send, and ``routed_bytes``, while no weight gradient is computed.
     hiding:           share of its weight gradients that is computed while others are under way.
+    meanwhile_flops:  those of ``flops`` that are computed while rows of tokens are exchanged, such as a
+                      shared expert's: of the forward, of gradients of inputs, of weights, and those
+                      of weights that ``hiding`` has, too.
+    meanwhile_bytes:  of these rows, in (forward, backward); in ``routed_bytes`` or, between the ranks of
+                      a layer, in ``exchanged_bytes``.
     cp_comm_type:     what ranks that divide sequences exchange in it, see ``--cp-comm-type``; "":
                       nothing.
     operations:       that the host starts, of (forward, backward).
@@ -271,6 +276,8 @@ class Unit:
     regathered_bytes: tuple[int, int] = (0, 0)
     bare_bytes: tuple[int, int, int] = (0, 0, 0)
     hiding: float = 1.0
+    meanwhile_flops: tuple[int, int, int, int] = (0, 0, 0, 0)
+    meanwhile_bytes: tuple[int, int] = (0, 0)
     cp_comm_type: str = ""
     repeated_flops: int = 0
     fp8_flops: int = 0

@@ -86,8 +86,11 @@ class UnitCost:
     regathers:    those of ``reduces`` in the backward that a unit which is recomputed does without.
     hiding:       the part of ``weight`` that is computed during others of them.
     halving:      additional compute time where the micro-batch is split into halves.
-    behind:       the part of ``reduces`` that attention hides, as it goes on while keys and values
-                  are passed on, unless nothing overlaps.
+    behind:       the part of ``reduces`` that goes on beside work which needs none of it, unless
+                  nothing overlaps: attention, while keys and values are passed on, and a shared
+                  expert, while rows are exchanged.
+    behind_weights: the part of ``behind`` in the backward that goes on beside weight gradients, and
+                  is waited for where these are computed later.
     """
 
     forward: float
@@ -99,18 +102,19 @@ class UnitCost:
     last_reduces: tuple[float, float] = (0.0, 0.0)
     halving: tuple[float, float] = (0.0, 0.0)
     behind: tuple[float, float] = (0.0, 0.0)
+    behind_weights: float = 0.0
     bare: float = 0.0
     regathers: float = 0.0
     hiding: float = 0.0
 
     @property
-    def beside_attention(self) -> tuple[float, float]:
-        """What is left of ``reduces`` where attention goes on beside them."""
+    def beyond(self) -> tuple[float, float]:
+        """What is left of ``reduces`` without ``behind``."""
         return self.reduces[0] - self.behind[0], self.reduces[1] - self.behind[1]
 
     @property
-    def bare_beside_attention(self) -> float:
-        """What is left of ``bare`` there: what attention hides, no weight gradient does."""
+    def bare_beyond(self) -> float:
+        """What is left of ``bare``: no weight gradient of ``hiding`` hides what is ``behind``."""
         return max(0.0, self.bare - self.behind[1])
 
 
@@ -460,6 +464,8 @@ def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCo
     each = device.dispatch + (0.0 if device.practice is None else GAP)
     host = tuple(each * count for count in unit.operations)
     work = arithmetic(unit, device, dtype)
+    passed = _behind_attention(unit, device, dtype, work, groups.ring)
+    exchanged = _behind_shared(unit, device, dtype, groups)
     weight = work.weight + device.passes_time(gradient)
     rounded = [ROUNDED_BYTES * count for count in unit.rounded_values]
     back = device.passes_time(2 * moved + gradient + rounded[1]) if unit.backward else 0.0
@@ -478,11 +484,12 @@ def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCo
             device.passes_time(reread) + host[0],
             device.passes_time(reread + gradient) + host[1] if unit.backward else 0.0,
         ),
-        behind=_behind_attention(unit, device, dtype, work, groups.ring),
+        behind=(passed[0] + exchanged[0], passed[1] + exchanged[1]),
+        behind_weights=exchanged[2],
         bare=_part_of_backward(unit, groups, Sent(0, *unit.bare_bytes))
         + _level_times(unit, groups)[2],
         regathers=_part_of_backward(unit, groups, Sent(0, *unit.regathered_bytes)),
-        hiding=unit.hiding * weight,
+        hiding=unit.hiding * weight - _twice(unit, exchanged[2]),
     )
 
 
@@ -509,12 +516,48 @@ def _behind_attention(
         sent = [size / link.bandwidth for _, size in unit.outer_sent[:2]]
     if sent == [0, 0]:
         return 0.0, 0.0
-    products = unit.flops - unit.attention_flops
-    without = replace(unit, flops=products, attention_flops=0, more_flops=(0, 0))
-    rest = arithmetic(without, device, dtype)
+    rest = _without_attention(unit, device, dtype)
     share = (ranks - 1) / ranks
     attention = (work.forward - rest.forward, work.backward - rest.backward)
     return min(sent[0], share * attention[0]), min(sent[1], share * attention[1])
+
+
+def _behind_shared(
+    unit: Unit, device: Device, dtype: str, groups: Groups
+) -> tuple[float, float, float]:
+    """Return the seconds of (forward, backward) for which rows are exchanged while products are
+    computed that need none of them, and how many of the latter are of weight gradients.
+    """
+    if not any(unit.meanwhile_bytes):
+        return 0.0, 0.0, 0.0
+    ranks, link = groups.exchanges
+    between = any(unit.routed_bytes)
+    each = groups.routes if between else (ranks - 1) / ranks / link.bandwidth
+    rest = _without_attention(unit, device, dtype)
+    ahead, inputs, weights, _ = unit.meanwhile_flops
+    products = unit.flops - unit.attention_flops
+    of_inputs, of_weights = (products - left for left in unit.unneeded_flops)
+    forward = rest.forward * ahead / products
+    of_input = (rest.backward - rest.weight) * inputs / max(of_inputs, 1)
+    of_weight = rest.weight * weights / max(of_weights, 1)
+    sent = [each * size for size in unit.meanwhile_bytes]
+    backward = min(sent[1], of_input + of_weight)
+    return min(sent[0], forward), backward, backward - min(sent[1], of_input)
+
+
+def _twice(unit: Unit, seconds: float) -> float:
+    """Return how many of the seconds of weight gradients that hide rows are among those that hide other
+    collectives.
+    """
+    *_, weights, hiding = unit.meanwhile_flops
+    return seconds * hiding / max(weights, 1)
+
+
+def _without_attention(unit: Unit, device: Device, dtype: str) -> Arithmetic:
+    """Return the time of a unit's other products."""
+    products = unit.flops - unit.attention_flops
+    without = replace(unit, flops=products, attention_flops=0, more_flops=(0, 0))
+    return arithmetic(without, device, dtype)
 
 
 def _reduce_times(unit: Unit, groups: Groups, parts: int) -> tuple[float, float]:

@@ -34,7 +34,7 @@ def times(costs: Sequence[UnitCost], overlap: str, splits: bool = False) -> Time
     splits:  whether weight gradients are separate ops, which overlap with no collective.
 
     - none: no collective is overlapped; with any other, attention hides the keys and values that
-      are passed on meanwhile.
+      are passed on meanwhile, and a shared expert rows that are exchanged.
     - weight-gradient: collectives of the backward overlap with the weight gradients of the same
       units, those that gather keys and values again with gradients of inputs.
     - sub-pipeline: collectives of one half of the micro-batch overlap with computation of the
@@ -46,15 +46,17 @@ def times(costs: Sequence[UnitCost], overlap: str, splits: bool = False) -> Time
     weight = sum(cost.weight for cost in costs)
     if overlap == "sub-pipeline" and any(sum(cost.reduces) for cost in costs):
         return _in_halves(costs, splits)
-    reduces = [cost.reduces if overlap == "none" else cost.beside_attention for cost in costs]
+    reduces = [cost.reduces if overlap == "none" else cost.beyond for cost in costs]
     of_forward, of_backward = (sum(each[side] for each in reduces) for side in (0, 1))
     regathers = sum(cost.regathers for cost in costs)
     of_backward -= regathers
+    if overlap != "none" and splits:
+        of_backward += sum(cost.behind_weights for cost in costs)
     if overlap != "none":
         # Gradients of inputs take about as long as those of weights.
         regathers = sum(max(0.0, cost.regathers - cost.hiding) for cost in costs)
     if overlap != "none" and not splits:
-        bare = sum(cost.bare_beside_attention for cost in costs)
+        bare = sum(cost.bare_beyond for cost in costs)
         hiding = sum(cost.hiding for cost in costs)
         of_backward = bare + max(0.0, of_backward - bare - hiding)
     of_backward += regathers

@@ -36,6 +36,8 @@ _GROWING = (
     "routed_bytes",
     "regathered_bytes",
     "bare_bytes",
+    "meanwhile_flops",
+    "meanwhile_bytes",
     "weight_bytes",
     "unread_bytes",
     "attention_flops",

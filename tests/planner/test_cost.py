@@ -333,6 +333,41 @@ def test_levels_of_context_parallel_ranks_are_priced_with_their_own_links():
     assert one.half_reduces[0] == pytest.approx(one.reduces[0] + 4e-5)
 
 
+def test_rows_are_exchanged_while_a_shared_expert_computes():
+    """The shorter one of both counts. Rows of copies, and those of ranks of a layer, cost alike here."""
+    device = Device("card", 1e9, 1e9, 1e12, 0, 1.0)
+    unit = Unit(
+        "layer",
+        "layer",
+        8,
+        1000,
+        0,
+        16,
+        attention_flops=200,
+        unneeded_flops=(0, 400),
+        routed_bytes=(4000, 4000),
+        meanwhile_flops=(300, 300, 100, 0),
+        meanwhile_bytes=(2000, 2000),
+    )
+    alone = replace(unit, routed_bytes=(0, 0), reduced_bytes=(2000, 2000), reduces=(1, 1))
+    alone = replace(alone, exchanged_bytes=(2000, 2000))
+
+    def priced(unit, bandwidth, grid, copies):
+        link = Link("wire", 0.0, bandwidth)
+        return unit_costs([unit], Cluster(device, 8, link, link), "float32", grid, copies)[0]
+
+    for each, grid, copies in ((unit, Grid(dp=2), 2), (alone, Grid(tp=2), 1)):
+        slow = priced(each, 1e6, grid, copies)  # half of the rows stay: 1 ms
+        assert slow.reduces == pytest.approx((2e-3, 2e-3))
+        # a multiply-add of the shared expert takes as long as others
+        assert slow.behind == pytest.approx((3e-7, 4e-7)) and slow.behind_weights == pytest.approx(
+            1e-7
+        )
+        fast = priced(each, 1e10, grid, copies)
+        assert fast.behind == pytest.approx((1e-7, 1e-7)) and fast.behind_weights == 0.0
+        assert fast.beyond == pytest.approx((1e-7, 1e-7))
+
+
 def test_an_exchange_of_one_rank_of_each_node_uses_no_links_inside():
     device = Device("card", 1e9, 1e9, 1e12, 0, 0.5)
     cluster = Cluster(device, 2, Link("in", 1e-5, 1e6), Link("out", 1e-3, 1e7))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_merak.cluster import CLUSTERS
+from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link
 from megatron_merak.plan import Grid, Plan
 from megatron_merak.planner.instances import share_of_experts
 from megatron_merak.planner.memory import stage_memory
@@ -13,6 +13,7 @@ from megatron_merak.stages.traced import Traced
 from tests.engines import blueprint_of
 from tests.hf_trainer.stand_in import collate, samples
 from tests.hf_trainer.test_experts import mixture
+from tests.runtime.test_behind import LENGTH, batch, qwen2_moe
 
 REPLICAS = Grid(dp=4)
 
@@ -93,3 +94,27 @@ def test_gradients_of_experts_are_those_of_fewer_ranks(traced):
     assert share_of_experts(planned(traced, 1)) == 1.0
     assert share_of_experts(planned(traced, 4)) == 0.0
     assert 0 < share_of_experts(planned(traced, 2)) < 1
+
+
+CARD = Device("card", 1e9, 1e9, 1e15, 0, 1.0)
+
+
+@pytest.mark.parametrize("bandwidth", [1e5, 1e12])
+def test_what_a_shared_expert_hides_is_not_waited_for(bandwidth):
+    """The shorter one of its products and of an exchange, in each pass of each of two layers."""
+    plan = planned(Traced(qwen2_moe(), batch(), "float32"), 2, grid=Grid(dp=2))
+    units = [unit for unit in plan.units if any(unit.meanwhile_bytes)]
+    assert len(units) == 2
+    rows = 2 * LENGTH * 2
+    for unit in units:
+        shared = 2 * (2 * LENGTH) * 32 * (3 * 64)  # tokens, features, and three matrices
+        assert unit.meanwhile_flops == (shared, shared, shared, 0)
+        # a row of two experts of each token, once in each direction
+        assert unit.meanwhile_bytes == (rows * 32 * 4,) * 2
+    link = Link("wire", 0.0, bandwidth)
+    plan = replace(plan, cluster=Cluster(CARD, 2, link, link))
+    exposed = [replace(unit, meanwhile_bytes=(0, 0)) for unit in plan.units]
+    more = priced(replace(plan, units=tuple(exposed))).predicted_time - priced(plan).predicted_time
+    exchange = rows * 32 * 4 / 2 / bandwidth
+    hidden = min(exchange, shared / 1e9) + min(exchange, 2 * shared / 1e9)
+    assert more == pytest.approx(plan.num_microbatches * 2 * hidden)

@@ -52,6 +52,16 @@ def test_what_no_weight_gradient_hides():
     assert times([bare], "weight-gradient", splits=True) == Times(16.0, 32.0, 8.0)
 
 
+def test_what_a_shared_expert_hides():
+    """4 of 6 seconds of the forward's exchanges, and of the backward's, that no weight gradient hides, 7
+    of 9: of these 2 by its own weight gradients, which a W computes later.
+    """
+    shared = replace(COST, behind=(4.0, 7.0), behind_weights=2.0, bare=9.0, hiding=1.0)
+    assert times([shared], "none") == times([COST], "none")
+    assert times([shared], "weight-gradient") == Times(12.0, 20.0 + 2.0 + 2.0, 8.0)
+    assert times([shared], "weight-gradient", splits=True) == Times(12.0, 20.0 + 5.0 + 2.0, 8.0)
+
+
 def test_what_is_gathered_again_travels_beside_gradients_of_inputs():
     """Unless it is recomputed, which gathers anyway."""
     again = replace(COST, bare=5.0, regathers=7.0, hiding=6.0)

@@ -225,10 +225,10 @@ class ChainWork:
         for (cost, _), count in self._counts.items():
             each = times([cost], overlap, splits)
             exposed = each.backward - cost.backward if hides else 0.0
-            hideable = cost.beside_attention[1] - cost.bare_beside_attention - cost.regathers
+            hideable = cost.beyond[1] - cost.bare_beyond - cost.regathers
             slack += count * max(0.0, cost.hiding - hideable) if hides else 0.0
             seconds = each.forward + each.backward
-            together = cost.beside_attention[0] + each.backward - cost.backward
+            together = cost.beyond[0] + each.backward - cost.backward
             rows[seconds, together if overlap == "pair" else 0.0, exposed] += count
             start = min(start, cost.forward / (cost.forward + cost.backward + sum(cost.reduces)))
         usual = self._costs[self._usual]
@@ -239,7 +239,7 @@ class ChainWork:
             min(whole.weight, whole.backward),
             recompute=times(again, overlap).again,
             hidden=whole.hidden,
-            usual=usual.forward + usual.beside_attention[0] + usual.backward
+            usual=usual.forward + usual.beyond[0] + usual.backward
             if hides
             else (alike.forward + alike.backward) / self._alike,
             again=times([usual] * self._alike, overlap).again / self._alike
