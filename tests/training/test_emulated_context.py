@@ -3,6 +3,7 @@ and compute weigh alike.
 """
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from megatron_merak import arguments
 from megatron_merak.cluster import Cluster, Device, Link
 from megatron_merak.config import Config
+from megatron_merak.graph import measure
 from megatron_merak.parallel import emulated
 from megatron_merak.parallel.clock import LogicalClock
 from megatron_merak.parallel.launch import World
 from megatron_merak.runtime import engine
+from megatron_merak.stages import blueprint
 from megatron_merak.stages.gpt_model import traced_gpt
 from megatron_merak.training.hf_model import blueprint_of
 from megatron_merak.training.pretrain import pretrain
@@ -32,8 +35,18 @@ SHAPE = """--num-layers 3 --hidden-size 64 --num-attention-heads 4 --hidden-drop
 NO_DROPOUT = "--attention-dropout 0"
 
 
-def run(rank, world_size, flags, cluster, directory):
-    """Return the modelled seconds of steps, and those that the plan says."""
+def run(rank, world_size, flags, cluster, directory, hides=True):
+    """Return the modelled seconds of steps, and those that the plan says. hides: whether a shared expert
+    is computed while rows are exchanged.
+    """
+    with ExitStack() as stack:
+        for module in () if hides else (blueprint, measure):
+            nothing = mock.patch.object(module, "put_behind_exchanges", lambda rewritten: None)
+            stack.enter_context(nothing)
+        return _run(rank, world_size, flags, cluster, directory)
+
+
+def _run(rank, world_size, flags, cluster, directory):
     clock = LogicalClock(cluster.by_figures)
     emulated.register(clock)
     dist.destroy_process_group()
@@ -57,12 +70,12 @@ def run(rank, world_size, flags, cluster, directory):
     return plan.predicted_time, got
 
 
-def steps(tmp_path, flags, cluster, ranks=2):
+def steps(tmp_path, flags, cluster, ranks=2, hides=True):
     """(modelled, predicted) seconds of the last step, and how many rows each rank got in each
     exchange of all steps.
     """
     cluster.to_json(tmp_path / "cluster.json")
-    found = run_ranks(run, ranks, flags, cluster, str(tmp_path), timeout=300)
+    found = run_ranks(run, ranks, flags, cluster, str(tmp_path), hides, timeout=300)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     modelled = [row["modelled_seconds"] for row in rows if row["kind"] == "train"]
     return modelled[-1], found[0][0], [got for _, got in found]
@@ -102,14 +115,33 @@ MIXTURE = f"""--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --swi
     --normalization RMSNorm --position-embedding-type rope {NO_DROPOUT} --expert-model-parallel-size 2"""
 
 
+# Its products take longer than an exchange where links are fast, and are shorter where they are slow.
+SHARED = f"{MIXTURE} --moe-shared-expert-intermediate-size 64"
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [MIXTURE, SHARED], ids=["routed", "shared"])
 @pytest.mark.parametrize("cluster", [BOTH, SLOW], ids=lambda cluster: cluster.name)
-def test_ranks_that_divide_experts_wait_for_the_one_that_has_most_rows(tmp_path, cluster):
+def test_ranks_that_divide_experts_wait_for_the_one_that_has_most_rows(tmp_path, cluster, flags):
     """A plan gives all ranks as many. What one has more than that makes a step longer."""
-    modelled, predicted, got = steps(tmp_path, MIXTURE, cluster)
+    modelled, predicted, got = steps(tmp_path, flags, cluster)
     last = (rows[len(rows) // 2 :] for rows in got)
     # Of forwards and of backwards, where rows go to their experts; on the way back all get theirs.
     more = sum(max(rows) - sum(rows) / 2 for rows in zip(*last, strict=True))
     # forward and backward of three products
     row = CARD.compute_time(3 * 2 * 3 * 64 * 64, 0, "float32")
     assert more > 0 and modelled == pytest.approx(predicted + more / 2 * row, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [BOTH, SLOW], ids=lambda cluster: cluster.name)
+def test_a_shared_expert_computes_while_rows_are_exchanged(tmp_path, cluster):
+    """A step takes less by what it hides, as its plan says."""
+    found = []
+    for name, hides in (("behind", True), ("before", False)):
+        directory = tmp_path / name
+        directory.mkdir()
+        found.append(steps(directory, SHARED, cluster, hides=hides)[:2])
+    hidden = [late - early for early, late in zip(*found, strict=True)]
+    assert hidden[0] > 0.02 * found[0][0]
+    assert hidden[0] == pytest.approx(hidden[1], rel=0.05)
