@@ -124,4 +124,5 @@ def test_ranks_of_a_layer_wait_for_the_sum_of_a_shared_expert_where_it_is_read()
     assert layer.segments() == [(0, ("norm",)), (1, ("shared",)), (2, ("expert",)), (3, ())]
     *_, waits, last = layer.parts
     assert [read.value for read in waits.ins] == ["got"]
-    assert {read.value for read in last.ins} == {"back", "total"}
+    # in a backward rows are sent before the gradient of the sum, which is waited for later
+    assert [read.value for read in last.ins] == ["back", "total"]

@@ -250,6 +250,8 @@ class _Splitter:
             if flow.is_parameter(node):
                 parameters.setdefault(str(node.target), []).append(node)
         values = [x for x in outer if x in flow.unit]
+        # The gradients of rows are sent first: nothing hides the wait for them.
+        values.sort(key=lambda x: x.target is not exchange_rows)
         common = [x for x in outer if x not in flow.unit and not flow.is_parameter(x)]
         ins = [self._in(x, _OF_GRADIENT.get(x.target, Collective.NONE), over(x)) for x in values]
         others: dict[Node, Callable[..., Any]] = {}
