@@ -73,6 +73,8 @@ def gpt():
 MODELS = {"qwen2_moe": qwen2_moe, "deepseek": deepseek, "gpt": gpt}
 EXPERTS = {"expert_model_parallel_size": 2}
 REPLICAS = {"grid": Grid(dp=2), **EXPERTS}
+SHARDS = {"grid": Grid(dp=2), "expert_tensor_parallel_size": 2}
+CONTEXTS = {"grid": Grid(cp=2), **EXPERTS}
 LAYER = {"grid": Grid(tp=2), "sequence_parallel": True, **EXPERTS}
 
 
@@ -123,8 +125,10 @@ def step(rank, name, hides, grid, **ways):
     torch.manual_seed(0)
     degrees = {"tensor_model_parallel_size": grid.tp, "context_parallel_size": grid.cp}
     parallel = ParallelConfig(**degrees, **ways)
-    divided = 2 if grid.tp == 1 else 1  # copies of a layer
-    mesh = build_mesh(grid, rank, torch.device("cpu"), expert_group=divided)
+    groups = {}
+    if grid.tp == 1:  # copies of a layer divide experts
+        groups = {"expert_group": 2, "expert_shards": ways.get("expert_tensor_parallel_size", 1)}
+    mesh = build_mesh(grid, rank, torch.device("cpu"), **groups)
     stays = mock.patch.object(blueprint, "put_behind_exchanges", lambda rewritten: None)
     with nullcontext() if hides else stays:
         model = engine_of(
@@ -147,6 +151,8 @@ CASES = {
     "deepseek, replicas": ("deepseek", REPLICAS),
     "gpt, replicas": ("gpt", REPLICAS),
     "qwen2_moe, recomputed": ("qwen2_moe", {**REPLICAS, "recompute_granularity": "full"}),
+    "qwen2_moe, shards": ("qwen2_moe", SHARDS),
+    "qwen2_moe, contexts": ("qwen2_moe", CONTEXTS),
     "qwen2_moe, layer": ("qwen2_moe", LAYER),
     "deepseek, layer": ("deepseek", LAYER),
     "gpt, layer": ("gpt", LAYER),
