@@ -2,17 +2,16 @@
 device.
 """
 
+from megatron_merak.cluster.device import GIB, Device, Link
+from megatron_merak.cluster.nodes import NodeGroup
 from megatron_merak.cluster.practice import PRACTICE, Practice
 from megatron_merak.cluster.profile import Profile, profiled, read_profile
 from megatron_merak.cluster.rates import AttentionRate, ProductRate, Rates
 from megatron_merak.cluster.table import (
     CLUSTERS,
     DEVICES,
-    GIB,
     LINKS,
     Cluster,
-    Device,
-    Link,
     all_gather,
     all_reduce,
     broadcast,
@@ -34,6 +33,7 @@ __all__ = [
     "Cluster",
     "Device",
     "Link",
+    "NodeGroup",
     "Practice",
     "ProductRate",
     "Profile",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_merak.cluster.table import Link
+from megatron_merak.cluster.device import Link
 from megatron_merak.errors import ConfigError
 
 INSIDE = "inside"

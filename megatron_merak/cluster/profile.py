@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megatron_merak.cluster.device import Device, Link
 from megatron_merak.cluster.link_times import (
     BETWEEN,
     INSIDE,
@@ -13,7 +14,7 @@ from megatron_merak.cluster.link_times import (
     link_times_of,
 )
 from megatron_merak.cluster.slowed import slowed
-from megatron_merak.cluster.table import Cluster, Device, Link, device_of
+from megatron_merak.cluster.table import Cluster, device_of
 from megatron_merak.errors import ConfigError
 from megatron_merak.strict_json import parse
 
@@ -120,17 +121,19 @@ def profiled(cluster: Cluster, path: str | None) -> Cluster:
         return cluster
     profile = read_profile(path)
     device = profile.device
-    if device.name != cluster.device.name:
-        reason = f"it was measured on {device.name}, and this plan is for {cluster.device.name}"
+    planned = list(dict.fromkeys(group.device.name for group in cluster.nodes))
+    planned = planned or [cluster.device.name]
+    if planned != [device.name]:
+        reason = f"it was measured on {device.name}, and this plan is for {' and '.join(planned)}"
         raise ConfigError(
             FLAG,
             path,
             reason,
             "Measure this device by merak-probe, or leave the flag out",
         )
+    reached = _reached(device, {time.where for time in profile.links})
     measured = replace(
-        cluster,
-        device=_reached(device, {time.where for time in profile.links}),
+        cluster.with_devices(lambda _: reached),
         inside=profile.link(INSIDE) or cluster.inside,
         between=profile.link(BETWEEN) or cluster.between,
     )

@@ -10,116 +10,31 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+from megatron_merak.cluster.device import GIB, Device, Link
+from megatron_merak.cluster.nodes import NodeGroup, joined, of_all
 from megatron_merak.cluster.practice import PRACTICE, Practice, practice_of
-from megatron_merak.cluster.rates import Rates, rates_of
+from megatron_merak.cluster.rates import rates_of
+from megatron_merak.counting import counted
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.strict_json import parse
-
-GIB = 2**30
-RESERVE = 4 * GIB  # of a device's memory: for what no plan counts, see ``Device.usable``
-_LARGEST_RESERVE = 4  # a part of small devices: one in four bytes
-
-
-@dataclass(frozen=True)
-class Device:
-    """What one rank computes with.
-
-    memory:          in bytes; 0 if it is shared and has no fixed size per rank.
-    dispatch:        seconds in which the host starts one operation and which no computation hides;
-                     0 on GPUs.
-    fused_attention: attention is one kernel that stores no probabilities, also with dropout, as on
-                     GPUs.
-    rates:           measured ones of products and attention, used instead of ``matmul_efficiency``
-                     if there are any.
-    multiprocessors: each computes one tile of a product at a time; 0: products are not priced by
-                     their tiles.
-    practice:        what training reaches of these figures, see ``Practice``; None: all of them.
-    reserve:         bytes of ``memory`` that plans leave for what they do not count; None: see
-                     ``usable``.
-    host_bandwidth:  bytes per second of copies to pinned memory of its host, and as many back at the
-                     same time; 0: unknown.
-    fp8_flops:       dense matrix-product peak of operands in fp8; 0: it has no such products, which
-                     are then computed and priced in the type of the model.
-    step_factor:     by how much steps took longer than predicted, which all rates allow for.
-    """
-
-    name: str
-    bfloat16_flops: float
-    float32_flops: float
-    memory_bandwidth: float
-    memory: int
-    matmul_efficiency: float
-    dispatch: float = 0.0
-    fused_attention: bool = True
-    rates: Rates | None = None
-    multiprocessors: int = 0
-    practice: Practice | None = None
-    reserve: int | None = None
-    host_bandwidth: float = 0.0
-    fp8_flops: float = 0.0
-    step_factor: float = 1.0
-
-    @property
-    def usable(self) -> int:
-        """Bytes that plans use: ``memory`` without ``reserve``, which is 4 GiB, or a quarter of the
-        memory where that is less, unless it is given; 0 if the memory is not known.
-
-        The rest is for what no plan counts: the driver's context, buffers of NCCL and cuBLAS, the
-        allocator's gaps.
-        """
-        usual = min(RESERVE, self.memory // _LARGEST_RESERVE)
-        return max(0, self.memory - (usual if self.reserve is None else self.reserve))
-
-    def flops(self, dtype: str) -> float:
-        """Return the dense matrix-product peak for "float32", or for the 16-bit types."""
-        return self.float32_flops if dtype == "float32" else self.bfloat16_flops
-
-    def compute_time(self, flops: float, moved_bytes: float, dtype: str) -> float:
-        """Return the time of many kernels: matrix products and element-wise work one after the
-        other, so the sum.
-        """
-        return (
-            flops / (self.flops(dtype) * self.matmul_efficiency)
-            + moved_bytes / self.memory_bandwidth
-        )
-
-    def passes_time(self, moved_bytes: float) -> float:
-        """Return the time of element-wise passes that move so many bytes, as far as training
-        reaches the memory bandwidth.
-        """
-        slower = 1.0 if self.practice is None else self.practice.passes
-        return slower * moved_bytes / self.memory_bandwidth
-
-    def kernel_time(self, flops: float, moved_bytes: float, dtype: str) -> float:
-        """Return the time of one kernel, by the roofline: the longer of arithmetic and traffic."""
-        arithmetic = flops / (self.flops(dtype) * self.matmul_efficiency)
-        return self.dispatch + max(arithmetic, moved_bytes / self.memory_bandwidth)
-
-
-@dataclass(frozen=True)
-class Link:
-    """A connection of one rank, or of a group of ranks: seconds per message, and bytes per second
-    in each direction.
-    """
-
-    name: str
-    latency: float
-    bandwidth: float
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of ``ranks_per_node`` devices.
+    """Nodes of ``ranks_per_node`` devices.
 
+    device:  of a rank, where ``nodes`` says nothing else.
     inside:  link between ranks of one node.
     between: one network card.
     nics:    network cards of a node, shared equally by its ranks; 0: each rank has its own.
+    nodes:   of a cluster whose nodes differ, all of them in the order of their ranks; empty: there
+             are as many as a job needs, all alike.
     """
 
     device: Device
@@ -128,23 +43,88 @@ class Cluster:
     between: Link
     name: str = ""
     nics: int = 0
+    nodes: tuple[NodeGroup, ...] = ()
 
     def __str__(self) -> str:
-        """Return the device's name, and the cluster's if it differs."""
-        return (
-            self.device.name
-            if self.name in ("", self.device.name)
-            else f"{self.device.name} ({self.name})"
+        """Return the devices' names, and the cluster's if it differs."""
+        names = self.device_names
+        return names if self.name in ("", names) else f"{names} ({self.name})"
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The different devices of its ranks."""
+        return tuple(dict.fromkeys(group.rated for group in self.nodes)) or (self.device,)
+
+    @property
+    def most_usable(self) -> int:
+        """Bytes that plans use of the largest of its devices; 0: unknown."""
+        return max(device.usable for device in self.devices)
+
+    @property
+    def device_names(self) -> str:
+        """The names of its devices, in words."""
+        *others, last = [device.name for device in self.devices]
+        return f"{', '.join(others)} and {last}" if others else last
+
+    @property
+    def practice(self) -> Practice | None:
+        """What training reaches of its links, and what all ranks wait for; see ``Practice``."""
+        if not self.nodes:
+            return self.device.practice
+        return of_all(device.practice for device in self.devices)
+
+    def device_at(self, rank: int) -> Device:
+        """Return the device of a rank. Raises PlanError for one that no node has."""
+        if not self.nodes:
+            return self.device
+        node = rank // self.ranks_per_node
+        for group in self.nodes:
+            if node < group.count:
+                return group.rated
+            node -= group.count
+        raise self._too_small(rank + 1)
+
+    def used_by(self, ranks: int) -> Self:
+        """Return the cluster with the nodes that a job of so many ranks has, the first ones: where
+        these are alike, one without ``nodes``. Raises PlanError for more ranks than nodes have.
+        """
+        left = -(-ranks // self.ranks_per_node)
+        used = []
+        for group in self.nodes:
+            count = min(left, group.count)
+            left -= count
+            used += [replace(group, count=count)] if count else []
+        if not self.nodes:
+            return self
+        if left:
+            raise self._too_small(ranks)
+        groups = joined(used)
+        if len(groups) == 1:
+            return replace(self, device=groups[0].rated, nodes=())
+        return replace(self, nodes=groups)
+
+    def _too_small(self, ranks: int) -> PlanError:
+        nodes = sum(group.count for group in self.nodes)
+        most = nodes * self.ranks_per_node
+        reason = (
+            f"the cluster{f' {self.name}' if self.name else ''} has {counted(nodes, 'node')} of "
         )
+        reason += f"{self.ranks_per_node}"
+        return PlanError("ranks", ranks, reason, f"Use at most {most:,}, or name more nodes")
+
+    def with_devices(self, changed: Callable[[Device], Device]) -> Self:
+        """Return the cluster with another device in place of each."""
+        nodes = tuple(replace(group, device=changed(group.device)) for group in self.nodes)
+        return replace(self, device=changed(self.device), nodes=nodes)
 
     @property
     def by_figures(self) -> Self:
         """The cluster without what training reaches of its figures: an emulated one has them
         whole.
         """
-        if self.device.practice is None:
+        if all(device.practice is None for device in (self.device, *self.devices)):
             return self
-        return replace(self, device=replace(self.device, practice=None))
+        return self.with_devices(lambda device: replace(device, practice=None))
 
     def crosses(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are on several nodes."""
@@ -200,12 +180,20 @@ class Cluster:
 
     def to_json(self, path: str | Path) -> None:
         """Write a file that ``from_json`` reads."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``from_dict`` reads; without ``nodes`` where all are alike."""
+        content = asdict(self)
+        if not self.nodes:
+            del content["nodes"]
+        return content
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
         """Read a cluster: the fields of this class; a device or link may be the name of one in the
-        table.
+        table. An entry of ``nodes`` has the fields of ``NodeGroup``; without a device it has that
+        of the cluster.
 
         Raises ConfigError for a file that is missing or no JSON, unknown or missing keys, and
         impossible numbers.
@@ -230,8 +218,9 @@ class Cluster:
         """Return a cluster from the JSON object that ``from_json`` describes. ``where`` names it in
         errors. Raises ConfigError.
         """
-        values = _fields(cls, content, where, {"name", "nics"})
+        values = _fields(cls, content, where, {"name", "nics", "nodes"})
         values["device"] = device_of(values["device"], f"{where}: device")
+        values["nodes"] = _groups(values.get("nodes", ()), values["device"], f"{where}: nodes")
         for key in ("inside", "between"):
             values[key] = _row(values[key], LINKS, f"{where}: {key}")
         return cls(**values)
@@ -333,6 +322,46 @@ def device_of(content: Any, where: str) -> Device:
         rates=None if rates is None else rates_of(rates, f"{where}: rates"),
         practice=None if practice is None else practice_of(practice, f"{where}: practice"),
     )
+
+
+def _groups(content: Any, device: Device, where: str) -> tuple[NodeGroup, ...]:
+    """Return groups of nodes from JSON.
+
+    device: of those that name none.
+
+    Raises ConfigError for unknown or missing keys, impossible numbers, and devices that no plan
+    can have beside each other.
+    """
+    if not isinstance(content, list | tuple):
+        remedy = "Write one such as [{'count': 8}, {'count': 8, 'speed': 0.85}]"
+        raise ConfigError(where, repr(content)[:60], "it is not a list of groups", remedy)
+    groups: list[NodeGroup] = []
+    for place, row in enumerate(content):
+        own = f"{where}: group {place}"
+        values = _fields(NodeGroup, row, own, {"device", "speed"})
+        if values.get("speed", 1) > 1:
+            reason = "it is above 1"
+            remedy = "Give what the nodes reach of the device's rates, such as 0.85"
+            raise ConfigError(f"{own}: speed", values["speed"], reason, remedy)
+        if "device" in values:
+            values["device"] = device_of(values["device"], f"{own}: device")
+        group = NodeGroup(**{"device": device, **values})
+        _check_beside(device, group.device, own)
+        groups.append(group)
+    return tuple(groups)
+
+
+def _check_beside(one: Device, other: Device, where: str) -> None:
+    """Raise ConfigError for devices that no plan can have beside each other."""
+    if bool(one.memory) != bool(other.memory):
+        names = (one.name, other.name)[:: 1 if other.memory else -1]
+        reason = f"the memory of {names[0]} is not known, and that of {names[1]} is"
+        raise ConfigError(f"{where}: device", other.name, reason, "Give the memory of both")
+    if one.fused_attention != other.fused_attention:
+        names = (one.name, other.name)[:: 1 if one.fused_attention else -1]
+        reason = f"attention is one kernel on {names[0]}, and several on {names[1]}"
+        remedy = "Plan for nodes of one kind, or give both the same fused_attention"
+        raise ConfigError(f"{where}: device", other.name, reason, remedy)
 
 
 # To the host's memory, in each direction: four fifths of the printed rates, which are 16, 32 and
@@ -471,13 +500,14 @@ def reserving(cluster: Cluster, reserve_gb: float | None) -> Cluster:
 
     Raises ConfigError for all of the memory or more.
     """
-    device = cluster.device
-    if reserve_gb is None or not device.memory:
+    if reserve_gb is None or not cluster.device.memory:
         return cluster
-    if reserve_gb * GIB >= device.memory:
-        reason = f"{device.name} has {device.memory / GIB:.0f} GiB"
-        raise ConfigError("--memory-reserve-gb", reserve_gb, reason, "Leave some for the model")
-    return replace(cluster, device=replace(device, reserve=int(reserve_gb * GIB)))
+    reserve = int(reserve_gb * GIB)
+    for device in dict.fromkeys((cluster.device, *cluster.devices)):
+        if reserve_gb * GIB >= device.memory:
+            reason = f"{device.name} has {device.memory / GIB:.0f} GiB"
+            raise ConfigError("--memory-reserve-gb", reserve_gb, reason, "Leave some for the model")
+    return cluster.with_devices(lambda device: replace(device, reserve=reserve))
 
 
 def find_device(name: str) -> Device:
