@@ -402,6 +402,7 @@ CACHED = {
     ("_native.py", "_cpu_features"),
     ("arguments.py", "_flags"),
     ("config/settings.py", "value_type"),
+    ("plan/hardware.py", "hardware_of"),
     ("plan/parts.py", "_strides"),
     ("planner/links.py", "link_along"),
 }

@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from ..training.plan_file import stored
 
             plan = stored(files[0])
-            print(shown(plan, plan.cluster.device.usable))
+            print(shown(plan, plan.cluster.most_usable))
         elif arguments[:1] == ["calibrate"]:
             from .plan_calibrate import calibrate
 

@@ -56,13 +56,15 @@ def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str
     limit:  bytes that a rank may use, 0 if that is not known.
     remake: see ``misfits``.
     """
-    from ..plan import host_text, prediction, sharding_text
+    from ..plan import host_text, limits_of, prediction, sharding_text
     from ..planner.memory import rank_memory
     from ..planner.remedies import misfits
     from ..planner.tables import memory_table
 
     peaks = [memory.total for memory in rank_memory(plan)]
-    rank = peaks.index(max(peaks))
+    limits = limits_of(plan.cluster, plan.grid, limit)
+    rank = max(range(len(peaks)), key=lambda each: peaks[each] / (limits[each] or 1))
+    which = "fullest" if plan.cluster.nodes else "largest"
     recomputed = [f"{len(stage.recompute)}/{len(stage.units)}" for stage in plan.stages]
     offloaded = [f"{len(stage.offload)}/{len(stage.units)}" for stage in plan.stages]
     batches = f"{counted(plan.num_microbatches, 'micro-batch')} of {plan.micro_batch_size:,}"
@@ -75,8 +77,8 @@ def looked_at(plan: "Plan", limit: float, remake: "Remake | None" = None) -> str
         "",
         memory_table(plan),
         "",
-        f"largest: pipeline rank {rank} with {peaks[rank] / GIB:.2f} GiB"
-        + (f" of {limit / GIB:.2f}" if limit else ""),
+        f"{which}: pipeline rank {rank} with {peaks[rank] / GIB:.2f} GiB"
+        + (f" of {limits[rank] / GIB:.2f}" if limits[rank] else ""),
     ]
     return "\n".join([*lines, *misfits(plan, limit, remake)])
 
@@ -152,7 +154,7 @@ def show(arguments: Sequence[str]) -> None:
         from ..training.plan_file import stored
 
         plan = stored(options.plan)
-        limit: float = plan.cluster.device.usable
+        limit: float = plan.cluster.most_usable
         parts = [looked_at(plan, limit, None)]
     else:
         config, values = configured(flags, arguments)

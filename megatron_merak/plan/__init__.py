@@ -2,6 +2,7 @@
 
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 from megatron_merak.plan.frozen import LAYERS, Plan
+from megatron_merak.plan.hardware import Hardware, exceeding, hardware_of, limits_of
 from megatron_merak.plan.parts import (
     AXES,
     DTYPE_BYTES,
@@ -22,6 +23,7 @@ from megatron_merak.plan.table import (
     host_text,
     interval,
     layout,
+    nodes_text,
     plan_table,
     prediction,
     sharding_text,
@@ -35,6 +37,7 @@ __all__ = [
     "LAYERS",
     "UNSHARDED",
     "Grid",
+    "Hardware",
     "Plan",
     "Shards",
     "StagePlan",
@@ -42,11 +45,15 @@ __all__ = [
     "Unit",
     "batch",
     "bytes_text",
+    "exceeding",
+    "hardware_of",
     "held_parameters",
     "host_text",
     "interval",
     "layout",
+    "limits_of",
     "optimizer_state",
+    "nodes_text",
     "placed_groups",
     "placement",
     "plan_table",

@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_merak.cluster import CLUSTERS, Cluster
@@ -372,7 +372,7 @@ class Plan:
         more = {
             "grid": record(self.grid),
             "schedule": self.schedule.to_dict(),
-            "cluster": asdict(self.cluster),
+            "cluster": self.cluster.to_dict(),
         }
         return plain | more
 

@@ -5,6 +5,7 @@ from megatron_merak.counting import counted
 from megatron_merak.pipeline_parallel.pictures.table import bytes_text
 from megatron_merak.pipeline_parallel.unflushed import updates_text
 from megatron_merak.plan.frozen import Plan
+from megatron_merak.plan.hardware import hardware_of, limits_of
 from megatron_merak.plan.placement import placement
 
 _SHARDED = {
@@ -21,7 +22,9 @@ _EXCHANGED = {
 
 
 def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return a row per stage; the first is the header."""
+    """Return a row per stage; the first is the header. Where nodes differ, the last column says on
+    how many of which a stage is.
+    """
     total_flops = sum(unit.flops for unit in plan.units) or 1
     header = (
         "stage",
@@ -32,7 +35,9 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
         "peak bytes/rank",
         "recomputed",
         *(("offloaded",) if plan.offloads else ()),
+        *(("nodes",) if plan.cluster.nodes else ()),
     )
+    hardware = hardware_of(plan.cluster, plan.grid)
     rows: list[tuple[str, ...]] = [header]
     for index, stage in enumerate(plan.stages):
         units = plan.stage_units(index)
@@ -46,6 +51,7 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
                 bytes_text(plan.predicted_bytes[index]) if plan.predicted_bytes else "-",
                 f"{len(stage.recompute)} of {len(units)}",
                 *((f"{len(stage.offload)} of {len(units)}",) if plan.offloads else ()),
+                *((str(hardware[plan.schedule.rank_of(index)]),) if plan.cluster.nodes else ()),
             )
         )
     return rows
@@ -77,6 +83,7 @@ def plan_table(plan: Plan, width: int = 120) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [layout(plan), batch(plan)]
     lines += [line] if (line := placement(grid, plan.cluster.ranks_per_node)) else []
+    lines += [line] if (line := nodes_text(plan)) else []
     if plan.shardings:
         # what one rank pads has a dimension, too
         own = [sharding for sharding in plan.shardings if not sharding.experts]
@@ -103,7 +110,7 @@ def plan_table(plan: Plan, width: int = 120) -> str:
     lines += [*filter(None, [sharding_text(plan)]), ""]
     for row in rows:
         aligned = [
-            x.ljust(w) if i == 2 else x.rjust(w)
+            x.ljust(w) if rows[0][i] in ("units", "nodes") else x.rjust(w)
             for i, (x, w) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(aligned).rstrip())
@@ -117,6 +124,18 @@ def plan_table(plan: Plan, width: int = 120) -> str:
     if len(program) > 8:
         lines.append(f"... and {counted(len(program) - 8, 'rank')} more")
     return "\n".join(lines)
+
+
+def nodes_text(plan: Plan) -> str:
+    """Return which nodes have which devices; "" where all are alike."""
+    texts = []
+    first = 0
+    for group in plan.cluster.nodes:
+        last = first + group.count - 1
+        span = f"node {first}" if group.count == 1 else f"nodes {first}-{last}"
+        texts.append(f"{span}: {group.rated.name}")
+        first += group.count
+    return ", ".join(texts)
 
 
 def sharding_text(plan: Plan) -> str:
@@ -156,7 +175,7 @@ def prediction(plan: Plan) -> str:
     range_text = ""
     if found := interval(plan):
         range_text = f" (p10 to p90: {time_text(found[0])} to {time_text(found[1])})"
-    factor = plan.cluster.device.step_factor
+    factor = plan.cluster.devices[0].step_factor
     calibrated = "" if factor == 1 else f", {factor:.2f} times the model's: as runs took"
     return (
         f"predicted on {plan.cluster}: {time_text(plan.predicted_time)} per step{range_text}, "
@@ -166,30 +185,34 @@ def prediction(plan: Plan) -> str:
 
 def interval(plan: Plan) -> tuple[float, float] | None:
     """Return the seconds between which eight of ten steps are expected; None where nothing of the
-    device was compared with measurements (see ``Practice.low``).
+    device was compared with measurements (see ``Practice.low``), and where nodes differ.
     """
-    practice = plan.cluster.device.practice
-    if practice is None or not practice.high or not plan.predicted_time:
+    practice = plan.cluster.practice
+    if practice is None or not practice.high or not plan.predicted_time or plan.cluster.nodes:
         return None
     return practice.low * plan.predicted_time, practice.high * plan.predicted_time
 
 
 def memory_text(plan: Plan) -> str:
-    """Return the largest peak of a rank beside what plans use of the device's memory; "" where
-    either is unknown.
+    """Return the largest peak of a rank beside what plans use of the device's memory, where nodes
+    differ that of the rank with least left; "" where either is unknown.
     """
-    device = plan.cluster.device
-    if not plan.predicted_bytes or not device.usable:
+    limits = limits_of(plan.cluster, plan.grid, plan.cluster.most_usable)
+    if not plan.predicted_bytes or not all(limits):
         return ""
-    most = max(
+    peaks = [
         sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank))
         for rank in range(plan.grid.pp)
-    )
+    ]
+    fullest = min(range(plan.grid.pp), key=lambda rank: limits[rank] - peaks[rank])
+    most = peaks[fullest]
+    device = hardware_of(plan.cluster, plan.grid)[fullest].smallest
+    which = f"fullest rank, pipeline rank {fullest}," if plan.cluster.nodes else "largest rank"
     compared = " of" if most <= device.usable else ", more than"
     kept = bytes_text(device.memory - device.usable)
     left = f", {bytes_text(device.usable - most)} left" if most <= device.usable else ""
     return (
-        f"largest rank {bytes_text(most)}{compared} the {bytes_text(device.usable)} of "
+        f"{which} {bytes_text(most)}{compared} the {bytes_text(device.usable)} of "
         f"{device.name} that plans use{left} "
         f"({kept} are kept for what they do not count)"
     )

@@ -15,8 +15,8 @@ from megatron_merak.pipeline_parallel.passes import without
 from megatron_merak.pipeline_parallel.search.placement import StageHomes
 from megatron_merak.pipeline_parallel.search.problem import MemoryLimits
 from megatron_merak.pipeline_parallel.search.search import default_evaluations, search
-from megatron_merak.plan import Plan, bytes_text, time_text
-from megatron_merak.planner.memory import rank_memory
+from megatron_merak.plan import Plan, bytes_text, exceeding, limits_of, time_text
+from megatron_merak.planner.memory import predicted_peaks, rank_memory
 from megatron_merak.planner.predict import priced, stage_costs
 from megatron_merak.planner.saved import footprint
 from megatron_merak.planner.tables import align
@@ -97,10 +97,10 @@ class Automatic:
         self.report_progress = report_progress
         homes = [placement.home for placement in placements]
         self.built = [plan for plan in plans if _home(plan.schedule) in homes]
-        self.cap = 0.0
+        self.caps: Sequence[float] = ()
         self.cap_reason = ""
         if self.built:
-            self.cap, self.cap_reason = _cap(plans, self.built, limit)
+            self.caps, self.cap_reason = _caps(plans, self.built, limit)
         self.searched: list[Plan] = []
         self.unsearched: set[tuple[int, ...]] = set()
 
@@ -110,7 +110,7 @@ class Automatic:
         """
         if not self.built:
             return None
-        fitting = [plan for plan in self.built if largest(plan) <= self.cap]
+        fitting = [plan for plan in self.built if self._fits(plan)]
         self._search()
         best = min([*fitting, *self.searched] or self.built, key=lambda plan: plan.predicted_time)
         return replace(best, schedule_note=self._note(best))
@@ -141,9 +141,7 @@ class Automatic:
         from its best plan.
         """
         bases: dict[tuple[object, str], Plan] = {}
-        ordered = sorted(
-            self.built, key=lambda plan: (largest(plan) > self.cap, plan.predicted_time)
-        )
+        ordered = sorted(self.built, key=lambda plan: (not self._fits(plan), plan.predicted_time))
         for plan in ordered:
             if plan.overlap != "pair":
                 bases.setdefault((_home(plan.schedule), plan.overlap), plan)
@@ -180,7 +178,12 @@ class Automatic:
         except ScheduleError:  # no micro-batch runs under these limits
             return None
         plan = priced(replace(base, schedule=result.schedule))
-        return plan if largest(plan) <= self.cap else None
+        return plan if self._fits(plan) else None
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether each rank keeps within its cap."""
+        peaks = predicted_peaks(plan)
+        return all(peak <= cap for peak, cap in zip(peaks, self.caps, strict=True))
 
     def _limits(self, base: Plan, may_recompute: Sequence[bool]) -> MemoryLimits:
         """Return the memory left for activations on each rank, and what micro-batches keep on each
@@ -191,7 +194,8 @@ class Automatic:
         """
         footprints = _footprints(base)
         available = tuple(
-            self.cap - memory.total + memory.activations for memory in rank_memory(base)
+            cap - memory.total + memory.activations
+            for cap, memory in zip(self.caps, rank_memory(base), strict=True)
         )
         kept = tuple(each.kept for each in footprints)
         taped = tuple(
@@ -208,7 +212,7 @@ class Automatic:
                 [
                     plan
                     for plan in plans
-                    if _home(plan.schedule) == placement.home and largest(plan) <= self.cap
+                    if _home(plan.schedule) == placement.home and self._fits(plan)
                 ]
                 for plans in (self.built, self.searched)
             ]
@@ -235,20 +239,22 @@ class Automatic:
 
 def largest(plan: Plan) -> int:
     """Return the peak memory in bytes of the rank that needs most, of a priced plan."""
-    return max(
-        sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank))
-        for rank in range(plan.grid.pp)
-    )
+    return max(predicted_peaks(plan))
 
 
-def _cap(plans: Sequence[Plan], built: Sequence[Plan], limit: float) -> tuple[float, str]:
-    """Return the bytes that a rank may use, and the explanation of that number."""
-    if limit and any(largest(plan) <= limit for plan in built):
-        return limit, f"{bytes_text(int(limit))} per rank, its memory"
+def _caps(
+    plans: Sequence[Plan], built: Sequence[Plan], limit: float
+) -> tuple[Sequence[float], str]:
+    """Return the bytes that each rank may use, and the explanation of these numbers."""
+    limits = limits_of(built[0].cluster, built[0].grid, limit)
+    sizes = " or ".join(bytes_text(int(each)) for each in dict.fromkeys(limits))
+    if limit and any(not exceeding(predicted_peaks(plan), limits) for plan in built):
+        return limits, f"{sizes} per rank, its memory"
     plain = [plan for plan in plans if plan.schedule.name == REFERENCE]
     cap = largest(min(plain, key=lambda plan: plan.predicted_time))
-    unfit = f", since no schedule fits into {bytes_text(int(limit))}" if limit else ""
-    return cap, f"{bytes_text(cap)} per rank, the memory that {REFERENCE} needs{unfit}"
+    unfit = f", since no schedule fits into {sizes}" if limit else ""
+    reason = f"{bytes_text(cap)} per rank, the memory that {REFERENCE} needs{unfit}"
+    return [cap] * len(limits), reason
 
 
 def _with_weight_gradients(

@@ -69,7 +69,7 @@ def budget_text(plan: Plan, budget: Budget) -> str:
     steps = math.ceil(budget.tokens / per_step)
     days = steps * plan.predicted_time / _DAY
     hours = 24 * days * plan.grid.size
-    device = plan.cluster.device.name
+    device = plan.cluster.device_names
     found = interval(plan)
     between = ""
     if found:

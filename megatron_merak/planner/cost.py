@@ -387,9 +387,17 @@ def model_flops(model: ModelConfig, batch_samples: int) -> int:
 
 
 def unit_costs(
-    units: Sequence[Unit], cluster: Cluster, dtype: str, grid: Grid, expert_copies: int = 1
+    units: Sequence[Unit],
+    cluster: Cluster,
+    dtype: str,
+    grid: Grid,
+    expert_copies: int = 1,
+    device: Device | None = None,
 ) -> tuple[UnitCost, ...]:
-    """Return the times of each unit on one rank. expert_copies: see ``Plan``.
+    """Return the times of each unit on one rank.
+
+    expert_copies: see ``Plan``.
+    device:        of the rank; None: the cluster's.
 
     Matrix products take the device's compute rates, element-wise work its memory bandwidth, both as
     far as training reaches them.
@@ -422,7 +430,7 @@ def unit_costs(
             if unit.cp_inner > 1:
                 levels = _levels(cluster, grid, unit.cp_inner)
             groups = Groups(reduces, exchanges, *levels, routes)
-            known[nameless] = _unit_cost(nameless, cluster.device, dtype, groups)
+            known[nameless] = _unit_cost(nameless, device or cluster.device, dtype, groups)
         costs.append(known[nameless])
     return tuple(costs)
 

@@ -4,7 +4,7 @@ optimizer that runs there.
 
 from megatron_merak.cluster import Device
 from megatron_merak.errors import PlanError
-from megatron_merak.plan import Plan
+from megatron_merak.plan import Hardware, Plan
 from megatron_merak.planner.cost import optimizer_bytes
 
 
@@ -19,13 +19,14 @@ def host_bandwidth(device: Device) -> float:
     return device.host_bandwidth
 
 
-def update_time(plan: Plan) -> float:
-    """Return the seconds in which the optimizer steps a parameter, or this rank's share of it.
+def update_time(plan: Plan, hardware: Hardware) -> float:
+    """Return the seconds in which the optimizer steps a parameter, or a rank's share of it.
+
+    hardware: of its pipeline rank.
 
     On a host, whose memory is taken to be as fast as the link to it, where its state is there.
     """
     moved = optimizer_bytes(plan.dtype, plan.state_bytes)
-    device = plan.cluster.device
     if plan.offload_model_states:
-        return moved / host_bandwidth(device) / plan.optimizer_shards
-    return device.passes_time(moved) / plan.optimizer_shards
+        return moved / host_bandwidth(hardware.slowest_copies) / plan.optimizer_shards
+    return hardware.passes_time(moved) / plan.optimizer_shards

@@ -51,7 +51,7 @@ def _in_practice(cluster: Cluster, hides: bool, summed: bool) -> Cluster:
 
     hides: whether computation may hide what its nodes' links carry.
     """
-    practice = cluster.device.practice
+    practice = cluster.practice
     if practice is None:
         return cluster
     inside = practice.inside if hides else min(practice.inside, 1.0)

@@ -94,7 +94,8 @@ def plan_chain(
     memory of a rank.
 
     The memory of a rank is ``--device-memory-gb`` or, if that is unset, what is usable of the
-    device's without ``--memory-reserve-gb``; the latter is exceeded if no cut fits.
+    device's without ``--memory-reserve-gb``; the latter is exceeded if no cut fits. Where nodes
+    differ no rank uses more than is usable of its own device.
 
     cluster:         where it runs.
     shardings:       of all tensors.
@@ -110,10 +111,10 @@ def plan_chain(
     ops = request.schedule or written(parallel, request.microbatches)
     check_instances(parallel.num_distributed_optimizer_instances, grid.copies, parallel.sharding)
     units = tuple(units)
-    cluster = reserving(cluster, parallel.memory_reserve_gb)
+    cluster = reserving(cluster, parallel.memory_reserve_gb).used_by(grid.size)
     memory_gb = parallel.device_memory_gb
-    limit = cluster.device.usable if memory_gb is None else memory_gb * GIB
-    check_limit(request.recompute, limit, cluster.device.name, request.offload)
+    limit = cluster.most_usable if memory_gb is None else memory_gb * GIB
+    check_limit(request.recompute, limit, cluster.device_names, request.offload)
     check_layers(request.offload, units)
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage

@@ -13,7 +13,9 @@ from megatron_merak.plan import (
     Shards,
     StagePlan,
     Unit,
+    exceeding,
     held_parameters,
+    limits_of,
     spread_parameters,
     trained_parameters,
 )
@@ -431,16 +433,20 @@ def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:
 
 
 def overflowing_ranks(plan: Plan, limit: float) -> tuple[int, ...]:
-    """Return the pipeline ranks whose predicted peak exceeds ``limit`` bytes; none if that is 0,
-    unknown.
+    """Return the pipeline ranks whose predicted peak exceeds ``limit`` bytes, or what plans use of
+    their own devices where nodes differ; none if that is 0, unknown.
     """
-    peaks = [
+    if not plan.predicted_bytes:
+        return ()
+    return exceeding(predicted_peaks(plan), limits_of(plan.cluster, plan.grid, limit))
+
+
+def predicted_peaks(plan: Plan) -> list[int]:
+    """Return the predicted peak of each pipeline rank of a priced plan, in bytes."""
+    return [
         sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank))
         for rank in range(plan.grid.pp)
     ]
-    return tuple(
-        rank for rank, peak in enumerate(peaks) if plan.predicted_bytes and 0 < limit < peak
-    )
 
 
 Fits = Callable[[int, StagePlan], bool]

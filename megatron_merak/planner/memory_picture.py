@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
+from typing import Any
 
-from megatron_merak.plan import Plan
+from megatron_merak.plan import Plan, limits_of
 from megatron_merak.planner.memory import StageMemory, rank_memory
 
 GIB = 2**30
@@ -14,7 +15,7 @@ _COLORS = ("#2F7FC1", "#56B4E9", "#12936F", "#E69F00", "#D55E00", "#B5659A")
 
 def draw_memory(plan: Plan, path: str | Path, limit: float = 0) -> None:
     """Write a PNG: a stacked bar per pipeline rank, in GiB, and a line at ``limit`` bytes where it
-    is not 0.
+    is not 0, or at what plans use of each rank's device where nodes differ.
 
     Needs matplotlib, but no display.
     """
@@ -26,11 +27,17 @@ def draw_memory(plan: Plan, path: str | Path, limit: float = 0) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _stack(axes, ranks)
-    if limit:
-        axes.axhline(limit / GIB, color="#14181D", linestyle="--", linewidth=1)
+    limits = limits_of(plan.cluster, plan.grid, limit)
+    line: dict[str, Any] = {"color": "#14181D", "linestyle": "--", "linewidth": 1}
+    if limit and len(set(limits)) > 1:
+        for rank, own in enumerate(limits):
+            axes.hlines(own / GIB, rank - 0.45, rank + 0.45, **line)
+            axes.annotate(f"{own / GIB:.0f} GiB", (rank, own / GIB), ha="center", va="bottom")
+    elif limit:
+        axes.axhline(limits[0] / GIB, **line)
         axes.annotate(
-            f"{limit / GIB:.0f} GiB",
-            (1, limit / GIB),
+            f"{limits[0] / GIB:.0f} GiB",
+            (1, limits[0] / GIB),
             xycoords=("axes fraction", "data"),
             ha="right",
             va="bottom",

@@ -29,9 +29,15 @@ def view(plan: Plan, title: str = "") -> View:
         "modelled",
         detail,
         memory=curves,
-        capacity=plan.cluster.device.usable,
+        capacity=_capacity(plan),
         step=seconds,
     )
+
+
+def _capacity(plan: Plan) -> int:
+    """Return what plans use of a rank's memory; 0 where it is unknown, or not the same of all."""
+    sizes = {device.usable for device in plan.cluster.devices}
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _step_text(plan: Plan) -> str:

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from megatron_merak.cluster import all_reduce
 from megatron_merak.pipeline_parallel.ops import Kind, ops_of
 from megatron_merak.pipeline_parallel.simulate import StageCosts, Timeline, simulate
-from megatron_merak.plan import Plan, spread_parameters, trained_tied
-from megatron_merak.planner.cost import UnitCost, unit_costs
+from megatron_merak.plan import Plan, hardware_of, spread_parameters, trained_tied
+from megatron_merak.planner.cost import UnitCost
 from megatron_merak.planner.host import update_time
 from megatron_merak.planner.links import reached_along
 from megatron_merak.planner.memory import stage_host_bytes, stage_memory
 from megatron_merak.planner.offload import HostWaits, host_waits, unit_seconds
 from megatron_merak.planner.overlap import Times, times
+from megatron_merak.planner.rank_costs import plan_costs
 from megatron_merak.planner.reduction import exposed_gather, exposed_reduction
 from megatron_merak.planner.waits import Waits, stage_waits, unit_transfers
 
@@ -52,7 +53,7 @@ def stage_costs(plan: Plan) -> StageCosts:
     recomputation, of collectives over replicas where gradients or weights are sharded, and of
     copies to and from the host where activations, or weights and gradients, are there.
     """
-    costs = _unit_costs(plan)
+    costs = plan_costs(plan)
     transfer = []
     latency = []
     for border, stage in enumerate(plan.stages[:-1]):
@@ -87,12 +88,13 @@ def stage_costs(plan: Plan) -> StageCosts:
 
 def _host_waits(plan: Plan, costs: tuple[UnitCost, ...]) -> list[HostWaits]:
     kinds = {(op.stage, op.kind) for entry in plan.schedule.entries() for op in ops_of(entry)}
+    hardware = hardware_of(plan.cluster, plan.grid)
     return [
         host_waits(
             plan.units,
             stage,
             unit_seconds(costs, plan.overlap, splits=(index, Kind.W) in kinds),
-            plan.cluster.device,
+            hardware[plan.schedule.rank_of(index)].slowest_copies,
             early=(index, Kind.R) in kinds,
         )
         for index, stage in enumerate(plan.stages)
@@ -101,12 +103,8 @@ def _host_waits(plan: Plan, costs: tuple[UnitCost, ...]) -> list[HostWaits]:
 
 def _handover(plan: Plan) -> float:
     """Return the seconds that a pass spends on handing over to a neighbour."""
-    practice = plan.cluster.device.practice
+    practice = plan.cluster.practice
     return 0.0 if practice is None or plan.grid.pp == 1 else practice.handover
-
-
-def _unit_costs(plan: Plan) -> tuple[UnitCost, ...]:
-    return unit_costs(plan.units, plan.cluster, plan.dtype, plan.grid, plan.expert_copies)
 
 
 def _stage_times(plan: Plan, costs: tuple[UnitCost, ...]) -> list[Times]:
@@ -123,7 +121,7 @@ def hidden_share(plan: Plan) -> float:
     """Return the hidden share, 0 to 1, of the shorter one of a forward and a backward that run
     together.
     """
-    stages = _stage_times(plan, _unit_costs(plan))
+    stages = _stage_times(plan, plan_costs(plan))
     return min(
         (s.hidden / max(min(s.forward, s.backward), s.hidden) if s.hidden else 0.0) for s in stages
     )
@@ -139,7 +137,7 @@ def step_time(plan: Plan, pipeline: Timeline) -> float:
     slowest.
     """
     seconds = pipeline.makespan + ending(plan).total
-    practice = plan.cluster.device.practice
+    practice = plan.cluster.practice
     if practice is None:
         return seconds
     nodes = max(plan.grid.size / plan.cluster.ranks_per_node, 1.0)
@@ -154,9 +152,9 @@ def ending(plan: Plan) -> Ending:
     sharded parameters, the all-reduces of tied tensors' gradients, and the optimizer's updates, all
     of them where a step has several.
     """
-    units = _unit_costs(plan)
+    units = plan_costs(plan)
     waits = stage_waits(plan, units)
-    update = update_time(plan)
+    hardware = hardware_of(plan.cluster, plan.grid)
     ties = _tie_times(plan)
     endings = []
     for rank in range(plan.grid.pp):
@@ -165,6 +163,7 @@ def ending(plan: Plan) -> Ending:
         divided = plan.expert_copies if plan.optimizer_shards > 1 else 1
         parameters = spread_parameters(updated, divided)
         reductions = _reductions(plan, rank, own, units, waits=waits) + ties[rank]
+        update = update_time(plan, hardware[rank])
         endings.append(Ending(reductions, parameters * update * _updates(plan)))
     return max(endings, key=lambda ending: ending.total)
 

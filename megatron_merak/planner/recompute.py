@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_merak.cluster import Device
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, ops_of
-from megatron_merak.plan import StagePlan, Unit
+from megatron_merak.plan import StagePlan, Unit, exceeding
 from megatron_merak.planner.memory import Ledger
 from megatron_merak.planner.offload import (
     AUTOMATIC_FLAG,
@@ -102,6 +102,7 @@ class Chooser:
     times:  of each unit.
     memory: bytes that a rank may use, 0 where there is no limit.
     device: of a rank.
+    limits: the bytes of each pipeline rank, where they are not all ``memory``.
     """
 
     def __init__(
@@ -113,7 +114,9 @@ class Chooser:
         memory: float,
         device: Device,
         offload: Offload = NOTHING,
+        limits: Sequence[float] | None = None,
     ):
+        self._limits = limits
         self.recompute = recompute
         self.offload = offload
         self.device = device
@@ -337,15 +340,20 @@ class Chooser:
         best = stages(0)
         for first in range(1, max(map(len, layers)) + 1):
             larger = stages(first)
-            if self.memory and self.largest_rank(larger) > self.memory:
+            if exceeding(self.peaks(larger), self.limits):
                 break
             best = larger
         return best
 
-    def largest_rank(self, stages: Sequence[StagePlan]) -> int:
-        """Return the memory in bytes of the rank that needs most."""
+    @property
+    def limits(self) -> Sequence[float]:
+        """Bytes that each pipeline rank may use."""
+        return self._limits or [self.memory] * len(self.ledger.stages_of)
+
+    def peaks(self, stages: Sequence[StagePlan]) -> list[int]:
+        """Return the memory in bytes of each pipeline rank."""
         memories = self.ledger.together(stages)
-        return max(sum(memories[stage].total for stage in own) for own in self.ledger.stages_of)
+        return [sum(memories[stage].total for stage in own) for own in self.ledger.stages_of]
 
 
 def _ops(schedule: Schedule) -> Iterator[Op]:

@@ -7,7 +7,14 @@ from types import MappingProxyType
 
 from megatron_merak.cluster import GIB, Device
 from megatron_merak.config.parallel import SHARDINGS
-from megatron_merak.plan import Plan, StagePlan, refused_together, time_text
+from megatron_merak.plan import (
+    Plan,
+    StagePlan,
+    hardware_of,
+    limits_of,
+    refused_together,
+    time_text,
+)
 from megatron_merak.plan.replicas import FLAG
 from megatron_merak.planner.memory import overflowing_ranks, rank_memory
 from megatron_merak.planner.written import is_paired
@@ -37,15 +44,16 @@ def misfits(plan: Plan, limit: float, remake: Remake | None = None) -> list[str]
     ranks = overflowing_ranks(plan, limit)
     if not ranks:
         return []
-    full = limit_text(plan.cluster.device, limit)
-    lines = [f"pipeline rank {rank} does not fit into the {full}" for rank in ranks]
+    hardware = hardware_of(plan.cluster, plan.grid)
+    full = [limit_text(each.smallest, each.limit(limit)) for each in hardware]
+    lines = [f"pipeline rank {rank} does not fit into the {full[rank]}" for rank in ranks]
     may_recompute = any(len(stage.recompute) < len(stage.units) for stage in plan.stages)
     fitting = False
     variant = remake or (lambda changes: _changed(plan, changes))
     for changes, other in _cheapest_first(plan, limit, variant, may_recompute):
         largest = _largest(other)
-        fitting |= largest <= limit
-        fits = "fits" if largest <= limit else "does not fit either"
+        fitting |= _fits(other, limit)
+        fits = "fits" if _fits(other, limit) else "does not fit either"
         lines.append(
             f"  with {flags(changes)} the largest rank needs {largest / GIB:.1f} GiB: it {fits}"
         )
@@ -95,7 +103,7 @@ def _offloaded(plan: Plan, limit: float, remake: Remake) -> list[str]:
     variants: list[Changes] = [] if plan.offloads else [OFFLOADED, {**OFFLOADED, **CAPACITY}]
     for changes in variants:
         other = remake(changes)
-        if other is not None and other.offloads and _largest(other) <= limit:
+        if other is not None and other.offloads and _fits(other, limit):
             return [_timed(changes, other)]
     return []
 
@@ -107,7 +115,7 @@ def _on_host(plan: Plan, limit: float, remake: Remake, may_recompute: bool) -> l
     variants: list[Changes] = [ON_HOST, {**ON_HOST, **FULL}] if may_recompute else [ON_HOST]
     for changes in variants if not plan.offload_model_states else ():
         other = remake(changes)
-        if other is not None and _largest(other) <= limit:
+        if other is not None and _fits(other, limit):
             return [_timed(changes, other)]
     return []
 
@@ -151,7 +159,7 @@ def _sharded(
         if (other := remake(changes)) is None:
             return
         yield changes, other
-        if _largest(other) <= limit:
+        if _fits(other, limit):
             return
 
 
@@ -191,12 +199,12 @@ def _fitting(
         # which takes half a second of a small captured model.
         least: Changes = {**more, **degrees, **variants[-1]}
         last = remake(least)
-        if last is not None and _largest(last) > limit:
+        if last is not None and not _fits(last, limit):
             continue
         for variant in variants[:-1]:
             changes: Changes = {**more, **degrees, **variant}
             other = remake(changes)
-            if other is not None and _largest(other) <= limit:
+            if other is not None and _fits(other, limit):
                 yield changes, other
                 break
         else:
@@ -227,6 +235,15 @@ def _changed(plan: Plan, changes: Changes) -> Plan:
         stages = tuple(StagePlan(stage.first, stage.last, tuple(stage.units)) for stage in stages)
     sharding = str(changes.get(FIELD, plan.sharding))
     return replace(plan, stages=stages, sharding=sharding)
+
+
+def _fits(plan: Plan, limit: float) -> bool:
+    """Whether every rank needs at most ``limit`` bytes, and at most what plans use of its device
+    where nodes differ.
+    """
+    peaks = [memory.total for memory in rank_memory(plan)]
+    limits = limits_of(plan.cluster, plan.grid, limit)
+    return all(peak <= most for peak, most in zip(peaks, limits, strict=True))
 
 
 def _largest(plan: Plan) -> int:

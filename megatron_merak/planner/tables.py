@@ -235,7 +235,12 @@ def _bubble(name: str, first: Plan, second: Plan) -> list[str]:
 
 
 def _cluster(name: str, first: Plan, second: Plan) -> list[str]:
-    before, after = (_flatten(asdict(plan.cluster)) for plan in (first, second))
+    before, after = (
+        _flatten(
+            asdict(plan.cluster) | {"nodes": ", ".join(map(str, plan.cluster.nodes)) or "alike"}
+        )
+        for plan in (first, second)
+    )
     return [
         f"cluster: {key} {before[key]} -> {after[key]}"
         for key in before

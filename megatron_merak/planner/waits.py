@@ -15,6 +15,7 @@ from megatron_merak.plan import (
     DTYPE_BYTES,
     Plan,
     StagePlan,
+    hardware_of,
     held_parameters,
     trained_parameters,
 )
@@ -135,7 +136,8 @@ def unit_transfers(plan: Plan) -> list[tuple[float, float]]:
     transfers = []
     share = share_of_experts(plan)
     link = link_inside(plan) if ranks > 1 else None
-    for unit in plan.units:
+    rates = _host_rates(plan)
+    for index, unit in enumerate(plan.units):
         shard = (trained_parameters([unit]) - (1 - share) * unit.experts) / ranks
         gather = 0.0
         reduce = 0.0
@@ -145,7 +147,7 @@ def unit_transfers(plan: Plan) -> list[tuple[float, float]]:
                 gather = all_gather(ranks, DTYPE_BYTES[plan.dtype] * shard, link)
         if plan.offload_model_states:
             frozen = held_parameters([unit]) - trained_parameters([unit])
-            rate = host_bandwidth(plan.cluster.device)
+            rate = rates[index]
             gather += DTYPE_BYTES[plan.dtype] * (shard + frozen) / rate
             reduce += 4 * shard / rate
             # of several ranks a shard comes back to be added to
@@ -165,8 +167,24 @@ def _returned(plan: Plan) -> list[float]:
     """
     if not plan.offload_model_states or plan.shard_ranks > 1:
         return [0.0] * len(plan.units)
-    rate = host_bandwidth(plan.cluster.device)
-    return [4 * trained_parameters([unit]) / rate for unit in plan.units]
+    return [
+        4 * trained_parameters([unit]) / rate
+        for unit, rate in zip(plan.units, _host_rates(plan), strict=True)
+    ]
+
+
+def _host_rates(plan: Plan) -> list[float]:
+    """Return the bytes per second of copies from and to the host of the rank that has each unit; none
+    where weights are on the device.
+    """
+    if not plan.offload_model_states:
+        return []
+    hardware = hardware_of(plan.cluster, plan.grid)
+    rates: list[float] = []
+    for index, stage in enumerate(plan.stages):
+        device = hardware[plan.schedule.rank_of(index)].slowest_copies
+        rates += [host_bandwidth(device)] * len(stage.units)
+    return rates
 
 
 def _duplex(plan: Plan) -> bool:

@@ -9,7 +9,7 @@ from html import escape
 from megatron_merak.pipeline_parallel.pictures.palette import FACES, NAMES, ink, time_text
 from megatron_merak.pipeline_parallel.pictures.view import View
 from megatron_merak.pipeline_parallel.simulate import Event
-from megatron_merak.plan import Plan, bytes_text
+from megatron_merak.plan import Plan, bytes_text, limits_of
 from megatron_merak.planner.memory import StageMemory, rank_memory
 from megatron_merak.report.axis import Axis
 
@@ -138,9 +138,13 @@ def memory(plan: Plan) -> str:
     """Return a bar per pipeline rank of the predicted contents of its memory at the peak."""
     ranks = rank_memory(plan)
     names = [part.name for part in fields(StageMemory)]
-    capacity = plan.cluster.device.usable
+    capacity = plan.cluster.most_usable
+    limits = limits_of(plan.cluster, plan.grid, capacity)
     most = max(one.total for one in ranks) or 1
     full = capacity if 0 < capacity < 4 * most else most
+    alike = len(set(limits)) == 1
+    own = ["" if alike else f" of {bytes_text(int(limit))}" for limit in limits]
+    largest = max(plan.cluster.devices, key=lambda device: device.usable)
     rows = []
     for rank, one in enumerate(ranks):
         parts = "".join(
@@ -152,13 +156,13 @@ def memory(plan: Plan) -> str:
         )
         rows.append(
             f'<div class="who">rank {rank}</div><div class="lane bar">{parts}</div>'
-            f'<div class="share">{bytes_text(one.total)}</div>'
+            f'<div class="share">{bytes_text(one.total)}{own[rank]}</div>'
         )
     used = [index for index in range(len(names)) if any(astuple(one)[index] for one in ranks)]
     legend = "".join(f'<span><i class="part-{index}"></i>{names[index]}</span>' for index in used)
     of = (
-        f"of {bytes_text(capacity)} that plans use of {escape(plan.cluster.device.name)}'s "
-        f"{bytes_text(plan.cluster.device.memory)}"
+        f"of {bytes_text(capacity)} that plans use of {escape(largest.name)}'s "
+        f"{bytes_text(largest.memory)}"
         if full == capacity
         else "of one rank at its peak"
     )

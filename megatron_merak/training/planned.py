@@ -87,10 +87,11 @@ class Maker:
 
     @property
     def limit(self) -> float:
-        """Bytes that a rank may use, see ``planner.remedies.limit_of``."""
+        """Bytes that a rank may use, where nodes differ of the largest, see ``planner.remedies.limit_of``."""
         from ..planner.remedies import limit_of
 
-        return limit_of(self.cluster.device, self.config.parallel.device_memory_gb)
+        largest = max(self.cluster.devices, key=lambda device: device.usable)
+        return limit_of(largest, self.config.parallel.device_memory_gb)
 
     def notes(self) -> tuple[str, ...]:
         """Return notes on the plan, in sentences."""

@@ -93,14 +93,14 @@ def test_the_ratio_rule_of_the_paper():
     assert first >= 8
     for index, stage in enumerate(stages[:-1]):
         assert kept(stage) == min(32, first * 7 // (7 - index))
-    assert stages[-1].recompute == () and rule.largest_rank(stages) <= rule.memory
+    assert stages[-1].recompute == () and max(rule.peaks(stages)) <= rule.memory
     more = [StagePlan(s.first, s.last, s.recompute) for s in stages]
     grown = [min(32, (first + 1) * 7 // (7 - i)) for i in range(7)]
     more = [
         StagePlan(s.first, s.last, tuple(range(s.first, s.last - g)))
         for s, g in zip(stages, grown, strict=False)
     ]
-    assert rule.largest_rank([*more, stages[-1]]) > rule.memory
+    assert max(rule.peaks([*more, stages[-1]])) > rule.memory
 
 
 def _total(rule, stages, index):
@@ -221,7 +221,7 @@ def test_no_cut_of_a_small_chain_is_better():
 
     def worst(bounds):
         found = choose.stages(bounds)
-        if choose.largest_rank(found) > memory:
+        if max(choose.peaks(found)) > memory:
             return float("inf")
         return max(3 * len(stage.units) + len(stage.recompute) for stage in found)
 
