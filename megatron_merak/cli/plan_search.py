@@ -24,7 +24,7 @@ examples:
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,9 @@ from ..arguments import build_parser, expanded, flags, read
 from ..cluster import Cluster, find_cluster, profiled
 from ..config import Config, RunConfig, flag_name
 from ..config.batches import number
-from ..errors import ConfigError
+from ..config.table import MAKES
+from ..counting import counted
+from ..errors import ConfigError, PlanError
 from ..pipeline_parallel.search.progress import SearchProgress
 from ..training.planned import kind_of, world_size
 from .words import described
@@ -58,6 +60,7 @@ class Question:
     words:  its training flags.
     name:   of the cluster.
     tokens: of the run; None: unknown.
+    output: the file in which the plan is stored; None: it is not.
     """
 
     config: RunConfig
@@ -67,6 +70,7 @@ class Question:
     ranks: int
     pins: dict[str, Any]
     tokens: int | None
+    output: str | None
 
 
 def search(arguments: Sequence[str]) -> None:
@@ -83,11 +87,12 @@ def search(arguments: Sequence[str]) -> None:
 
     searched = search_of(question.config, question.cluster, question.pins)
     batch = batch_sizes(question.config)
-    result = _run(searched, question.ranks, batch, question.pins)
+    here = searched.for_ranks(question.ranks)
+    result = _run(here, question.ranks, batch, question.pins)
     best = result.best
     if best is None:
         raise unfit(searched, question.ranks, batch, question.pins, result)
-    print(_shown(question, searched, result, best))
+    print(_shown(question, here, result, best))
     if own.why is not None:
         print(f"\n{_why(question, best, pins_of(own.why, '--why'), own.why)}")
     if own.what_if is not None:
@@ -128,26 +133,37 @@ def _question(arguments: Sequence[str]) -> tuple[Question, Any]:
     if config.parallel.parallel is not None:
         raise ConfigError("--parallel", "(given)", "this command searches", "Use --fix")
     cluster = profiled(find_cluster(own.cluster), config.parallel.device_profile)
+    cluster.used_by(ranks)
     tokens = None
     if own.tokens is not None and not (tokens := number(own.tokens)):
         reason = "it is not a number of tokens"
         raise ConfigError("--tokens", own.tokens, reason, "Write it like 300B or 1.4T")
     pins = pins_of(own.fix, "--fix") if own.fix else {}
-    words = _training_words(arguments)
-    return Question(config, words, own.cluster, cluster, ranks, pins=pins, tokens=tokens), own
+    question = Question(
+        config,
+        tuple(without(arguments[1:], _OWN)),
+        own.cluster,
+        cluster,
+        ranks,
+        pins=pins,
+        tokens=tokens,
+        output=own.output,
+    )
+    return question, own
 
 
-def _training_words(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return a command line without this command and its flags."""
-    words = []
-    left = list(arguments[1:])
+def without(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return a command line without some flags and their values."""
+    kept = []
+    left = list(words)
     while left:
         word = left.pop(0)
-        if word.partition("=")[0] not in _OWN:
-            words.append(word)
-        elif "=" not in word and left:
+        if word.partition("=")[0] not in names:
+            kept.append(word)
+            continue
+        while left and not left[0].startswith("--"):
             left.pop(0)
-    return tuple(words)
+    return kept
 
 
 def _run(search: "Search", ranks: int, batch: Sequence[int], pins: dict[str, Any]) -> "Result":
@@ -168,7 +184,15 @@ def _made(question: Question, found: "FoundPlan") -> "Plan":
 def _shown(question: Question, search: "Search", result: "Result", best: "FoundPlan") -> str:
     """Return the answer: the plan, its flags, its time and memory, and what is near it."""
     from ..plan import batch, layout, time_text
-    from ..planner.search.report import binding, left_out, memory_line, rate, runners_up, table
+    from ..planner.search.report import (
+        binding,
+        left_out,
+        memory_line,
+        rate,
+        runners_up,
+        stages_on_nodes,
+        table,
+    )
 
     plan = best.plan
     tokens = rate(plan, best.seconds)
@@ -187,17 +211,23 @@ def _shown(question: Question, search: "Search", result: "Result", best: "FoundP
         )
     lines.append(memory_line(plan, search.memory))
     counts = f"{result.counted:,} layouts considered, {result.made:,} planned"
-    parts = ["\n".join(lines), command(question, best), table(plan)]
+    parts = ["\n".join(lines), stages_on_nodes(plan), command(question, best), table(plan)]
     parts += [binding(best, search.memory), runners_up(result, best)]
     parts += ["\n".join(filter(None, (counts, left_out(result))))]
     return "\n\n".join(part for part in parts if part)
 
 
 def command(question: Question, found: "FoundPlan") -> str:
-    """Return the command line that trains with a plan that was found."""
+    """Return the command line that trains with a plan that was found; where nodes differ, with the
+    stored plan, since its flags alone say nothing of these.
+    """
     settings = found.choice.settings()
     script = "pretrain_gpt.py" if isinstance(question.config, Config) else "pretrain_hf.py"
     words = [script, *question.words]
+    if found.plan.cluster.nodes:
+        decided = tuple(flag_name(name) for name in MAKES)
+        words = [script, "--plan", question.output or "FILE", *without(words[1:], decided)]
+        return _wrapped(words)
     for flag in flags(type(question.config)):
         value = settings.get(flag.field)
         if value is None or (value == flag.default and flag.field in settings):
@@ -241,7 +271,7 @@ def _why(question: Question, best: "FoundPlan", pins: dict[str, Any], text: str)
 
 def _what_if(question: Question, search: "Search", best: "FoundPlan", text: str) -> str:
     """Return what another machine changes."""
-    from ..plan import time_text
+    from ..plan import nodes_text, time_text
     from ..planner.search.report import rate
     from ..training.searched import batch_sizes, search_of, unfit
 
@@ -262,12 +292,21 @@ def _what_if(question: Question, search: "Search", best: "FoundPlan", text: str)
     if memory is not None:
         other = other.on(other.cluster, memory)
     batch = batch_sizes(question.config)
+    try:
+        other.cluster.used_by(ranks)
+    except PlanError as error:
+        return f"with {text}: {error}"
     result = _run(other, ranks, batch, question.pins)
     if result.best is None:
         return f"with {text}: {unfit(other, ranks, batch, question.pins, result)}"
     found = result.best
+    used = ""
+    if other.cluster.nodes:
+        own = found.plan.cluster
+        alike = f"{counted(-(-ranks // own.ranks_per_node), 'node')} of {own.device_names}"
+        used = f" on {nodes_text(found.plan) or alike}"
     return (
-        f"with {text}: {found.choice}\n{time_text(found.seconds)} per step "
+        f"with {text}{used}: {found.choice}\n{time_text(found.seconds)} per step "
         f"({found.seconds / best.seconds - 1:+.1%}), {rate(found.plan, found.seconds):,.0f} tokens "
         "per second and rank"
     )

@@ -137,7 +137,7 @@ def unfit(
     layouts = f"{result.counted:,} layouts"
     if result.rest is not None:
         layouts = f"the {result.made:,} most promising of {layouts}"
-    reason = f"none of {layouts} fits into the memory of {search.cluster.device.name}"
+    reason = f"none of {layouts} fits into the memory of {search.cluster.device_names}"
     error = PlanError("ranks", ranks, reason, remedy)
     for line in others:
         error.add_note(line)

@@ -62,6 +62,34 @@ def test_the_flags_that_are_printed_make_the_plan_that_is_stored(run, tmp_path):
     followed.validate(8, training=False)
 
 
+def test_nodes_that_differ_are_in_the_answer_and_in_the_plan(run, tmp_path):
+    path = tmp_path / "plan.json"
+    nodes = [{"count": 1}, {"count": 1, "device": "A100 40GB", "speed": 0.5}]
+    links = {"inside": "nvlink3", "between": "infiniband-hdr"}
+    content = {"device": "A100", "ranks_per_node": 4, **links, "nodes": nodes}
+    (tmp_path / "own.json").write_text(json.dumps(content))
+    own = ["--cluster", tmp_path / "own.json", "--fix", "tp=2,pp=2,mb=4,sp=on,schedule=1f1b"]
+    printed = run(*JOB, *SHAPE, *own, "--what-if", "gpus=4", "-o", path)
+    stored = Plan.from_json(path.read_text())
+    assert [str(group) for group in stored.cluster.nodes] == [
+        "1 of A100",
+        "1 of A100 40GB at 0.5",
+    ]
+    assert len(stored.stages[0].units) > len(stored.stages[1].units)
+    assert f": {time_text(stored.predicted_time)} per step, " in printed
+    assert "node 0: A100, node 1: A100 40GB at 0.5\nstage  pp rank  units" in printed
+    assert "with gpus=4 on 1 node of A100: tp=2,pp=2,mb=4,sp=on," in printed
+    # flags alone would say nothing of nodes
+    script, *words = command(printed)
+    assert (script, words[:2]) == ("pretrain_gpt.py", ["--plan", str(path)])
+    config, _ = read(build_parser(), words, Config, decided(Config, words))
+    config.validate(8, training=False)
+    more = run(*JOB, *SHAPE, *own, "--what-if", "gpus=16")
+    assert "with gpus=16: ranks 16: the cluster own has 2 nodes of 4. Use at most 8" in more
+    with pytest.raises(SystemExit, match="ranks 12: the cluster own has 2 nodes of 4"):
+        run(*JOB, *SHAPE, *own, "--gpus", "12")
+
+
 def test_a_huggingface_model_is_searched(run, llama, tmp_path):
     path = tmp_path / "plan.json"
     printed = run(*JOB, "--model", llama, "--fix", "tp=2,pp=2,mb=4", "-o", path)

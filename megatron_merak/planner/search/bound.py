@@ -17,14 +17,21 @@ from megatron_merak.pipeline_parallel.builders import BUILDERS, build_schedule
 from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.pairs import pair
 from megatron_merak.pipeline_parallel.simulate import StageCosts, simulate
-from megatron_merak.plan import DTYPE_BYTES, Shards
+from megatron_merak.plan import DTYPE_BYTES, Shards, hardware_of, limits_of
 from megatron_merak.planner.cost import optimizer_bytes
 from megatron_merak.planner.links import reached_along
 from megatron_merak.planner.memory import Ledger
 from megatron_merak.planner.request import Request, default_bucket_size
 from megatron_merak.planner.search.choice import Choice
 from megatron_merak.planner.search.space import REPEATING, Degrees
-from megatron_merak.planner.search.work import ChainPart, ChainWork, Cutting, StageSums, Sums
+from megatron_merak.planner.search.work import (
+    ChainPart,
+    ChainWork,
+    Cutting,
+    StageSums,
+    Sums,
+    UnequalCutting,
+)
 
 SPLIT = tuple(name for name, row in BUILDERS.items() if row.splits)
 # Schedules that hold at least what 1F1B does; of one that is in no list here nothing is known.
@@ -77,22 +84,38 @@ class Fluid:
         return max(recomputed, some) if again <= some else recomputed
 
 
-def least_seconds(fluid: Fluid, memory: float, in_flight: Sequence[float], recompute: str) -> float:
+@dataclass(frozen=True)
+class Room:
+    """What a pipeline rank has for its part of a chain.
+
+    memory:    bytes.
+    in_flight: micro-batches at the peak.
+    speed:     see ``ChainWork.speed``.
+    """
+
+    memory: float
+    in_flight: float
+    speed: float = 1.0
+
+
+def least_seconds(fluid: Fluid, rooms: Sequence[Room], recompute: str) -> float:
     """Return the seconds of a micro-batch on the busiest rank; infinity if the chain does not fit.
 
     Those of full recomputation, which are the same for every part, are left out.
-
-    in_flight: micro-batches at the peak, per rank.
     """
 
     def whole(seconds: float) -> bool:
-        parts = (fluid.part(seconds, memory, count, recompute) for count in in_flight)
+        parts = (
+            fluid.part(seconds * room.speed, room.memory, room.in_flight, recompute)
+            for room in rooms
+        )
         return sum(parts) >= 1 - _EPSILON
 
-    low = fluid.even(len(in_flight))
+    speeds = [room.speed for room in rooms]
+    low = fluid.even(len(rooms)) if min(speeds) == 1 else fluid.seconds / sum(speeds)
     if whole(low * (1 + _EPSILON)):
         return low
-    high = fluid.seconds + fluid.recompute
+    high = (fluid.seconds + fluid.recompute) / min(speeds)
     if not whole(high):
         return math.inf
     for _ in range(_STEPS):
@@ -159,22 +182,25 @@ class Bounds:
         self.cluster = cluster
         self.memory = memory
         self.frozen_bytes = frozen_bytes
-        update = optimizer_bytes(request.dtype, request.state_bytes)
-        self._update = cluster.device.passes_time(update)
+        self._moved = optimizer_bytes(request.dtype, request.state_bytes)
+        self._update = min(device.passes_time(self._moved) for device in cluster.devices)
         self._schedules: dict[tuple[object, ...], Schedule | None] = {}
         self._makespans: dict[tuple[object, ...], float] = {}
         self._ledgers: dict[tuple[object, ...], Ledger] = {}
 
-    def of_degrees(self, work: ChainWork, degrees: Degrees) -> float:
-        """Return a bound on all choices with these degrees."""
+    def of_degrees(self, work: ChainWork, degrees: Degrees, orders: Sequence[str]) -> float:
+        """Return a bound on all choices with these degrees. orders: that the ranks may have."""
         overlaps = ("weight-gradient", "pair", "sub-pipeline")
         sums = [work.sums(overlap, False) for overlap in overlaps]
         least = min(each.busiest(degrees.pp, 1.0) for each in sums)
+        if self.cluster.nodes:
+            computed = work.computed / self._most_ranks(work, degrees, orders)
+            least = max(least, computed)
         return degrees.microbatches * least + self._replicated(degrees)
 
     def _replicated(self, degrees: Degrees) -> float:
         """Return what a step takes for having so many replicas, whatever else it does."""
-        practice = self.cluster.device.practice
+        practice = self.cluster.practice
         return 0.0 if practice is None else practice.step * math.log2(degrees.copies)
 
     def of(self, case: Case) -> float:
@@ -199,9 +225,12 @@ class Bounds:
         schedule = self._schedule(case)
         if schedule is None or schedule.stages > len(case.work.units):
             return math.inf, math.inf
-        simulated = self._on_stages(case, schedule)
+        if self.cluster.nodes:
+            simulated = min(self._on_unequal(case, schedule, order) for order in case.orders)
+        else:
+            simulated = self._on_stages(case, schedule)
         if not simulated:  # other stages are hardly faster than those that are balanced
-            more = busiest - self._balanced(case)
+            more = busiest - self._alike(case)
             expected = self._simulated(case, case.repeats) + microbatches * more + ending
             return bound, max(bound, expected)
         bound = max(bound, simulated + ending)
@@ -236,6 +265,35 @@ class Bounds:
             return math.inf
         return self._simulated(case, most)
 
+    def _on_unequal(self, case: Case, schedule: Schedule, order: str) -> float:
+        """Return the seconds of a schedule on the stages that the plan has with ranks in this order,
+        where nodes differ; 0 where they are not known: others than those that are balanced by time.
+        """
+        again = case.repeats
+        if case.choice.recompute in ("full", "stage-aware") and not again:
+            return 0.0
+        grid = case.degrees.grid(order)
+        hardware = hardware_of(self.cluster, grid)
+        homes = [schedule.rank_of(stage) for stage in range(schedule.stages)]
+        cutting = UnequalCutting(
+            tuple(hardware[home].devices for home in homes),
+            case.degrees.microbatches,
+            self._moved / self._shards(case).optimizer,
+        )
+        if self.memory:
+            ledger = self._ledger(case, schedule)
+            limits = limits_of(self.cluster, grid, self.memory)
+            planned = case.work.planned(cutting, case.overlap, again)
+            for index, stage in enumerate(planned):
+                together = len(ledger.stages_of[homes[index]])
+                if ledger.alone(index, stage).total * together > limits[homes[index]]:
+                    return 0.0
+        key = (*self._key(case, again), cutting.devices)
+        if key not in self._makespans:
+            stages = case.work.stages(cutting, case.overlap, case.splits, again)
+            self._makespans[key] = self._timed(case, schedule, stages, again)
+        return self._makespans[key]
+
     def _may_fit(self, case: Case, schedule: Schedule) -> bool:
         """Whether a cut may have stages that each fit into their part of a rank."""
         shards = self._shards(case)
@@ -261,6 +319,22 @@ class Bounds:
 
     def _balanced(self, case: Case) -> float:
         """Return the seconds of a micro-batch on the busiest rank, whatever the memory."""
+        alike = self._alike(case)
+        if not self.cluster.nodes:
+            return alike
+        work = case.work
+        computed = work.computed + (work.computed_again if case.repeats else 0.0)
+        return max(alike, computed / self._most_ranks(work, case.degrees, case.orders))
+
+    def _most_ranks(self, work: ChainWork, degrees: Degrees, orders: Sequence[str]) -> float:
+        """Return of how many of the fastest ranks a pipeline has the speed, in its fastest order."""
+        return max(
+            sum(work.speed(each.devices) for each in hardware_of(self.cluster, degrees.grid(order)))
+            for order in orders
+        )
+
+    def _alike(self, case: Case) -> float:
+        """Return what the busiest rank takes, if all had the least times."""
         sums = case.sums
         again = sums.recompute if case.repeats else 0.0
         together = sums.seconds - case.paired * sums.hidden
@@ -283,16 +357,38 @@ class Bounds:
             least = max(least, sent + passes)
         if not self.memory:
             return least
-        room = self.memory - work.least_room(shards, case.splits, choice.pp)
-        if room <= 0:
-            return math.inf
-        flights = in_flight(choice, case.degrees.microbatches)
         # what needs less than the method does
         method = "full" if case.repeats else "capacity"
         method = choice.recompute if choice.recompute in ("none", "selective") else method
+        return max(
+            least, min(self._in_order(case, shards, method, order) for order in self._orders(case))
+        )
+
+    def _orders(self, case: Case) -> Sequence[str]:
+        """Return the orders that differ in what pipeline ranks compute with."""
+        return case.orders if self.cluster.nodes else case.orders[:1]
+
+    def _in_order(self, case: Case, shards: Shards, method: str, order: str) -> float:
+        """Return the seconds of a micro-batch on the busiest rank, with the memory that ranks in this
+        order have; infinity if it does not fit.
+        """
+        work = case.work
+        grid = case.degrees.grid(order)
+        least_room = work.least_room(shards, case.splits, case.choice.pp)
+        memory = [limit - least_room for limit in limits_of(self.cluster, grid, self.memory)]
+        if min(memory) <= 0:
+            return math.inf
+        flights = in_flight(case.choice, case.degrees.microbatches)
+        speeds = [work.speed(each.devices) for each in hardware_of(self.cluster, grid)]
+        least = 0.0
         for part in work.parts:
             fluid = self._fluid(part, case.sums, shards, case.paired)
-            seconds = least_seconds(fluid, room, flights, method)
+            more = work.sent_more(part, case.sums) if self.cluster.nodes else 1.0
+            rooms = [
+                Room(room, count, min(1.0, more * speed))
+                for room, count, speed in zip(memory, flights, speeds, strict=True)
+            ]
+            seconds = least_seconds(fluid, rooms, method)
             again = fluid.recompute / fluid.seconds if method == "full" else 0.0
             least = max(least, seconds * (1 + again))
         return least
@@ -306,8 +402,15 @@ class Bounds:
 
         again: whether units are recomputed.
         """
+        key = self._key(case, again)
+        if key not in self._makespans:
+            self._makespans[key] = self._makespan(case, again)
+        return self._makespans[key]
+
+    def _key(self, case: Case, again: bool) -> tuple[object, ...]:
+        """Return what a schedule's seconds on balanced stages follow from."""
         choice = case.choice
-        key = (
+        return (
             choice.layer,
             choice.mb,
             choice.sp,
@@ -320,9 +423,6 @@ class Bounds:
             self._shards(case).optimizer,
             again,
         )
-        if key not in self._makespans:
-            self._makespans[key] = self._makespan(case, again)
-        return self._makespans[key]
 
     def _makespan(self, case: Case, again: bool) -> float:
         """Return the seconds of a schedule that is defined for these numbers."""
@@ -330,9 +430,15 @@ class Bounds:
         assert schedule is not None
         cutting = self._cutting(case, schedule)
         stages = case.work.stages(cutting, case.overlap, case.splits, again)
+        return self._timed(case, schedule, stages, again)
+
+    def _timed(
+        self, case: Case, schedule: Schedule, stages: Sequence[StageSums], again: bool
+    ) -> float:
+        """Return the seconds of a schedule on stages with these times."""
         link = self._link(case)
         transfers = [stage.output / link.bandwidth if link else 0.0 for stage in stages[:-1]]
-        practice = self.cluster.device.practice
+        practice = self.cluster.practice
         handover = 0.0 if practice is None or case.choice.pp == 1 else practice.handover
         costs = StageCosts(
             forward=tuple(handover + stage.forward for stage in stages),
@@ -468,8 +574,12 @@ class Bounds:
             return update
         sums = case.sums
         sent, gathered = self._transfers(case, shards)
-        backward = (sums.backward + sums.recompute) / ranks
-        first = max(0.0, gathered - sums.forward / ranks)
+        forward = sums.forward
+        backward = sums.backward + sums.recompute
+        if self.cluster.nodes:  # slower ranks hide more of it
+            forward, backward = case.work.hiding()
+        backward /= ranks
+        first = max(0.0, gathered - forward / ranks)
         return update + max(0.0, sent - backward) + first
 
 

@@ -4,16 +4,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_merak.cluster import Device
 from megatron_merak.config.checks import divisors
 from megatron_merak.config.parallel import SHARDINGS
 from megatron_merak.counting import counted
-from megatron_merak.plan import Plan, bytes_text, time_text
+from megatron_merak.errors import MerakError
+from megatron_merak.plan import (
+    Plan,
+    bytes_text,
+    hardware_of,
+    limits_of,
+    nodes_text,
+    time_text,
+)
 from megatron_merak.planner.arithmetic import arithmetic
 from megatron_merak.planner.automatic import largest
-from megatron_merak.planner.cost import UnitCost, unit_costs
-from megatron_merak.planner.memory import rank_memory
+from megatron_merak.planner.cost import UnitCost
+from megatron_merak.planner.memory import predicted_peaks, rank_memory, stage_memory
 from megatron_merak.planner.overlap import times
 from megatron_merak.planner.predict import ending, timeline
+from megatron_merak.planner.rank_costs import plan_costs
 from megatron_merak.planner.search.choice import ONE_STAGE
 from megatron_merak.planner.search.search import FoundPlan, Result, Search
 from megatron_merak.planner.tables import align
@@ -54,19 +64,19 @@ class Breakdown:
     @classmethod
     def of(cls, plan: Plan) -> "Breakdown":
         """Return the parts of ``predicted_time``, which they add up to."""
-        costs = unit_costs(plan.units, plan.cluster, plan.dtype, plan.grid, plan.expert_copies)
+        costs = plan_costs(plan)
         pipeline = timeline(plan)
         rank = max(range(plan.grid.pp), key=lambda each: pipeline.busy[each])
         stages = plan.stages_of(rank)
         count = plan.num_microbatches
         waits = stage_waits(plan, costs)
-        work = [
-            arithmetic(plan.units[unit], plan.cluster.device, plan.dtype)
+        devices = hardware_of(plan.cluster, plan.grid)[rank].devices
+        products = count * sum(
+            max(_arithmetic(plan, unit, device) for device in devices)
             for stage in stages
             for unit in plan.stages[stage].units
-        ]
+        )
         own = [costs[unit] for stage in stages for unit in plan.stages[stage].units]
-        products = count * sum(each.forward + each.backward for each in work)
         computed = count * sum(cost.forward + cost.backward for cost in own)
         recompute = count * sum(_repeated(plan, costs, stage) for stage in stages)
         shards = count * sum(
@@ -101,6 +111,12 @@ class Breakdown:
         return [(name, seconds) for name, seconds in names.items() if seconds > _LITTLE * total]
 
 
+def _arithmetic(plan: Plan, unit: int, device: Device) -> float:
+    """Return the seconds of a unit's products and attention for a micro-batch."""
+    work = arithmetic(plan.units[unit], device, plan.dtype)
+    return work.forward + work.backward
+
+
 def _repeated(plan: Plan, costs: Sequence[UnitCost], stage: int) -> float:
     """Return the seconds of the forwards that a stage repeats for each micro-batch."""
     repeated = [costs[unit] for unit in plan.stages[stage].recompute]
@@ -117,7 +133,9 @@ def table(plan: Plan) -> str:
 
 def binding(found: FoundPlan, limit: float) -> str:
     """Return a sentence on what keeps a plan from being faster. limit: bytes of a rank; 0: unknown."""
-    most = largest(found.plan)
+    limits = limits_of(found.plan.cluster, found.plan.grid, limit)
+    pairs = zip(predicted_peaks(found.plan), limits, strict=True)
+    most, limit = max(pairs, key=lambda pair: pair[0] / (pair[1] or 1))
     lost = dict(Breakdown.of(found.plan).rows())
     lost.pop("products and attention", None)
     lost.pop("memory-bound passes", None)
@@ -135,14 +153,17 @@ def binding(found: FoundPlan, limit: float) -> str:
 def memory_line(plan: Plan, limit: float) -> str:
     """Return the memory of pipeline ranks: of all, or of the first, the largest and the last."""
     totals = [memory.total for memory in rank_memory(plan)]
-    of = f" of {bytes_text(int(limit))}" if limit else ""
+    limits = limits_of(plan.cluster, plan.grid, limit)
+    alike = len(set(limits)) == 1
+    of = f" of {bytes_text(int(limits[0]))}" if limit and alike else ""
+    own = [f" of {bytes_text(int(each))}" if limit and not alike else "" for each in limits]
     if len(totals) == 1:
         return f"memory of a rank: {bytes_text(totals[0])}{of}"
     chosen = list(range(len(totals)))
     if len(totals) > _RANKS:
-        most = totals.index(max(totals))
+        most = max(range(len(totals)), key=lambda each: totals[each] / (limits[each] or 1))
         chosen = sorted({0, 1, most, len(totals) - 2, len(totals) - 1})
-    shown = ", ".join(f"rank {rank} {bytes_text(totals[rank])}" for rank in chosen)
+    shown = ", ".join(f"rank {rank} {bytes_text(totals[rank])}{own[rank]}" for rank in chosen)
     return f"memory of {len(totals)} pipeline ranks: {shown}{of}"
 
 
@@ -197,6 +218,21 @@ def rate(plan: Plan, seconds: float) -> float:
     return plan.global_batch_size * max(plan.sequence_length, 1) / seconds / plan.grid.size
 
 
+def stages_on_nodes(plan: Plan) -> str:
+    """Return a table of the stages and the nodes that they are on; "" where all nodes are alike."""
+    if not plan.cluster.nodes:
+        return ""
+    hardware = hardware_of(plan.cluster, plan.grid)
+    rows = [("stage", "pp rank", "units", "memory of a rank", "nodes")]
+    for index, memory in enumerate(stage_memory(plan)):
+        rank = plan.schedule.rank_of(index)
+        units = plan.stage_units(index)
+        names = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"
+        peak = bytes_text(memory.total)
+        rows.append((str(index), str(rank), names, peak, str(hardware[rank])))
+    return "\n".join([nodes_text(plan), *align(rows, (2, 4))])
+
+
 def lacking(
     search: Search, ranks: int, batch: Sequence[int], pins: Mapping[str, Any]
 ) -> tuple[str, ...]:
@@ -205,7 +241,10 @@ def lacking(
     if pins and (best := search.run(ranks, batch, {}).best) is not None:
         lines.append(f"Without what is pinned it fits: {best.choice}")
     for more in _TIMES:
-        best = search.run(ranks * more, batch, pins).best
+        try:
+            best = search.run(ranks * more, batch, pins).best
+        except MerakError:  # the cluster has no more ranks
+            break
         if best is not None:
             lines.append(f"{counted(ranks * more, 'rank')} suffice: {best.choice}")
             break

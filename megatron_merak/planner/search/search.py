@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from megatron_merak.cluster import GIB, Cluster
 from megatron_merak.errors import ConfigError, MerakError
 from megatron_merak.plan import Plan, Unit, time_text
-from megatron_merak.planner.automatic import largest
 from megatron_merak.planner.make import plan_chain
+from megatron_merak.planner.memory import overflowing_ranks
 from megatron_merak.planner.predict import priced
 from megatron_merak.planner.remedies import limit_of
 from megatron_merak.planner.request import Request
@@ -207,17 +207,25 @@ class Search:
 
     @property
     def memory(self) -> float:
-        """Bytes that a rank may use; 0: unknown."""
-        return limit_of(self.cluster.device, self.request.parallel.device_memory_gb)
+        """Bytes that a rank may use, where nodes differ of the largest; 0: unknown."""
+        largest = max(self.cluster.devices, key=lambda device: device.usable)
+        return limit_of(largest, self.request.parallel.device_memory_gb)
 
     def on(self, cluster: Cluster, memory_gb: float | None = None) -> "Search":
         """Return the search on another cluster, or with another memory of a rank."""
         parallel = self.request.parallel
         if memory_gb is not None:
-            device = replace(cluster.device, memory=int(memory_gb * GIB))
-            cluster = replace(cluster, device=device)
+            memory = int(memory_gb * GIB)
+            cluster = cluster.with_devices(lambda device: replace(device, memory=memory))
             parallel = replace(parallel, device_memory_gb=None)
         return Search(self.model, replace(self.request, parallel=parallel), cluster)
+
+    def for_ranks(self, ranks: int) -> "Search":
+        """Return the search on the nodes that a job of so many ranks has. Raises PlanError for more
+        ranks than the cluster has.
+        """
+        used = self.cluster.used_by(ranks)
+        return self if used == self.cluster else self.on(used)
 
     def run(
         self,
@@ -234,7 +242,12 @@ class Search:
         report: called with the finished share, and the best plan so far in words.
         wanted: so many of the fastest are among the plans, where there are so many that do not run
                 alike; of others only those that were met on the way.
+
+        Raises PlanError for more ranks than the cluster has.
         """
+        own = self.for_ranks(ranks)
+        if own is not self:
+            return own.run(ranks, batch, pins, report, wanted)
         memory = self.memory
         space = self.space(ranks, batch, pins)
         bounds = Bounds(self.request, self.cluster, memory, self.model.frozen_bytes)
@@ -323,7 +336,8 @@ class Search:
                 except MerakError as error:
                     refusal = refusal or error
                     continue
-                state.push(bounds.of_degrees(work, degrees), degrees)
+                orders = space.orders(degrees)
+                state.push(bounds.of_degrees(work, degrees, orders), degrees)
         if state.heap:
             return None
         return refusal or _no_division(space)
@@ -355,11 +369,15 @@ class Search:
         """Make the plan of a candidate, in its fastest order of ranks; keep it if it fits."""
         state.made += 1
         degrees = item.degrees
+        if self.cluster.nodes:
+            for order in space.orders(degrees):
+                self._keep_fitting(replace(item.choice, order=order), degrees, state)
+            return
         try:
             plan = self.plan(item.choice, degrees.dp, degrees.microbatches)
         except MerakError:
             return
-        if self.memory and largest(plan) > self.memory:
+        if overflowing_ranks(plan, self.memory):
             return
         found = [FoundPlan(item.choice, plan)]
         near = plan.predicted_time < state.best * _NEAR
@@ -368,6 +386,17 @@ class Search:
             other = priced(replace(plan, grid=replace(plan.grid, order=order)))
             found.append(FoundPlan(replace(item.choice, order=order), other))
         state.keep(min(found, key=lambda each: each.seconds))
+
+    def _keep_fitting(self, choice: Choice, degrees: Degrees, state: _State) -> None:
+        """Make the plan of a choice in its own order of ranks, which says what each computes with where
+        nodes differ; keep it if it fits.
+        """
+        try:
+            plan = self.plan(choice, degrees.dp, degrees.microbatches)
+        except MerakError:
+            return
+        if not overflowing_ranks(plan, self.memory):
+            state.keep(FoundPlan(choice, plan))
 
 
 def _share(first: float, bound: float, best: float) -> float:

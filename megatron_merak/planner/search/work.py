@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_merak.cluster import Cluster
+from megatron_merak.cluster import Cluster, Device
 from megatron_merak.plan import (
     DTYPE_BYTES,
     Grid,
@@ -15,11 +15,12 @@ from megatron_merak.plan import (
     trained_parameters,
     trained_tied,
 )
-from megatron_merak.planner.cost import unit_costs
-from megatron_merak.planner.layout import cut_costs
+from megatron_merak.planner.cost import UnitCost, unit_costs
+from megatron_merak.planner.layout import CutCosts, LeastCosts, cut_costs
 from megatron_merak.planner.memory import StageMemory, Values
-from megatron_merak.planner.overlap import times
+from megatron_merak.planner.overlap import Times, times
 from megatron_merak.planner.partition import partition
+from megatron_merak.planner.rank_costs import Costs, fastest, slowest
 from megatron_merak.planner.recompute import recomputed_units
 from megatron_merak.planner.search.choice import Layer
 
@@ -100,6 +101,19 @@ class Cutting:
 
 
 @dataclass(frozen=True)
+class UnequalCutting:
+    """By what a chain is cut where pipeline ranks compute with unequal devices.
+
+    devices: of each stage.
+    moved:   bytes that the optimizer moves for one parameter.
+    """
+
+    devices: tuple[tuple[Device, ...], ...]
+    microbatches: int
+    moved: float
+
+
+@dataclass(frozen=True)
 class ChainPart:
     """Some units of a chain: all of them, or those that are alike.
 
@@ -160,8 +174,21 @@ class ChainPart:
         ).total
 
 
+def _share(least: UnitCost, own: UnitCost) -> float:
+    """Return the larger share of a unit's least times of forwards, and of both passes, in its own."""
+    pairs = [
+        (least.forward, own.forward),
+        (least.forward + least.backward, own.forward + own.backward),
+    ]
+    return max((one / other for one, other in pairs if other), default=0.0)
+
+
+AnyCutting = Cutting | UnequalCutting
+
+
 class ChainWork:
-    """The sums of a chain on one of the ranks of a layer.
+    """The sums of a chain on one of the ranks of a layer; where nodes differ by the least times that
+    any of them has.
 
     parts: the chain, and its most frequent unit if most are alike.
     """
@@ -172,14 +199,22 @@ class ChainWork:
         self.expert_copies = layer.expert_copies
         # neighbours, than whom no others are closer
         grid = Grid(tp=layer.tp, cp=layer.cp, dp=layer.expert_copies)
-        self._costs = unit_costs(self.units, cluster, dtype, grid, layer.expert_copies)
+        self._of_device = {
+            device: unit_costs(self.units, cluster, dtype, grid, layer.expert_copies, device)
+            for device in cluster.devices
+        }
+        of_units = [*zip(*self._of_device.values(), strict=True)]
+        self._costs = tuple(map(fastest, of_units))
+        self._slowest = tuple(map(slowest, of_units))
+        self._own: dict[tuple[Device, ...], Costs] = {}
+        self._speeds: dict[tuple[Device, ...], float] = {}
         self._again = frozenset(recomputed_units(self.units))
         self._counts = Counter(
             (cost, index in self._again) for index, cost in enumerate(self._costs)
         )
         self._sums: dict[tuple[str, bool], Sums] = {}
-        self._stages: dict[tuple[Cutting, str, bool, bool], list[StageSums]] = {}
-        self._cuts: dict[tuple[Cutting, str, bool], tuple[int, ...]] = {}
+        self._stages: dict[tuple[AnyCutting, str, bool, bool], list[StageSums]] = {}
+        self._cuts: dict[tuple[AnyCutting, str, bool], tuple[int, ...]] = {}
         ((usual, _), _) = self._counts.most_common(1)[0]
         alike = [index for index, cost in enumerate(self._costs) if cost == usual]
         self._usual = alike[0]
@@ -193,12 +228,58 @@ class ChainWork:
         return self.parts[0].parameters
 
     @property
+    def computed(self) -> float:
+        """Least seconds of a micro-batch's forwards and backwards, without what is sent."""
+        return sum(cost.forward + cost.backward for cost in self._costs)
+
+    @property
+    def computed_again(self) -> float:
+        """Least seconds of those forwards that full recomputation repeats."""
+        return sum(self._costs[index].forward for index in self._again)
+
+    @property
     def reduced(self) -> int:
         """Number of gradients that all ranks with the same layers add up; those of experts that these
         divide may be nobody else's.
         """
         whole = self.parts[0]
         return whole.parameters - (whole.experts if self.expert_copies > 1 else 0)
+
+    def hiding(self) -> tuple[float, float]:
+        """Return the most seconds of all forwards, and of all backwards with what they recompute, in
+        which replicas may send beside them.
+        """
+        again = sum(self._slowest[index].forward for index in self._again)
+        forward = sum(cost.forward + sum(cost.reduces) for cost in self._slowest)
+        backward = sum(cost.backward + sum(cost.reduces) for cost in self._slowest)
+        return forward, backward + again
+
+    def speed(self, devices: tuple[Device, ...]) -> float:
+        """Return the share, at most 1, of the rates by which times are the least that a pipeline rank
+        with these devices reaches: no unit computes in less than its least time divided by it.
+        """
+        if devices not in self._speeds:
+            self._speeds[devices] = max(map(_share, self._costs, self._on(devices)))
+        return self._speeds[devices]
+
+    def _on(self, devices: tuple[Device, ...]) -> Costs:
+        """Return the times of all units on a pipeline rank with these devices. Cached."""
+        if devices not in self._own:
+            of_devices = [self._of_device[device] for device in devices]
+            self._own[devices] = tuple(map(slowest, zip(*of_devices, strict=True)))
+        return self._own[devices]
+
+    def sent_more(self, part: ChainPart, sums: Sums) -> float:
+        """Return the time of a part of the chain, at least 1 and relative to its computing alone, which
+        other devices speed up.
+        """
+        units = [self._usual] if part.whole else range(len(self.units))
+        computed = sum(self._costs[unit].forward + self._costs[unit].backward for unit in units)
+        again = sum(self._costs[unit].forward for unit in units if unit in self._again)
+        times_more = part.count if part.whole else 1
+        shares = [part.seconds(sums) / (times_more * computed)] if computed else []
+        shares += [part.repeated(sums) / (times_more * again)] if again else []
+        return max([1.0, *shares])
 
     def largest(self, count: int) -> int:
         """Return the trained parameters of so many units that have most."""
@@ -230,7 +311,10 @@ class ChainWork:
             seconds = each.forward + each.backward
             together = cost.beyond[0] + each.backward - cost.backward
             rows[seconds, together if overlap == "pair" else 0.0, exposed] += count
-            start = min(start, cost.forward / (cost.forward + cost.backward + sum(cost.reduces)))
+        for costs in self._of_device.values():
+            for cost in dict.fromkeys(costs):
+                both = cost.forward + cost.backward + sum(cost.reduces)
+                start = min(start, cost.forward / both)
         usual = self._costs[self._usual]
         alike = times([usual] * self._alike, overlap, splits)
         return Sums(
@@ -251,7 +335,9 @@ class ChainWork:
             start=start,
         )
 
-    def stages(self, cutting: Cutting, overlap: str, splits: bool, again: bool) -> list[StageSums]:
+    def stages(
+        self, cutting: AnyCutting, overlap: str, splits: bool, again: bool
+    ) -> list[StageSums]:
         """Return the stages of ``cuts``.
 
         again: whether units are recomputed.
@@ -260,11 +346,20 @@ class ChainWork:
         if key not in self._stages:
             bounds = self.cuts(cutting, overlap, again)
             self._stages[key] = [
-                self._stage(first, last, overlap, splits) for first, last in pairwise(bounds)
+                self._stage(first, last, overlap, splits, costs)
+                for (first, last), costs in zip(
+                    pairwise(bounds), self._of_stages(cutting), strict=True
+                )
             ]
         return self._stages[key]
 
-    def planned(self, cutting: Cutting, overlap: str, again: bool) -> tuple[StagePlan, ...]:
+    def _of_stages(self, cutting: AnyCutting) -> list[Costs]:
+        """Return the times of all units on the rank of each stage."""
+        if isinstance(cutting, Cutting):
+            return [self._costs] * cutting.stages
+        return [self._on(devices) for devices in cutting.devices]
+
+    def planned(self, cutting: AnyCutting, overlap: str, again: bool) -> tuple[StagePlan, ...]:
         """Return the stages of ``cuts``, for plans."""
         return tuple(
             StagePlan(first, last, tuple(sorted(self._again.intersection(range(first, last)))))
@@ -273,7 +368,7 @@ class ChainWork:
             for first, last in pairwise(self.cuts(cutting, overlap, again))
         )
 
-    def cuts(self, cutting: Cutting, overlap: str, again: bool) -> tuple[int, ...]:
+    def cuts(self, cutting: AnyCutting, overlap: str, again: bool) -> tuple[int, ...]:
         """Return where the planner cuts the chain if memory suffices. Cached.
 
         again: whether units are recomputed.
@@ -283,12 +378,11 @@ class ChainWork:
             self._cuts[key] = self._bounds(cutting, overlap, again)
         return self._cuts[key]
 
-    def _bounds(self, cutting: Cutting, overlap: str, again: bool) -> tuple[int, ...]:
+    def _bounds(self, cutting: AnyCutting, overlap: str, again: bool) -> tuple[int, ...]:
+        if isinstance(cutting, UnequalCutting):
+            return self._unequal_bounds(cutting, overlap, again)
         exposed = [times([cost], overlap) for cost in self._costs]
-        repeated = [
-            each.again if again and index in self._again else 0.0
-            for index, each in enumerate(exposed)
-        ]
+        repeated = self._repeated(exposed, again)
         costs, shared = cut_costs(self.units, exposed, cutting.microbatches, cutting.update)
 
         def recomputation(stage: int, first: int, last: int) -> float:
@@ -296,9 +390,37 @@ class ChainWork:
 
         return partition(costs, cutting.stages, recomputation, shared)
 
-    def _stage(self, first: int, last: int, overlap: str, splits: bool) -> StageSums:
-        own = times(self._costs[first:last], overlap, splits)
-        again = [self._costs[unit] for unit in range(first, last) if unit in self._again]
+    def _repeated(self, exposed: Sequence[Times], again: bool) -> list[float]:
+        """Return the seconds of each unit that its recomputation takes. again: whether there is
+        any.
+        """
+        return [
+            each.again if again and index in self._again else 0.0
+            for index, each in enumerate(exposed)
+        ]
+
+    def _unequal_bounds(
+        self, cutting: UnequalCutting, overlap: str, again: bool
+    ) -> tuple[int, ...]:
+        own: dict[tuple[Device, ...], CutCosts] = {}
+        repeated: dict[tuple[Device, ...], list[float]] = {}
+        for devices in dict.fromkeys(cutting.devices):
+            exposed = [times([cost], overlap) for cost in self._on(devices)]
+            update = max(device.passes_time(cutting.moved) for device in devices)
+            own[devices] = cut_costs(self.units, exposed, cutting.microbatches, update)
+            repeated[devices] = self._repeated(exposed, again)
+        least = LeastCosts([*own.values()])
+
+        def more(stage: int, first: int, last: int) -> float:
+            devices = cutting.devices[stage]
+            recomputed = cutting.microbatches * sum(repeated[devices][first:last])
+            return recomputed + least.beyond(own[devices], first, last)
+
+        return partition(least.costs, len(cutting.devices), more, least.shared)
+
+    def _stage(self, first: int, last: int, overlap: str, splits: bool, costs: Costs) -> StageSums:
+        own = times(costs[first:last], overlap, splits)
+        again = [costs[unit] for unit in range(first, last) if unit in self._again]
         return StageSums(
             own.forward,
             own.backward,

@@ -1,10 +1,11 @@
 """Every choice of a search, beside what the search says of it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_merak.errors import MerakError
 from megatron_merak.plan import Plan
-from megatron_merak.planner.automatic import largest
+from megatron_merak.planner.memory import overflowing_ranks
 from megatron_merak.planner.search import Choice, Search
 from megatron_merak.planner.search.bound import Bounds, Case
 
@@ -23,12 +24,18 @@ def everything(one: Search, ranks: int, batch: int, pins: dict) -> Iterator[tupl
                 orders = space.orders(degrees)
                 try:
                     work = one._of(degrees, choice.recompute == "selective")
-                    made = one.plan(choice, degrees.dp, degrees.microbatches)
                 except MerakError:
                     continue
-                bound = bounds.of(Case(work, choice, degrees, orders))
-                closer, _ = bounds.closer(Case(work, choice, degrees, orders), float("inf"))
-                if one.memory and largest(made) > one.memory:
-                    continue
-                assert max(bound, closer) <= made.predicted_time * 1.0001, choice
-                yield choice, made
+                case = Case(work, choice, degrees, orders)
+                bound = max(bounds.of(case), bounds.closer(case, float("inf"))[0])
+                # what ranks compute with depends on their order where nodes differ
+                for order in orders if one.cluster.nodes else orders[:1]:
+                    own = replace(choice, order=order)
+                    try:
+                        made = one.plan(own, degrees.dp, degrees.microbatches)
+                    except MerakError:
+                        continue
+                    if overflowing_ranks(made, one.memory):
+                        continue
+                    assert bound <= made.predicted_time * 1.0001, own
+                    yield own, made
