@@ -103,7 +103,7 @@ def build_engine(
         loss=loss,
     )
     with together(ranks.control, "cpu"):
-        stored = plan_of_arguments(args, traced.dtype, cluster)
+        stored = plan_of_arguments(args, traced.dtype, cluster, ranks.rank)
         state_of = recipe.state_of if adam is None else None
         if stored is None:
             with SearchProgress(SEARCHING, shown=mesh.rank == 0) as progress:

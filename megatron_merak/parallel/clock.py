@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ..cluster import Cluster, Link
+from ..cluster import Cluster, Device, Link
 from .emulated_kernels import ChargedKernels
 from .in_flight import Done, Work
 
@@ -131,11 +131,13 @@ class LogicalClock:
     Only ``kernel`` and ``wait`` advance it, so that two equal runs have bitwise equal times,
     whatever the load of the machine.
 
-    cluster: gives the times of tensor operations; None: only calls of ``kernel`` take time.
+    cluster: gives the times of messages; None: only calls of ``kernel`` take time.
+    device:  of this rank, gives the times of tensor operations; None: the cluster's.
     """
 
-    def __init__(self, cluster: Cluster | None = None):
+    def __init__(self, cluster: Cluster | None = None, device: Device | None = None):
         self.cluster = cluster
+        self.device = device or (cluster.device if cluster else None)
         self.label = f"modelled on {cluster.name or cluster.device.name}" if cluster else "modelled"
         self._queues: dict[Link, Queue] = {}
         self._charged: ChargedKernels | None = None
@@ -163,9 +165,9 @@ class LogicalClock:
         self.busy += seconds
 
     def kernels(self) -> AbstractContextManager:
-        if self.cluster is None:
+        if self.device is None:
             return nullcontext()
-        self._charged = ChargedKernels(self.cluster.device, self.kernel)
+        self._charged = ChargedKernels(self.device, self.kernel)
         return self._charged
 
     @contextmanager
@@ -188,7 +190,7 @@ class LogicalClock:
         self._now = end
 
     def host_copy(self, nbytes: int, back: bool) -> Work:
-        bandwidth = 0.0 if self.cluster is None else self.cluster.device.host_bandwidth
+        bandwidth = 0.0 if self.device is None else self.device.host_bandwidth
         seconds = nbytes / bandwidth if bandwidth else 0.0
         ready = max(self._now, self._host_free[back])
         self._host_free[back] = ready + seconds

@@ -213,11 +213,11 @@ def launch(
     environment = _environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher(os.environ.get(LAUNCHER))
-    cluster, clock = _emulation(backend, emulate)
     if team is not None:
         rank = team.rank
         size = team.size
         use_cpu = use_cpu or not team.connected
+    cluster, clock = _emulation(backend, emulate, rank, size)
     device = torch.device("cpu") if use_cpu else _device(backend, size)
     store = None
     if team is not None or size > 1:
@@ -508,15 +508,17 @@ def own_collectives(backend: str, device: torch.device, size: int) -> str | None
     return backend
 
 
-def _emulation(backend: str, emulate: str | None) -> tuple[Cluster | None, Clock]:
+def _emulation(
+    backend: str, emulate: str | None, rank: int, size: int
+) -> tuple[Cluster | None, Clock]:
     if backend != "emu":
         return None, WallClock()
     if emulate is None:
         raise LaunchError(
             "--emulate", "(missing)", "--distributed-backend emu models a cluster", "Name it"
         )
-    cluster = find_cluster(emulate).by_figures
-    clock = LogicalClock(cluster)
+    cluster = find_cluster(emulate).by_figures.used_by(size)
+    clock = LogicalClock(cluster, cluster.device_at(rank))
     emulated.register(clock)
     return cluster, clock
 

@@ -1,5 +1,7 @@
 """The cluster that a run is planned for, and the device that utilisation is measured against."""
 
+from dataclasses import replace
+
 import torch
 
 from ..cluster import CLUSTERS, Cluster, Device, find_cluster, find_device, profiled
@@ -31,12 +33,24 @@ def cluster_of(world: World, profile: str | None = None) -> Cluster:
 
 
 def peak_device(world: World) -> Device | None:
-    """The device whose peak rates utilisation is relative to: the emulated one, or this rank's GPU
-    if it is known.
+    """The device whose peak rates utilisation is relative to: the emulated one, with the average of
+    all ranks' peaks where nodes differ, or this rank's GPU if it is known.
     """
     if world.cluster is not None:
-        return world.cluster.device
+        return _average(world.cluster, world.size)
     return _row(world) if world.device.type == "cuda" else None
+
+
+def _average(cluster: Cluster, ranks: int) -> Device:
+    if not cluster.nodes:
+        return cluster.device
+    devices = [cluster.device_at(rank) for rank in range(ranks)]
+    return replace(
+        cluster.device,
+        name=cluster.device_names,
+        bfloat16_flops=sum(device.bfloat16_flops for device in devices) / ranks,
+        float32_flops=sum(device.float32_flops for device in devices) / ranks,
+    )
 
 
 def stand_in(world: World) -> str:

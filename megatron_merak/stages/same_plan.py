@@ -24,5 +24,5 @@ def check_same_plan(plan: Plan, control: dist.ProcessGroup | None) -> None:
                 "plan",
                 f"(of {plan.grid.size} ranks)",
                 reason,
-                "Use the same model and settings on all ranks",
+                "Use the same model and settings on all ranks, and one --plan where GPUs differ",
             )

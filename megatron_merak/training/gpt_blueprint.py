@@ -27,15 +27,17 @@ def gpt_blueprint(
     world_size: int,
     cluster: Cluster,
     progress: ProgressCallback = lambda share: None,
+    rank: int | None = None,
 ) -> Blueprint:
     """Return the plan that ``--plan`` names, or one made for ``cluster``, with the graph. Raises
     PlanError.
 
+    rank:     see ``plan_of``.
     progress: see ``report_progress`` of ``plan``.
     """
     if config.is_priced_by_graph:
-        return blueprint_of(traced, config, world_size, cluster, progress=progress)
-    stored = plan_of(config, world_size, cluster)
+        return blueprint_of(traced, config, world_size, cluster, progress=progress, rank=rank)
+    stored = plan_of(config, world_size, cluster, rank)
     if stored is None:
         plan = make_plan(config, world_size, cluster, report_progress=progress)
         return by_formulas(traced, config, plan)

@@ -163,12 +163,14 @@ def blueprint_of(
     world_size: int,
     cluster: Cluster,
     progress: ProgressCallback = lambda share: None,
+    rank: int | None = None,
 ) -> Blueprint:
     """Return the plan of a run: that of ``--plan``, or one made for ``cluster``. Raises PlanError.
 
+    rank:     see ``plan_of``.
     progress: see ``report_progress`` of ``plan_chain``.
     """
-    stored = plan_of(config, world_size, cluster)
+    stored = plan_of(config, world_size, cluster, rank)
     if stored is not None:
         return blueprint_from_plan(traced, stored)
     request = _sharded_as(request_of(config, world_size), config)

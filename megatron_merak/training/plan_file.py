@@ -14,9 +14,9 @@ from ..config.table import DECIDES, MAKES
 from ..errors import ConfigError, PlanError, ScheduleError
 from ..pipeline_parallel.check import check
 from ..pipeline_parallel.schedule_files import executable
-from ..plan import Plan
+from ..plan import Plan, hardware_of
 from ..plan.fit import check_ranks
-from ..planner.memory import overflowing_ranks
+from ..planner.memory import predicted_peaks
 from ..planner.predict import priced
 from ..strict_json import parse
 
@@ -121,10 +121,13 @@ def check_plan_ranks(config: RunConfig, world_size: int) -> None:
         check_ranks(stored(config.parallel.plan), world_size)
 
 
-def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None:
+def plan_of(
+    config: RunConfig, world_size: int, cluster: Cluster, rank: int | None = None
+) -> Plan | None:
     """Return the plan that ``--plan`` names; None without it.
 
-    cluster: on which the job runs.
+    cluster: on which the job runs, as this rank knows it.
+    rank:    whose memory is checked; None: that of all.
 
     Raises PlanError if it does not fit the job or machine, and ConfigError for a flag that
     contradicts it.
@@ -148,7 +151,7 @@ def plan_of(config: RunConfig, world_size: int, cluster: Cluster) -> Plan | None
     if parallel.rank_order is None and parallel.use_tp_pp_dp_mapping:
         other_names["rank_order"] = "--use-tp-pp-dp-mapping"
     compare(plan, settings, lambda name: other_names.get(name) or flag_name(name))
-    check_memory(plan, cluster)
+    check_memory(plan, cluster, rank)
     return plan
 
 
@@ -164,18 +167,26 @@ def compare(plan: Plan, settings: Mapping[str, Any], named: Callable[[str], str]
             )
 
 
-def check_memory(plan: Plan, cluster: Cluster) -> None:
+def check_memory(plan: Plan, cluster: Cluster, rank: int | None = None) -> None:
     """Raise PlanError if a rank of ``cluster`` has less memory, all of it counted, than the plan
     needs.
 
     A plan that leaves less than the reserve runs: it may be what ``--device-memory-gb`` asked for.
     Its table says it.
+
+    rank: the one to check, by its own device: hosts may have others; None: all.
     """
-    for rank in overflowing_ranks(plan, cluster.device.memory):
-        capacity = cluster.device.memory / 2**30
-        reason = (
-            f"pipeline rank {rank} does not fit into the {capacity:.0f} GiB of "
-            f"{cluster.device.name}"
-        )
+    if not plan.predicted_bytes:
+        return
+    hardware = hardware_of(cluster, plan.grid)
+    peaks = predicted_peaks(plan)
+    places = range(plan.grid.pp) if rank is None else plan.grid.coordinates(rank)[3:]
+    for place in places:
+        devices = hardware[place].devices if rank is None else (cluster.device_at(rank),)
+        device = min(devices, key=lambda device: device.memory)
+        if not 0 < device.memory < peaks[place]:
+            continue
+        capacity = device.memory / 2**30
+        reason = f"pipeline rank {place} does not fit into the {capacity:.0f} GiB of {device.name}"
         remedy = "Make a plan for this device"
-        raise PlanError("plan", f"(priced for {plan.cluster.device.name})", reason, remedy)
+        raise PlanError("plan", f"(priced for {plan.cluster.device_names})", reason, remedy)

@@ -47,7 +47,9 @@ def pretrain(
             SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress,
             together(ranks.control, "cpu"),
         ):
-            blueprint = gpt_blueprint(traced, own, world.size, cluster, progress=progress)
+            blueprint = gpt_blueprint(
+                traced, own, world.size, cluster, progress=progress, rank=ranks.rank
+            )
         return PlannedGPT(config, blueprint)
 
     run_session(

@@ -80,7 +80,9 @@ def pretrain_hf(
             SearchProgress(SEARCHING, shown=ranks.rank == 0) as progress,
             together(ranks.control, "cpu"),
         ):
-            blueprint = blueprint_of(traced, own, world.size, cluster, progress=progress)
+            blueprint = blueprint_of(
+                traced, own, world.size, cluster, progress=progress, rank=ranks.rank
+            )
         return PlannedTokens(config, blueprint, batches)
 
     run_session(

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_merak.cluster import CLUSTERS, DEVICES
-from megatron_merak.parallel.launch import World
+from megatron_merak.cluster import CLUSTERS, DEVICES, NodeGroup
+from megatron_merak.errors import PlanError
+from megatron_merak.parallel.launch import World, _emulation
 from megatron_merak.stages.devices import cluster_of, peak_device, stand_in
 
 GPU = World(0, 1, torch.device("cuda", 0))
@@ -41,6 +42,26 @@ def test_an_emulated_cluster_is_planned_for_itself():
     world = World(0, 1, torch.device("cpu"), own)
     assert cluster_of(world) is own and peak_device(world) is own.device and stand_in(world) == ""
     assert cluster_of(World(0, 1, torch.device("cpu"))) is CLUSTERS["cpu"]
+
+
+def test_utilisation_of_unlike_nodes_is_of_the_average_peak():
+    nodes = (NodeGroup(1, DEVICES["A100"]), NodeGroup(1, DEVICES["A100"], 0.5))
+    own = replace(CLUSTERS["dgx-a100"], ranks_per_node=2, nodes=nodes)
+    for ranks, share in ((2, 1.0), (3, 2.5 / 3), (4, 0.75)):
+        peak = peak_device(World(0, ranks, torch.device("cpu"), own)).flops("bfloat16")
+        assert peak == pytest.approx(share * DEVICES["A100"].bfloat16_flops)
+
+
+def test_an_emulated_rank_has_the_device_of_its_node(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_merak.parallel.emulated.register", lambda clock: None)
+    nodes = (NodeGroup(1, DEVICES["A100"]), NodeGroup(2, DEVICES["A100"], 0.5))
+    replace(CLUSTERS["dgx-a100"], ranks_per_node=1, nodes=nodes).to_json(tmp_path / "own.json")
+    emulate = str(tmp_path / "own.json")
+    clocks = [_emulation("emu", emulate, rank, 2)[1] for rank in (0, 1)]
+    assert [clock.device.name for clock in clocks] == ["A100", "A100 at 0.5"]
+    assert all(clock.device.practice is None for clock in clocks)
+    with pytest.raises(PlanError, match="ranks 4: the cluster dgx-a100 has 3 nodes of 1"):
+        _emulation("emu", emulate, 0, 4)
 
 
 def test_a_trainer_on_a_gpu_plans_for_it(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from megatron_merak.cluster import Cluster, Device, Link
+from megatron_merak.cluster import Cluster, Device, Link, NodeGroup
 from megatron_merak.plan import Plan, prediction
 from megatron_merak.planner.predict import ending, stage_costs
 
@@ -32,6 +32,9 @@ CARD = Device("Card 1", 2e9, 1e9, 1e14, 0, 0.5)
 LINKED = Cluster(replace(CARD, float32_flops=1e14), 1, FREE, Link("slow", 1e-4, 1e6), "linked")
 BOTH = Cluster(CARD, 2, Link("in", 1e-5, 2e7), Link("out", 1e-4, 1e7), "both")
 NODE = replace(BOTH, ranks_per_node=4, name="node")
+# the second node computes at half the rate
+UNEVEN = replace(BOTH, nodes=(NodeGroup(1, CARD), NodeGroup(1, CARD, 0.5)), name="uneven")
+APART = replace(UNEVEN, ranks_per_node=1)
 ZERO = ["--use-distributed-optimizer"]
 GRADS, FULL = (
     ["--data-parallel-sharding-strategy", f"optim_grads{rest}"] for rest in ("", "_params")
@@ -68,6 +71,10 @@ def run(script: str, flags: list, ranks: int = 0) -> str:
         pytest.param("gpt", BOTH, 1, [], marks=pytest.mark.slow),
         pytest.param("gpt", BOTH, 4, [*TP2, *PP2], marks=pytest.mark.slow),
         pytest.param("gpt", BOTH, 4, PP2, marks=pytest.mark.slow),  # two replicas
+        pytest.param("gpt", APART, 2, PP2, marks=pytest.mark.slow),
+        pytest.param("llama", APART, 2, PP2, marks=pytest.mark.slow),
+        pytest.param("gpt", UNEVEN, 4, [*TP2, *PP2], marks=pytest.mark.slow),
+        pytest.param("gpt", UNEVEN, 4, [*PP2, "--rank-order", "tp-pp-dp"], marks=pytest.mark.slow),
         pytest.param("gpt", replace(BOTH, nics=1), 4, [], marks=pytest.mark.slow),
         pytest.param(
             "gpt",
@@ -159,7 +166,7 @@ def test_the_steps_of_an_emulated_run_take_what_its_plan_says(
     )
     plan = Plan.from_json(saved.read_text())
     text = prediction(plan)
-    assert plan.cluster == cluster and text.startswith(f"predicted on Card 1 ({cluster.name}): ")
+    assert plan.cluster == cluster and text.startswith(f"predicted on {cluster}: ")
     emulated = ["--distributed-backend", "emu", "--emulate", own, "--metrics", metrics]
     banner = run(script, [*flags, *emulated], ranks)
     for told in (shown, banner, run("tools/simulate.py", ["--plan", saved])):

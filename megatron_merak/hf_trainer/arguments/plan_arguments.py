@@ -92,12 +92,13 @@ def take_from_plan(args: Any) -> None:
         setattr(args, name, decided)
 
 
-def plan_of_arguments(args: Any, dtype: str, cluster: Cluster) -> Plan | None:
+def plan_of_arguments(args: Any, dtype: str, cluster: Cluster, rank: int) -> Plan | None:
     """Return the plan that ``args.plan`` names; None without one. Raises PlanError if it does not
     fit the job or machine.
 
     dtype:   of the model's computation.
-    cluster: on which the job runs.
+    cluster: on which the job runs, as this rank knows it.
+    rank:    whose memory is checked.
     """
     if args.plan is None:
         return None
@@ -107,5 +108,5 @@ def plan_of_arguments(args: Any, dtype: str, cluster: Cluster) -> Plan | None:
         flag = {"bfloat16": "bf16", "float16": "fp16"}.get(plan.dtype)
         remedy = "Make a plan for it" if flag is None else f"Set {flag}=True"
         raise PlanError("plan: dtype", plan.dtype, f"the model computes in {dtype}", remedy)
-    check_memory(plan, cluster)
+    check_memory(plan, cluster, rank)
     return plan
