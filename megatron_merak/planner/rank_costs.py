@@ -52,18 +52,18 @@ def fastest(costs: Sequence[UnitCost]) -> UnitCost:
     """Return times of a unit than which no stage of such units is faster, on whichever of some
     devices they are.
 
-    What hides a collective is the most that any device has beside the least that remains.
+    What hides a collective is the most of any device; where nothing else hides any, only as much as
+    the device with the least that is left of its backward has.
     """
     if len(costs) == 1:
         return costs[0]
     least = vars(_of_each(costs, min))
-    hidden = least["backward"] - min(each.backward - each.hiding for each in costs)
-    behind = (
-        least["forward"] - min(each.forward - each.behind[0] for each in costs),
-        least["backward"] - min(each.backward - each.behind[1] for each in costs),
-    )
-    weight = max(each.weight for each in costs)
-    return UnitCost(**{**least, "weight": weight, "hiding": hidden, "behind": behind})
+    most = _of_each(costs, max)
+    hiding = most.hiding
+    if not (most.regathers or any(most.behind)):
+        hiding = least["backward"] - min(each.backward - each.hiding for each in costs)
+    hides = {"weight": most.weight, "hiding": hiding, "behind": most.behind}
+    return UnitCost(**{**least, **hides})
 
 
 def _of_each(costs: Sequence[UnitCost], chosen: Callable[[Iterable[float]], float]) -> UnitCost:

@@ -11,9 +11,12 @@ from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConf
 from megatron_merak.errors import PlanError
 from megatron_merak.plan import Grid, Plan, StagePlan, Unit, hardware_of, limits_of, plan_table
 from megatron_merak.planner import plan
+from megatron_merak.planner.cost import UnitCost
 from megatron_merak.planner.make import plan_chain
 from megatron_merak.planner.memory import overflowing_ranks, predicted_peaks
+from megatron_merak.planner.overlap import times
 from megatron_merak.planner.predict import priced, stage_costs
+from megatron_merak.planner.rank_costs import fastest, slowest
 from megatron_merak.planner.remedies import misfits
 from megatron_merak.planner.request import Request
 from megatron_merak.training.plan_file import check_memory
@@ -79,10 +82,10 @@ def test_stages_take_the_times_of_their_own_nodes():
     speeds = [1.0, 0.5, 0.25]
     made = plan_chain(chain(flops), asked(3), cluster_of(speeds))
     assert bounds(made) == (0, 5, 7, 8)
-    times = stage_costs(made)
+    costs = stage_costs(made)
     found = seconds(flops, speeds, bounds(made))
-    assert times.forward == pytest.approx([each / 3 for each in found])
-    assert times.backward == pytest.approx([each / 1.5 for each in found])
+    assert costs.forward == pytest.approx([each / 3 for each in found])
+    assert costs.backward == pytest.approx([each / 1.5 for each in found])
     alike = plan_chain(chain(flops), asked(3), cluster_of([0.5] * 3))
     assert made.predicted_time < alike.predicted_time
 
@@ -124,6 +127,53 @@ def test_recomputation_is_chosen_where_memory_is_short():
     units = [replace(unit, output_bytes=MIB // 8) for unit in chain([1e6] * 9, saved=3 * MIB)]
     made = plan_chain(units, asked(3, **CAPACITY), cluster_of([1.0] * 3, sizes))
     assert made.stages[0].recompute and not made.stages[1].recompute + made.stages[2].recompute
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_stage_is_faster_than_one_of_the_least_times(seed):
+    draw = Random(seed)
+
+    def drawn(reduces, share):
+        backward = draw.uniform(1, 4)
+        weight = draw.uniform(0, backward)
+        behind = tuple(draw.uniform(0, share * each) for each in reduces)
+        return UnitCost(
+            draw.uniform(1, 2),
+            backward,
+            step=0.0,
+            weight=weight,
+            hiding=draw.choice([0.0, 0.5, 1.0]) * weight,
+            behind=behind,
+            behind_weights=draw.uniform(0, behind[1]),
+            halving=(draw.uniform(0, 1), draw.uniform(0, 1)),
+            **links,
+        )
+
+    units = []
+    for _ in range(3):
+        reduces = (draw.uniform(0, 3), draw.uniform(0, 9))
+        hidden = draw.choice([0.0, 0.3])
+        gathers = draw.choice([0.0, hidden]) * reduces[1]
+        links = {
+            "reduces": reduces,
+            "half_reduces": reduces,
+            "last_reduces": (reduces[0] / 4, reduces[1] / 4),
+            "bare": reduces[1] / 4,
+            "regathers": gathers,
+        }
+        units.append([drawn(reduces, hidden) for _ in range(2)])
+    least = [fastest(each) for each in units]
+    most = [slowest(each) for each in units]
+    for overlap in ("none", "weight-gradient", "sub-pipeline"):
+        for splits in (False, True):
+            bound = times(least, overlap, splits)
+            for device in range(2):
+                own = times([each[device] for each in units], overlap, splits)
+                assert bound.forward <= own.forward + 1e-12
+                assert bound.backward <= own.backward + 1e-12
+    assert times(most, "none").backward >= max(
+        times([each[device] for each in units], "none").backward for device in range(2)
+    )
 
 
 def test_what_does_not_fit_names_the_node():
