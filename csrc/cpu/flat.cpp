@@ -125,21 +125,43 @@ void update(float* __restrict master, float* __restrict first, float* __restrict
   }
 }
 
-template <class G, class C>
-void update_tile(float* master, float* first, float* second, const G* grad, C* copy, const Update& u) {
-  float scaled[kTile];
+// A tile of moments in float32: where it lies, or if it is stored in another type, in `room`.
+inline float* opened(float* moments, float*) { return moments; }
+
+template <class T>
+float* opened(const T* moments, float* room) {
+#pragma omp simd
+  for (int64_t i = 0; i < kTile; ++i) room[i] = widen(moments[i]);
+  return room;
+}
+
+inline void closed(float*, const float*) {}
+
+template <class T>
+void closed(T* moments, const float* room) {
+#pragma omp simd
+  for (int64_t i = 0; i < kTile; ++i) moments[i] = narrow<T>(room[i]);
+}
+
+template <class M, class S, class G, class C>
+void update_tile(float* master, M* first, S* second, const G* grad, C* copy, const Update& u) {
+  float scaled[kTile], moments[kTile], squares[kTile];
 #pragma omp simd
   for (int64_t i = 0; i < kTile; ++i) scaled[i] = widen(grad[i]) * u.scale;
-  update(master, first, second, scaled, u);
+  update(master, opened(first, moments), opened(second, squares), scaled, u);
+  closed(first, moments);
+  closed(second, squares);
   if (!copy) return;
 #pragma omp simd
   for (int64_t i = 0; i < kTile; ++i) copy[i] = narrow<C>(master[i]);
 }
 
 // A last tile that is not full is updated in a full one.
-template <class G, class C>
-void update_rest(float* master, float* first, float* second, const G* grad, C* copy, int64_t count, const Update& u) {
-  float values[kTile] = {}, moments[kTile] = {}, squares[kTile] = {};
+template <class M, class S, class G, class C>
+void update_rest(float* master, M* first, S* second, const G* grad, C* copy, int64_t count, const Update& u) {
+  float values[kTile] = {};
+  M moments[kTile] = {};
+  S squares[kTile] = {};
   G grads[kTile] = {};
   C copies[kTile];
   std::copy_n(master, count, values);
@@ -153,8 +175,8 @@ void update_rest(float* master, float* first, float* second, const G* grad, C* c
   if (copy) std::copy_n(copies, count, copy);
 }
 
-template <class G, class C>
-void update_all(float* master, float* first, float* second, const G* grad, C* copy, int64_t size, const Update& u) {
+template <class M, class S, class G, class C>
+void update_all(float* master, M* first, S* second, const G* grad, C* copy, int64_t size, const Update& u) {
   over_rows((size + kTile - 1) / kTile, kTile, [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t at = tile * kTile, count = std::min(kTile, size - at);
@@ -167,13 +189,21 @@ void update_all(float* master, float* first, float* second, const G* grad, C* co
   });
 }
 
+// Calls work(Type<T>) with the element type of moments, which are stored in float32 or bfloat16.
+template <class Work>
+void by_moments(const Tensor& moments, const Work& work) {
+  if (moments.scalar_type() == ScalarType::BFloat16) return work(Type<bf16>());
+  STD_TORCH_CHECK(moments.scalar_type() == ScalarType::Float, "merak::adamw_: moments of float32 or bfloat16 expected");
+  work(Type<float>());
+}
+
 void adamw_(Tensor master, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& given, std::optional<Tensor> copy,
             double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step, double scale) {
   const Tensor grad = dense(given);
   const int64_t size = master.numel();
+  STD_TORCH_CHECK(master.scalar_type() == ScalarType::Float, "merak::adamw_: a float32 master expected");
   for (const Tensor& state : {master, exp_avg, exp_avg_sq})
-    STD_TORCH_CHECK(state.scalar_type() == ScalarType::Float && state.is_contiguous() && state.numel() == size,
-                    "merak::adamw_: dense float32 tensors of one size expected");
+    STD_TORCH_CHECK(state.is_contiguous() && state.numel() == size, "merak::adamw_: dense tensors of one size expected");
   STD_TORCH_CHECK(grad.numel() == size && (!copy || (copy->numel() == size && copy->is_contiguous())),
                   "merak::adamw_: a gradient and a dense copy of the master's size expected");
   const double rest1 = 1 - beta1, root2 = std::sqrt(1 - std::pow(beta2, double(step)));
@@ -190,7 +220,13 @@ void adamw_(Tensor master, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& give
   const auto run = [&](auto* copies) {
     by_type(grad, "adamw_", [&](auto type) {
       using G = typename decltype(type)::type;
-      update_all(write<float>(master), write<float>(exp_avg), write<float>(exp_avg_sq), read<G>(grad), copies, size, u);
+      by_moments(exp_avg, [&](auto of_first) {
+        using M = typename decltype(of_first)::type;
+        by_moments(exp_avg_sq, [&](auto of_second) {
+          using S = typename decltype(of_second)::type;
+          update_all(write<float>(master), write<M>(exp_avg), write<S>(exp_avg_sq), read<G>(grad), copies, size, u);
+        });
+      });
     });
   };
   if (!copy) return run(static_cast<float*>(nullptr));

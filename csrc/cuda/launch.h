@@ -103,10 +103,10 @@ int merak_exponentiate(int type, void* logits, const int64_t* target, float* los
 
 // ---- Flat buffers of `count` elements; types where they may differ
 
-// copy may be null.
-int merak_adamw(float* master, float* exp_avg, float* exp_avg_sq, int grad_type, const void* grad, int copy_type,
-                void* copy, int64_t count, double rate, double beta1, double beta2, double eps, double weight_decay,
-                int64_t step, double scale, void* stream);
+// copy may be null; moments are fp32 or bf16.
+int merak_adamw(float* master, int exp_avg_type, void* exp_avg, int exp_avg_sq_type, void* exp_avg_sq, int grad_type,
+                const void* grad, int copy_type, void* copy, int64_t count, double rate, double beta1, double beta2,
+                double eps, double weight_decay, int64_t step, double scale, void* stream);
 
 // Elements of `parts`, which the sum needs to work in: the same for all devices, and so is the sum, to the bit.
 int64_t merak_sum_of_squares_parts(int type, int64_t count);

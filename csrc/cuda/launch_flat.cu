@@ -32,13 +32,20 @@ int scale_by_type(int into_type, void* into, int from_type, const void* from, in
   });
 }
 
+// As by_type, of moments.
+template <class Work>
+int by_moments(int type, const Work& work) {
+  if (type == MERAK_FLOAT) return work(Type<float>());
+  return type == MERAK_BFLOAT16 ? work(Type<bf16>()) : int(kInvalidValue);
+}
+
 }  // namespace
 
 extern "C" {
 
-int merak_adamw(float* master, float* exp_avg, float* exp_avg_sq, int grad_type, const void* grad, int copy_type,
-                void* copy, int64_t count, double rate, double beta1, double beta2, double eps, double weight_decay,
-                int64_t step, double scale, void* stream) {
+int merak_adamw(float* master, int exp_avg_type, void* exp_avg, int exp_avg_sq_type, void* exp_avg_sq, int grad_type,
+                const void* grad, int copy_type, void* copy, int64_t count, double rate, double beta1, double beta2,
+                double eps, double weight_decay, int64_t step, double scale, void* stream) {
   if (count == 0) return 0;
   const double left1 = 1 - std::pow(beta1, double(step)), left2 = 1 - std::pow(beta2, double(step));
   AdamW how;
@@ -51,12 +58,19 @@ int merak_adamw(float* master, float* exp_avg, float* exp_avg_sq, int grad_type,
   how.eps = float(eps);
   how.scale = float(scale);
   const bool vector = aligned(master, exp_avg, exp_avg_sq) && aligned(grad, copy);
-  return by_type(grad_type, [&](auto of_grad) {
-    return by_type(copy_type, [&](auto of_copy) {
-      using G = typename decltype(of_grad)::type;
-      using C = typename decltype(of_copy)::type;
-      return launch(adamw<G, C>, dim3(ceil_div(count, kThreads * kAdamPack)), dim3(kThreads), 0, stream, master,
-                    exp_avg, exp_avg_sq, static_cast<const G*>(grad), static_cast<C*>(copy), count, how, vector);
+  return by_moments(exp_avg_type, [&](auto of_first) {
+    return by_moments(exp_avg_sq_type, [&](auto of_second) {
+      return by_type(grad_type, [&](auto of_grad) {
+        return by_type(copy_type, [&](auto of_copy) {
+          using M = typename decltype(of_first)::type;
+          using S = typename decltype(of_second)::type;
+          using G = typename decltype(of_grad)::type;
+          using C = typename decltype(of_copy)::type;
+          return launch(adamw<M, S, G, C>, dim3(ceil_div(count, kThreads * kAdamPack)), dim3(kThreads), 0, stream,
+                        master, static_cast<M*>(exp_avg), static_cast<S*>(exp_avg_sq), static_cast<const G*>(grad),
+                        static_cast<C*>(copy), count, how, vector);
+        });
+      });
     });
   });
 }

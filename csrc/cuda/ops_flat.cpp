@@ -9,14 +9,15 @@ void adamw_(Tensor master, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& give
   const On on(master);
   const Tensor grad = dense(given);
   const int64_t count = master.numel();
+  STD_TORCH_CHECK(master.scalar_type() == ScalarType::Float, "merak::adamw_: a float32 master expected");
   for (const Tensor& state : {master, exp_avg, exp_avg_sq})
-    STD_TORCH_CHECK(state.scalar_type() == ScalarType::Float && state.is_contiguous() && state.numel() == count,
-                    "merak::adamw_: dense float32 tensors of one size expected");
+    STD_TORCH_CHECK(state.is_contiguous() && state.numel() == count,
+                    "merak::adamw_: dense tensors of one size expected");
   STD_TORCH_CHECK(grad.numel() == count && (!copy || (copy->numel() == count && copy->is_contiguous())),
                   "merak::adamw_: a gradient and a dense copy of the master's size expected");
-  check(merak_adamw(write<float>(master), write<float>(exp_avg), write<float>(exp_avg_sq), type_of(grad), read(grad),
-                    copy ? type_of(*copy) : MERAK_FLOAT, copy ? write(*copy) : nullptr, count, lr, beta1, beta2, eps,
-                    weight_decay, step, scale, on.stream),
+  check(merak_adamw(write<float>(master), type_of(exp_avg), write(exp_avg), type_of(exp_avg_sq), write(exp_avg_sq),
+                    type_of(grad), read(grad), copy ? type_of(*copy) : MERAK_FLOAT, copy ? write(*copy) : nullptr,
+                    count, lr, beta1, beta2, eps, weight_decay, step, scale, on.stream),
         "adamw_");
 }
 

@@ -14,25 +14,27 @@ struct AdamW {
 constexpr int kAdamPack = 4;  // elements of a thread: one 16-byte load of each fp32 buffer
 
 // Loshchilov and Hutter, "Decoupled weight decay regularization", 2019. copy, unless null, gets the rounded master.
-template <class G, class C>
-__global__ void __launch_bounds__(256) adamw(float* __restrict__ master, float* __restrict__ exp_avg,
-                                             float* __restrict__ exp_avg_sq, const G* __restrict__ grad,
+// Moments are updated and used in fp32, and rounded where they are stored.
+template <class M, class S, class G, class C>
+__global__ void __launch_bounds__(256) adamw(float* __restrict__ master, M* __restrict__ exp_avg,
+                                             S* __restrict__ exp_avg_sq, const G* __restrict__ grad,
                                              C* __restrict__ copy, int64_t count, AdamW how, bool vector) {
   constexpr int N = kAdamPack;
   const int64_t start = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * N, left = count - start;
   if (left <= 0) return;
   auto weight = load<float, N>(master + start, left, vector);
-  auto first = load<float, N>(exp_avg + start, left, vector);
-  auto second = load<float, N>(exp_avg_sq + start, left, vector);
+  auto first = load<M, N>(exp_avg + start, left, vector);
+  auto second = load<S, N>(exp_avg_sq + start, left, vector);
   const auto gradient = load<G, N>(grad + start, left, vector);
   Pack<C, N> rounded;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const float g = widen(gradient.at[i]) * how.scale;
-    first.at[i] += how.rest1 * (g - first.at[i]);
-    second.at[i] = how.beta2 * second.at[i] + how.rest2 * g * g;
-    weight.at[i] =
-        how.decay * weight.at[i] - how.step * first.at[i] / (sqrtf(second.at[i]) * how.correction + how.eps);
+    const float before = widen(first.at[i]), moment = before + how.rest1 * (g - before);
+    const float square = how.beta2 * widen(second.at[i]) + how.rest2 * g * g;
+    weight.at[i] = how.decay * weight.at[i] - how.step * moment / (sqrtf(square) * how.correction + how.eps);
+    first.at[i] = narrow<M>(moment);
+    second.at[i] = narrow<S>(square);
     rounded.at[i] = narrow<C>(weight.at[i]);
   }
   store(master + start, weight, left, vector);

@@ -27,11 +27,12 @@ def _adamw_(
     scale: float,
 ) -> None:
     grad = grad.to(master.dtype)
+    moments = [exp_avg.to(master.dtype), exp_avg_sq.to(master.dtype)]
     adamw(
         [master],
         [grad if scale == 1 else grad * scale],
-        [exp_avg],
-        [exp_avg_sq],
+        moments[:1],
+        moments[1:],
         max_exp_avg_sqs=[],
         state_steps=[torch.full((), step - 1, dtype=torch.float32, device=master.device)],
         fused=True,
@@ -43,6 +44,9 @@ def _adamw_(
         eps=eps,
         maximize=False,
     )
+    for stored, moment in zip((exp_avg, exp_avg_sq), moments, strict=True):
+        if moment is not stored:
+            stored.copy_(moment)
     if copy is not None:
         copy.copy_(master)
 
@@ -91,8 +95,9 @@ def adamw_(
     fp32 [n].
 
     The gradient [n] is multiplied by ``scale``. ``copy`` [n], if not None, gets the new values
-    rounded to its dtype. The update of a value is bitwise independent of its position and
-    neighbours.
+    rounded to its dtype. Moments [n] may be bf16: they are updated, and update the values, in fp32,
+    and are rounded to nearest where they are stored. The update of a value is bitwise independent
+    of its position and neighbours.
     """
     kernels(master, grad, copy).adamw_(
         master, exp_avg, exp_avg_sq, grad, copy, lr, *betas, eps, weight_decay, step, scale

@@ -90,7 +90,7 @@ REDUCTIONS = {
 
 FLAT = {
     # Over flat buffers [n]. copy: low-precision parameters that get the rounded master. scale: of
-    # the gradient.
+    # the gradient. exp_avg and exp_avg_sq: fp32 or bf16, each.
     "adamw_": (
         "(Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad, Tensor(d!)? "
         "copy, float lr,"

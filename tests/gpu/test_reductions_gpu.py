@@ -48,7 +48,8 @@ def test_exponentiate(dtype, columns, classes):
     ("grad", "copy"), [(torch.float32, torch.bfloat16), (torch.bfloat16, None)]
 )
 def test_adamw(count, grad, copy):
-    reductions.adamw("cuda", count, grad, copy)
+    for moments in reductions.MOMENTS:
+        reductions.adamw("cuda", count, grad, copy, moments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

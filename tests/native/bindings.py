@@ -117,7 +117,9 @@ def losses(dtype):
 
 def flat(dtype):
     for count in (1, 1023, 4099):
-        reductions.adamw(CPU, count, dtype, None if dtype is torch.float32 else dtype)
+        copy = None if dtype is torch.float32 else dtype
+        for moments in reductions.MOMENTS:
+            reductions.adamw(CPU, count, dtype, copy, moments)
         reductions.sum_of_squares(CPU, dtype, count)
     for source in TYPES:
         reductions.scaled_copies_and_sums(CPU, dtype, source, (1, 8, 1003))
@@ -140,6 +142,7 @@ def refusals():
             x, torch.zeros(3, dtype=torch.int64), 0, 8, False
         ),
         lambda: torch.ops.merak.adamw_(x, x, x[0], x, None, 0.1, 0.9, 0.9, 0.1, 0.1, 1, 1.0),
+        lambda: torch.ops.merak.adamw_(x, x.half(), x, x, None, 0.1, 0.9, 0.9, 0.1, 0.1, 1, 1.0),
         lambda: torch.ops.merak.add_rows_(x, torch.zeros(3, dtype=torch.int64), x),
     ):
         try:

@@ -24,9 +24,10 @@ def at_offset(tensor, elements):
 
 
 def adamw(kernels, master, first, second, grad, copy, step, scale=1.0):
+    moments = TYPES[first.dtype], first, TYPES[second.dtype], second
     types = TYPES[grad.dtype], 0 if copy is None else TYPES[copy.dtype]
     how = RATE, BETA1, BETA2, EPS, DECAY, step, scale
-    kernels("merak_adamw", master, first, second, types[0], grad, types[1], copy, len(master), *how)
+    kernels("merak_adamw", master, *moments, types[0], grad, types[1], copy, len(master), *how)
 
 
 def exact_adamw(master, first, second, grad, step, scale=1.0):
@@ -110,6 +111,36 @@ def test_adamw_of_any_size(kernels, count):
 @pytest.mark.parametrize("copy_dtype", [None, *DTYPES])
 def test_adamw_of_any_types(kernels, grad_dtype, copy_dtype):
     check_adamw(kernels, 103, grad_dtype, copy_dtype)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+def test_moments_are_rounded_where_they_are_stored_and_nowhere_else(kernels, first, second):
+    for count, offset in ((3, 0), (4, 0), (1025, 0), (1025, 1)):
+        exact = [randn(count), torch.zeros(count), torch.zeros(count)]
+        kinds = torch.float32, first, second
+        stored = [at_offset(t.to(kind), offset) for t, kind in zip(exact, kinds, strict=True)]
+        for step in range(1, 5):
+            grad = randn(count, seed=step)
+            copy = torch.zeros(count, dtype=torch.bfloat16)
+            adamw(kernels, *exact, grad, None, step, scale=0.37)
+            adamw(kernels, *stored, at_offset(grad, offset), copy, step, scale=0.37)
+            for found, wide in zip(stored, exact, strict=True):
+                wide.copy_(wide.to(found.dtype))
+                assert torch.equal(found, wide.to(found.dtype)), (count, step)
+            assert torch.equal(copy, stored[0].to(copy.dtype))
+
+
+def test_moments_of_fp16_are_refused(kernels):
+    state = [torch.zeros(8), torch.zeros(8, dtype=torch.float16), torch.zeros(8)]
+    with pytest.raises(LaunchError):
+        adamw(kernels, *state, torch.ones(8), None, 1)
 
 
 def test_an_update_depends_neither_on_place_nor_on_neighbours(kernels):

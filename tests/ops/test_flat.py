@@ -95,6 +95,60 @@ def test_the_copy_is_the_rounded_master(ops, dtype):
         assert torch.equal(copy, state[0].to(dtype)) and copy.count_nonzero()
 
 
+MOMENTS = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+]
+
+
+@implementations
+@pytest.mark.parametrize("moments", MOMENTS, ids=str)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_moments_are_rounded_where_they_are_stored_and_nowhere_else(ops, moments, dtype):
+    for size in (0, 1, 63, 64, 200):
+        master, first, second, _ = state_of(size)
+        stored = [master, first.to(moments[0]), second.to(moments[1])]
+        exact = [x.float().clone() for x in stored]
+        for step in range(1, 4):
+            grad = draw(size, seed=10 * step).to(dtype)
+            copy = torch.zeros(size, dtype=torch.bfloat16)
+            run(ops, (*stored, grad), copy, step=step, scale=0.7)
+            run(ops, (*exact, grad), step=step, scale=0.7)
+            assert torch.equal(stored[0], exact[0]), (size, step)
+            for found, wide in zip(stored[1:], exact[1:], strict=True):
+                wide.copy_(wide.to(found.dtype))
+                assert torch.equal(found, wide.to(found.dtype)), (size, step)
+            assert torch.equal(copy, master.to(torch.bfloat16))
+
+
+@pytest.mark.skipif(not COMPILED, reason="torch's kernel cuts vector registers")
+def test_an_update_with_rounded_moments_depends_neither_on_place_nor_on_threads():
+    results, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            master, first, second, grad = state_of(200_001)
+            results.append((master, first.bfloat16(), second.bfloat16()))
+            adamw_(*results[-1], grad, step=2, scale=0.7, **OPTIONS)
+    finally:
+        torch.set_num_threads(threads)
+    master, first, second, grad = state_of(200_001)
+    parts = (master, first.bfloat16(), second.bfloat16())
+    for start, stop in pairwise((0, 1, 18, 64, 129, 640, 200_001)):
+        own = (x[start:stop] for x in parts)
+        adamw_(*own, grad[start:stop], step=2, scale=0.7, **OPTIONS)
+    for other in (*results[1:], parts):
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+@pytest.mark.skipif(not COMPILED, reason="of the kernel")
+def test_moments_of_fp16_are_refused():
+    master, first, second, grad = state_of(70)
+    with pytest.raises(RuntimeError, match="float32 or bfloat16"):
+        adamw_(master, first.half(), second, grad, step=1, **OPTIONS)
+
+
 def test_a_values_update_does_not_depend_on_its_place():
     """torch's kernel rounds what does not fill a vector register otherwise: of it this holds for
     whole registers.
@@ -232,6 +286,10 @@ def test_opcheck(ops):
     torch.library.opcheck(ops.adamw_, (*state, grad, None, 1e-2, 0.9, 0.95, 1e-8, 0.1, 3, 1.0))
     copy = torch.zeros(10, dtype=torch.bfloat16)
     torch.library.opcheck(ops.adamw_, (*state, grad, copy, 1e-2, 0.9, 0.95, 1e-8, 0.1, 3, 0.5))
+    master, *moments = state
+    rounded = [x.bfloat16() for x in moments]
+    how = (1e-2, 0.9, 0.95, 1e-8, 0.1, 3, 0.5)
+    torch.library.opcheck(ops.adamw_, (master, *rounded, grad, copy, *how))
     torch.library.opcheck(ops.sum_of_squares, (grad,))
     torch.library.opcheck(ops.accumulate_, (grad, copy, 2.0))
     torch.library.opcheck(ops.cast_, (copy, grad, 2.0))
