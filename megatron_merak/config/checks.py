@@ -569,7 +569,6 @@ def check_optimizer(optimizer: OptimizerConfig, train: TrainConfig) -> None:
             raise ConfigError(
                 flag_name(f"{name}_{other}"), value, reason, f"Give {flag_name(f'{name}_{unit}')}"
             )
-    check_needs(optimizer)
     _check_decay(optimizer, optimizer.decay or train.train_samples or train.train_iters or 0, unit)
     _check_weight_decay(optimizer)
 

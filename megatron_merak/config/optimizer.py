@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from .settings import Needs, Section, setting
+from .settings import Needs, Section, flag_name, setting
 
 _DECOUPLED = Needs("decoupled_lr", remedy="Give both, or leave it out")
 _WSD = Needs("lr_decay_style", ("WSD",))
@@ -20,6 +20,18 @@ def _of(optimizer: str) -> Needs:
     return Needs(
         "optimizer", (optimizer,), reason="has no effect with --optimizer {found}", remedy=remedy
     )
+
+
+_BYTES = {"fp32": 4, "bf16": 2}  # of a moment of Adam
+_SEEN = 2.0**-8  # what bf16 numbers are apart, at least: a smaller part of one rounds away
+_AWARE = Needs("use_precision_aware_optimizer")
+_WIDER = "Use bf16, which needs no scale of its own, or fp32"
+
+
+def _moment() -> str:
+    """A setting of the type in which a moment of Adam is stored."""
+    not_yet = {"fp16": _WIDER, "fp8": _WIDER}
+    return setting("fp32", choices=tuple(_BYTES), not_yet=not_yet, needs=(_of("adam"), _AWARE))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +92,14 @@ class OptimizerConfig(Section):
     """Decay of Adam's second moment."""
     adam_eps: float = setting(1e-8, above=0, needs=_of("adam"))
     """Epsilon added to the square root of Adam's second moment."""
+    use_precision_aware_optimizer: bool = setting(False, needs=_of("adam"))
+    """Let --exp-avg-dtype and --exp-avg-sq-dtype say in which types Adam's moments are stored;
+    without them they are fp32.
+    """
+    exp_avg_dtype: str = _moment()
+    """Type in which Adam's first moment is stored, rounded to nearest; it is computed in fp32."""
+    exp_avg_sq_dtype: str = _moment()
+    """Type in which Adam's second moment is stored, rounded to nearest; it is computed in fp32."""
     sgd_momentum: float = setting(0.9, least=0, below=1, needs=_of("sgd"))
     """Momentum of --optimizer sgd."""
     lion_beta1: float = setting(0.95, least=0, below=1, needs=_of("lion"))
@@ -91,13 +111,31 @@ class OptimizerConfig(Section):
     def own(self) -> tuple[str, ...]:
         """Names of the settings that this optimizer alone has."""
         needed = _of(self.optimizer)
-        rows = dataclasses.fields(self)
-        return tuple(row.name for row in rows if row.metadata.get("needs") == needed)
+        found = {row.name: row.metadata.get("needs") for row in dataclasses.fields(self)}
+        return tuple(
+            name
+            for name, needs in found.items()
+            if needed in (needs if isinstance(needs, tuple) else (needs,))
+        )
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of fp32 optimizer state per parameter."""
-        return {"adam": 8.0, "lion": 4.0, "sgd": 4.0 if self.sgd_momentum else 0.0}[self.optimizer]
+        """Bytes of optimizer state per parameter, beside an fp32 copy of a 16-bit one."""
+        adam = float(_BYTES[self.exp_avg_dtype] + _BYTES[self.exp_avg_sq_dtype])
+        return {"adam": adam, "lion": 4.0, "sgd": 4.0 if self.sgd_momentum else 0.0}[self.optimizer]
+
+    def stuck_moments(self) -> tuple[str, ...]:
+        """Return a sentence on each moment whose type rounds away by how much it falls in a step."""
+        lines = []
+        for moment, decay in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
+            beta = getattr(self, decay)
+            if getattr(self, moment) == "bf16" and 1 - beta < _SEEN:
+                lines.append(
+                    f"{flag_name(moment)} bf16 with {flag_name(decay)} {beta}: a moment that falls "
+                    "by less than 1/256 in a step is rounded to what it was, so it can rise only. "
+                    "Use 0.996 or less, or fp32."
+                )
+        return tuple(lines)
 
     @property
     def final_lr(self) -> float:

@@ -127,6 +127,7 @@ class RunConfig:
         check_precision(self.train)
         check_needs(self.parallel)
         check_needs(self.logging)
+        check_needs(self.optimizer)
         check_servers(
             self.parallel, self.train, self.checkpoint, self.logging, optimizer=self.optimizer
         )
@@ -196,7 +197,7 @@ class RunConfig:
         )
 
     def ignored(self) -> tuple[str, ...]:
-        """Return sentences on settings that have no effect."""
+        """Return sentences on settings that have no effect, or another one than they say."""
         parallel = self.parallel
         alone = parallel.tensor_model_parallel_size == 1
         overlap = parallel.tp_comm_overlap
@@ -222,7 +223,7 @@ class RunConfig:
                 "that it claimed."
             )
             lines.append(f"--num-workers {self.data.num_workers} {why}")
-        return tuple(lines)
+        return (*lines, *self.optimizer.stuck_moments())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,10 @@ def check_servers(
             optimizer.optimizer != "adam" and optimizer.optimizer,
             "parameter servers update by AdamW",
         ),
+        "use_precision_aware_optimizer": (
+            optimizer.use_precision_aware_optimizer,
+            "servers store the moments, in fp32",
+        ),
         "async_save": (
             checkpoint.async_save,
             "a worker saves what it fetches from servers for that",

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .hf import HFModelConfig
+from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
 from .sections import CheckpointConfig, ModelConfig, TrainConfig
 from .settings import InPlan, Section
@@ -14,7 +15,14 @@ from .settings import InPlan, Section
 ROWS: Mapping[str, dataclasses.Field] = MappingProxyType(
     {
         field.name: field
-        for section in (ParallelConfig, TrainConfig, ModelConfig, HFModelConfig, CheckpointConfig)
+        for section in (
+            ParallelConfig,
+            TrainConfig,
+            ModelConfig,
+            HFModelConfig,
+            OptimizerConfig,
+            CheckpointConfig,
+        )
         for field in dataclasses.fields(section)
     }
 )

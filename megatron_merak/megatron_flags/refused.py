@@ -239,7 +239,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "--ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw "
         "--no-gradient-reduce-div-fusion",
     ),
-    (_STATE, "--overlap-param-gather-with-optimizer-step --use-precision-aware-optimizer"),
+    (_STATE, "--overlap-param-gather-with-optimizer-step"),
     (
         "Use --offload-model-states: the optimizer's state is in host memory together with weights "
         "and gradients",

@@ -45,7 +45,7 @@ _FUSED = Taken("fused and plain operations compute the same formula here")
 _ALWAYS = Taken("this is the only behaviour here")
 _GPT = Taken("there is one GPT model")
 _WHEN_FULL = Taken("each stage communicates a bucket as soon as it can")
-_MASTER = Taken("master weights, gradients and the optimizer's state are fp32", _FP32)
+_MASTER = Taken("master weights and accumulated gradients are fp32", _FP32)
 
 # Flags of earlier versions of Megatron-LM, in scripts that were written for those.
 FORMER: Mapping[str, Taken] = MappingProxyType(
@@ -179,7 +179,7 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(
         ),
         **dict.fromkeys(
             """
-        --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype --megatron-fsdp-main-params-dtype
+        --main-grads-dtype --main-params-dtype --megatron-fsdp-main-params-dtype
         --megatron-fsdp-main-grads-dtype""".split(),
             _MASTER,
         ),

@@ -18,6 +18,7 @@ class AdamW(LocalOptimizer):
 
     A single pass clips, updates and rounds into `buffer.data`. A parameter's update is bitwise
     independent of its position in the buffer and of its neighbours. `main_grad` is not modified.
+    Moments are computed in fp32, and stored in the types that ``config`` names, rounded to nearest.
     For the arguments see `Optimizer`.
     """
 
@@ -32,12 +33,17 @@ class AdamW(LocalOptimizer):
         scaler: LossScaler | None = None,
     ):
         super().__init__(buffer, config, group, shard_group, scaler)
-        self.exp_avg = torch.zeros(buffer.owned_size, device=buffer.home)
-        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.exp_avg = self._zeros(config.exp_avg_dtype)
+        self.exp_avg_sq = self._zeros(config.exp_avg_sq_dtype)
         self._change_parts()
 
+    def _zeros(self, stored: str) -> torch.Tensor:
+        """Return a moment of all that this rank owns, before the first step."""
+        dtype = torch.bfloat16 if stored == "bf16" else torch.float32
+        return torch.zeros(self.buffer.owned_size, dtype=dtype, device=self.buffer.home)
+
     def state(self) -> dict[str, torch.Tensor | Scattered]:
-        """Return the live fp32 tensors [buffer.owned_size], to save or to load into."""
+        """Return the live tensors [buffer.owned_size], to save or to load into."""
         state: dict[str, torch.Tensor | Scattered] = {
             "exp_avg": self.exp_avg,
             "exp_avg_sq": self.exp_avg_sq,

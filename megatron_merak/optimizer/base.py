@@ -48,7 +48,7 @@ class Optimizer:
     to subclasses.
 
     buffer:      must already have the initial parameters.
-    config:      adam_beta1, adam_beta2, adam_eps and clip_grad (0: no clipping) are read.
+    config:      what it says of AdamW, and clip_grad (0: no clipping), are read.
     group:       the ranks of one replica of the model (tensor x pipeline), over which the global
                  norm is taken. None or one rank: this rank has the full model.
     shard_group: where the buffer is sharded, the data-parallel ranks that it is sharded over. Each
@@ -218,7 +218,7 @@ class LocalOptimizer(Optimizer):
         self.before_update: Callable[[float, Rates], object] | None = None
 
     def state(self) -> dict[str, torch.Tensor | Scattered]:
-        """Return the fp32 state in the shape of parameters, to save or to load into. Flat:
+        """Return the state in the shape of parameters, fp32 or bf16, to save or to load into. Flat:
         [buffer.owned_size].
         """
         raise NotImplementedError

@@ -4,6 +4,7 @@ Checkpoints are the same whether or not data-parallel ranks shard this state.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from ..optimizer.recipe import Recipe
 from ..optimizer.torch_optimizer import TorchOptimizer
 from ..parallel.buffers import Bucket, Flat
 from ..parallel.scattered import Scattered
+from ..parallel.upper_halves import upper_halves
 from ..runtime.parameters import RankParameters
 from ..runtime.shards import ShardGatherer
 
@@ -125,7 +127,8 @@ def optimizer_kinds(
     """The state of ``optimizer`` that is saved beside the weights, by kind.
 
     State that is not in one flat tensor, or is sharded over data-parallel ranks, is all-gathered
-    into the gradient's memory, one kind, or one unit of a kind, at a time.
+    into the gradient's memory, one kind, or one unit of a kind, at a time. bf16 state, which is fp32
+    there, is saved as the upper halves of that.
     """
     if isinstance(optimizer, RemoteOptimizer):
         return optimizer.kinds(parts)
@@ -133,22 +136,31 @@ def optimizer_kinds(
     buffer = optimizer.buffer
     kinds = {}
     for name, state in optimizer.state().items():
+        stored = parts
         if isinstance(state, Scattered):
             flat = buffer.main_grad
             names = state.names
             keep = state.take
         else:
             flat = buffer.main_grad if buffer.sharded else state
+            if buffer.sharded and state.dtype == torch.bfloat16:
+                stored = partial(_halved, parts)
             names = buffer.slots
             keep = partial(buffer.take, state, flat)
         kinds[name] = StateKind(
-            _turns(gatherer, flat, _only(parts, names), partial(gatherer.full, state), keep=keep)
+            _turns(gatherer, flat, _only(stored, names), partial(gatherer.full, state), keep=keep)
         )
     for name, tensors in optimizer.other_state().items():
         kinds[name] = StateKind.of(
             [replicated(each, tensor, optimizer.writes(each)) for each, tensor in tensors.items()]
         )
     return kinds
+
+
+def _halved(parts: Parts, flat: Flat, names: Collection[str]) -> Iterable[Shard]:
+    """Return shards of bf16 state that was spread over fp32 memory."""
+    for shard in parts(flat, names):
+        yield replace(shard, tensor=upper_halves(shard.tensor))
 
 
 def replicated(name: str, tensor: Tensor, owner: bool) -> Shard:

@@ -17,7 +17,7 @@ from ..checkpoint import store
 from ..checkpoint.files import disk_errors
 from ..checkpoint.increments import Increment, StepRecord
 from ..checkpoint.recoverable import Recoverable, StepChain, has_increments
-from ..config import RunConfig, flag_name
+from ..config import OptimizerConfig, RunConfig, flag_name
 from ..errors import CheckpointError, DamagedError
 from ..optimizer.base import LocalOptimizer
 from ..parallel.agree import together
@@ -28,6 +28,8 @@ from ..stages.trained_model import TrainedModel
 # settings of the update itself that an optimizer reads in every step, of which a step's record says
 # nothing; the others of an optimizer's own it was made with
 _READ = ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+_SWITCH = "use_precision_aware_optimizer"  # changes nothing by itself
+_STORED = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _REMEDY = "Check --load"
 
 
@@ -145,8 +147,10 @@ class Recovery:
             "with --ckpt-step"
         )
         where = f"the steps behind iteration {self._chain.checkpoint} were made with"
+        # runs of before have moments of the types that are the default
+        saved = {name: getattr(OptimizerConfig(), name) for name in _STORED} | saved
         for name in self._config.optimizer.own:
-            if name not in _READ and saved.get(name) != own[name]:
+            if name not in (*_READ, _SWITCH) and saved.get(name) != own[name]:
                 reason = f"{where} {saved.get(name)}"
                 raise CheckpointError(flag_name(name), own[name], reason, remedy)
         if (saved.get("decoupled_lr") is None) != (own["decoupled_lr"] is None):

@@ -38,6 +38,7 @@ MIXTURE = """--num-experts 4 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.01 
     --disable-bias-linear --normalization RMSNorm"""
 EP2 = "--expert-model-parallel-size 2"
 FP16 = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 3"
+HALVES = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 COUNTERS = ("iteration", "consumed_samples", "skipped_iterations", "skipped_samples")
 SAVED = (*COUNTERS, "optimizer_steps", "loss_scale")
 
@@ -133,6 +134,7 @@ GPTS = [
             ),
             "Lion": (2, f"{ZERO1} --optimizer lion", 1, "--optimizer lion"),
             "SGD": (2, f"{ZERO3} --optimizer sgd", 2, "--optimizer sgd"),
+            "moments of bf16": (2, f"{ZERO1} --bf16 {HALVES}", 1, f"--bf16 {HALVES}"),
         }.items()
     ),
 ]
@@ -368,6 +370,7 @@ def test_a_run_with_other_settings_repeats_steps_as_they_were(tmp_path, lost):
     [
         ("--decoupled-lr 1e-3", "--decoupled-lr 0.001: .* other parameter groups"),
         ("--bf16", "precision bfloat16: .* iteration 0 were made with float32"),
+        (HALVES, "--exp-avg-dtype bf16: .* iteration 0 were made with fp32"),
         ("--finetune", "no complete checkpoint of iteration 6"),
         ("--no-load-optim", "no complete checkpoint of iteration 6"),
     ],
