@@ -3,7 +3,7 @@ other.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +35,13 @@ from megatron_merak.checkpoint.shard import Shard, Slices, StateKind, in_turns, 
 from megatron_merak.errors import CheckpointError, DamagedError
 from megatron_merak.parallel.agree import broadcast_json, gather_json, together
 
-CASTABLE = "model"  # the one kind that may be loaded with another dtype than it was saved with
+# kinds that may be loaded with another dtype than they were saved with, and those dtypes
+_WIDTHS = ("float32", "bfloat16")
+CASTABLE: Mapping[str, Collection[str]] = {
+    "model": DTYPE_NAMES,
+    "exp_avg": _WIDTHS,
+    "exp_avg_sq": _WIDTHS,
+}
 
 _REMEDY = "Check --load and --ckpt-step"
 _RESTORE = "Restore one from a copy"
@@ -64,7 +70,7 @@ def load(
     check:     called with the meta on every rank before anything else; may raise.
 
     Kinds that no rank requests are not read; of the others, the ranks together must request exactly
-    the saved tensors. Tensors of kind "model" may change dtype, others may not.
+    the saved tensors. Those of ``CASTABLE`` kinds may change between some dtypes.
 
     Raises `CheckpointError` on every rank; `DamagedError` if no checkpoint, or not the requested
     one, is undamaged. Everything but a read failure while copying is detected before the first
@@ -141,7 +147,7 @@ def _load(
         with together(group, device):
             casts += copy_parts(source, manifest, {name: turn.shards})
             turn.keep()
-    if casts:
+    if casts and rank == 0:
         logging.getLogger(__name__).warning(
             "%s: %d tensors changed dtype while they were loaded", source, casts
         )
@@ -186,6 +192,7 @@ def _check_known(source: Path, manifest: Manifest, shards: Mapping[str, Sequence
             raise CheckpointError("checkpoint", source, reason, remedy)
         for part in parts:
             entry = manifest.tensors[kind].get(part.name)
+            wanted = str(part.tensor.dtype).removeprefix("torch.")
             problem = ""
             if entry is None:
                 problem = "it is missing"
@@ -193,7 +200,7 @@ def _check_known(source: Path, manifest: Manifest, shards: Mapping[str, Sequence
                 problem = (
                     f"it was saved with shape {entry.shape}, and the model has {tuple(part.shape)}"
                 )
-            elif DTYPE_NAMES[entry.dtype] != part.tensor.dtype and kind != CASTABLE:
+            elif entry.dtype != wanted and not {entry.dtype, wanted} <= {*CASTABLE.get(kind, ())}:
                 problem = f"it was saved as {entry.dtype}, and {part.tensor.dtype} is wanted"
             if problem:
                 reason = f"tensor {kind}/{part.name}: {problem}"

@@ -61,7 +61,7 @@ def read_merak(
     elif optimizer:
         for each in (*MOMENTS, MASTER):
             if each in manifest.tensors:
-                kinds[each] = StoredSource(path, rename, each)
+                kinds[each] = _InFloat(StoredSource(path, rename, each))
     with_state = len(kinds) > 1
     state = PortableState(
         kinds=kinds,
