@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..config import OptimizerConfig, ParallelConfig
+from ..errors import ConfigError
 from ..optimizer.recipe import Recipe
 from ..optimizer.torch_optimizer import check_layout, check_on_host
 from ..parallel.agree import together
@@ -42,12 +43,11 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
     }
     names = [row.name for row in fields(ParallelConfig) if row.name in SHARED]
     parallel = ParallelConfig(**{name: getattr(args, name) for name in names} | effective)
-    optimizer = OptimizerConfig(
+    optimizer = replace(
+        args.moments,
         lr=args.learning_rate or None,
         weight_decay=args.weight_decay,
         clip_grad=0.0 if math.isinf(args.max_grad_norm) else args.max_grad_norm,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
         adam_eps=args.adam_epsilon,
     )
     request = Request(
@@ -71,6 +71,19 @@ def wishes(args: MerakArguments) -> dict[str, Any]:
     }
 
 
+def state_bytes_of(optimizer: OptimizerConfig, recipe: Recipe) -> float:
+    """Return the bytes of state of a parameter on average, of ``recipe`` stored as ``optimizer``
+    says. Raises ConfigError where it says how to store moments of another optimizer than AdamW.
+    """
+    if not optimizer.use_precision_aware_optimizer:
+        return recipe.state_bytes
+    if adam_of(recipe) is None:
+        reason = f"its types are of the moments of AdamW, and {recipe.name} is another optimizer"
+        remedy = "Leave it out, or use adamw_torch without amsgrad and with one pair of betas"
+        raise ConfigError("use_precision_aware_optimizer", True, reason, remedy)
+    return optimizer.state_bytes
+
+
 def build_engine(
     model: nn.Module,
     example: Batch,
@@ -89,7 +102,8 @@ def build_engine(
     """
     requested = wishes(args)
     adam = adam_of(recipe)
-    request = replace(requested["request"], state_bytes=recipe.state_bytes)
+    state_bytes = state_bytes_of(requested["optimizer"], recipe)
+    request = replace(requested["request"], state_bytes=state_bytes)
     check_layout(recipe, mesh.grid.tp * mesh.grid.pp, request.parallel.sharding != "no_shard")
     if request.parallel.offload_model_states:
         check_on_host(recipe, mesh.grid.tp * mesh.grid.copies)

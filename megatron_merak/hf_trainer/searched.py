@@ -34,7 +34,7 @@ from ..training.verified import Expected, fastest
 from .arguments.merak_arguments import MerakArguments
 from .arguments.optimizers import adam_of
 from .arguments.searched import NAME, VERIFY, apply_choice, pinned
-from .engine import wishes
+from .engine import state_bytes_of, wishes
 from .run.console import say
 
 _SUM = 2  # a reduction of torch's cross_entropy_loss
@@ -145,7 +145,8 @@ def _search(
 ) -> Search:
     """Return the search of a model's plan. trace: see `CapturedChain`."""
     requested = wishes(args)
-    request = replace(requested["request"], dtype=dtype, state_bytes=recipe.state_bytes)
+    state_bytes = state_bytes_of(requested["optimizer"], recipe)
+    request = replace(requested["request"], dtype=dtype, state_bytes=state_bytes)
     cluster = located(requested["cluster"], ranks.nodes)
     state_of = recipe.state_of if adam_of(recipe) is None else None
     return Search(CapturedChain(trace, request, cluster, state_of), request, cluster)

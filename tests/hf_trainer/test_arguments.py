@@ -13,7 +13,13 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from megatron_merak.config import CheckpointConfig, HFModelConfig, ParallelConfig, TrainConfig
+from megatron_merak.config import (
+    CheckpointConfig,
+    HFModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from megatron_merak.errors import ConfigError, LaunchError
 from megatron_merak.hf_trainer.arguments.fields import HONOURED, NEWER, REFUSED
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
@@ -261,7 +267,7 @@ def test_the_place_in_the_job_is_known_before_any_trainer():
 
 def test_fields_that_repeat_settings_have_their_defaults():
     ours = {field.name: field for field in dataclasses.fields(MerakArguments)}
-    sections = (ParallelConfig, HFModelConfig, TrainConfig, CheckpointConfig)
+    sections = (ParallelConfig, HFModelConfig, OptimizerConfig, TrainConfig, CheckpointConfig)
     for name, row in SHARED.items():
         (section,) = (section for section in sections if name in section.__dataclass_fields__)
         assert ours[name].default == row.default

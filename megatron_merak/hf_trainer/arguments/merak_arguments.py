@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ...config import TrainConfig
+from ...config import OptimizerConfig, TrainConfig
 from ...config.backends import BACKENDS
 from ...config.checks import check_context_parallel, check_experts, check_needs
 from ...config.fp8 import FP8_FORMATS
@@ -33,7 +33,7 @@ from .optimizers import MUON, class_and_arguments
 from .plan_arguments import take_from_plan
 from .searched import check_search
 from .shared import SHARED, SharedArguments
-from .without_effect import check_without_effect, warn_of_compilation
+from .without_effect import check_without_effect, warn_of_compilation, warn_of_moments
 
 _DEFAULT_TIMEOUT = 1800  # seconds, of TrainingArguments.ddp_timeout
 
@@ -199,6 +199,7 @@ class MerakArguments(SharedArguments, TrainingArguments):
             )
         degrees = degrees_of(self)
         check_needs(degrees)
+        check_needs(self.moments)
         copies = self.world_size // (degrees.ranks_of_replica // degrees.context_parallel_size)
         check_context_parallel(degrees)
         check_experts(degrees, copies)
@@ -206,6 +207,7 @@ class MerakArguments(SharedArguments, TrainingArguments):
         check_instances(self)
         self._check_deepspeed()
         warn_of_compilation(self)
+        warn_of_moments(self)
 
         not_honoured = [
             each.name for each in dataclasses.fields(TrainingArguments) if each.name not in HONOURED
@@ -238,6 +240,17 @@ class MerakArguments(SharedArguments, TrainingArguments):
             first_last_layers_bf16=self.first_last_layers_bf16,
             num_layers_at_start_in_bf16=self.num_layers_at_start_in_bf16,
             num_layers_at_end_in_bf16=self.num_layers_at_end_in_bf16,
+        )
+
+    @property
+    def moments(self) -> OptimizerConfig:
+        """How Adam's moments decay and are stored, as settings of the commands."""
+        return OptimizerConfig(
+            adam_beta1=self.adam_beta1,
+            adam_beta2=self.adam_beta2,
+            use_precision_aware_optimizer=self.use_precision_aware_optimizer,
+            exp_avg_dtype=self.exp_avg_dtype,
+            exp_avg_sq_dtype=self.exp_avg_sq_dtype,
         )
 
     @property

@@ -9,14 +9,26 @@ from types import MappingProxyType
 from typing import Any
 
 from ...arguments import field_texts
-from ...config import CheckpointConfig, HFModelConfig, ParallelConfig, TrainConfig
+from ...config import (
+    CheckpointConfig,
+    HFModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from ...config.settings import Section
 from ...config.table import ROWS
 
 _TEXTS: Mapping[type[Section], Mapping[str, str]] = MappingProxyType(
     {
         section: field_texts(section)
-        for section in (CheckpointConfig, HFModelConfig, ParallelConfig, TrainConfig)
+        for section in (
+            CheckpointConfig,
+            HFModelConfig,
+            OptimizerConfig,
+            ParallelConfig,
+            TrainConfig,
+        )
     }
 )
 
@@ -99,6 +111,9 @@ class SharedArguments:
         "set by fsdp or deepspeed).",
     )
     grad_reduce_in_bf16: bool = shared(ParallelConfig, "grad_reduce_in_bf16")
+    use_precision_aware_optimizer: bool = shared(OptimizerConfig, "use_precision_aware_optimizer")
+    exp_avg_dtype: str = shared(OptimizerConfig, "exp_avg_dtype")
+    exp_avg_sq_dtype: str = shared(OptimizerConfig, "exp_avg_sq_dtype")
     device_memory_gb: float | None = shared(ParallelConfig, "device_memory_gb")
     memory_reserve_gb: float | None = shared(ParallelConfig, "memory_reserve_gb")
     device_profile: str | None = shared(ParallelConfig, "device_profile")

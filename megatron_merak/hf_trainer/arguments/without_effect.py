@@ -5,6 +5,7 @@ They configure how torch, accelerate or DistributedDataParallel compute a step; 
 used.
 """
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
@@ -92,6 +93,13 @@ def warn_of_compilation(args: Any) -> None:
             "the model"
         )
         warnings.warn(f"{requested[0]}: {text}.", stacklevel=2)
+
+
+def warn_of_moments(args: Any) -> None:
+    """Warn once, on the first rank, of moments of Adam that their type keeps from falling."""
+    for line in args.moments.stuck_moments() if args.process_index == 0 else ():
+        named = re.sub(r"--([a-z0-9-]+)", lambda flag: flag[1].replace("-", "_"), line)
+        warnings.warn(named, stacklevel=2)
 
 
 def _check(name: str, settings: Mapping[str, Any], taken: Taken) -> None:
