@@ -27,6 +27,7 @@ class Target(NamedTuple):
     shape:  of examples/shapes.
     flags:  of the layout.
     beside: what others published of it.
+    label:  behind the name, of a row beside another one of the model.
     """
 
     model: str
@@ -36,6 +37,7 @@ class Target(NamedTuple):
     samples: int
     flags: str
     beside: str
+    label: str = ""
 
     @property
     def command(self) -> str:
@@ -45,6 +47,7 @@ class Target(NamedTuple):
         )
 
 
+MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 OPTIM = "--data-parallel-sharding-strategy optim"
 TARGETS = [
     Target(
@@ -64,6 +67,16 @@ TARGETS = [
         samples=512,
         flags=f"--expert-model-parallel-size 8 {OPTIM}",
         beside="AutoModel: 12,885",
+    ),
+    Target(
+        "Qwen3-30B-A3B",
+        "qwen3-30b-a3b",
+        gpus=8,
+        length=4096,
+        samples=512,
+        flags=f"--expert-model-parallel-size 8 {OPTIM} {MOMENTS}",
+        beside="",
+        label=", moments in bf16",
     ),
     Target(
         "Llama 3.1 8B",
@@ -111,7 +124,7 @@ def row(target: Target, plan: Plan) -> str:
     fits = "" if peak <= plan.cluster.device.usable else " (does not fit)"
     rate = target.samples * target.length / plan.predicted_time / target.gpus
     return (
-        f"| {target.model} | {target.gpus} | {target.length:,} | {layout} | {again} of {len(plan.units)} "
+        f"| {target.model}{target.label} | {target.gpus} | {target.length:,} | {layout} | {again} of {len(plan.units)} "
         f"| {peak / GIB:.1f} GiB{fits} | {plan.predicted_time:.1f} s | {rate:,.0f} | {target.beside} |"
     )
 
