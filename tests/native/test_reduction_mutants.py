@@ -34,6 +34,7 @@ def cross_entropy_checks(kernels):
 
 def flat_checks(kernels):
     flat.check_adamw(kernels, 1025)
+    flat.test_moments_are_rounded_where_they_are_stored_and_nowhere_else(kernels, BF16, FP32)
     flat.test_the_decay_of_a_small_second_moment_is_not_lost(kernels)
     flat.test_sums_of_squares_are_those_of_fp64(kernels, BF16, 20001)
     flat.test_a_sum_of_squares_has_the_same_bits_at_any_address_and_does_not_overflow(kernels)
@@ -136,6 +137,12 @@ MUTANTS = {
     ),
     "no sum at the target": ("cross_entropy", "cross_entropy", "i == chosen ? e - sum : e", "e"),
     "one less fp32 beta": ("flat", "flat", "how.rest2 * g * g", "(1.f - how.beta2) * g * g"),
+    "a moment rounded before it is used": (
+        "flat",
+        "flat",
+        "how.step * moment /",
+        "how.step * widen(narrow<M>(moment)) /",
+    ),
     "no correction of the second moment": (
         "flat",
         "flat",

@@ -13,6 +13,8 @@ from megatron_merak.checkpoint.directory import directory_of, read_manifest
 from megatron_merak.checkpoint.stored import read_stored
 from megatron_merak.config import Config
 from megatron_merak.errors import ConfigError
+from megatron_merak.formats.merak import read_merak
+from megatron_merak.formats.native import native_name
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid, held_parameters
 from megatron_merak.planner.host import update_time
@@ -113,7 +115,13 @@ def test_one_rank_reads_what_two_saved_and_trains_alike(tmp_path):
     load = f"{base} --load {tmp_path}/two --save {tmp_path}/other"
     (told,) = run_ranks(_loaded, 1, [(load, tmp_path / "read")])[0]
     assert "Changed since" not in told
-    assert equal(state_of(tmp_path / "read", 4), state_of(tmp_path / "two", 4))
+    saved = state_of(tmp_path / "two", 4)
+    assert equal(state_of(tmp_path / "read", 4), saved)
+    portable, _ = read_merak(tmp_path / "two", None, True, print)
+    for kind in MOMENTS:  # as other programs have them
+        for name in portable.kinds[kind].names():
+            value = portable.kinds[kind].read(name)
+            assert torch.equal(value, saved[f"{kind}/{native_name(name, 'gpt2')}"].float())
 
 
 def test_moments_of_another_type_are_converted_and_that_is_told(tmp_path):
