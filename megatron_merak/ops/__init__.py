@@ -16,6 +16,7 @@ from .cross_entropy import (
 )
 from .documents import documents
 from .flat import accumulate_, adamw_, add_rows_, cast_, sum_of_squares
+from .four_bit import FourBit, matrices, places, stored_bytes
 from .fp8 import BLOCK, MULTIPLE, fp8_linear, fp8_linears
 from .heads import split_heads
 from .linear import WeightGradientSink, adds_in_product, embedding, embedding_part, linear
@@ -33,6 +34,7 @@ from .unkept import UNKEPT
 
 __all__ = [
     "BLOCK",
+    "FourBit",
     "MULTIPLE",
     "OPERATIONS",
     "Kept",
@@ -75,7 +77,9 @@ __all__ = [
     "linears",
     "loss_of_stats",
     "masked_softmax",
+    "matrices",
     "moved",
+    "places",
     "ring_arrive",
     "ring_end",
     "ring_part",
@@ -87,6 +91,7 @@ __all__ = [
     "rotary_heads",
     "row",
     "split_heads",
+    "stored_bytes",
     "sum_of_squares",
     "swiglu",
 ]

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .four_bit import FourBit, matrices, row_counts
 from .linear import WeightGradientSink
-from .linears import in_one, joined, side_by_side, sum_of_products
+from .linears import gradient_of_input, in_one, joined, side_by_side
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,15 @@ class _Factors:
 
 
 class _Adapted(torch.autograd.Function):
-    """sizes: number of layers, and of adapters; given: whether the products with A are."""
+    """sizes:   number of layers, and of adapters.
+    given:   whether the products with A are.
+    formats: of frozen layers in 4 bits, see ``matrices``.
+    """
 
     @staticmethod
-    def forward(ctx, input, sink, sizes, given, together, views, places, scales, *tensors):
+    def forward(ctx, input, sink, sizes, given, together, views, places, scales, formats, *tensors):
         ctx.sizes = sizes
+        ctx.formats = formats
         ctx.given = given
         ctx.together = together
         ctx.places = places
@@ -53,17 +58,19 @@ class _Adapted(torch.autograd.Function):
         ctx.sink = sink
         ctx.set_materialize_grads(False)
         factors = _split(sizes, given, tensors)
-        widths = [len(weight) for weight in factors.weights]
+        widths = row_counts(factors.weights, formats)
+        weights = matrices(factors.weights, formats, input.dtype)
         product = None
         if together:
-            product = side_by_side(input, factors.weights, factors.biases)
+            product = side_by_side(input, weights, factors.biases)
         elif views:
-            product = in_one(input, factors.weights, factors.biases)
+            product = in_one(input, weights, factors.biases)
         if product is None:
-            pairs = zip(factors.weights, factors.biases, strict=True)
+            pairs = zip(weights, factors.biases, strict=True)
             products = [F.linear(input, weight, bias) for weight, bias in pairs]
         else:
             products = [*product.split(widths, -1)]
+        del weights
         scaled = _scaled_hiddens(input, factors, scales)
         columns = scaled.split(factors.ranks, 1)
         for place, hidden, up in zip(places, columns, factors.ups, strict=True):
@@ -93,7 +100,7 @@ class _Adapted(torch.autograd.Function):
         whole = grads[0].reshape(count, -1) if ctx.together and grads[0] is not None else None
         parts = [None if grad is None else grad.reshape(count, -1) for grad in grads]
         if ctx.together:
-            parts = _columns(whole, [len(weight) for weight in weights])
+            parts = _columns(whole, row_counts(weights, ctx.formats))
         if all(part is None for part in parts):
             return tuple(empty)
         grad_scaled = scaled.new_empty(scaled.shape)
@@ -103,7 +110,11 @@ class _Adapted(torch.autograd.Function):
                 column.zero_()
             else:
                 column.addmm_(parts[place], up, beta=0, alpha=scale)
-        grad_input = _of_input(whole, parts, weights) if needs[0] else None
+        grad_input = None
+        if needs[0]:
+            values = matrices(weights, ctx.formats, scaled.dtype, backward=True)
+            grad_input = gradient_of_input(whole, parts, values)
+            del values
         if grad_input is not None:
             _add_down(grad_input, grad_scaled, ranks, downs)
         of_biases = [
@@ -139,22 +150,11 @@ class _Adapted(torch.autograd.Function):
         )
 
 
-_FIRST = 8  # of the tensors among the arguments of ``_Adapted``
+_FIRST = 9  # of the tensors among the arguments of ``_Adapted``
 
 
 def _columns(whole: Tensor | None, widths: Sequence[int]) -> Sequence[Tensor | None]:
     return [None] * len(widths) if whole is None else whole.split(widths, 1)
-
-
-def _of_input(
-    whole: Tensor | None, parts: Sequence[Tensor | None], weights: Sequence[Tensor]
-) -> Tensor:
-    """Return the gradient that comes through the frozen layers. whole: all parts as one."""
-    merged = None if whole is None else joined(weights)
-    if whole is not None and merged is not None:
-        return whole @ merged
-    pairs = zip(parts, weights, strict=True)
-    return sum_of_products([(part, weight) for part, weight in pairs if part is not None])
 
 
 def _split(sizes: tuple[int, int], given: bool, tensors: Sequence[Tensor]) -> _Factors:
@@ -219,6 +219,7 @@ def adapted_linear(
     places: Sequence[int],
     scales: Sequence[float],
     sink: WeightGradientSink | None = None,
+    formats: Sequence[FourBit | None] = (),
 ) -> Tensor:
     """input [..., i] @ W [o, i]^T + bias [o] for each frozen layer, concatenated in one tensor
     [..., sum of o], with the products of adapters added: scale * (input @ A [r, i]^T) @ B [o, r]^T.
@@ -229,8 +230,19 @@ def adapted_linear(
     biases:  one for each layer, or None.
     hiddens: of each adapter [..., r], in place of ``input`` @ A^T; none: there is an A.
     places:  of each adapter the layer that it is added to.
+    formats: of each W that is in 4 bits, uint8 [bytes], how; None for others; none: no W is.
     """
-    return _apply(input, weights, biases, hiddens, places, scales=scales, together=True, sink=sink)
+    return _apply(
+        input,
+        weights,
+        biases,
+        hiddens,
+        places,
+        scales=scales,
+        together=True,
+        sink=sink,
+        formats=formats,
+    )
 
 
 def adapted_linears(
@@ -242,9 +254,20 @@ def adapted_linears(
     scales: Sequence[float],
     views: bool = False,
     sink: WeightGradientSink | None = None,
+    formats: Sequence[FourBit | None] = (),
 ) -> tuple[Tensor, ...]:
     """``adapted_linear`` with a result for each layer. views: see ``linears``."""
-    return _apply(input, weights, biases, hiddens, places, scales=scales, views=views, sink=sink)
+    return _apply(
+        input,
+        weights,
+        biases,
+        hiddens,
+        places,
+        scales=scales,
+        views=views,
+        sink=sink,
+        formats=formats,
+    )
 
 
 def _apply(
@@ -258,11 +281,12 @@ def _apply(
     together: bool = False,
     views: bool = False,
     sink: WeightGradientSink | None,
+    formats: Sequence[FourBit | None],
 ) -> Any:
     sizes = (len(biases), len(places))
     given = bool(hiddens)
     factors = weights[sizes[0] :]
     assert len(factors) == (1 if given else 2) * sizes[1], (len(weights), sizes, given)
     tensors = (*weights[: sizes[0]], *biases, *factors, *hiddens)
-    how = (sizes, given, together, views, tuple(places), tuple(scales))
+    how = (sizes, given, together, views, tuple(places), tuple(scales), tuple(formats))
     return _Adapted.apply(input, sink, *how, *tensors)

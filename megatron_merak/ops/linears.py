@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .four_bit import FourBit, matrices, row_counts
 from .linear import WeightGradientSink
 
 
@@ -20,20 +21,23 @@ class _Linears(torch.autograd.Function):
     parameters: ``count`` weights, then as many biases or None.
     together:   whether there is one output, not ``count``.
     views:      whether ``count`` outputs may be views of one.
+    formats:    of frozen weights in 4 bits, see ``matrices``.
     """
 
     @staticmethod
-    def forward(ctx, input, sink, together, views, count, *parameters):
+    def forward(ctx, input, sink, together, views, formats, count, *parameters):
         weights = parameters[:count]
         biases = parameters[count:]
-        trained = sink is not None or any(ctx.needs_input_grad[5 : 5 + count])
+        trained = sink is not None or any(ctx.needs_input_grad[_FIRST : _FIRST + count])
         ctx.get_input = None if sink is None else sink.getter(input)
         ctx.save_for_backward(input if trained and not ctx.get_input else None, *weights)
         ctx.shape = input.shape
         ctx.sink = sink
         ctx.together = together
         ctx.count = count
+        ctx.formats = formats
         ctx.set_materialize_grads(False)
+        weights = matrices(weights, formats, input.dtype)
         if together:
             return side_by_side(input, weights, biases)
         if views and (product := in_one(input, weights, biases)) is not None:
@@ -48,22 +52,21 @@ class _Linears(torch.autograd.Function):
         count = ctx.shape[:-1].numel()
         rows = [None if grad is None else grad.reshape(count, -1) for grad in grads]
         grad_input = None
-        if ctx.together and rows[0] is not None:
-            merged = joined(weights)
-            if merged is not None and ctx.needs_input_grad[0]:
-                grad_input = rows[0] @ merged
-            rows = rows[0].split([len(weight) for weight in weights], 1)
-        pairs = [
-            (grad, weight) for grad, weight in zip(rows, weights, strict=True) if grad is not None
-        ]
-        if grad_input is None and ctx.needs_input_grad[0] and pairs:
-            grad_input = sum_of_products(pairs)
+        widths = row_counts(weights, ctx.formats)
+        whole = rows[0] if ctx.together else None
+        if whole is not None:
+            rows = whole.split(widths, 1)
+        given = [grad for grad in rows if grad is not None]
+        if ctx.needs_input_grad[0] and given:
+            values = matrices(weights, ctx.formats, given[0].dtype, backward=True)
+            grad_input = gradient_of_input(whole, rows, values)
+            del values
         input = ctx.get_input() if ctx.get_input else input
         inputs = None if input is None else input.reshape(-1, input.shape[-1])
         grad_parameters = [None] * (2 * ctx.count)
-        of_biases = ctx.needs_input_grad[5 + ctx.count :]
+        of_biases = ctx.needs_input_grad[_FIRST + ctx.count :]
         if ctx.together and grads[0] is not None and any(of_biases):
-            sums = grads[0].reshape(count, -1).sum(0).split([len(weight) for weight in weights])
+            sums = grads[0].reshape(count, -1).sum(0).split(widths)
             grad_parameters[ctx.count :] = sums
             of_biases = [False] * ctx.count
         for place, (grad, weight) in enumerate(zip(rows, weights, strict=True)):
@@ -71,18 +74,29 @@ class _Linears(torch.autograd.Function):
                 continue
             if ctx.sink is not None:
                 ctx.sink.matmul(weight, grad, inputs)
-            elif ctx.needs_input_grad[5 + place]:
+            elif ctx.needs_input_grad[_FIRST + place]:
                 grad_parameters[place] = grad.t() @ inputs
             if of_biases[place]:
                 grad_parameters[ctx.count + place] = grad.sum(0)
         return (
             None if grad_input is None else grad_input.view(ctx.shape),
-            None,
-            None,
-            None,
-            None,
+            *[None] * (_FIRST - 1),
             *grad_parameters,
         )
+
+
+_FIRST = 6  # of the parameters among the arguments of ``_Linears``
+
+
+def gradient_of_input(
+    whole: Tensor | None, rows: Sequence[Tensor | None], weights: Sequence[Tensor]
+) -> Tensor:
+    """Return the gradient of the input of layers. whole: the gradients of all results as one."""
+    merged = None if whole is None else joined(weights)
+    if whole is not None and merged is not None:
+        return whole @ merged
+    pairs = zip(rows, weights, strict=True)
+    return sum_of_products([(grad, weight) for grad, weight in pairs if grad is not None])
 
 
 def sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -150,15 +164,19 @@ def linears(
     biases: Sequence[Tensor | None],
     views: bool = False,
     sink: WeightGradientSink | None = None,
+    formats: Sequence[FourBit | None] = (),
 ) -> tuple[Tensor, ...]:
     """input [..., i] @ weight [o, i]^T + bias [o] -> [..., o] for each weight and its bias.
 
     With a ``sink`` autograd has no gradients of weights.
 
-    views: whether results may be views of one product, of weights that are adjacent in memory, like
-           those of a flat buffer: all of it is kept as long as one of them is.
+    views:   whether results may be views of one product, of weights that are adjacent in memory,
+             like those of a flat buffer: all of it is kept as long as one of them is.
+    formats: of each frozen weight that is in 4 bits, uint8 [bytes], how; None for others; none: no
+             weight is.
     """
-    return _Linears.apply(input, sink, False, views, len(weights), *weights, *biases)
+    how = (False, views, tuple(formats), len(weights))
+    return _Linears.apply(input, sink, *how, *weights, *biases)
 
 
 def joined_linear(
@@ -166,13 +184,16 @@ def joined_linear(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor] = (),
     sink: WeightGradientSink | None = None,
+    formats: Sequence[FourBit | None] = (),
 ) -> Tensor:
     """input [..., i] @ weight [o, i]^T + bias [o] for each weight, concatenated in one tensor [...,
     sum of o].
 
     Weights that are adjacent in memory, like those of a flat buffer, are multiplied at once.
 
-    biases: one for each weight, or none.
+    biases:  one for each weight, or none.
+    formats: see ``linears``.
     """
     given: Sequence[Tensor | None] = biases or [None] * len(weights)
-    return _Linears.apply(input, sink, True, False, len(weights), *weights, *given)
+    how = (True, False, tuple(formats), len(weights))
+    return _Linears.apply(input, sink, *how, *weights, *given)

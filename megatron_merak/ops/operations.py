@@ -213,7 +213,7 @@ def _logits_of_chunks(
 OPERATIONS: Mapping[object, Operation] = {
     linear: Operation(sink=_operands, result_unread=True),
     linears: Operation(sink=_operands),
-    joined_linear: Operation(sink=_operands),
+    joined_linear: Operation(sink=_operands, result_unread=True),
     adapted_linear: Operation(sink=_of_adapters, result_unread=True),
     adapted_linears: Operation(sink=_of_adapters),
     fp8_linear: Operation(sink=_of_fp8_layer, result_unread=True, shares_scales=True),

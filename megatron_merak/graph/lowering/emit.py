@@ -125,8 +125,8 @@ class Emitter:
 def call_with_sink(flow: Flow, node: Node) -> SinkCall | None:
     """Return the call that computes ``node`` and passes the gradient of its weight to a sink.
 
-    None if there is no such operation, if the weight is not directly a parameter of two dimensions,
-    if no weight is trained (the plain operation then does not save its input), or if the result is
+    None if there is no such operation, if a trained weight is not directly a parameter of two
+    dimensions, if no weight is trained (the plain operation then does not save its input), or if the result is
     written in place (autograd forbids writing to a view that a custom Function returns).
     """
     if node in flow.written:
@@ -136,9 +136,10 @@ def call_with_sink(flow: Flow, node: Node) -> SinkCall | None:
         call = SinkCall(called(node), node.args, dict(node.kwargs))
     elif node.target in _AS_SINK_CALL and not node.kwargs:
         call = _AS_SINK_CALL[node.target](node.args)
-    if call is None or not all(_is_matrix(flow, weight) for weight in call.weights):
+    if call is None:
         return None
-    return call if any(flow.trains(weight) for weight in call.weights) else None
+    trained = [weight for weight in call.weights if flow.trains(weight)]
+    return call if trained and all(_is_matrix(flow, weight) for weight in trained) else None
 
 
 def _is_matrix(flow: Flow, weight: object) -> bool:
