@@ -19,11 +19,12 @@ from torch.fx.node import map_arg
 
 from ..config.parallel import A2A, A2A_P2P, ALL_GATHER, RINGS
 from ..errors import PlanError
-from ..ops import Kept
+from ..ops import Kept, stored_bytes
 from ..plan import TensorSharding, Unit
 from ..segment import LayerAxis
 from .behind import put_behind_exchanges
 from .capture.captured import Captured
+from .fusion.four_bit import stored_as, unpacked_bytes
 from .fusion.fp8 import Fp8Weights, check_shards, fp8_work
 from .fusion.fuse import fuse
 from .fusion.linear import RECOMPUTED
@@ -123,7 +124,9 @@ def measure(
     narrow = [fp8_work(nodes, fp8) for nodes in unfused]
     if fp8 is not None:
         check_shards(rewritten.graph, fp8, sharding.tensors, tp)
-    counts = fuse(rewritten.graph, loss_chunk, recompute_activations, fp8=fp8)
+    counts = fuse(
+        rewritten.graph, loss_chunk, recompute_activations, fp8=fp8, four_bit=captured.four_bit
+    )
     if recompute_activations and not counts[RECOMPUTED]:
         reason = "the model has no linear layer behind an activation that is known"
         raise PlanError(
@@ -296,6 +299,7 @@ def _assembled(
             for tied in (False, True)
         )
         frozen = [parameter for parameter in own if parameter not in captured.trainable]
+        packed = [parameter for parameter in own if parameter in captured.four_bit]
         crossing_bytes = [(node, _local_bytes(node, sharding)) for node in crossing]
         units.append(
             replace(
@@ -309,6 +313,8 @@ def _assembled(
                 if last
                 else sum(size for node, size in crossing_bytes if node not in own_nodes),
                 frozen=sum(sizes[parameter] for parameter in frozen),
+                packed=sum(sizes[parameter] for parameter in packed),
+                packed_bytes=sum(_packed_bytes(each, captured, sharding) for each in packed),
                 experts=sum(
                     sizes[parameter]
                     for parameter in own
@@ -321,6 +327,13 @@ def _assembled(
             )
         )
     return tuple(units)
+
+
+def _packed_bytes(name: str, captured: Captured, sharding: Sharding) -> int:
+    """Return the bytes of a rank's shard of a weight in 4 bits."""
+    tensor = sharding.tensors[name]
+    shape = tensor.stored_shape(sharding.ranks_of(tensor))
+    return stored_bytes(stored_as(captured.four_bit[name], shape))
 
 
 def stored_values(tensor: TensorSharding, ranks: int) -> int:
@@ -428,6 +441,7 @@ def unit_costs(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False)
         backward=differentiable,
         weight_bytes=_weight_bytes(nodes, flow, replay),
         unread_bytes=unread,
+        unpacked_bytes=unpacked_bytes(nodes),
         running_bytes=rehearse(
             nodes,
             flow,

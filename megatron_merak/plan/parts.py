@@ -234,6 +234,9 @@ class Unit:
                       says.
     fp8_flops:        those of ``flops`` whose operands are rounded to fp8.
     rounded_values:   of matrices that are rounded, of (forward, backward).
+    packed:           those of ``frozen`` that are stored in 4 bits.
+    packed_bytes:     of these, with their scales.
+    unpacked_bytes:   that are moved to make matrices of these, of (forward, backward).
     unneeded_flops:   that the backward saves of twice ``flops``, since (inputs, weights) need no
                       gradient.
     backward:         whether it has one: nothing that it computes needs a gradient where all before it
@@ -282,6 +285,9 @@ class Unit:
     repeated_flops: int = 0
     fp8_flops: int = 0
     rounded_values: tuple[int, int] = (0, 0)
+    packed: int = 0
+    packed_bytes: int = 0
+    unpacked_bytes: tuple[int, int] = (0, 0)
     running_bytes: tuple[int, int, int] = (0, 0, 0)
     backward: bool = True
 
@@ -386,6 +392,11 @@ def trained_parameters(units: Sequence[Unit]) -> int:
     """Return ``held_parameters`` of those that are trained."""
     tied = dict(pair for unit in units for pair in trained_tied(unit))
     return sum(unit.parameters - unit.frozen for unit in units) + sum(tied.values())
+
+
+def packed_weights(units: Sequence[Unit]) -> tuple[int, int]:
+    """Return the number of frozen values of some units that are stored in 4 bits, and their bytes."""
+    return sum(unit.packed for unit in units), sum(unit.packed_bytes for unit in units)
 
 
 def spread_parameters(units: Sequence[Unit], divided: int) -> int:

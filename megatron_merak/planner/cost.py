@@ -475,7 +475,10 @@ def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCo
     passed = _behind_attention(unit, device, dtype, work, groups.ring)
     exchanged = _behind_shared(unit, device, dtype, groups)
     weight = work.weight + device.passes_time(gradient)
-    rounded = [ROUNDED_BYTES * count for count in unit.rounded_values]
+    rounded = [
+        ROUNDED_BYTES * count + unpacked
+        for count, unpacked in zip(unit.rounded_values, unit.unpacked_bytes, strict=True)
+    ]
     back = device.passes_time(2 * moved + gradient + rounded[1]) if unit.backward else 0.0
     return UnitCost(
         forward=work.forward + device.passes_time(moved + rounded[0]) + host[0],
@@ -489,8 +492,10 @@ def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCo
             halves[1] / (2 * max(_count(unit, 1), 1)),
         ),
         halving=(
-            device.passes_time(reread) + host[0],
-            device.passes_time(reread + gradient) + host[1] if unit.backward else 0.0,
+            device.passes_time(reread + unit.unpacked_bytes[0]) + host[0],
+            device.passes_time(reread + gradient + unit.unpacked_bytes[1]) + host[1]
+            if unit.backward
+            else 0.0,
         ),
         behind=(passed[0] + exchanged[0], passed[1] + exchanged[1]),
         behind_weights=exchanged[2],

@@ -16,6 +16,7 @@ from megatron_merak.plan import (
     exceeding,
     held_parameters,
     limits_of,
+    packed_weights,
     spread_parameters,
     trained_parameters,
 )
@@ -396,10 +397,11 @@ class Ledger:
             spread = spread_parameters(units, self.expert_copies) - trained
             if ranks > 1:
                 state += self.state_bytes * spread
+            packed, packed_bytes = packed_weights(units)
             together = Values(
                 trained,
                 state,
-                self.frozen_bytes * (held_parameters(units) - trained),
+                self.frozen_bytes * (held_parameters(units) - trained - packed) + packed_bytes,
                 spread,
             )
             added.append(together - earlier)

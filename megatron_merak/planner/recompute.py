@@ -137,7 +137,7 @@ class Chooser:
             kinds.setdefault((unit.saved_bytes, unit.output_bytes, unit.passed_bytes, unit.transient_bytes,
                               unit.unread_bytes, unit.held_bytes, unit.parameters, unit.tied, unit.frozen,
                               unit.tied_frozen, unit.state_bytes, unit.tied_state_bytes, unit.running_bytes,
-                              seconds), len(kinds))
+                              unit.packed, unit.packed_bytes, seconds), len(kinds))
             for unit, seconds in zip(units, times, strict=True)
         ]  # fmt: skip
         self._fewest_cache: dict[object, Relief | None] = {}

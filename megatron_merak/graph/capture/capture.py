@@ -31,6 +31,7 @@ from megatron_merak.graph.capture.fake_model import (
     make_fake_model,
 )
 from megatron_merak.graph.capture.fast_trace import fast_tracing
+from megatron_merak.graph.capture.four_bit import check_readers, drop_copies, four_bit_weights
 from megatron_merak.graph.capture.inspected import inspected_model
 from megatron_merak.graph.capture.lengths import Axes, Lengths, SymbolicLength, digest
 from megatron_merak.graph.capture.outputs import (
@@ -107,6 +108,7 @@ def capture(
     """
     batch = {key: value for key, value in batch.items() if value is not None}
     _check_batch(model, batch, compute is not None)
+    four_bit_weights(model)  # raises, where attempts would go on to the next one
     eager = EagerModules()
     first_error: DataDependentForward | None = None
     reasons: dict[str, str] = {}
@@ -190,10 +192,14 @@ def _capture(
             continue
         _refuse_side_effects(model, events)
         captured = clean(raw, output_names(program), str(attempt))
+        packed = four_bit_weights(model)
+        drop_copies(captured.module.graph, packed)
+        check_readers(captured.module.graph, packed)
+        read = {name: how for name, how in packed.items() if name in captured.shapes}
         notes = function_notes(events) + _notes(
             model, batch, captured, attempt, compute is not None
         )
-        return replace(captured, notes=captured.notes + notes, origin=origin)
+        return replace(captured, notes=captured.notes + notes, origin=origin, four_bit=read)
     raise refused or _failure(model, last_error)
 
 

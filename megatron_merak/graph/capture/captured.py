@@ -3,13 +3,14 @@ parameters.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from megatron_merak.graph.capture.guards import Guards
+from megatron_merak.ops.four_bit import FourBit
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Captured:
     trainable:      names of the parameters that require a gradient.
     untouched:      those of them that get none: what reads them is detached, or in
                     ``torch.no_grad``.
+    four_bit:       how those are stored that are in 4 bits; ``shapes`` and ``dtypes`` are of the
+                    values that they stand for.
     aliases:        other names of tied parameters -> the name in use.
     buffers:        names of the constants that are buffers in the model's state dict.
     how:            the attempt that succeeded.
@@ -62,3 +65,4 @@ class Captured:
     guards: Guards | None = None
     origin: Origin | None = None
     untouched: frozenset[str] = frozenset()
+    four_bit: Mapping[str, FourBit] = field(default_factory=dict)

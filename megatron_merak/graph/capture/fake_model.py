@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_merak.errors import TraceError
+from megatron_merak.graph.capture import four_bit
 from megatron_merak.graph.capture.empty import fake_mode, fake_parameter, is_fake
 from megatron_merak.graph.capture.inspected import inspected_model
 from megatron_merak.graph.capture.rebound import rebind_functions
@@ -33,15 +34,20 @@ def make_fake_model(
     _refuse_hooks(model)
     mode = fake_mode()
     casts = dtype if isinstance(dtype, Mapping) else _casts(model, dtype)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = dict.fromkeys(map(id, four_bit.states(model)))
     for name, parameter in model.named_parameters():
         memo[id(parameter)] = fake_parameter(parameter, mode, casts.get(name))
+    for parameter, shape, computed in four_bit.described(model, casts):
+        with mode:
+            values = torch.empty(shape, dtype=computed, device="cpu")
+        memo[id(parameter)] = nn.Parameter(values, requires_grad=False)
     for buffer in model.buffers():
         if is_fake(buffer):
             memo[id(buffer)] = _without_values(buffer, mode)
         else:
             memo[id(buffer)] = buffer.detach().cpu().clone() if copy_buffers else buffer.cpu()
     fake = copy.deepcopy(model, memo).train(training)
+    four_bit.stand_in(fake)
     rebind_functions(fake, memo)
     for module in fake.modules():
         if isinstance(getattr(module, "gradient_checkpointing", None), bool):
@@ -81,11 +87,12 @@ def _casts(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype
     if dtype is None:
         return {}
     keeps_float32 = _float32_rule(model, dtype)
-    return {
+    casts = {
         name: torch.float32 if keeps_float32(name) else dtype
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point()
     }
+    return casts | dict.fromkeys(four_bit.four_bit_layers(model), dtype)
 
 
 def _float32_rule(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:

@@ -3,13 +3,16 @@ access less memory.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch.fx import Graph, Node
 
+from ...ops import FourBit
 from ..ir.aliases import changing
 from . import adapters, attention, heads, linear, loss, pointwise
+from .four_bit import to_four_bit
 from .fp8 import Fp8Weights, to_fp8
 from .patterns import Match, matches
 
@@ -57,6 +60,7 @@ def fuse(
     recompute_activations: bool = False,
     continued: Collection[int] = (),
     fp8: Fp8Weights | None = None,
+    four_bit: Mapping[str, FourBit] = MappingProxyType({}),
 ) -> Counter[str]:
     """Apply every fusion to a rewritten graph in place; return how often each was applied, by name.
 
@@ -69,6 +73,7 @@ def fuse(
                            instead of saving it.
     continued:             units that may begin with the sum that ends the one before.
     fp8:                   the linear layers that compute in fp8; None: none does.
+    four_bit:              how frozen weights in 4 bits are stored, by name.
     """
     counts: Counter[str] = Counter()
     written = changing(graph)
@@ -85,6 +90,8 @@ def fuse(
         counts["linears of one input"] = groups
     if fp8 is not None:
         counts["linear layers in fp8"] = to_fp8(graph, fp8)
+    if four_bit and (found := to_four_bit(graph, four_bit)):
+        counts["weights in 4 bits"] = found
     graph.lint()
     return counts
 

@@ -12,6 +12,7 @@ from megatron_merak.plan import (
     Shards,
     StagePlan,
     Unit,
+    packed_weights,
     trained_parameters,
     trained_tied,
 )
@@ -121,7 +122,8 @@ class ChainPart:
     whole:      whether they are alike, so that a rank has a whole number of them.
     parameters: trained ones, with tied tensors once.
     experts:    those of ``parameters`` that copies of a layer divide.
-    frozen:     those that are not trained.
+    frozen:     those that are not trained, but for those in 4 bits.
+    packed:     bytes of the latter.
     saved:      bytes that a micro-batch keeps for its backward.
     inputs:     those that it keeps if units are recomputed.
     """
@@ -131,6 +133,7 @@ class ChainPart:
     parameters: int
     experts: int
     frozen: int
+    packed: int
     saved: int
     inputs: int
     dtype: str
@@ -141,6 +144,7 @@ class ChainPart:
     ) -> "ChainPart":
         """Return the sums of units. again: whether full recomputation repeats each."""
         tied = dict(pair for unit in units for pair in trained_tied(unit))
+        packed, packed_bytes = packed_weights(units)
         saved = [unit.saved_bytes - unit.unread_bytes for unit in units]
         kept = [
             min(unit.output_bytes, bytes_) if repeats else bytes_
@@ -151,7 +155,8 @@ class ChainPart:
             whole,
             parameters=sum(unit.parameters - unit.frozen for unit in units) + sum(tied.values()),
             experts=sum(unit.experts for unit in units),
-            frozen=sum(unit.frozen for unit in units),
+            frozen=sum(unit.frozen for unit in units) - packed,
+            packed=packed_bytes,
             saved=sum(saved),
             inputs=sum(kept),
             dtype=dtype,
@@ -167,7 +172,7 @@ class ChainPart:
 
     def state(self, shards: Shards, state_bytes: float, frozen_bytes: float) -> float:
         """Return the bytes of weights, gradients and optimizer state."""
-        frozen = (frozen_bytes or DTYPE_BYTES[self.dtype]) * self.frozen
+        frozen = (frozen_bytes or DTYPE_BYTES[self.dtype]) * self.frozen + self.packed
         values = Values(self.parameters, self.parameters * state_bytes, frozen)
         return StageMemory.of(
             values, self.dtype, activations=0, working=0, transfers=0, shards=shards
