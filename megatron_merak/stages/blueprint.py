@@ -21,7 +21,7 @@ from ..config.checks import (
     check_schedule,
     check_sharding,
 )
-from ..config.fp8 import check_fp8
+from ..config.fp8 import Fp8, check_fp8
 from ..config.model_states import check_model_states
 from ..config.parallel import A2A
 from ..config.unflushed import refuse_unflushed
@@ -31,6 +31,7 @@ from ..graph.capture.captured import Captured
 from ..graph.capture.fast_trace import gc_paused
 from ..graph.capture.guards import Guards
 from ..graph.capture.outputs import LossFunction
+from ..graph.fusion.four_bit import check_cuts
 from ..graph.fusion.fp8 import check_shards, fp8_weights
 from ..graph.fusion.fuse import fuse
 from ..graph.ir.nodes import is_random
@@ -140,6 +141,7 @@ def measured(
         experts=parallel.expert_ranks,
         shards=parallel.expert_shards,
     )
+    check_four_bit(captured, sharding, request.fp8, parallel.offload_model_states)
     units = measure(
         captured,
         chain,
@@ -159,6 +161,21 @@ def measured(
     return chain, sharding, units
 
 
+def check_four_bit(captured: Captured, sharding: Sharding, fp8: Fp8 | None, on_host: bool) -> None:
+    """Raise PlanError for what weights in 4 bits cannot be planned with."""
+    if not captured.four_bit:
+        return
+    name = min(captured.four_bit)
+    reason = f"weights such as {name} are in 4 bits"
+    if fp8 is not None:
+        remedy = "Leave it out, or load the model without quantization_config"
+        raise PlanError("--fp8-format", fp8.format, reason, remedy)
+    if on_host:
+        remedy = "Leave it out: adapters have little optimizer state"
+        raise PlanError("offload_model_states", True, reason, remedy)
+    check_cuts(captured.four_bit, sharding.tensors, sharding.tp)
+
+
 def is_gpt(model: nn.Module) -> bool:
     """Whether a model is the GPT that flags describe, which says into which units plans cut it."""
     return isinstance(model, GPTModule)
@@ -172,14 +189,15 @@ def chain_of(captured: Captured, algorithm: str, model: nn.Module) -> Chain:
 
 
 def frozen_bytes(traced: Traced) -> float:
-    """Bytes per element of the frozen weights, on average; 0 where there are none.
+    """Bytes per element of the frozen weights but for those in 4 bits, on average; 0 where there
+    are none.
 
     A weight that is rounded for computing is in memory twice: rounded, and in the dtype of the
     user's model.
     """
     captured = traced.captured
     sizes: dict[str, tuple[int, int]] = {}
-    for name in captured.shapes.keys() - captured.trainable:
+    for name in captured.shapes.keys() - captured.trainable - captured.four_bit.keys():
         own = traced.model.get_parameter(name).dtype
         computed = captured.dtypes[name]
         rounds = own == torch.float32 and computed in HALVES
@@ -228,6 +246,7 @@ def blueprint_from_plan(
         experts=plan.expert_ranks,
         shards=plan.expert_shards,
     )
+    check_four_bit(captured, sharding, plan.fp8, plan.offload_model_states)
     units = measure(
         captured,
         chain,
@@ -516,6 +535,7 @@ class Blueprint:
             plan.recompute_activations,
             continued=part.continued,
             fp8=fp8,
+            four_bit=captured.four_bit,
         )
         put_behind_exchanges(rewritten)
         parts = split(rewritten, part.units, mesh.device, lookups_of(captured))

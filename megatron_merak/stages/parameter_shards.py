@@ -12,10 +12,12 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.hf import ModuleSource, Source, fill, source_of
+from ..checkpoint.hf import Source, fill, source_of
 from ..checkpoint.shard import overlaps_of_rectangle
 from ..checkpoint.store import Shard
 from ..errors import PlanError
+from ..graph.fusion.four_bit import stored_as
+from ..ops import FourBit, stored_bytes
 from ..parallel.agree import broadcast_json, gather_json, together
 from ..parallel.buffers import BufferEntry, Flat, ParameterBuffer, ShardedState, align
 from ..parallel.mesh import Mesh
@@ -25,6 +27,7 @@ from ..runtime.parameters import RankParameters
 from .adapters import has_adapters, name_before
 from .blueprint import Blueprint
 from .deliver import deliver
+from .four_bit import FourBitSource, shards_of, whole_formats
 from .init_captured import Initialiser, workers_for
 from .parameter_groups import GroupOf
 from .precision import DTYPES, HALVES
@@ -42,18 +45,23 @@ class StoredParameter:
     exact:    its values in the dtype of the user's model: fp32 where it computes in 16 bits, else
               ``storage`` itself. Where replicas shard the fp32 values, a view of the gradient's
               memory, into which they are all-gathered.
+    four_bit: how all ranks together store a weight in 4 bits, of which ``storage`` are the bytes;
+              None for others.
     """
 
     sharding: TensorSharding
     storage: Tensor
     counted: bool
     exact: Tensor
+    four_bit: FourBit | None = None
 
     def shard(self, mesh: Mesh, storage: Tensor) -> Shard:
         """``storage``, of the shape of ``self.storage``, as a shard of a HuggingFace tensor,
         without padding.
         """
         tensor = self.sharding
+        if self.four_bit is not None:
+            return next(self.parts(mesh))
         rank, ranks = mesh.sharing(tensor.experts)
         shape = tensor.local_shape(rank, ranks)
         view = storage if tensor.dim is None else storage.narrow(tensor.dim, 0, shape[tensor.dim])
@@ -67,6 +75,14 @@ class StoredParameter:
             dim = tensor.within
             intervals = tensor.features(rank)
         return Shard(tensor.name, tensor.shape, dim, intervals, tensor=view, owner=owner, slab=slab)
+
+    def parts(self, mesh: Mesh) -> Iterator[Shard]:
+        """Yield what a weight in 4 bits is made of, see ``shards_of``; nothing for others."""
+        if self.four_bit is not None:
+            tensor = self.sharding
+            rank, ranks = mesh.sharing(tensor.experts)
+            owner = self.counted and mesh.same(tensor.experts)[0] == 0
+            yield from shards_of(tensor, self.four_bit, self.storage, rank, ranks, owner=owner)
 
 
 class ParameterShards:
@@ -89,6 +105,8 @@ class ParameterShards:
         self.model = blueprint.traced.model
         self.stages = blueprint.plan.stages_of(mesh.pp_rank)
         self.stages_of = blueprint.stages_of()
+        tensors = blueprint.sharding.tensors
+        self._four_bit = whole_formats(self.captured.four_bit, tensors, blueprint.plan.grid.tp)
         self.units = [unit for stage in self.stages for unit in blueprint.plan.stages[stage].units]
         used = [self.reads(unit) for unit in self.units]
         owner = {
@@ -257,6 +275,11 @@ class ParameterShards:
         captured = self.captured
         tensors = self.blueprint.sharding.tensors
         frozen = [name for name in names if name not in captured.trainable]
+        for name in [name for name in frozen if name in self._four_bit]:
+            tensor = tensors[name]
+            how = stored_as(self._four_bit[name], tensor.stored_shape(self.blueprint.plan.grid.tp))
+            yield name, torch.zeros(stored_bytes(how), dtype=torch.uint8, device=self.mesh.device)
+        frozen = [name for name in frozen if name not in self._four_bit]
         for dtype in dict.fromkeys(captured.dtypes[name] for name in frozen):
             shapes = {
                 name: tensors[name].stored_shape(self.blueprint.plan.ranks_of(tensors[name]))
@@ -289,7 +312,8 @@ class ParameterShards:
             storage = exact = self._frozen[name]
             if rounds:
                 exact = torch.zeros_like(storage, dtype=own)
-        return StoredParameter(tensor, storage, self._counted(name), exact)
+        how = self._four_bit.get(name)
+        return StoredParameter(tensor, storage, self._counted(name), exact, four_bit=how)
 
     def _unused(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
@@ -365,7 +389,9 @@ class ParameterShards:
         buffer = self.buffer
         turns = self.buffer.filling()
         fill_shards = self._filler(seed)
-        fill_shards([*self.others()])
+        parts = [part for stored in self.stored.values() for part in stored.parts(self.mesh)]
+        packed = {part.name for part in parts}
+        fill_shards([*parts, *[shard for shard in self.others() if shard.name not in packed]])
         self.round_frozen()
         masters = buffer.main_grad if buffer.sharded else buffer.master
         for _ in range(
@@ -390,13 +416,13 @@ class ParameterShards:
         control = self.mesh.control
         directory = source_of(self.model)
         names = {} if directory is None else self._names_in(directory)
-        in_memory = {*broadcast_json(ModuleSource(model).names(), control, "cpu")} - names.keys()
+        source = FourBitSource(model, self._four_bit)
+        in_memory = {*broadcast_json(source.names(), control, "cpu")} - names.keys()
         initialiser: list[Initialiser] = []
         workers = workers_for(model, self.mesh.device)
 
         def fill_shards(shards: Sequence[Shard]) -> None:
             held = [shard for shard in shards if shard.name in in_memory]
-            source = ModuleSource(model)
             experts = {name for name, each in self.stored.items() if each.sharding.experts}
             deliver([shard for shard in held if shard.name not in experts], source, self.mesh)
             if self.mesh.experts is not None:

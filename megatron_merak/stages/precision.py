@@ -9,10 +9,12 @@ from torch.fx import Node
 from ..errors import ConfigError, TraceError
 from ..graph.capture.captured import Captured
 from ..graph.capture.fake_model import Cast
+from ..graph.capture.four_bit import four_bit_layers
 from ..graph.capture.unlift import source_line
 from ..graph.ir.nodes import op_name
 from ..graph.ir.operators import facts
 from .adapters import low_rank_factors
+from .quantized import check_quantized
 
 DTYPES = {  # by their names in plans
     "float32": torch.float32,
@@ -27,9 +29,10 @@ def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
 
     It is that of the model's floating parameters unless ``bf16`` or ``fp16`` is set. Raises
     ConfigError, naming a parameter, for one in fp16 or fp64, and with ``fp16`` for one in bf16;
-    with ``fp16`` frozen ones may be fp16; and for a model whose weights are quantized.
+    with ``fp16`` frozen ones may be fp16; and for a model whose weights are quantized, but for
+    adapters over weights in 4 bits of bitsandbytes.
     """
-    _check_quantized(model)
+    check_quantized(model)
     allowed = (torch.float32,) if fp16 else (torch.float32, torch.bfloat16)
     for name, parameter in model.named_parameters():
         frozen = fp16 and not parameter.requires_grad and parameter.dtype == torch.float16
@@ -43,17 +46,6 @@ def compute_dtype(model: nn.Module, bf16: bool, fp16: bool = False) -> str:
         if bf16 or torch.bfloat16 in floating_dtypes(model)
         else "float32"
     )
-
-
-def _check_quantized(model: nn.Module) -> None:
-    for module in model.modules():
-        if getattr(module, "is_quantized", False) is True:
-            kind = getattr(module, "quantization_method", "a library")
-            reason = f"its weights are quantized by {getattr(kind, 'value', kind)}"
-            reason += ", and weights are multiplied in float32 or 16 bits"
-            remedy = "Load it without quantization_config, and frozen under adapters with "
-            remedy += "dtype=torch.bfloat16: 2 bytes a weight"
-            raise ConfigError("model", type(module).__name__, reason, remedy)
 
 
 def _refusal(dtype: torch.dtype, fp16: bool) -> tuple[str, str]:
@@ -86,12 +78,16 @@ def cast_of(model: nn.Module, dtype: torch.dtype, autocast: bool) -> Cast:
     autocast: whether it is asked for, and does not follow from the model's weights.
 
     Parameters keep their dtypes in a bf16 or fp16 model of which a part is fp32, except for
-    adapters where that is asked for: autocast, too, multiplies them in ``dtype``.
+    adapters and weights in 4 bits where that is asked for: autocast, too, multiplies them in
+    ``dtype``.
     """
     own = floating_dtypes(model)
+    packed = four_bit_layers(model)
+    if packed and not autocast and {*own} == {dtype}:
+        return None  # a layer in 4 bits says in which dtype it computes
     if dtype not in HALVES or {*own} != {dtype, torch.float32}:
         return dtype
-    factors = low_rank_factors(model) if autocast else []
+    factors = [*low_rank_factors(model), *packed] if autocast else []
     return dict.fromkeys(factors, dtype) or None
 
 

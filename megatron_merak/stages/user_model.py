@@ -17,6 +17,7 @@ from ..checkpoint.shard import Shard
 from ..graph.capture.empty import is_fake
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
+from .four_bit import as_given, follow, move_scales
 from .guard import Guard, guard, guard_of, unguard
 from .model_fingerprint import Fingerprint, ModelChange
 from .withheld import has_memory, is_withheld, restore, version, withhold
@@ -54,6 +55,7 @@ class UserModel:
         self._withheld: dict[str, nn.Parameter] = {}
         if self.shared:
             take(model, {shard.name: shard.tensor for shard in exported()})
+            move_scales(model)
             for buffer in model.buffers():
                 if not is_fake(buffer):
                     buffer.data = buffer.data.to(mesh.device)
@@ -132,7 +134,8 @@ class UserModel:
                 values = values if gather.first else torch.empty(values.shape, dtype=values.dtype)
                 dist.broadcast(values, group=control, group_src=0)
             if name in withheld and has_memory(withheld[name]) and not values.is_meta:
-                restore(withheld[name], values.to(withheld[name].device))
+                given = as_given(withheld[name], values)
+                restore(withheld[name], given.to(withheld[name].device))
         for parameter in withheld.values():
             if not has_memory(parameter):
                 restore(parameter, None)
@@ -215,7 +218,7 @@ class UserModel:
                 else self.model.get_parameter(shard.name)
             )
             if own.data_ptr() != shard.tensor.data_ptr():
-                shard.tensor.copy_(own)
+                follow(shard, own)
         take(self.model, {shard.name: shard.tensor for shard in shards})
         self._settle()
         self.record_weights()
@@ -230,6 +233,7 @@ def take(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         path, _, key = name.rpartition(".")
         parameter = model.get_submodule(path)._parameters.get(key)
         if parameter is not None:
+            value = as_given(parameter, value)
             restore(parameter, value if has_memory(parameter) else None)
         if parameter is None or is_fake(parameter):
             others[name] = value

@@ -149,7 +149,7 @@ def withhold(model: nn.Module, ranks: int) -> dict[str, nn.Parameter]:
 
     ranks: over how many the trained values are sharded.
 
-    Parameters of subclasses of ``nn.Parameter`` keep their memory.
+    Parameters of subclasses of ``nn.Parameter`` keep their memory, but for those in 4 bits.
     """
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
@@ -159,7 +159,8 @@ def withhold(model: nn.Module, ranks: int) -> dict[str, nn.Parameter]:
         other = _twin(parameter, note)
         _exchange(parameter, other)
         note.original = other
-        if type(other) is nn.Parameter and not is_fake(other):
+        plain = type(other) is nn.Parameter or hasattr(other, "quant_state")  # in 4 bits
+        if plain and not is_fake(other):
             # Emptied, as an output of the model may keep the tensor for its backward.
             other.data = other.data.new_empty(0)
     return parameters

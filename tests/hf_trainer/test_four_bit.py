@@ -1,0 +1,87 @@
+"""QLoRA: models of transformers whose frozen layers are in 4 bits, trained as under its own Trainer
+with peft and bitsandbytes, saved as peft saves them.
+"""
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
+
+from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
+from megatron_merak.hf_trainer.trainer import MerakTrainer
+from megatron_merak.stages.withheld import is_withheld
+from tests.four_bit import ALL, adapted, four_bit, needs_bitsandbytes, save_llama
+from tests.hf_trainer.stand_in import collate, samples
+from tests.ranks import run_ranks
+
+from .test_adapters import RUN
+
+pytestmark = needs_bitsandbytes
+WEIGHTS = "adapter_model.safetensors"
+
+
+def train(kind, arguments, directory, model, resume=None, **more):
+    data = samples(12, ragged=False)
+    trainer = kind(model, arguments(str(directory), **RUN | more), collate, data)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{directory}/saved")
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def packed(model):
+    return {n: p.data.clone() for n, p in model.named_parameters() if p.dtype == torch.uint8}
+
+
+def run(rank, world_size, base, directory, more):
+    model = adapted(four_bit(base, double=True), ALL)
+    given = packed(model)
+    trainer, losses = train(MerakTrainer, MerakArguments, directory, model, **more)
+    if world_size > 1:
+        assert all(map(is_withheld, model.parameters()))
+    assert all("lora_" in name for name in trainer.engine.buffer.slots)
+    _, again = train(
+        MerakTrainer,
+        MerakArguments,
+        f"{directory}/resumed",
+        adapted(four_bit(base, double=True), ALL, seed=7),
+        f"{directory}/checkpoint-2",
+        **more,
+    )
+    assert again == losses
+    assert trainer.gather_model() is model
+    if rank:
+        return losses, None
+    for name, value in given.items():
+        assert torch.equal(model.get_parameter(name).data, value), name
+    model.save_pretrained(f"{directory}/own")
+    rows = torch.tensor([[5, 6, 7, 8]])
+    model.train()  # an evaluation on a CPU would pack weights anew
+    return losses, model(input_ids=rows).logits.detach()
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"pipeline_model_parallel_size": 2}], ids=["one process", "pp"]
+)
+def test_losses_and_adapters_are_those_of_peft_with_bitsandbytes(more, tmp_path):
+    base = save_llama(tmp_path / "base", vocab_size=128)
+    theirs = adapted(four_bit(base, double=True), ALL)
+    _, wanted = train(Trainer, TrainingArguments, tmp_path / "theirs", theirs)
+    ours = tmp_path / "ours"
+    arguments = (base, str(ours), more)
+    found = run_ranks(run, 2, *arguments, timeout=280) if more else [run(0, 1, *arguments)]
+    assert all(losses == found[0][0] for losses, _ in found)
+    losses, logits = found[0]
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    saved, own, expected = (
+        load_file(place / WEIGHTS)
+        for place in (ours / "saved", ours / "own", tmp_path / "theirs/saved")
+    )
+    assert saved.keys() == own.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(saved[name], own[name])
+        torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=2e-5)
+    assert not (ours / "saved/model.safetensors").exists()
+    loaded = PeftModel.from_pretrained(four_bit(base, double=True), ours / "saved").train()
+    rows = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(loaded(input_ids=rows).logits, logits)
