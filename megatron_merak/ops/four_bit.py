@@ -51,7 +51,7 @@ class FourBit(NamedTuple):
         return self.rows, self.columns
 
 
-class Place(NamedTuple):
+class PackedPart(NamedTuple):
     """A tensor in the memory of a weight. start: in bytes."""
 
     start: int
@@ -67,7 +67,7 @@ class Place(NamedTuple):
         return stored[self.start : self.stop].view(self.dtype).view(self.shape)
 
 
-def places(how: FourBit) -> Mapping[str, Place]:
+def places(how: FourBit) -> Mapping[str, PackedPart]:
     """Return what a weight in 4 bits is made of, by name.
 
     Every row consists of whole blocks, so that what shards the weight shards its packed values and
@@ -84,10 +84,10 @@ def places(how: FourBit) -> Mapping[str, Place]:
         parts.append((NESTED_OFFSET, (), torch.float32))
     else:
         parts.append((SCALES, scales, torch.float32))
-    found: dict[str, Place] = {}
+    found: dict[str, PackedPart] = {}
     end = 0
     for name, shape, dtype in parts:
-        found[name] = Place(-(-end // _ALIGNMENT) * _ALIGNMENT, shape, dtype)
+        found[name] = PackedPart(-(-end // _ALIGNMENT) * _ALIGNMENT, shape, dtype)
         end = found[name].stop
     return MappingProxyType(found)
 

@@ -37,11 +37,15 @@ def low_rank_factors(model: nn.Module) -> list[str]:
     """The names of the factors A and B of LoRA, in the order of the parameters."""
     layers: Any = sys.modules.get("peft.tuners.lora.layer")
     factors: set[int] = set()
-    for module in model.modules() if layers is not None else ():
-        if isinstance(module, layers.Linear | layers.Embedding):
-            kinds = (module.lora_A, module.lora_B)
-            others = (module.lora_embedding_A, module.lora_embedding_B)
-            factors |= {id(p) for kind in (*kinds, *others) for p in kind.parameters()}
+    kinds: tuple[type, ...] = () if layers is None else (layers.Linear, layers.Embedding)
+    in_four_bits = getattr(sys.modules.get("peft.tuners.lora.bnb"), "Linear4bit", None)
+    if in_four_bits is not None:
+        kinds += (in_four_bits,)
+    for module in model.modules():
+        if isinstance(module, kinds):
+            own: Any = module
+            pairs = (own.lora_A, own.lora_B, own.lora_embedding_A, own.lora_embedding_B)
+            factors |= {id(p) for each in pairs for p in each.parameters()}
     return [name for name, p in model.named_parameters() if id(p) in factors]
 
 

@@ -32,6 +32,11 @@ def check_quantized(model: nn.Module) -> None:
         reason += ", and weights are multiplied in float32 or 16 bits, or held in 4 bits by "
         reason += "load_in_4bit of bitsandbytes"
         raise ConfigError("model", type(module).__name__, reason, _PLAIN)
+    library: Any = sys.modules.get("bitsandbytes")
+    for name, module in model.named_modules() if library is not None else ():
+        if isinstance(module, library.nn.Linear8bitLt):
+            reason = "it is a Linear8bitLt, and no layer of 8 bits is computed"
+            raise ConfigError("module", name, reason, _PLAIN)
     if layers:
         _check_layers(model, layers)
 

@@ -218,10 +218,17 @@ def test_what_is_not_done_is_refused_by_name(directory):
             rf"model \w+: its weights are quantized by {words}, .*torch.bfloat16",
             lambda model=model: compute_dtype(adapted(model), bf16=False),
         )
+    from bitsandbytes.nn import Linear8bitLt
+
+    model = adapted(four_bit(directory))
+    model.base_model.model.lm_head = Linear8bitLt(128, 96, bias=False)
+    refused(
+        ConfigError, "module .*lm_head: it is a Linear8bitLt", lambda: compute_dtype(model, False)
+    )
     dora = adapted(four_bit(directory), use_dora=True)
     refused(TraceError, "4-bit weight .*q_proj.*reads its values", lambda: Traced(dora, tokens()))
     plain = adapted(four_bit(directory))
-    fp8 = {"fp8": Fp8(), "parallel": ParallelConfig()}
+    fp8 = {"fp8": Fp8("e4m3"), "parallel": ParallelConfig()}
     refused(PlanError, "--fp8-format.*are in 4 bits", lambda: planned(plain, **fp8))
     host = {"parallel": ParallelConfig(offload_model_states=True)}
     refused(PlanError, "offload_model_states.*are in 4 bits", lambda: planned(plain, **host))

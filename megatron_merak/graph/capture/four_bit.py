@@ -72,7 +72,7 @@ def _refused(name: str, reason: str, remedy: str) -> ConfigError:
     return ConfigError("4-bit weight", name, reason, remedy)
 
 
-class _Linear(nn.Module):
+class _FrozenLinear(nn.Module):
     """Stands for a ``Linear4bit``, whose attributes it has: a linear layer with a frozen weight.
 
     The result has the dtype of the input.
@@ -117,7 +117,7 @@ def stand_in(fake: nn.Module) -> None:
     ``described`` yields.
     """
     for module in four_bit_layers(fake).values():
-        module.__class__ = _Linear
+        module.__class__ = _FrozenLinear
 
 
 def drop_copies(graph: Graph, weights: Mapping[str, FourBit]) -> None:
