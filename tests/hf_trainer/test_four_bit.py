@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.stages.withheld import is_withheld
-from tests.four_bit import ALL, adapted, four_bit, needs_bitsandbytes, save_llama
+from tests.four_bit import ALL, adapted, four_bit, needs_bitsandbytes, save_llama, twin_of
 from tests.hf_trainer.stand_in import collate, samples
 from tests.ranks import run_ranks
 
@@ -84,3 +84,25 @@ def test_losses_and_adapters_are_those_of_peft_with_bitsandbytes(more, tmp_path)
         assert torch.equal(saved[name], own[name])
         torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=2e-5)
     assert not (ours / "saved/model.safetensors").exists()
+
+
+def both(rank, world_size, base, directory, more):
+    found = []
+    for make in (lambda model: model, twin_of):
+        model = adapted(make(four_bit(base, double=True)), ALL)
+        place = f"{directory}/{len(found)}"
+        found.append(train(MerakTrainer, MerakArguments, place, model, **more)[1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [{"fsdp": "full_shard"}, {"tensor_model_parallel_size": 2, "bf16": True}],
+    ids=["full", "tp in bf16"],
+)
+def test_in_other_layouts_losses_are_those_of_the_same_values_as_matrices(more, tmp_path):
+    base = save_llama(tmp_path / "base", vocab_size=128)
+    for packed, matrices in run_ranks(both, 2, base, str(tmp_path / "ours"), more, timeout=280):
+        assert packed == matrices
+        assert len(packed) == 3

@@ -79,7 +79,7 @@ def _lower(graph: Graph, node: Node, formats: Mapping[Node, FourBit]) -> None:
         operands: tuple[Any, ...] = (input, [weight], biases)
     else:
         assert node.target in _GROUPS, f"{node.format_node()} reads a weight in 4 bits"
-        operation = node.target  # type: ignore[assignment]
+        operation = node.target
         operands = node.args
     count = len(operands[1])
     if operation in (ops.adapted_linear, ops.adapted_linears):
@@ -102,7 +102,8 @@ def unpacked_bytes(nodes: Sequence[Node]) -> tuple[int, int]:
     for node in nodes:
         if node.op != "call_function":
             continue
-        for how in node.kwargs.get("formats") or ():
+        formats: Any = node.kwargs.get("formats") or ()
+        for how in formats:
             if how is None:
                 continue
             moved = ops.stored_bytes(how) + prod(how.shape) * value(operand(node)).element_size()
