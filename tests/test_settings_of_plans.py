@@ -61,6 +61,7 @@ def test_what_a_plan_takes_over_has_the_default_and_the_type_of_the_setting(row)
 
 # What settings need beside them.
 MORE = {
+    "compile_pointwise": {"graph_sharding": "cut"},
     "grad_reduce_in_bf16": {"dtype": "bfloat16"},
     "num_distributed_optimizer_instances": {"use_distributed_optimizer": True},
 }

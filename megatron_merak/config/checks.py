@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .optimizer import OptimizerConfig
-from .parallel import A2A, A2A_P2P, P2P, UNFLUSHED, ParallelConfig
+from .parallel import A2A, A2A_P2P, COMPILES_NOTHING, P2P, UNFLUSHED, ParallelConfig
 from .sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
 from .settings import Section, flag_name
 from .tokenizers import check_given, check_needed
@@ -273,6 +273,12 @@ def check_recompute(parallel: ParallelConfig) -> None:
     if method in ("uniform", "block") and parallel.recompute_num_layers is None:
         reason = f"is needed with --recompute-method {method}"
         raise ConfigError("--recompute-num-layers", "(missing)", reason, "Give a number of layers")
+
+
+def check_compiled(parallel: ParallelConfig) -> None:
+    """Refuse to compile the GPT of flags."""
+    if parallel.compile_pointwise:
+        raise ConfigError("--compile-pointwise", True, *COMPILES_NOTHING)
 
 
 def check_offloading(parallel: ParallelConfig) -> None:

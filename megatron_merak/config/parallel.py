@@ -46,6 +46,11 @@ _COUNTED = Needs(
     reason="has an effect only with --recompute-method uniform or block",
     remedy="Choose one of them, or leave it out",
 )
+# of the GPT of flags: why, and what to do
+COMPILES_NOTHING = (
+    "each part of the GPT of merak-pretrain is an operation with a kernel of its own",
+    "Leave it out",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,6 +227,12 @@ class ParallelConfig(Section):
     (unset: all, one by one)."""
     recompute_num_layers: int | None = setting(None, least=1, makes_plan=True, needs=_COUNTED)
     """Layers per run, or per stage; see --recompute-method."""
+    compile_pointwise: bool = setting(
+        False, ours=True, plan=InPlan("compile_pointwise", taken=True)
+    )
+    """Compile the pointwise operations of a captured model that no other fusion takes, such as soft
+    caps and masks of scores, by torch.compile: one function for each group, of which the backward
+    keeps the inputs alone. Needs a C++ compiler, on GPUs Triton."""
     cpu_offloading: bool = setting(False, ours=True, makes_plan=True)
     """Offload activations to host memory where they do not fit into --device-memory-gb, as many as
     the cost model finds cheaper than to recompute them; with --cpu-offloading-num-layers, those of

@@ -7,6 +7,7 @@ from .backend import check_backend
 from .batches import Batches, batches_of, check_length, check_sizes
 from .checks import (
     check_checkpoint,
+    check_compiled,
     check_context_parallel,
     check_conversations,
     check_data,
@@ -268,6 +269,7 @@ class Config(RunConfig):
         check_divided_experts(self.model, parallel, copies)
         check_rows_of_experts(self.model, self.train)
         check_recomputed_activations(self.model, self.parallel)
+        check_compiled(self.parallel)
         check_sequence_parallel(
             self.model.seq_length, self.model.max_position_embeddings, self.parallel
         )

@@ -24,6 +24,7 @@ from ..plan import TensorSharding, Unit
 from ..segment import LayerAxis
 from .behind import put_behind_exchanges
 from .capture.captured import Captured
+from .fusion.bundles import bundle
 from .fusion.four_bit import stored_as, unpacked_bytes
 from .fusion.fp8 import Fp8Weights, check_shards, fp8_work
 from .fusion.fuse import fuse
@@ -80,6 +81,7 @@ def measure(
     cp: int = 1,
     cp_comm_type: str | None = None,
     cp_inner: int = 1,
+    compile_pointwise: bool = False,
 ) -> tuple[Unit, ...]:
     """Return the units of a chain, with one tensor-parallel rank's numbers.
 
@@ -94,6 +96,7 @@ def measure(
     sequence_parallel:     see ``rewrite``.
     cp:                    number of ranks that divide sequences.
     cp_comm_type:          see ``rewrite``; likewise cp_inner.
+    compile_pointwise:     whether groups of pointwise operations are compiled, see ``bundle``.
 
     Raises PlanError if there is no activation to recompute, or nothing to shard along a sequence.
     """
@@ -136,6 +139,8 @@ def measure(
             "Leave it out, or use full",
         )
     put_behind_exchanges(rewritten)
+    if compile_pointwise:
+        bundle(rewritten)
     documents = (
         {}
         if positions is None

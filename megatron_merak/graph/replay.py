@@ -14,6 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .ir.bundle import Bundle
 from .ir.marks import MARKS, all_gather, reduce_scatter, rotate
 from .ir.nodes import called, nbytes, operand, values
 from .ir.operators import facts
@@ -83,6 +84,7 @@ class Replay:
         self._unkept = _Unkept()
         self._others = {x: call for node in gathered for x, call in without_gathered(node).items()}
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _Counter() as counter:
+            self._counter = counter
             with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
                 for node in nodes:
                     self.results[node] = self._run(node)
@@ -116,7 +118,16 @@ class Replay:
             return self._attend(node, args)
         if node in self._others:
             return self._others[node](*args, sink=self._unkept, **kwargs)
+        if isinstance(node.target, Bundle):
+            return self._at_once(node.target, args)
         return called(node)(*args, **kwargs)
+
+    def _at_once(self, bundle: Bundle, args: Sequence[Any]) -> Any:
+        """Run operations that are one for the host, once they are compiled."""
+        before = self._counter.operations
+        results = bundle(*args)
+        self._counter.operations = before + 1
+        return results
 
     def _attend(self, node: Node, args: Sequence[Any]) -> Tensor:
         """Stand in for a fused kernel, which saves its operands, its result and one fp32 statistic

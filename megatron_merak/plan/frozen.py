@@ -15,7 +15,13 @@ from typing import Any
 from megatron_merak.cluster import CLUSTERS, Cluster
 from megatron_merak.config.fp8 import FP8_FORMATS, FP8_RECIPES, Fp8
 from megatron_merak.config.model_states import refused_on_host
-from megatron_merak.config.parallel import A2A_P2P, CP_COMM_TYPES, OVERLAPS, SHARDINGS
+from megatron_merak.config.parallel import (
+    A2A_P2P,
+    COMPILES_NOTHING,
+    CP_COMM_TYPES,
+    OVERLAPS,
+    SHARDINGS,
+)
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.pipeline_parallel.ops import Schedule, ops_of
 from megatron_merak.plan.parts import DTYPE_BYTES, Grid, StagePlan, Unit, held_parameters
@@ -81,6 +87,7 @@ class Plan:
     fp8_recipe:            what has a scale of its own, see ``--fp8-recipe``.
     bf16_layers:           layers at the start and at the end whose operands have ``dtype``.
     offload_model_states:  whether weights, gradients and optimizer state are in host memory.
+    compile_pointwise:     whether groups of pointwise operations are compiled, see ``graph.fusion``.
     """
 
     grid: Grid
@@ -120,6 +127,7 @@ class Plan:
     fp8_recipe: str = FP8_RECIPES[0]
     bf16_layers: tuple[int, int] = (0, 0)
     offload_model_states: bool = False
+    compile_pointwise: bool = False
 
     def __post_init__(self):
         cuts = [0] + [stage.last for stage in self.stages]
@@ -235,6 +243,8 @@ class Plan:
             updates=self.schedule.updates is not None,
         ):
             raise error
+        if self.compile_pointwise and self.is_of_gpt:
+            raise PlanError("compile_pointwise", True, *COMPILES_NOTHING)
 
     def _check_hierarchy(self) -> None:
         levels = (self.cp_inner, self.grid.cp // self.cp_inner if self.cp_inner > 0 else 0)

@@ -163,6 +163,7 @@ def _precision(plan: Plan) -> str:
         first, last = plan.bf16_layers
         ends = f", not in the first {first} and the last {last} layers" if first + last else ""
         stream += f", linear layers in fp8 ({plan.fp8_format}, {plan.fp8_recipe}{ends})"
+    stream += ", pointwise operations compiled" if plan.compile_pointwise else ""
     return stream + (
         ", gradients sent in bf16" if plan.grad_reduce_in_bf16 and plan.grid.copies > 1 else ""
     )

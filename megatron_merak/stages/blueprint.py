@@ -55,6 +55,7 @@ from ..planner.request import Request
 from ..planner.tables import by_family
 from ..runtime.program import Program
 from ..segment import Common
+from .compiled import CompiledBundles
 from .lengths import KnownLengths
 from .precision import HALVES
 from .traced import Batch, OwnLoss, Traced, shapes_of
@@ -157,6 +158,7 @@ def measured(
         cp=request.grid.cp,
         cp_comm_type=parallel.cp_comm_type,
         cp_inner=parallel.cp_inner,
+        compile_pointwise=parallel.compile_pointwise,
     )
     return chain, sharding, units
 
@@ -262,6 +264,7 @@ def blueprint_from_plan(
         cp=plan.grid.cp,
         cp_comm_type=plan.cp_comm_type,
         cp_inner=plan.cp_inner,
+        compile_pointwise=plan.compile_pointwise,
     )
     return Blueprint(traced, chain, sharding, priced(replace(plan, units=units)))
 
@@ -338,6 +341,7 @@ class Blueprint:
         self.fused: Counter[str] = Counter()
         self.partial: tuple[str, ...] = ()
         self.unused = Unused()
+        self.compiled = CompiledBundles()
         # whether ranks divide sequences, of which every program is then another part
         parts = plan.grid.cp * (plan.grid.tp if plan.sequence_parallel else 1)
         self.divided = parts > 1
@@ -538,6 +542,8 @@ class Blueprint:
             four_bit=captured.four_bit,
         )
         put_behind_exchanges(rewritten)
+        if plan.compile_pointwise:
+            self.compiled.add(rewritten, part.units, mesh)
         parts = split(rewritten, part.units, mesh.device, lookups_of(captured))
         return replace(parts, touched=captured.trainable - captured.untouched)
 

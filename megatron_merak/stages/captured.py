@@ -198,6 +198,8 @@ class CapturedModel(TrainedModel):
                 "Micro-batches run whole: halves need two samples, and losses that are shares of "
                 "the step's.",
             )
+        if self.plan.compile_pointwise:
+            notes += (self.blueprint.compiled.note,)
         notes += self.blueprint.replicated_weights()
         return notes + self.blueprint.repeated_work() + self.blueprint.beside_fp8()
 

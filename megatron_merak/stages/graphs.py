@@ -20,6 +20,7 @@ def check_graphs(plan: Plan) -> None:
         f"--data-parallel-sharding-strategy {plan.sharding} reduces gradients unit by unit": (
             plan.sharding in ("optim_grads", "optim_grads_params")
         ),
+        "no recording has been tried of what --compile-pointwise compiles": plan.compile_pointwise,
         "activations go to host memory inside an op": any(s.offload for s in plan.stages),
         "the schedule updates weights on its way": plan.schedule.updates is not None,
     }

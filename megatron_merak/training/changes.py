@@ -33,7 +33,7 @@ _TRAIN_REPORTED = """train_iters train_samples rampup_batch_size step_batch_size
     micro_batch_size bf16 fp16 fp8_format fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16
     num_layers_at_end_in_bf16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
     fp32_matmul_precision calculate_per_token_loss""".split()
-_PARALLEL_REPORTED = ("grad_reduce_in_bf16",)
+_PARALLEL_REPORTED = ("compile_pointwise", "grad_reduce_in_bf16")
 _SCHEDULE = """lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
     lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay
     start_weight_decay end_weight_decay weight_decay_incr_style""".split()

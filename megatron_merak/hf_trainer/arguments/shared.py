@@ -97,6 +97,7 @@ class SharedArguments:
         "device_memory_gb (capacity).",
     )
     recompute_num_layers: int | None = shared(ParallelConfig, "recompute_num_layers")
+    compile_pointwise: bool = shared(ParallelConfig, "compile_pointwise")
     cpu_offloading: bool = shared(ParallelConfig, "cpu_offloading")
     cpu_offloading_num_layers: int = shared(ParallelConfig, "cpu_offloading_num_layers")
     cuda_graph_impl: str = shared(ParallelConfig, "cuda_graph_impl")
