@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_merak.config import Config, ModelConfig, TrainConfig
 from megatron_merak.graph.capture.empty import init_empty_weights
+from megatron_merak.graph.ir.bundle import Bundle
 from megatron_merak.parallel.mesh import Mesh
 from megatron_merak.pipeline_parallel.ops import Kind
 from megatron_merak.plan import Grid
@@ -33,7 +34,7 @@ from megatron_merak.stages.captured import CapturedModel
 from megatron_merak.stages.init_captured import Initialiser
 from tests.engines import gpt_model, step
 
-from .device import Rehearsal
+from .device import DEVICE, Rehearsal
 from .trainers import captured, mesh_of
 
 LAYERS = 3  # the one in the middle is counted: it has a layer on both sides
@@ -59,7 +60,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mistral": SIZES | {"sliding_window": None},
     "gpt2": GPT2 | WITHOUT,
     "gemma": SIZES,
+    "gemma2": SIZES,
+    "olmo2": SIZES,
+    "cohere": SIZES,
+    "nemotron": SIZES,
+    "falcon_h1": SIZES
+    | {"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_ssm": 4096, "mamba_d_state": 64},
 }
+# Those that also are counted with ``--compile-pointwise``.
+COMPILED = {f"{name}, compiled": name for name in ("llama", *tuple(FAMILIES)[-5:])}
 # Kernels of an operation that has more than one: a norm's backward and then the sum over its rows; attention's backward
 # and what is before and after it.
 KERNELS = {
@@ -68,6 +77,8 @@ KERNELS = {
     "add_rms_norm_backward": 2,
     "add_layer_norm_backward": 2,
     "_scaled_dot_product_flash_attention_backward": 3,
+    # sums over rows are a kernel of their own
+    "compiled_backward_with_sums": 2,
 }
 # Operations of ours whose kernels read dense tensors: of any other they make a copy first, which no dispatcher sees.
 _READ_DENSE = ("norm", "gated", "bias_gelu")
@@ -81,7 +92,7 @@ ADAPTED: Mapping[str, tuple[str, ...]] = {
         *("gate_proj", "up_proj", "down_proj"),
     ),
 }
-NAMES = (*FAMILIES, *ADAPTED, FLAGS)
+NAMES = (*FAMILIES, *ADAPTED, FLAGS, *COMPILED)
 BEGIN = "<!-- written by python -m tests.rehearsal.launches --write -->"
 END = "<!-- end of launches -->"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
@@ -145,6 +156,41 @@ class _Counting(Rehearsal):
                 self.counted.setdefault(self.at, Direction()).add(func, tensors)
         return found
 
+    def note(self, name: str, tensors: list[Tensor]) -> None:
+        """Note what is launched as one operation that no dispatcher sees."""
+        if self.at is not None:
+            found = self.counted.setdefault(self.at, Direction())
+            found.operations.append(name)
+            found.bytes_beside_products += sum(x.numel() * x.element_size() for x in tensors)
+
+    def compiling(self) -> ExitStack:
+        """What a compiler would make of bundles is one operation each way."""
+
+        apart, apart_back = Bundle.run, Bundle.run_back
+
+        def run(bundle: Bundle, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+            if not self._is_ours(inputs[0]):
+                return apart(bundle, inputs)
+            results = [*map(_on_gpu, bundle.results)]
+            self.note("compiled", [*inputs, *results])
+            return tuple(results)
+
+        def run_back(bundle: Bundle, inputs: list[Tensor], grads: list[Tensor]) -> tuple:
+            if not self._is_ours(inputs[0]):
+                return apart_back(bundle, inputs, grads)
+            results = [_on_gpu(bundle.examples[place]) for place in bundle.trained]
+            most = max(x.numel() for x in (*inputs, *grads))
+            sums = any(x.numel() < most for x in results)
+            name = "compiled_backward_with_sums" if sums else "compiled_backward"
+            self.note(name, [*inputs, *grads, *results])
+            return tuple(results)
+
+        stack = ExitStack()
+        stack.enter_context(mock.patch.object(Bundle, "compile", lambda bundle, device: None))
+        stack.enter_context(mock.patch.object(Bundle, "run", run))
+        stack.enter_context(mock.patch.object(Bundle, "run_back", run_back))
+        return stack
+
     @contextmanager
     def noting(self) -> Iterator[None]:
         perform = Interpreter.perform
@@ -158,6 +204,10 @@ class _Counting(Rehearsal):
 
         with mock.patch.object(Interpreter, "perform", noted):
             yield
+
+
+def _on_gpu(like: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=DEVICE)
 
 
 def _writes(func: Any) -> bool:
@@ -189,7 +239,14 @@ def _captured(name: str, length: int, mesh: Mesh) -> tuple[CapturedModel, list[M
     if name != FLAGS:
         ids = torch.ones(1, length, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids}
-        made, batches = captured(model_of(name), batch, mesh, dtype="bfloat16", autocast=True)
+        made, batches = captured(
+            model_of(COMPILED.get(name, name)),
+            batch,
+            mesh,
+            {"compile_pointwise": name in COMPILED},
+            dtype="bfloat16",
+            autocast=True,
+        )
         return made, batches[:1]
     model = ModelConfig(
         num_layers=LAYERS,
@@ -223,6 +280,7 @@ def counted(name: str, length: int = LENGTH) -> dict[Kind, Direction]:
         stack.enter_context(mock.patch.object(Initialiser, "draw", _empty))
         mesh = stack.enter_context(mesh_of(Grid(), 0))
         rehearsal = stack.enter_context(_Counting(by_unit))
+        stack.enter_context(rehearsal.compiling())
         made, batches = _captured(name, length, mesh)
         step(made, batches, 1e-3, 0.1)  # computes tables
         with rehearsal.noting():
