@@ -33,6 +33,9 @@ _ROWWISE = frozenset("softmax _softmax mean sum amax amin logsumexp".split())
 # Copies, which are pointwise of parts.
 _COPIES = frozenset("clone contiguous cat stack reshape constant_pad_nd".split())
 
+# Meta of nodes whose segment follows from more than what they read.
+_PLACED = ("apart", "moves", "behind", "late")
+
 Known = dict[object, Bundle]
 
 
@@ -85,7 +88,7 @@ def _is_allowed(node: Node, flow: Flow) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or is_random(node):
         return False
-    if any(node.meta.get(key, False) for key in ("apart", "moves")):
+    if any(node.meta.get(key, False) for key in _PLACED):
         return False
     if any(
         x in flow.written or not isinstance(x.meta.get("val"), Tensor) for x in _with_inputs(node)
