@@ -17,6 +17,7 @@ from megatron_merak.formats.merak import read_merak
 from megatron_merak.formats.native import native_name
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid, held_parameters
+from megatron_merak.plan.hardware import hardware_of
 from megatron_merak.planner.host import update_time
 from megatron_merak.planner.make import plan as make_plan
 from megatron_merak.training.job import Job
@@ -168,7 +169,8 @@ def test_a_plan_counts_what_a_rank_allocates(flags, saved):
     parameters = held_parameters(made.units)
     assert made.state_bytes == 8 - saved
     assert plain.predicted_bytes[0] - made.predicted_bytes[0] == saved * parameters
-    assert (update_time(made) < update_time(plain)) == (saved > 0)
+    (hardware,) = hardware_of(made.cluster, made.grid)
+    assert (update_time(made, hardware) < update_time(plain, hardware)) == (saved > 0)
     trainer = gpt_trainer(config, made, build_mesh(Grid(), 0, torch.device("cpu")))
     optimizer = trainer.optimizer
     kept = optimizer.exp_avg.nbytes + optimizer.exp_avg_sq.nbytes
