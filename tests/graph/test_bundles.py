@@ -128,6 +128,17 @@ def test_what_may_be_in_a_group(body, wanted):
     assert groups(body) == wanted
 
 
+def test_a_number_is_not_the_value_that_is_numbered_so():
+    """``x * weight`` is value 2 of both groups, of which one is doubled and the other one squared."""
+
+    def body(module, x):
+        doubled = (x * module.weight * 2).cumsum(-1)
+        again = doubled * module.weight
+        return (again * again).cumsum(-1)
+
+    assert groups(body) == ["mul mul", "mul mul"]
+
+
 def test_layers_alike_share_one_bundle():
     family = Family("gemma2")
     fuse(family.rewritten.graph)

@@ -221,12 +221,13 @@ def _key(
     group: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], trained: Sequence[int]
 ) -> object:
     """Return what is equal for groups that compute the same."""
-    number = {node: place for place, node in enumerate((*inputs, *group))}
+    # not the number alone, which a literal argument may be, too
+    name = {node: f"%{place}" for place, node in enumerate((*inputs, *group))}
     examples = [(tuple(x.shape), x.stride(), x.dtype) for node in inputs for x in values(node)]
     calls = [
-        (node.target, repr(map_arg((node.args, node.kwargs), number.__getitem__))) for node in group
+        (node.target, repr(map_arg((node.args, node.kwargs), name.__getitem__))) for node in group
     ]
-    return (*examples, *calls, *(number[node] for node in results), tuple(trained))
+    return (*examples, *calls, *(name[node] for node in results), tuple(trained))
 
 
 def _code(group: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node]) -> GraphModule:
