@@ -34,6 +34,18 @@ class Ending:
         return self.reductions + self.optimizer
 
 
+@dataclass(frozen=True)
+class ByScale:
+    """What a step takes longer for the number of its nodes and replicas alone.
+
+    skew:     share of the step in which ranks wait for the slowest.
+    replicas: seconds that grow with their number.
+    """
+
+    skew: float = 0.0
+    replicas: float = 0.0
+
+
 def priced(plan: Plan) -> Plan:
     """Return the plan with its predictions recomputed; an equal plan if it was not edited."""
     pipeline = timeline(plan)
@@ -66,8 +78,8 @@ def stage_costs(plan: Plan) -> StageCosts:
         for stage in plan.stages
     ]
     both = list(zip(_stage_times(plan, costs), stage_waits(plan, costs), strict=True))
-    handover = _handover(plan)
-    of_host = _host_waits(plan, costs)
+    handover = handover_time(plan)
+    of_host = stage_host_waits(plan, costs)
     return StageCosts(
         forward=tuple(
             handover + stage.forward + wait.forward + host.forward
@@ -86,7 +98,11 @@ def stage_costs(plan: Plan) -> StageCosts:
     )
 
 
-def _host_waits(plan: Plan, costs: tuple[UnitCost, ...]) -> list[HostWaits]:
+def stage_host_waits(plan: Plan, costs: tuple[UnitCost, ...]) -> list[HostWaits]:
+    """Return the seconds that passes of each stage wait for offloaded activations.
+
+    costs: of each unit.
+    """
     kinds = {(op.stage, op.kind) for entry in plan.schedule.entries() for op in ops_of(entry)}
     hardware = hardware_of(plan.cluster, plan.grid)
     return [
@@ -101,7 +117,7 @@ def _host_waits(plan: Plan, costs: tuple[UnitCost, ...]) -> list[HostWaits]:
     ]
 
 
-def _handover(plan: Plan) -> float:
+def handover_time(plan: Plan) -> float:
     """Return the seconds that a pass spends on handing over to a neighbour."""
     practice = plan.cluster.practice
     return 0.0 if practice is None or plan.grid.pp == 1 else practice.handover
@@ -136,13 +152,22 @@ def step_time(plan: Plan, pipeline: Timeline) -> float:
     """Return the seconds of the pipeline and of what follows it, with those that ranks wait for the
     slowest.
     """
-    seconds = pipeline.makespan + ending(plan).total
+    scale = by_scale(plan)
+    return (pipeline.makespan + ending(plan).total) * (1 + scale.skew) + scale.replicas
+
+
+def by_scale(plan: Plan) -> ByScale:
+    """Return what a step takes longer for its nodes and replicas; nothing on a cluster without
+    ``practice``.
+    """
     practice = plan.cluster.practice
     if practice is None:
-        return seconds
+        return ByScale()
     nodes = max(plan.grid.size / plan.cluster.ranks_per_node, 1.0)
-    skew = practice.skew * math.log2(nodes)
-    return seconds * (1 + skew) + practice.step * math.log2(plan.grid.copies)
+    return ByScale(
+        skew=practice.skew * math.log2(nodes),
+        replicas=practice.step * math.log2(plan.grid.copies),
+    )
 
 
 def ending(plan: Plan) -> Ending:

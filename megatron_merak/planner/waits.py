@@ -58,6 +58,11 @@ class Waits:
     recompute: float = 0.0
     end: float = 0.0
 
+    @property
+    def total(self) -> float:
+        """What all passes of a micro-batch wait."""
+        return self.forward + self.backward + self.weight + self.recompute
+
 
 def durations(
     passes: Sequence[Sequence[UnitTimes]],

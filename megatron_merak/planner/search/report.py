@@ -1,5 +1,6 @@
 """A plan that was found, in words: where its time goes, what binds it, and what else was near."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,13 @@ from megatron_merak.planner.automatic import largest
 from megatron_merak.planner.cost import UnitCost
 from megatron_merak.planner.memory import predicted_peaks, rank_memory, stage_memory
 from megatron_merak.planner.overlap import times
-from megatron_merak.planner.predict import ending, timeline
+from megatron_merak.planner.predict import (
+    by_scale,
+    ending,
+    handover_time,
+    stage_host_waits,
+    timeline,
+)
 from megatron_merak.planner.rank_costs import plan_costs
 from megatron_merak.planner.search.choice import ONE_STAGE
 from megatron_merak.planner.search.search import FoundPlan, Result, Search
@@ -35,6 +42,7 @@ _ENDLESS = 1 << 20  # GiB
 _NOTHING = 1e-6  # of a step: a difference that is rounding
 _LITTLE = 1e-4  # of a step: a part that is not shown
 _RANKS = 8  # whose memory is shown; of more ranks some
+_JOINS = re.compile(" (?:in|of|over|to|with|for) ")  # what follows the noun of a row
 _SHOWN = 5  # plans that are shown beside the best
 
 
@@ -46,10 +54,15 @@ class Breakdown:
     passes:    of what moves memory only, and of launches.
     tensor:    of collectives between the ranks of a layer that nothing hides.
     recompute: of forwards that the backward repeats.
-    shards:    in which gradients and weights that replicas share are sent, and nothing is computed.
+    shards:    in which gradients and weights that replicas share are sent, or copied from the host
+               and to it, and nothing is computed.
+    offload:   in which the rank waits for copies of activations to the host and back.
+    handover:  that the host spends on handing over to neighbours.
     bubble:    in which the rank waits for its neighbours.
     replicas:  of the reduction of gradients after the last backward, and of gathered weights.
     optimizer: of its step.
+    scale:     that grows with the number of replicas, whatever these send.
+    skew:      in which all ranks wait for the slowest.
     """
 
     products: float
@@ -57,9 +70,13 @@ class Breakdown:
     tensor: float
     recompute: float
     shards: float
+    offload: float
+    handover: float
     bubble: float
     replicas: float
     optimizer: float
+    scale: float
+    skew: float
 
     @classmethod
     def of(cls, plan: Plan) -> "Breakdown":
@@ -79,20 +96,26 @@ class Breakdown:
         own = [costs[unit] for stage in stages for unit in plan.stages[stage].units]
         computed = count * sum(cost.forward + cost.backward for cost in own)
         recompute = count * sum(_repeated(plan, costs, stage) for stage in stages)
-        shards = count * sum(
-            waits[stage].forward + waits[stage].backward + waits[stage].weight for stage in stages
-        )
+        shards = count * sum(waits[stage].total for stage in stages)
+        of_host = stage_host_waits(plan, costs)
+        offload = count * sum(of_host[stage].total for stage in stages)
+        handover = count * len(stages) * 2 * handover_time(plan)
         busy = pipeline.busy[rank]
         after = ending(plan)
+        scale = by_scale(plan)
         return cls(
             products,
             passes=computed - products,
-            tensor=busy - computed - recompute - shards,
+            tensor=busy - computed - recompute - shards - offload - handover,
             recompute=recompute,
             shards=shards,
+            offload=offload,
+            handover=handover,
             bubble=pipeline.makespan - busy,
             replicas=after.reductions,
             optimizer=after.optimizer,
+            scale=scale.replicas,
+            skew=scale.skew * (pipeline.makespan + after.total),
         )
 
     def rows(self) -> list[tuple[str, float]]:
@@ -103,9 +126,13 @@ class Breakdown:
             "collectives in layers": self.tensor,
             "recomputation": self.recompute,
             "shards of replicas": self.shards,
+            "offloaded activations": self.offload,
+            "hand-over to neighbours": self.handover,
             "pipeline bubble": self.bubble,
             "reduction over replicas": self.replicas,
             "optimizer": self.optimizer,
+            "growth with replicas": self.scale,
+            "waits for the slowest": self.skew,
         }
         total = sum(names.values())
         return [(name, seconds) for name, seconds in names.items() if seconds > _LITTLE * total]
@@ -142,7 +169,8 @@ def binding(found: FoundPlan, limit: float) -> str:
     share = ""
     if lost:
         name = max(lost, key=lambda each: lost[each])
-        share = f"{name} take{'s' * (not name.endswith('s'))} the most beside computation"
+        plural = _JOINS.split(name)[0].endswith("s")
+        share = f"{name} take{'' if plural else 's'} the most beside computation"
         share += f" ({lost[name] / found.seconds:.1%})"
     full = limit and (most > _FULL * limit or found.choice.recompute not in ("none", "selective"))
     memory = f"memory binds: {bytes_text(most)} of {bytes_text(int(limit))}" if full else ""

@@ -7,13 +7,13 @@ import pytest
 from megatron_merak.cluster import CLUSTERS, GIB, Cluster, find_cluster
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.errors import ConfigError
-from megatron_merak.plan import LAYERS, time_text
+from megatron_merak.plan import LAYERS, Plan, time_text
 from megatron_merak.planner import plan
 from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search, pins_of
 from megatron_merak.planner.search.choice import Layer
 from megatron_merak.planner.search.formulas import FormulaChain
-from megatron_merak.planner.search.report import Breakdown, left_out
+from megatron_merak.planner.search.report import Breakdown, binding, left_out
 from tests.planner.search.tried import everything
 
 SHAPES = {
@@ -151,9 +151,41 @@ def test_the_parts_of_a_step_add_up():
     for pins in ({"tp": 2, "pp": 2}, {"sharding": "optim_grads_params", "recompute": "full"}):
         found += one.run(8, [32], pins).found
     for each in found:
-        parts = vars(Breakdown.of(each.plan))
-        assert sum(parts.values()) == pytest.approx(each.seconds, rel=1e-9)
-        assert min(parts.values()) >= -1e-9 * each.seconds
+        add_up(each.plan)
+
+
+def add_up(made: Plan) -> Breakdown:
+    """Check that the parts of a plan's step add up to it; return them."""
+    found = Breakdown.of(made)
+    parts = vars(found)
+    assert sum(parts.values()) == pytest.approx(made.predicted_time, rel=1e-9)
+    assert min(parts.values()) >= -1e-9 * made.predicted_time
+    return found
+
+
+def test_what_training_loses_is_a_part_of_its_own():
+    practice = find_cluster("dgx-h100").device.practice
+    pins = {"tp": 1, "pp": 2, "mb": 1, "schedule": "1f1b", "sharding": "optim"}
+    one = search(configuration("wide"), small("dgx-h100", 40, ranks_per_node=4))
+    best = one.run(8, [32], pins).best
+    parts = add_up(best.plan)
+    assert parts.handover == pytest.approx(8 * 2 * practice.handover)
+    assert parts.scale == pytest.approx(2 * practice.step)
+    assert parts.skew == pytest.approx((best.seconds - parts.scale) / (1 / practice.skew + 1))
+    assert parts.tensor == pytest.approx(0, abs=1e-9)
+    names = [name for name, _ in parts.rows()]
+    assert {"hand-over to neighbours", "growth with replicas", "waits for the slowest"} < {*names}
+    assert "Pipeline bubble takes the most" in binding(best, one.memory)
+
+
+def test_what_the_host_delays_is_no_collective():
+    parallel = {"pipeline_model_parallel_size": 2, "cpu_offloading_num_layers": 3}
+    slow = replace(small("rtx3090", 40).device, host_bandwidth=1e8)
+    cluster = replace(small("rtx3090", 40), device=slow)
+    made = plan(configuration("wide", **parallel), 2, cluster)
+    parts = add_up(made)
+    assert parts.offload > 0.1 * made.predicted_time
+    assert parts.tensor == pytest.approx(0, abs=1e-9)
 
 
 def test_nothing_is_found_where_nothing_fits_or_divides():
