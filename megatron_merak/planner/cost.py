@@ -77,7 +77,6 @@ class UnitCost:
 
     forward:      without collectives.
     backward:     without collectives and recomputation.
-    step:         of the optimizer on the unit's trained parameters, including tied ones.
     weight:       the part of ``backward`` that computes weight gradients.
     reduces:      all-reduces over the tensor-parallel ranks, one after the other.
     half_reduces: the same where the micro-batch is split into two halves.
@@ -95,7 +94,6 @@ class UnitCost:
 
     forward: float
     backward: float
-    step: float
     weight: float = 0.0
     reduces: tuple[float, float] = (0.0, 0.0)
     half_reduces: tuple[float, float] = (0.0, 0.0)
@@ -483,7 +481,6 @@ def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCo
     return UnitCost(
         forward=work.forward + device.passes_time(moved + rounded[0]) + host[0],
         backward=work.backward + back + host[1],
-        step=trained * device.passes_time(optimizer_bytes(dtype)),
         weight=weight,
         reduces=_reduce_times(unit, groups, 1),
         half_reduces=halves,

@@ -21,7 +21,9 @@ from megatron_merak.config import ModelConfig
 from megatron_merak.errors import PlanError
 from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters
 from megatron_merak.planner.cost import TIED_TABLE, gpt_units, model_flops, unit_costs
+from megatron_merak.planner.layout import cut_costs
 from megatron_merak.planner.make import gpt_chain
+from megatron_merak.planner.overlap import Times
 from megatron_merak.stages.gpt_model import traced_gpt
 from megatron_merak.training.hf_model import blueprint_of
 from tests.planner.kept import SAMPLES, gpt, kept_by
@@ -252,11 +254,12 @@ def test_a_large_vocabulary_makes_the_head_outweigh_layers():
 
 
 def test_the_optimizer_makes_the_embedding_cost_time():
-    embedding, layer, _, head = unit_costs(
-        gpt_units(replace(GPT2, num_layers=2), 1, 4, tp=1), find_cluster("cpu"), "float32", Grid()
-    )
-    assert embedding.step / layer.step == pytest.approx((101 + 32) * 48 / (12 * 48**2 + 13 * 48))
-    assert head.step == pytest.approx(layer.step * (101 * 48 + 2 * 48) / (12 * 48**2 + 13 * 48))
+    units = gpt_units(replace(GPT2, num_layers=2), 1, 4, tp=1)
+    idle = [Times(0.0, 0.0, 0.0)] * 4
+    costs, shared = cut_costs(units, idle, microbatches=8, update=0.5)
+    layer = 12 * 48**2 + 13 * 48
+    assert costs == [0.5 * 32 * 48, 0.5 * layer, 0.5 * layer, 0.5 * 2 * 48]
+    assert shared == [(0.5 * 101 * 48, [0, 3])]
 
 
 def test_tensor_parallel_collectives_cost_time():

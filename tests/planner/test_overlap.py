@@ -20,7 +20,6 @@ from tests.requests import request
 COST = UnitCost(
     forward=10.0,
     backward=20.0,
-    step=0.0,
     weight=8.0,
     reduces=(6.0, 12.0),
     half_reduces=(7.0, 13.0),

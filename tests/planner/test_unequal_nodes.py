@@ -140,7 +140,6 @@ def test_no_stage_is_faster_than_one_of_the_least_times(seed):
         return UnitCost(
             draw.uniform(1, 2),
             backward,
-            step=0.0,
             weight=weight,
             hiding=draw.choice([0.0, 0.5, 1.0]) * weight,
             behind=behind,
