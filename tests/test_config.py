@@ -285,6 +285,8 @@ def test_overlap_within_one_rank_is_ignored_and_told():
     assert make(parallel={"tp_comm_overlap": "pair"}).ignored() == told
     assert make(parallel={"tp_comm_overlap": "pair", TP: 2}).ignored() == ()
     assert make(parallel={"tp_comm_overlap": "auto"}).ignored() == ()
+    rows = {"tp_comm_overlap": "none", "expert_model_parallel_size": 2}
+    assert make(parallel=rows).ignored() == ()
 
 
 def test_replicas_are_divided_into_instances_that_shard():

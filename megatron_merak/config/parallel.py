@@ -277,6 +277,11 @@ class ParallelConfig(Section):
         return self.tensor_model_parallel_size * self.context_parallel_size
 
     @property
+    def exchanges_in_layers(self) -> bool:
+        """Whether ranks send each other parts of a layer's activations."""
+        return self.layer_ranks > 1 or self.expert_ranks > 1
+
+    @property
     def cp_inner(self) -> int:
         """Number of neighbours among context-parallel ranks that exchange heads beside a ring; 1: none
         do. Given sizes must be valid.

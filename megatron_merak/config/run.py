@@ -205,7 +205,7 @@ class RunConfig:
         overlaps = overlap not in ("weight-gradient", "auto")
         flags = {
             "--sequence-parallel": alone and parallel.sequence_parallel,
-            f"--tp-comm-overlap {overlap}": parallel.layer_ranks == 1 and overlaps,
+            f"--tp-comm-overlap {overlap}": overlaps and not parallel.exchanges_in_layers,
         }
         why = "has no effect: --tensor-model-parallel-size is 1."
         lines = [f"{flag} {why}" for flag, present in flags.items() if present]

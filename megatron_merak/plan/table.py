@@ -103,8 +103,9 @@ def plan_table(plan: Plan, width: int = 120) -> str:
         copies = f", of {plan.expert_copies} copies of a layer" if plan.expert_copies > 1 else ""
         over = counted(plan.expert_ranks, "rank")
         lines.append(f"experts divided over {over}{copies}{each}; as many tokens for each rank")
-    if grid.layer_ranks > 1:
-        kind = "tensor" if grid.tp > 1 else "context"
+    if grid.layer_ranks > 1 or plan.expert_ranks > 1:
+        axes = {"tensor": grid.tp, "context": grid.cp, "expert": plan.expert_ranks}
+        kind = next(name for name, ranks in axes.items() if ranks > 1)
         along_sequence = ", sequence parallelism" if plan.sequence_parallel else ""
         lines.append(f"overlap of {kind}-parallel collectives: {plan.overlap}{along_sequence}")
     lines += [*filter(None, [sharding_text(plan)]), ""]

@@ -232,10 +232,11 @@ def _modes(request: Request, schedule: Schedule, custom: bool) -> tuple[str, ...
     not support; ConfigError for halves of a micro-batch that is computed as a whole.
     """
     grid = request.grid
-    sharding = request.parallel.sharding
-    requested = request.parallel.tp_comm_overlap if grid.layer_ranks > 1 else "weight-gradient"
+    parallel = request.parallel
+    sharding = parallel.sharding
+    requested = parallel.tp_comm_overlap if parallel.exchanges_in_layers else "weight-gradient"
     paired = custom and is_paired(schedule)
-    on_host = request.parallel.offload_model_states
+    on_host = parallel.offload_model_states
     if error := refused_together(sharding, grid.copies, requested, paired, on_host):
         raise error
     if requested == "sub-pipeline" and request.micro_batch_size == 1:

@@ -57,7 +57,7 @@ def written(parallel: ParallelConfig, microbatches: int) -> Schedule | None:
         reason = "it updates weights on its way, which a file cannot ask for"
         _refuse(path, reason, "Use --pipeline-schedule pipedream or pipedream-2bw")
     paired = is_paired(schedule)
-    if parallel.layer_ranks > 1:
+    if parallel.exchanges_in_layers:
         overlap = parallel.tp_comm_overlap
         if overlap == "pair" and not paired:
             reason = f"it joins forwards and backwards to pairs, and {FLAG} {path} holds none"

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_merak.cluster import CLUSTERS, Cluster, Device, Link
-from megatron_merak.plan import Grid, Plan
+from megatron_merak.errors import ConfigError, PlanError
+from megatron_merak.plan import Grid, Plan, plan_table
 from megatron_merak.planner.instances import share_of_experts
 from megatron_merak.planner.memory import stage_memory
 from megatron_merak.planner.predict import priced
@@ -23,7 +24,7 @@ def traced():
     return Traced(mixture(False), collate(samples(2, ragged=False)), "bfloat16")
 
 
-def planned(traced, experts, sharding="no_shard", shards=None, grid=REPLICAS) -> Plan:
+def planned(traced, experts, sharding="no_shard", shards=None, grid=REPLICAS, **asked) -> Plan:
     return blueprint_of(
         traced,
         grid,
@@ -31,6 +32,7 @@ def planned(traced, experts, sharding="no_shard", shards=None, grid=REPLICAS) ->
         expert_tensor_parallel_size=shards,
         sequence_parallel=grid.tp > 1,
         data_parallel_sharding_strategy=sharding,
+        **asked,
     ).plan
 
 
@@ -118,3 +120,17 @@ def test_what_a_shared_expert_hides_is_not_waited_for(bandwidth):
     exchange = rows * 32 * 4 / 2 / bandwidth
     hidden = min(exchange, shared / 1e9) + min(exchange, 2 * shared / 1e9)
     assert more == pytest.approx(plan.num_microbatches * 2 * hidden)
+
+
+def test_what_overlaps_is_decided_where_replicas_exchange_rows(traced):
+    asked = {"microbatches": 4, "micro_batch_size": 2}
+    for overlap in ("none", "pair", "sub-pipeline"):
+        assert planned(traced, 1, tp_comm_overlap=overlap, **asked).overlap == "weight-gradient"
+        made = planned(traced, 2, tp_comm_overlap=overlap, **asked)
+        assert made.overlap == overlap
+        assert f"overlap of expert-parallel collectives: {overlap}" in plan_table(made)
+    with pytest.raises(PlanError, match="--tp-comm-overlap pair: it runs two passes in turns"):
+        planned(traced, 2, "optim_grads_params", tp_comm_overlap="pair", **asked)
+    with pytest.raises(ConfigError, match="sub-pipeline: losses of routers are of whole"):
+        whole = {"couples_samples": "losses of routers", "tp_comm_overlap": "sub-pipeline"}
+        planned(traced, 2, **whole, **asked)

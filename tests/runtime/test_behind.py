@@ -120,7 +120,7 @@ def batch():
     return {"input_ids": ids, "labels": ids.flip(1)}
 
 
-def step(rank, name, hides, grid, **ways):
+def step(rank, name, hides, grid, microbatches=1, **ways):
     """(loss, gradients, events, plan) of a step on a rank."""
     torch.manual_seed(0)
     degrees = {"tensor_model_parallel_size": grid.tp, "context_parallel_size": grid.cp}
@@ -132,12 +132,17 @@ def step(rank, name, hides, grid, **ways):
     stays = mock.patch.object(blueprint, "put_behind_exchanges", lambda rewritten: None)
     with nullcontext() if hides else stays:
         model = engine_of(
-            randomise(MODELS[name]()), batch(), mesh, parallel=parallel, microbatches=1
+            randomise(MODELS[name]()),
+            batch(),
+            mesh,
+            parallel=parallel,
+            microbatches=microbatches,
+            micro_batch_size=2,
         )
     events = Events({p: n for n, p in model.parameter_shards.parameters.items()})
     noted = partial(events.exchange, engine.exchange_rows)
     with observed(model.stages.values(), events), mock.patch.object(engine, "exchange_rows", noted):
-        loss = model.gradients([batch()])
+        loss = model.gradients([batch()] * microbatches)
     gradients = {shard.name: shard.tensor.clone() for shard in model.shards(model.buffer.main_grad)}
     return loss, gradients, events.seen, model.plan
 
@@ -192,6 +197,29 @@ QUICK = ["qwen2_moe, replicas", "deepseek, replicas"]
 
 def test_a_shared_expert_is_computed_while_rows_are_exchanged():
     check([CASES[name] for name in QUICK])
+
+
+def with_each(rank, world_size, overlaps):
+    return [
+        step(rank, "qwen2_moe", True, microbatches=2, tp_comm_overlap=overlap, **REPLICAS)
+        for overlap in overlaps
+    ]
+
+
+def test_overlap_is_of_rows_too():
+    """Ranks that share no layer exchange rows of its experts."""
+    overlaps = ["weight-gradient", "none", "pair"]
+    for of_rank in run_ranks(with_each, 2, overlaps, timeout=300):
+        assert [plan.overlap for *_, plan in of_rank] == overlaps
+        loss, gradients, *_ = of_rank[0]
+        for other in of_rank[1:]:
+            assert other[0] == loss
+            for parameter, gradient in gradients.items():
+                assert torch.equal(other[1][parameter], gradient), parameter
+        default, alone, paired = (events for *_, events, _ in of_rank)
+        assert {count for _, count in beside(default)} == {1}
+        assert {count for _, count in beside(alone)} == {0}
+        assert paired != default and sorted(paired) == sorted(default)
 
 
 @pytest.mark.long

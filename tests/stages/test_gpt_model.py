@@ -196,7 +196,7 @@ def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
         pytest.param(
             4,
             MIXTURE,
-            f"{PP2} {EP2} --pipeline-schedule zb-v --tp-comm-overlap sub-pipeline",
+            f"{PP2} {EP2} --pipeline-schedule zb-v --tp-comm-overlap pair",
             marks=pytest.mark.long,
         ),
         pytest.param(
