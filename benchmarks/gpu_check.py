@@ -66,7 +66,7 @@ def rates(world: World, into: Path, models: tuple[str, ...]) -> dict:
     device = world.device
     shapes = [_shape(name, device.type == "cpu") for name in models]
     dtype = "float32" if device.type == "cpu" else "bfloat16"
-    profile = probe(world, None, Nodes(), shapes, (dtype,), _SECONDS)
+    profile = probe(world, None, Nodes(), shapes=shapes, dtypes=(dtype,), seconds=_SECONDS)
     into.with_name("device_profile.json").write_text(profile.to_json(), encoding="utf-8")
     measured = profile.device.rates
     own = [{"way": "ours", **asdict(row)} for row in measured.attention]
