@@ -2,15 +2,18 @@
 merak-preflight and merak-probe.
 """
 
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..config.backends import BACKENDS
+from ..config.command_line import CommandParser
 from ..errors import ConfigError, MerakError
 from ..parallel.position import launched, launcher, position, tell
-from .launcher import FLAG
+from .launcher import FLAG, start
 from .progress import ProgressLine
-from .words import program
+from .words import described, error_text, program
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,6 +33,52 @@ class MeasuringRanks(NamedTuple):
     control: "dist.ProcessGroup | None"
     nodes: "Nodes"
     progress: ProgressLine
+
+
+def measuring_parser(text: str, name: str, backend: str) -> CommandParser:
+    """Return a parser with the flags that say which ranks measure, and by which backend.
+
+    text:    what the command does, with examples of ``name``.
+    name:    of the command, merak-probe.
+    backend: what that is of, in words.
+    """
+    parser = CommandParser(
+        prog=program(),
+        description=described(text, name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        FLAG, type=int, metavar="N", help="start this many ranks on this host (default: this one)"
+    )
+    choices = [each for each in BACKENDS if each != "emu"]
+    parser.add_argument(
+        "--distributed-backend", default="auto", choices=["auto", *choices], help=backend
+    )
+    return parser
+
+
+def measured(
+    name: str,
+    words: Sequence[str],
+    options_of: Callable[[Sequence[str]], argparse.Namespace],
+    rank: Callable[[argparse.Namespace], int],
+) -> int:
+    """Be one rank, or start as many as the flags say; return the exit status.
+
+    name:       of the command, as ``merak-launch`` knows it.
+    words:      its flags.
+    options_of: reads and checks them.
+    rank:       the part of one rank.
+    """
+    try:
+        options = options_of(words)
+    except MerakError as error:
+        tell(error_text(error))
+        return 2
+    if options.nproc_per_node is not None:
+        return start(options.nproc_per_node, name, words)
+    return as_rank(lambda: rank(options))
 
 
 def check_ranks(ranks: int | None) -> None:

@@ -17,15 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import durable
-from ..config.backends import BACKENDS
-from ..config.command_line import CommandParser
 from ..counting import counted
-from ..errors import ConfigError, MerakError
-from ..parallel.position import tell
+from ..errors import ConfigError
 from .door import command
-from .launcher import FLAG, start
-from .measuring import as_rank, check_ranks, measuring
-from .words import described, error_text, program
+from .measuring import check_ranks, measured, measuring, measuring_parser
 
 if TYPE_CHECKING:
     from ..errors import LaunchError
@@ -35,26 +30,12 @@ _PATIENCE = 120  # seconds
 
 
 def _arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser(
-        prog=program(),
-        description=described(__doc__ or "", "merak-preflight"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        FLAG, type=int, metavar="N", help="start this many ranks on this host (default: this one)"
-    )
+    backend = "backend of the messages and collectives (default: auto, nccl on GPUs, else gloo)"
+    parser = measuring_parser(__doc__ or "", "merak-preflight", backend)
     parser.add_argument(
         "--save", default="", metavar="DIRECTORY", help="the directory that a job will save to"
     )
     parser.add_argument("--json", metavar="FILE", help="write all that was measured")
-    choices = [name for name in BACKENDS if name != "emu"]
-    parser.add_argument(
-        "--distributed-backend",
-        default="auto",
-        choices=["auto", *choices],
-        help="backend of the messages and collectives (default: auto, nccl on GPUs, else gloo)",
-    )
     parser.add_argument(
         "--timeout",
         type=int,
@@ -72,8 +53,9 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _checked(options: argparse.Namespace) -> argparse.Namespace:
-    """Return ``options``; raise ConfigError for numbers that cannot be."""
+def _checked(words: Sequence[str]) -> argparse.Namespace:
+    """Return what the flags say; raise ConfigError for numbers that cannot be."""
+    options = _arguments(words)
     check_ranks(options.nproc_per_node)
     if options.timeout < 1:
         raise ConfigError("--timeout", options.timeout, "it is below 1", "Use at least 1 second")
@@ -87,14 +69,7 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run merak-preflight; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        options = _checked(_arguments(words))
-    except MerakError as error:
-        tell(error_text(error))
-        return 2
-    if options.nproc_per_node is not None:
-        return start(options.nproc_per_node, "preflight", words)
-    return as_rank(lambda: _looked(options))
+    return measured("preflight", words, _checked, _looked)
 
 
 def _looked(options: argparse.Namespace) -> int:

@@ -19,14 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import durable
-from ..config.backends import BACKENDS
-from ..config.command_line import CommandParser
-from ..errors import ConfigError, MerakError
-from ..parallel.position import position, tell
+from ..errors import ConfigError
+from ..parallel.position import position
 from .door import command
-from .launcher import FLAG, start
-from .measuring import as_rank, check_ranks, measuring
-from .words import described, error_text, program
+from .measuring import check_ranks, measured, measuring, measuring_parser
 
 if TYPE_CHECKING:
     from ..cluster import Profile
@@ -38,16 +34,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser(
-        prog=program(),
-        description=described(__doc__ or "", "merak-probe"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    backend = "backend of the messages and collectives, as the job will have it (default: auto)"
+    parser = measuring_parser(__doc__ or "", "merak-probe", backend)
     parser.add_argument("--into", metavar="FILE", help="write the profile here [required]")
-    parser.add_argument(
-        FLAG, type=int, metavar="N", help="start this many ranks on this host (default: this one)"
-    )
     parser.add_argument(
         "--shape",
         action="append",
@@ -72,20 +61,14 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
         help=f"that a rank measures, about, before links (default: {_SECONDS:.0f})",
     )
     parser.add_argument("--use-cpu", action="store_true", help="do not use GPUs")
-    choices = [name for name in BACKENDS if name != "emu"]
-    parser.add_argument(
-        "--distributed-backend",
-        default="auto",
-        choices=["auto", *choices],
-        help="backend of the messages and collectives, as the job will have it (default: auto)",
-    )
     return parser.parse_args(words)
 
 
-def _checked(options: argparse.Namespace) -> argparse.Namespace:
-    """Return ``options``; raise ConfigError for what cannot be."""
+def _checked(words: Sequence[str]) -> argparse.Namespace:
+    """Return what the flags say; raise ConfigError for what cannot be."""
     from ..probe.shapes import ModelShape
 
+    options = _arguments(words)
     if options.into is None:
         raise ConfigError("--into", "(missing)", "it is where the profile goes", "Name a file")
     check_ranks(options.nproc_per_node)
@@ -95,6 +78,10 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
             "--seconds", options.seconds, reason, f"Use {_SECONDS:.0f}, or leave it out"
         )
     options.shape = [ModelShape.of(text) for text in options.shape]
+    if position()[0] == 0:
+        from ..training.outputs import check_file
+
+        check_file("--into", options.into)
     return options
 
 
@@ -102,18 +89,7 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run merak-probe; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        options = _checked(_arguments(words))
-        if position()[0] == 0:
-            from ..training.outputs import check_file
-
-            check_file("--into", options.into)
-    except MerakError as error:
-        tell(error_text(error))
-        return 2
-    if options.nproc_per_node is not None:
-        return start(options.nproc_per_node, "probe", words)
-    return as_rank(lambda: _probed(options))
+    return measured("probe", words, _checked, _probed)
 
 
 def _probed(options: argparse.Namespace) -> int:
