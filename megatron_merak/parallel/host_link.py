@@ -1,6 +1,8 @@
 """Copies of flat tensors between memory of the host and a rank's device, while the device computes."""
 
+import mmap
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +18,29 @@ def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     On a GPU that memory is pinned: registered, since the allocator of pinned memory rounds sizes up
     to powers of two.
     """
-    values = torch.zeros(count, dtype=dtype)
-    if device.type == "cuda" and count:
-        cudart = torch.cuda.cudart()
-        torch.cuda.check_error(cudart.cudaHostRegister(values.data_ptr(), values.nbytes, 0))
+    if device.type != "cuda" or not count:
+        return torch.zeros(count, dtype=dtype)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = _PinnedPages(-1, count * dtype.itemsize, flags=private)
+    values = torch.frombuffer(pages, dtype=dtype)  # which keeps them
+    pages.pin(values.data_ptr())
     return values
+
+
+class _PinnedPages(mmap.mmap):
+    """Memory that is pinned until it is freed. What is freed while it is registered stays pinned, and
+    the next memory at its address cannot be registered.
+    """
+
+    def pin(self, address: int) -> None:
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(address, len(self), 0))
+        self._unpin = partial(cudart.cudaHostUnregister, address)
+
+    def __del__(self) -> None:
+        unpin = getattr(self, "_unpin", None)  # None: it could not be pinned
+        if unpin is not None:
+            unpin()
 
 
 class HostLink:
