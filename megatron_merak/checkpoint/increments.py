@@ -110,7 +110,7 @@ class PlacedTensor:
             sizes=tuple(value["sizes"]),
             strides=tuple(value["strides"]),
             offset=value["offset"],
-            slab=value["slab"] and tuple(value["slab"]),
+            slab=value.get("slab") and tuple(value["slab"]),
         )
 
 

@@ -14,6 +14,7 @@ from megatron_merak.checkpoint.increments import (
     read_increment,
     verify_increment,
 )
+from megatron_merak.checkpoint.manifest import NAME
 from megatron_merak.checkpoint.recoverable import Recoverable, furthest
 from megatron_merak.checkpoint.shard import Shard
 from megatron_merak.checkpoint.store import prune
@@ -56,6 +57,17 @@ def test_the_steps_behind_a_checkpoint_are_found(tmp_path):
     checkpoint(tmp_path, 14, NAMES[0])
     assert best(tmp_path) == (14, 14, [])  # fewer steps to repeat
     assert best(tmp_path, 13) == (10, 13, [])
+
+
+def test_steps_that_say_nothing_of_slabs_are_read(tmp_path):
+    """As those say nothing that were written before tensors had slabs."""
+    _run(tmp_path, range(11, 13))
+    directory = _directory(tmp_path, 11)
+    manifest = read_increment(directory).manifest
+    for placed in manifest.meta["increment"]["layout"]["0/p"]:
+        assert placed.pop("slab") is None
+    (directory / NAME).write_bytes(manifest.render())
+    assert best(tmp_path) == (10, 12, [])
 
 
 def test_a_run_goes_on_behind_its_own_checkpoints(tmp_path):
