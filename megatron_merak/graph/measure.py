@@ -132,6 +132,8 @@ def measure(
     )
     if recompute_activations and not counts[RECOMPUTED]:
         reason = "the model has no linear layer behind an activation that is known"
+        if captured.four_bit:
+            reason += " whose weight is not in 4 bits"
         raise PlanError(
             "--recompute-granularity",
             "selective (recompute_activations)",

@@ -17,6 +17,7 @@ from megatron_merak.errors import PlanError
 from megatron_merak.graph.fusion.fuse import fuse
 from megatron_merak.graph.measure import measure
 from megatron_merak.graph.partition.cut import cut
+from megatron_merak.ops import FourBit
 from tests.graph.fused import ATTENTION, CAUSAL, assert_errs_alike, aten, mean, pieces
 from tests.graph.lockstep import part
 from tests.graph.sketch import Sketch
@@ -99,6 +100,19 @@ def test_recomputed_activations(name):
         Stages(family, 2).step(family.batch),
     )
     assert torch.equal(loss, again) and not unequal(found, grads)
+
+
+def test_what_reads_matrices_alone_leaves_weights_in_4_bits(monkeypatch):
+    monkeypatch.setattr("megatron_merak.graph.fusion.fuse.to_four_bit", lambda graph, weights: 0)
+    family = Family("llama")
+    packed = [name for name in family.captured.shapes if "down_proj" in name or "lm_head" in name]
+    how = FourBit("nf4", 64, 32, 64, "float32", False)
+    counts = fuse(
+        family.rewritten.graph,
+        recompute_activations=True,
+        four_bit=dict.fromkeys(packed, how),
+    )
+    assert counts == Counter(COUNTS["llama"]) - Counter({LOSS: 1})
 
 
 @pytest.mark.parametrize(

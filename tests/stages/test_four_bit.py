@@ -269,6 +269,28 @@ def test_what_is_not_done_is_refused_by_name(directory):
     refused(ConfigError, "4-bit weight .*1.mlp.up_proj.*packed", lambda: Traced(plain, tokens()))
 
 
+def test_an_output_layer_in_4_bits_is_no_part_of_the_loss(directory):
+    """Whose gradients are then those of an output layer before it, but for the order of sums."""
+    batch = tokens()
+    more = {"llm_int8_skip_modules": ["none"]}
+    engine, (loss, grads) = alone(adapted(four_bit(directory, **more)), batch)
+    assert engine.blueprint.fused["weights in 4 bits"] == 2 * 7 + 1
+    twin, (their_loss, theirs) = alone(adapted(twin_of(four_bit(directory, **more))), batch)
+    assert twin.blueprint.fused["output layer with loss"] == 1
+    assert loss == pytest.approx(their_loss, rel=1e-6) and grads.keys() == theirs.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def test_no_activation_before_a_layer_in_4_bits_is_recomputed(directory):
+    selective = {"parallel": ParallelConfig(recompute_granularity="selective")}
+    refused(
+        PlanError,
+        "--recompute-granularity selective.*whose weight is not in 4 bits",
+        lambda: planned(adapted(four_bit(directory)), **selective),
+    )
+
+
 def test_rows_that_share_a_block_are_refused(tmp_path):
     """bitsandbytes makes other values of these on a CPU than those that were packed."""
     base = save_llama(tmp_path, hidden_size=96)

@@ -153,4 +153,4 @@ def _down(hidden: Node, match: Match, root: Node) -> Node | None:
     return first.weight if (hidden.meta.get("unit"), kinds(hidden)) == home else None
 
 
-ROWS = (("adapters with frozen layers", _ADAPTED, _join_adapter),)
+ROWS = (("adapters with frozen layers", _ADAPTED, _join_adapter, True),)

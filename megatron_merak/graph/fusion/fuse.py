@@ -21,14 +21,17 @@ from .patterns import Match, matches
 class Rule:
     """One fusion.
 
-    pattern: matched backwards from its last node, ``root``.
-    build:   build(graph, root, match) adds nodes before ``root`` and returns the one that replaces
-             it, or returns None if the match does not qualify, because of shapes or dtypes.
+    pattern:        matched backwards from its last node, ``root``.
+    build:          build(graph, root, match) adds nodes before ``root`` and returns the one that
+                    replaces it, or returns None if the match does not qualify, because of shapes
+                    or dtypes.
+    reads_four_bit: whether what it builds multiplies by weights in 4 bits, too.
     """
 
     name: str
     pattern: object
     build: Callable[[Graph, Node, Match], Node | None]
+    reads_four_bit: bool = False
 
 
 def _rules(
@@ -77,10 +80,12 @@ def fuse(
     """
     counts: Counter[str] = Counter()
     written = changing(graph)
+    packed = {node for node in graph.find_nodes(op="get_attr") if node.target in four_bit}
     in_fp8 = fp8 is not None
     for rule in _rules(loss_chunk, recompute_activations, continued, written, in_fp8):
+        apart = written if rule.reads_four_bit else written | packed
         for root in reversed(list(graph.nodes)):
-            if root.op == "call_function" and root.users and _apply(rule, graph, root, written):
+            if root.op == "call_function" and root.users and _apply(rule, graph, root, apart):
                 counts[rule.name] += 1
     # in fp8 each of them has a scale of its own
     joined = 0 if in_fp8 else heads.join_heads(graph, written)
@@ -96,9 +101,9 @@ def fuse(
     return counts
 
 
-def _apply(rule: Rule, graph: Graph, root: Node, written: set[Node]) -> bool:
+def _apply(rule: Rule, graph: Graph, root: Node, apart: set[Node]) -> bool:
     for match in matches(rule.pattern, root):
-        if not _can_replace(match, root, written):
+        if not _can_replace(match, root, apart):
             continue
         with graph.inserting_before(root):
             replacement = rule.build(graph, root, match)
@@ -115,15 +120,17 @@ def _apply(rule: Rule, graph: Graph, root: Node, written: set[Node]) -> bool:
     return False
 
 
-def _can_replace(match: Match, root: Node, written: set[Node]) -> bool:
+def _can_replace(match: Match, root: Node, apart: set[Node]) -> bool:
     """Whether all nodes are in one unit, all sharded or all replicated, and only the root is read
     by other nodes.
+
+    apart: values that must not be among these, nor be read by them.
     """
     home = (root.meta.get("unit"), root.meta.get("sharded", False))
     for node in match.nodes:
-        if (node.meta.get("unit"), node.meta.get("sharded", home[1])) != home or node in written:
+        if (node.meta.get("unit"), node.meta.get("sharded", home[1])) != home or node in apart:
             return False
         if node is not root and any(user not in match.nodes for user in node.users):
             return False
     values = [value for value in match.values.values() if isinstance(value, Node)]
-    return home[0] is not None and not any(value in written for value in values)
+    return home[0] is not None and not any(value in apart for value in values)
