@@ -13,7 +13,9 @@ import transformers
 from packaging.version import parse
 
 from megatron_merak import ops
+from megatron_merak.config.fp8 import Fp8
 from megatron_merak.errors import PlanError
+from megatron_merak.graph.fusion.fp8 import fp8_weights
 from megatron_merak.graph.fusion.fuse import fuse
 from megatron_merak.graph.measure import measure
 from megatron_merak.graph.partition.cut import cut
@@ -113,6 +115,17 @@ def test_what_reads_matrices_alone_leaves_weights_in_4_bits(monkeypatch):
         four_bit=dict.fromkeys(packed, how),
     )
     assert counts == Counter(COUNTS["llama"]) - Counter({LOSS: 1})
+
+
+def test_layers_of_one_input_in_fp8_are_no_views_of_one_product():
+    """Their results in bert are what attention keeps."""
+    family = Family("bert")
+    how = Fp8("hybrid")
+    counts = fuse(family.rewritten.graph, fp8=fp8_weights(family.captured, family.model, how))
+    assert counts["linear layers in fp8"] == 2 * 6
+    groups = family.rewritten.graph.find_nodes(op="call_function", target=ops.fp8_linears)
+    assert [len(node.args) for node in groups] == [3, 3]
+    assert [node.kwargs["form"] for node in groups] == ["hybrid"] * 2
 
 
 @pytest.mark.parametrize(

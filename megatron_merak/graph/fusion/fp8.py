@@ -192,7 +192,8 @@ def to_fp8(graph: Graph, weights: Fp8Weights) -> int:
     for node in list(graph.nodes):
         if node.target is ops.linears and str(constant(node, 1)[0].target) in weights:
             count += len(constant(node, 1))
-            _replace(graph, node, ops.fp8_linears, *node.args, weights=weights, transposed=False)
+            arguments = node.args[:3]  # no fp8 results are views of one product
+            _replace(graph, node, ops.fp8_linears, *arguments, weights=weights, transposed=False)
         elif in_fp8(node, weights):
             count += 1
             _lower(graph, node, weights)
@@ -218,7 +219,14 @@ def _replace(
     shared = kind(node, LayerAxis.TP) is not NodeKind.FULL
     with graph.inserting_before(node):
         new = new_node(
-            graph, node, operation, *arguments, how.format, how.recipe, shared, transposed
+            graph,
+            node,
+            operation,
+            *arguments,
+            form=how.format,
+            recipe=how.recipe,
+            shared=shared,
+            transposed=transposed,
         )
     node.replace_all_uses_with(new)
     graph.erase_node(node)
