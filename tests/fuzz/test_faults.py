@@ -76,8 +76,8 @@ def swapped(graph, root, match):
 
 def swapped_rows():
     rows = [
-        (name, pattern, swapped if name == "gated silu" else build)
-        for name, pattern, build in fuse_pointwise.ROWS
+        (name, pattern, swapped if name == "gated silu" else build, *others)
+        for name, pattern, build, *others in fuse_pointwise.ROWS
     ]
     return mock.patch.object(fuse_pointwise, "ROWS", tuple(rows))
 

@@ -104,17 +104,23 @@ def test_recomputed_activations(name):
     assert torch.equal(loss, again) and not unequal(found, grads)
 
 
-def test_what_reads_matrices_alone_leaves_weights_in_4_bits(monkeypatch):
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_what_reads_matrices_alone_leaves_weights_in_4_bits(name, monkeypatch):
+    """But for those that a product reads as before, without its bias."""
     monkeypatch.setattr("megatron_merak.graph.fusion.fuse.to_four_bit", lambda graph, weights: 0)
-    family = Family("llama")
-    packed = [name for name in family.captured.shapes if "down_proj" in name or "lm_head" in name]
+    family = Family(name)
+    packed = [
+        weight
+        for weight, shape in family.captured.shapes.items()
+        if len(shape) == 2 and not any(each in weight for each in ("embed_tokens", "embed_in"))
+    ]
     how = FourBit("nf4", 64, 32, 64, "float32", False)
     counts = fuse(
         family.rewritten.graph,
         recompute_activations=True,
         four_bit=dict.fromkeys(packed, how),
     )
-    assert counts == Counter(COUNTS["llama"]) - Counter({LOSS: 1})
+    assert counts == Counter(COUNTS[name]) - Counter({LOSS: 1})
 
 
 def test_layers_of_one_input_in_fp8_are_no_views_of_one_product():

@@ -185,7 +185,7 @@ def _bias_gelu(name: str, activation: Call) -> tuple:
             x = new_node(graph, product, aten.view.default, x, match["shape"])
         return put(graph, root, ops.bias_gelu, x, bias, name)
 
-    return "bias gelu", activation, build
+    return "bias gelu", activation, build, True  # its product stays one
 
 
 _SPLIT = call("split|split_with_sizes", Var("x"), Var("size"), Var("dim"))
