@@ -139,6 +139,20 @@ def test_a_number_is_not_the_value_that_is_numbered_so():
     assert groups(body) == ["mul mul", "mul mul"]
 
 
+def test_a_group_is_left_where_others_read_it_before_what_it_waits_for_now():
+    """``doubled`` is a result of the group of ``late``, which the graph computes after ``scanned``."""
+
+    def body(module, x):
+        doubled = x * 2
+        waved = (x + 1).cumsum(-1).sin()
+        scanned = waved.cumsum(-1)
+        late = ((module.weight.cumsum(-1) + doubled) * 3).tanh().exp()
+        own = (waved * doubled).tanh().exp()
+        return scanned + own.cumsum(-1) + late.cumsum(-1)
+
+    assert groups(body) == ["mul add mul tanh exp"]
+
+
 def test_layers_alike_share_one_bundle():
     family = Family("gemma2")
     fuse(family.rewritten.graph)

@@ -59,10 +59,13 @@ def bundle(
             made = _made(nodes, flow, known)
             if made is not None and _pays(made, least):
                 found.append((nodes, made))
+    replaced: dict[Bundle, None] = {}
     for nodes, made in found:
-        _replace(rewritten.graph, nodes, made)
+        if not _late(nodes):  # of groups before it, whose results come later in the graph now
+            _replace(rewritten.graph, nodes, made)
+            replaced[made] = None
     rewritten.graph.lint()
-    return tuple(dict.fromkeys(made for _, made in found))
+    return tuple(replaced)
 
 
 # ---- which nodes ---------------------------------------------------------------------------------
