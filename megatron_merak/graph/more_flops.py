@@ -3,6 +3,7 @@ backward leaves out.
 """
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from torch.fx import Node
@@ -113,9 +114,14 @@ def product_flops(node: Node) -> ProductFlops:
     rows = values(x)[0].numel() // values(x)[0].shape[-1]
     given: Any = node.args[1]
     factors = list(given) if isinstance(given, list | tuple) else [given]
-    work = sum(2 * rows * values(factor)[0].numel() for factor in factors)
-    trained = [factor for factor in factors if factor.meta["grad"]]
-    of_weights = sum(2 * rows * values(factor)[0].numel() for factor in trained)
+    counts = [values(factor)[0].numel() for factor in factors]
+    formats: Any = node.kwargs.get("formats") or ()
+    for place, how in enumerate(formats):
+        if how is not None:  # its value is what is stored
+            counts[place] = prod(how.shape)
+    work = 2 * rows * sum(counts)
+    pairs = zip(factors, counts, strict=True)
+    of_weights = 2 * rows * sum(count for factor, count in pairs if factor.meta["grad"])
     return ProductFlops(work, work if x.meta["grad"] else 0, of_weights)
 
 

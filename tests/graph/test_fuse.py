@@ -18,6 +18,7 @@ from megatron_merak.errors import PlanError
 from megatron_merak.graph.fusion.fp8 import fp8_weights
 from megatron_merak.graph.fusion.fuse import fuse
 from megatron_merak.graph.measure import measure
+from megatron_merak.graph.more_flops import product_flops
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.ops import FourBit
 from tests.graph.fused import ATTENTION, CAUSAL, assert_errs_alike, aten, mean, pieces
@@ -121,6 +122,23 @@ def test_what_reads_matrices_alone_leaves_weights_in_4_bits(name, monkeypatch):
         four_bit=dict.fromkeys(packed, how),
     )
     assert counts == Counter(COUNTS[name]) - Counter({LOSS: 1})
+
+
+def test_products_with_weights_in_4_bits_have_the_flops_of_matrices():
+    pytest.importorskip("bitsandbytes")
+    work = []
+    for packs in (False, True):
+        family = Family("llama")
+        formats = {
+            name: FourBit("nf4", 32, *shape, "float32", False)
+            for name, shape in family.captured.shapes.items()
+            if packs and "_proj" in name
+        }
+        fuse(family.rewritten.graph, four_bit=formats)
+        found = [product_flops(node) for node in family.rewritten.graph.nodes]
+        work.append([flops for flops in found if any(flops)])
+    of_matrices, of_packed = work
+    assert of_packed == of_matrices and of_matrices
 
 
 def test_layers_of_one_input_in_fp8_are_no_views_of_one_product():
