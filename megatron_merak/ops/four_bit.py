@@ -119,14 +119,15 @@ def nested_scales(scales: Tensor, outer: Tensor, table: Tensor, offset: Tensor) 
     offset: is added to all, fp32 [].
     """
     make = torch.ops.bitsandbytes.dequantize_blockwise.default
-    return make(scales.reshape(-1), outer, table, NESTED_BLOCK, torch.float32) + offset
+    return make(scales.reshape(-1), outer, table, NESTED_BLOCK, dtype=torch.float32) + offset
 
 
 def matrix(stored: Tensor, how: FourBit, dtype: torch.dtype) -> Tensor:
     """Return the values of a weight, [rows, columns]. stored: uint8 [bytes]."""
     packed = places(how)[PACKED].of(stored).view(-1, 1)
     make = torch.ops.bitsandbytes.dequantize_4bit.default
-    return make(packed, scales_of(stored, how), how.block, how.kind, how.shape, dtype)
+    scales = scales_of(stored, how)
+    return make(packed, scales, how.block, how.kind, shape=how.shape, dtype=dtype)
 
 
 def matrices(

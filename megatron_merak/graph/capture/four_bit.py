@@ -63,9 +63,15 @@ def _format(name: str, module: Any) -> FourBit:
     if state.nested and state.state2.blocksize != NESTED_BLOCK:
         reason = f"{state.state2.blocksize} of its scales share one, and {NESTED_BLOCK} are known"
         raise _refused(name, reason, "Use bnb_4bit_use_double_quant as transformers does")
-    rows, columns = state.shape
-    dtype = str(state.dtype).removeprefix("torch.")
-    return FourBit(state.quant_type, state.blocksize, rows, columns, dtype, bool(state.nested))
+    rows, columns = features
+    return FourBit(
+        state.quant_type,
+        state.blocksize,
+        rows,
+        columns,
+        dtype=str(state.dtype).removeprefix("torch."),
+        nested=bool(state.nested),
+    )
 
 
 def _refused(name: str, reason: str, remedy: str) -> ConfigError:
