@@ -20,6 +20,7 @@ each is for a part: ranks rotate what it gives to the hole before it.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,28 @@ from .one_kernel import priced
 from .ring_parts import End, part, part_back
 
 Span = tuple[int, int, int, int, bool]  # queries from, to; keys from, to; whether they are causal
+
+
+class _View(NamedTuple):
+    """What a part is of: for the fields see ``ring_part``."""
+
+    query: Tensor
+    both: Tensor
+    mask: Tensor | None
+    span: Span
+    scale: float
+
+    def seen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys, values and mask of the span."""
+        start, stop, begin, end, _ = self.span
+        width = self.query.shape[-1]
+        key, value = self.both[:, :, begin:end].split((width, self.both.shape[-1] - width), -1)
+        mask = self.mask
+        if mask is not None:
+            mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+            mask = mask[..., start:stop, :] if mask.shape[2] > 1 else mask
+            mask = mask[..., begin:end] if mask.shape[3] > 1 else mask
+        return self.query[:, :, start:stop], key, value, mask
 
 
 class _RingPart(torch.autograd.Function):
@@ -44,7 +67,7 @@ class _RingPart(torch.autograd.Function):
             message = query.new_zeros(()).expand(2, *sums.shape)
         else:
             message = message.view_as(message)
-        sums, stats = _added(query, both, mask, sums, stats, span=span, scale=scale)
+        sums, stats = _added(_View(query, both, mask, span, scale=scale), sums, stats)
         ctx.mark_non_differentiable(sums)
         hole = None if first else both.new_zeros(()).expand(both.shape)
         return sums, stats, message, hole
@@ -54,9 +77,8 @@ class _RingPart(torch.autograd.Function):
         query, both, mask = ctx.saved_tensors
         first = both is not None
         both = both if first else hole
-        grad_query, grad_both = _gradients(
-            query, both, mask, stats, message, span=ctx.span, scale=ctx.scale
-        )
+        view = _View(query, both, mask, ctx.span, scale=ctx.scale)
+        grad_query, grad_both = _gradients(view, stats, message)
         before = (None, None, None) if first else (None, stats, message)
         return grad_query, grad_both, None, *before, None, None
 
@@ -151,23 +173,15 @@ def _nothing(query: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
     return sums, stats
 
 
-def _added(
-    query: Tensor,
-    both: Tensor,
-    mask: Tensor | None,
-    sums: Tensor,
-    stats: Tensor,
-    span: Span,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _added(view: _View, sums: Tensor, stats: Tensor) -> tuple[Tensor, Tensor]:
     """Return sums and statistics to which a part is added."""
-    start, stop, _, _, causal = span
+    start, stop, _, _, causal = view.span
     if start == stop:
         return sums.detach(), stats.clone()
-    rows, key, value, hidden = _seen(query, both, mask, span)
+    rows, key, value, mask = view.seen()
     found, own = priced(
-        lambda: part(rows, key, value, hidden, causal=causal, scale=scale),
-        (rows, key, value, hidden),
+        lambda: part(rows, key, value, mask, causal=causal, scale=view.scale),
+        (rows, key, value, mask),
         causal,
         back=False,
     )
@@ -180,7 +194,7 @@ def _added(
     joined = sums[:, :, start:stop] * old[..., None] + found * new[..., None]
     total = before[..., 1] * old + own[..., 1] * new
     both_stats = torch.stack((highest, total), -1)
-    if stop - start == query.shape[2]:
+    if stop - start == view.query.shape[2]:
         return joined, both_stats
     sums = sums.clone()
     stats = stats.clone()
@@ -189,64 +203,33 @@ def _added(
     return sums, stats
 
 
-def _gradients(
-    query: Tensor,
-    both: Tensor,
-    mask: Tensor | None,
-    stats: Tensor,
-    message: Tensor,
-    span: Span,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _gradients(view: _View, stats: Tensor, message: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries, and of keys and values.
 
     stats, message: what comes to them, see the module.
     """
-    start, stop, begin, end, causal = span
-    if (start, stop, begin, end) == (0, query.shape[2], 0, both.shape[2]):
-        return _back(query, both, mask, stats, message, span=span, scale=scale)
-    grad_query = torch.zeros_like(query)
-    grad_both = both.new_zeros(both.shape)
+    start, stop, begin, end, _ = view.span
+    if (start, stop, begin, end) == (0, view.query.shape[2], 0, view.both.shape[2]):
+        return _gradients_of_seen(view, stats, message)
+    grad_query = torch.zeros_like(view.query)
+    grad_both = view.both.new_zeros(view.both.shape)
     if start < stop:
-        rows, pair = _back(query, both, mask, stats, message, span=span, scale=scale)
+        rows, pair = _gradients_of_seen(view, stats, message)
         grad_query[:, :, start:stop] = rows
         grad_both[:, :, begin:end] = pair
     return grad_query, grad_both
 
 
-def _back(
-    query: Tensor,
-    both: Tensor,
-    mask: Tensor | None,
-    stats: Tensor,
-    message: Tensor,
-    span: Span,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    start, stop, _, _, causal = span
-    rows, key, value, hidden = _seen(query, both, mask, span)
+def _gradients_of_seen(view: _View, stats: Tensor, message: Tensor) -> tuple[Tensor, Tensor]:
+    start, stop, _, _, causal = view.span
+    rows, key, value, mask = view.seen()
     log, delta = stats[:, :, start:stop].unbind(-1)
     grad, out = message[:, :, :, start:stop].unbind(0)
-
     given = End(grad, out, log, delta)
     grad_rows, grad_key, grad_value = priced(
-        lambda: part_back(rows, key, value, hidden, given, causal=causal, scale=scale),
-        (rows, key, value, hidden, grad, out),
+        lambda: part_back(rows, key, value, mask, given, causal=causal, scale=view.scale),
+        (rows, key, value, mask, grad, out),
         causal,
         back=True,
     )
     return grad_rows, torch.cat((grad_key, grad_value), -1)
-
-
-def _seen(
-    query: Tensor, both: Tensor, mask: Tensor | None, span: Span
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return queries, keys, values and mask of a span."""
-    start, stop, begin, end, _ = span
-    width = query.shape[-1]
-    key, value = both[:, :, begin:end].split((width, both.shape[-1] - width), -1)
-    if mask is not None:
-        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-        mask = mask[..., start:stop, :] if mask.shape[2] > 1 else mask
-        mask = mask[..., begin:end] if mask.shape[3] > 1 else mask
-    return query[:, :, start:stop], key, value, mask
