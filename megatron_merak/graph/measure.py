@@ -397,10 +397,8 @@ def unit_costs(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False)
     """
     collectives = [node for node in nodes if node.target in REDUCTIONS or node.target is copy_in]
     between_copies = [node for node in collectives if over(node) is LayerAxis.EP]
-    routed = tuple(
-        sum(nbytes(node) for node in between_copies if not back or flow.differentiable[node])
-        for back in (False, True)
-    )
+    sent_back_copies = [node for node in between_copies if flow.differentiable[node]]
+    routed = (sum(map(nbytes, between_copies)), sum(map(nbytes, sent_back_copies)))
     inside = [node for node in collectives if over(node) in (LayerAxis.TP, LayerAxis.CP)]
     marks = [node for node in inside if _has_gradient_sent(node, flow)]
     regathered = [operand(node) for node in marks if is_regathered(flow, node, nodes)]
@@ -439,7 +437,7 @@ def unit_costs(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False)
         reduced_bytes=(sum(size for _, size in forward), sum(size for _, size in backward)),
         exchanged_bytes=(sent_ahead, sent_back + sent_again),
         ring_bytes=_sent(rotations),
-        routed_bytes=(routed[0], routed[1]),
+        routed_bytes=routed,
         regathered_bytes=(of_context, sent_again),
         operations=(
             replay.operations,
