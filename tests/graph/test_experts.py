@@ -108,26 +108,32 @@ class Adapted(Model):
         self._capture(peft.get_peft_model(real(), config), batch, tp)
 
 
+GPT = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=16,
+    vocab_size=96,
+    swiglu=True,
+    disable_bias_linear=True,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    num_experts=4,
+    moe_ffn_hidden_size=32,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+
+
 class Limited(Model):
     """The GPT of flags whose experts have room for half of the rows that are theirs on average."""
 
     def __init__(self, tp=2, length=16, policy="probs"):
-        config = ModelConfig(
-            num_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
+        config = replace(
+            GPT,
             seq_length=length,
-            vocab_size=96,
-            swiglu=True,
-            disable_bias_linear=True,
-            position_embedding_type="rope",
-            normalization="RMSNorm",
-            num_experts=4,
-            moe_ffn_hidden_size=32,
             moe_expert_capacity_factor=0.5,
             moe_token_drop_policy=policy,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
         )
         ids = torch.randint(96, (2, length), generator=torch.Generator().manual_seed(7))
         self._capture(WithLoss(config), {"input_ids": ids, "labels": ids.flip(1)}, tp)

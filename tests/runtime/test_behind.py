@@ -3,7 +3,7 @@ else changes by that: no bit of a loss, gradient or mask.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 import transformers
 
-from megatron_merak.config import ModelConfig, ParallelConfig
+from megatron_merak.config import ParallelConfig
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.runtime import engine
 from megatron_merak.runtime.watching import observed
 from megatron_merak.stages import blueprint
 from tests.engines import engine_of
-from tests.graph.test_experts import DeepSeek, WithLoss
+from tests.graph.test_experts import GPT, DeepSeek, WithLoss
 from tests.graph.tiny import randomise
 from tests.ranks import run_ranks
 
@@ -51,18 +51,9 @@ def deepseek():
 
 def gpt():
     """A whole layer is one unit, with dropout before and after its experts."""
-    config = ModelConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
+    config = replace(
+        GPT,
         seq_length=LENGTH,
-        vocab_size=96,
-        swiglu=True,
-        disable_bias_linear=True,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        num_experts=4,
-        moe_ffn_hidden_size=32,
         moe_shared_expert_intermediate_size=64,
         hidden_dropout=0.1,
         attention_dropout=0.1,
