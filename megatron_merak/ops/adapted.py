@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .four_bit import FourBit, matrices, row_counts
 from .linear import WeightGradientSink
-from .linears import gradient_of_input, in_one, joined, side_by_side
+from .linears import columns_of, gradient_of_input, in_one, joined, side_by_side
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Adapted(torch.autograd.Function):
         whole = grads[0].reshape(count, -1) if ctx.together and grads[0] is not None else None
         parts = [None if grad is None else grad.reshape(count, -1) for grad in grads]
         if ctx.together:
-            parts = _columns(whole, row_counts(weights, ctx.formats))
+            parts = columns_of(whole, row_counts(weights, ctx.formats))
         if all(part is None for part in parts):
             return tuple(empty)
         grad_scaled = scaled.new_empty(scaled.shape)
@@ -151,10 +151,6 @@ class _Adapted(torch.autograd.Function):
 
 
 _FIRST = 9  # of the tensors among the arguments of ``_Adapted``
-
-
-def _columns(whole: Tensor | None, widths: Sequence[int]) -> Sequence[Tensor | None]:
-    return [None] * len(widths) if whole is None else whole.split(widths, 1)
 
 
 def _split(sizes: tuple[int, int], given: bool, tensors: Sequence[Tensor]) -> _Factors:

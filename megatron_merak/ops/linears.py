@@ -54,8 +54,8 @@ class _Linears(torch.autograd.Function):
         grad_input = None
         widths = row_counts(weights, ctx.formats)
         whole = rows[0] if ctx.together else None
-        if whole is not None:
-            rows = whole.split(widths, 1)
+        if ctx.together:
+            rows = columns_of(whole, widths)
         given = [grad for grad in rows if grad is not None]
         if ctx.needs_input_grad[0] and given:
             values = matrices(weights, ctx.formats, given[0].dtype, backward=True)
@@ -86,6 +86,11 @@ class _Linears(torch.autograd.Function):
 
 
 _FIRST = 6  # of the parameters among the arguments of ``_Linears``
+
+
+def columns_of(whole: Tensor | None, widths: Sequence[int]) -> Sequence[Tensor | None]:
+    """Return the gradients of results side by side, [t, o] each; None each where there is none."""
+    return [None] * len(widths) if whole is None else whole.split(widths, 1)
 
 
 def gradient_of_input(

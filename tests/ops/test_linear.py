@@ -202,6 +202,26 @@ def test_layers_of_one_input_are_those_layers(shape, together, biased, views, be
         assert grad is wanted is None or torch.equal(grad, wanted)
 
 
+class Unpassed(torch.autograd.Function):
+    """Returns no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_layers_side_by_side_of_which_nobody_wants_a_gradient_have_none():
+    x = torch.randn(5, 6, requires_grad=True)
+    weights = [torch.randn(size, 6, requires_grad=True) for size in (2, 3)]
+    loss = Unpassed.apply(joined_linear(x, weights)).sum() + x.sum()
+    grad, *others = torch.autograd.grad(loss, [x, *weights], allow_unused=True)
+    assert torch.equal(grad, torch.ones(5, 6)) and others == [None, None]
+
+
 @pytest.mark.parametrize("sunk", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("kind", ["gated", "gelu", "gelu of a sum"])
