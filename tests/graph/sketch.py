@@ -4,7 +4,7 @@ import torch
 from torch.fx import Graph
 
 from megatron_merak.graph.ir.kinds import NodeKind
-from megatron_merak.graph.ir.marks import copy_in, exchange_rows, reduce_sum, stack
+from megatron_merak.graph.ir.marks import all_gather, copy_in, exchange_rows, reduce_sum, stack
 from megatron_merak.graph.lowering.rewrite import Rewritten
 from megatron_merak.segment import LayerAxis
 
@@ -39,6 +39,7 @@ class Sketch:
         meanings = {
             copy_in: torch.clone,
             reduce_sum: torch.clone,
+            all_gather: torch.clone,
             exchange_rows: lambda x, counts: torch.clone(x),
             stack: lambda x: torch.stack([x, x]),
         }

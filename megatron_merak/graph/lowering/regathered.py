@@ -27,6 +27,8 @@ _GATHER_AGAIN = (
     ops.fp8_linears,
 )
 _ADAPTED = (ops.adapted_linear, ops.adapted_linears)
+# of frozen weights
+_KEEP_NO_INPUT = "linear addmm mm linears joined_linear fp8_linear fp8_linears".split()
 # what moves all values of its first argument into new memory -> the same, with a sink
 _MOVES = MappingProxyType({local.by_position: local.by_position_unkept})
 
@@ -83,7 +85,7 @@ def _need(flow: Flow, x: Node, user: Node, segment: Container[Node]) -> bool | N
         return True if call.operation in _GATHER_AGAIN and call.args[0] is x else None
     weights = [other for other in user.all_input_nodes if other is not x]
     frozen = not any(map(flow.trains, weights))
-    return False if frozen and is_op(user, "linear", "addmm", "mm", "fp8_linear") else None
+    return False if frozen and is_op(user, *_KEEP_NO_INPUT) else None
 
 
 def _is_attended(flow: Flow, x: Node, user: Node, segment: Container[Node]) -> bool:
