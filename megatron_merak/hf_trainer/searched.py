@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..graph.capture.captured import Captured
 from ..graph.ir.nodes import is_op
@@ -47,7 +48,7 @@ def choose(
     example: Batch,
     recipe: Recipe,
     loss: OwnLoss | None,
-    timed_steps: Callable[[MerakArguments, Ranks], list[float]],
+    timed_steps: Callable[[MerakArguments, Ranks, int], list[float]],
 ) -> list[str]:
     """Set in ``args`` what the first rank's search chooses, or what is fastest of that where plans
     are tried; return notes on it. Collective.
@@ -57,7 +58,7 @@ def choose(
     recipe:  which optimizer steps which parameter.
     loss:    replaces the model's own.
 
-    timed_steps: returns the seconds of steps under other arguments, on the ranks given.
+    timed_steps: returns the seconds of so many steps under other arguments, on the ranks given.
 
     Raises a MerakError where no plan fits, or none that is tried runs.
     """
@@ -87,15 +88,27 @@ def choose(
         replicas = ranks.world.size // (choice.tp * choice.cp * choice.pp)
         apply_choice(args, choice, choice.mb * unit, batch // (choice.mb * replicas))
 
-    def trial(choice: Choice, inside: Ranks) -> list[float]:
+    def trial(choice: Choice, inside: Ranks, count: int) -> list[float]:
         tried = copy(args)
         apply(tried, choice)
-        return timed_steps(tried, inside)
+        return timed_steps(tried, inside, count)
 
     choice = candidates[0].choice
     if (wanted := args.parallel_verify) is not None:
         told = partial(say, args)
-        choice = fastest(candidates, wanted, ranks, trial, say=told, flag=VERIFY).choice
+        graphs = ParallelConfig(
+            cuda_graph_impl=args.cuda_graph_impl,
+            cuda_graph_warmup_steps=args.cuda_graph_warmup_steps,
+        )
+        choice = fastest(
+            candidates,
+            wanted,
+            ranks,
+            trial,
+            say=told,
+            graph_warm_up=graphs.graph_warm_up,
+            flag=VERIFY,
+        ).choice
     before = args.gradient_accumulation_steps
     apply(args, choice)
     settings = replace(choice, mb=choice.mb * unit)

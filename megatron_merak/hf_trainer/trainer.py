@@ -62,7 +62,6 @@ from ..stages.captured import CapturedModel
 from ..stages.placed import refuse_placed
 from ..stages.randomness import same_afterwards
 from ..training.outputs import check_directory
-from ..training.verified import STEPS
 from .arguments.deepspeed import decayed_by_deepspeed, refuse_beside_deepspeed
 from .arguments.instances import mesh_of
 from .arguments.merak_arguments import MerakArguments
@@ -419,9 +418,9 @@ class MerakTrainer:
         for note in notes:
             say(args, note)
 
-    def _timed_steps(self, args: MerakArguments, ranks: Ranks) -> list[float]:
-        """Return the seconds of steps under other arguments, all of them on the first batch. Nothing
-        of the trainer is changed. Collective over ``ranks``.
+    def _timed_steps(self, args: MerakArguments, ranks: Ranks, count: int) -> list[float]:
+        """Return the seconds of so many steps under other arguments, all of them on the first batch.
+        Nothing of the trainer is changed. Collective over ``ranks``.
         """
         own_args = self.args
         own_mesh = self.mesh
@@ -437,7 +436,7 @@ class MerakTrainer:
                 [example] * args.gradient_accumulation_steps, engine.accepts_num_items, engine
             )
             rates = ParameterGroups(self.made_optimizer(), self.model).of_engine()
-            return time_steps(engine, batches, rates, STEPS)
+            return time_steps(engine, batches, rates, count)
         finally:
             self.args = own_args
             self.mesh = own_mesh

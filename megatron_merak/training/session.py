@@ -40,7 +40,7 @@ from .run_record import files_of
 from .searched import applied, notes_of, searched
 from .strategy import ALONE, Strategy
 from .trainer import Trainer
-from .verified import STEPS, Expected, fastest
+from .verified import Expected, fastest
 
 Settings = TypeVar("Settings", bound=RunConfig, contravariant=True)
 
@@ -198,7 +198,7 @@ def _searched(
     if wanted is None:
         return found, notes_of(config, best.choice, result)
 
-    def trial(choice: Choice, inside: Ranks) -> list[float]:
+    def trial(choice: Choice, inside: Ranks, count: int) -> list[float]:
         tried = _unreported(applied(config, choice))
         tried.validate(size)
         planned = planning(tried, inside, cluster, again=True)
@@ -206,11 +206,12 @@ def _searched(
         with together(mesh.control, "cpu"):
             datasets = build_datasets(tried, tokenizer, mesh.replicas)
         model = planned.build(mesh, ALONE.optimizer_of(tried))
-        return planned.job(Trainer(tried, model), datasets).timed_steps(STEPS)
+        return planned.job(Trainer(tried, model), datasets).timed_steps(count)
 
     candidates = [Expected(each.choice, each.seconds) for each in result.first(wanted)]
     say = partial(print, flush=True) if ranks.rank == 0 else lambda line: None
-    choice = fastest(candidates, wanted, ranks, trial, say).choice
+    graph_warm_up = config.parallel.graph_warm_up
+    choice = fastest(candidates, wanted, ranks, trial, say, graph_warm_up=graph_warm_up).choice
     return applied(config, choice), notes_of(config, choice, result)
 
 

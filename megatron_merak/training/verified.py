@@ -24,7 +24,6 @@ from ..stages.randomness import same_afterwards
 SETTING = "parallel_verify"
 WARM_UP = 2  # steps that are not counted: the first ones capture, compile and allocate
 TIMED = 3
-STEPS = WARM_UP + TIMED
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Measured:
     seconds: float
 
 
-# runs a candidate on the ranks given, and returns the seconds of `STEPS` steps on this rank
-Trial = Callable[[Choice, Ranks], Sequence[float]]
+# runs a candidate on the ranks given for a number of steps, and returns their seconds on this rank
+Trial = Callable[[Choice, Ranks, int], Sequence[float]]
 
 
 def fastest(
@@ -56,30 +55,36 @@ def fastest(
     ranks: Ranks,
     trial: Trial,
     say: Callable[[str], object],
+    graph_warm_up: int | None,
     flag: str = flag_name(SETTING),
 ) -> Measured:
     """Return the candidate that is fastest on these ranks. Collective.
 
-    wanted: so many were asked for.
-    say:    called on every rank with each line for the user.
-    flag:   by which they were.
+    wanted:        so many were asked for.
+    say:           called on every rank with each line for the user.
+    graph_warm_up: steps before one is recorded in CUDA graphs, which later ones replay; None: none
+                   is.
+    flag:          by which plans to try were asked for.
 
     Raises PlanError on every rank where none runs to its end.
     """
     check_attempts(ranks)
-    for line in _opening(candidates, wanted, flag):
+    # a step that is recorded is like no later one
+    untimed = WARM_UP if graph_warm_up is None else max(WARM_UP, graph_warm_up + 1)
+    count = untimed + TIMED
+    for line in _opening(candidates, wanted, flag, count):
         say(line)
     measured: list[Measured] = []
     failures: list[str] = []
     for each in candidates:
         with same_afterwards(ranks.device):
-            outcome = attempt(ranks, partial(_steps, trial, each.choice))
+            outcome = attempt(ranks, partial(_steps, trial, each.choice, count=count))
         if outcome.failure:
             failures.append(f"{each.choice}: {outcome.failure}")
             say(f"  {each.choice}: passed over: {outcome.failure}")
             continue
         steps = [max(times) for times in zip(*outcome.values, strict=True)]
-        seconds = statistics.median(steps[WARM_UP:])
+        seconds = statistics.median(steps[untimed:])
         measured.append(Measured(each.choice, seconds))
         predicted = f"predicted {time_text(each.predicted)}"
         if each.predicted:
@@ -94,15 +99,15 @@ def fastest(
     return min(measured, key=lambda each: each.seconds)
 
 
-def _steps(trial: Trial, choice: Choice, ranks: Ranks) -> list[float]:
-    return list(trial(choice, ranks))
+def _steps(trial: Trial, choice: Choice, ranks: Ranks, count: int) -> list[float]:
+    return list(trial(choice, ranks, count))
 
 
-def _opening(candidates: Sequence[Expected], wanted: int, flag: str) -> list[str]:
-    """Return what is said before plans are tried."""
+def _opening(candidates: Sequence[Expected], wanted: int, flag: str, steps: int) -> list[str]:
+    """Return what is said before plans are tried, each for so many steps."""
     plans = counted(len(candidates), "plan")
     lines = [
-        f"{flag} {wanted}: {plans} run {STEPS} steps each, of which {TIMED} are timed, with weights "
+        f"{flag} {wanted}: {plans} run {steps} steps each, of which {TIMED} are timed, with weights "
         "and data of their own"
     ]
     if len(candidates) < wanted:

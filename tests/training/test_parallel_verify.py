@@ -180,6 +180,37 @@ def failing_on_the_last(rank: int, ranks: int = 2):
         yield
 
 
+def slow_until_replayed(rank: int):
+    """Steps that replay nothing seem to take an hour: none of them may count."""
+    timed = Job.timed_steps
+
+    def seconds(self, count):
+        recordings = self.trainer.model.executor(self.plan.schedule.microbatches).recordings
+        counts = [recordings.replayed]
+        step = Job._timed_step
+
+        def noted(job, batches):
+            result, _ = step(job, batches)
+            counts.append(recordings.replayed)
+            return result, 0.0
+
+        with mock.patch.object(Job, "_timed_step", noted):
+            timed(self, count)
+        return [
+            1.0 if after > before else 3600.0
+            for before, after in zip(counts, counts[1:], strict=False)
+        ]
+
+    return mock.patch.object(Job, "timed_steps", seconds)
+
+
+def test_with_graphs_replayed_steps_are_timed():
+    flags = "--parallel auto,pp=2 --parallel-verify 2 --hidden-dropout 0 --attention-dropout 0"
+    told = checked(2, f"{flags} --cuda-graph-impl local", patch=slow_until_replayed)
+    assert "2 plans run 7 steps each, of which 3 are timed" in told
+    assert [seconds(text) for _, text in TRIED.findall(told)] == [1.0, 1.0]
+
+
 def failing_of_four(rank: int):
     return failing_on_the_last(rank, 4)
 
