@@ -199,6 +199,17 @@ def test_what_is_written_into_the_argument_of_a_view_is_seen():
     check(written)
 
 
+def loss_beside_one_that_nothing_reads(model, y):
+    (y - 1).square().mean()
+    return WithNumpy.apply(y).sum()
+
+
+def test_what_nothing_reads_before_a_function_is_dropped():
+    """As a model's own loss, where a script computes another one of its outputs."""
+    captured = check(loss_beside_one_that_nothing_reads)
+    assert not any(node.name == "sub" for node in captured.module.graph.nodes)
+
+
 def test_a_function_that_draws_random_numbers_is_random():
     (node,) = customs(captured := check(lambda m, y: Noisy.apply(y).sum()))
     assert is_random(node) and classify(captured.module.graph, captured.shapes)[node] == "main"

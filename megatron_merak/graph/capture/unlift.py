@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from megatron_merak.errors import TraceError
 from megatron_merak.graph.capture.empty import is_fake
@@ -38,6 +38,7 @@ def unlift(program: ExportedProgram, model: nn.Module) -> RawGraph:
     """
     owner = program.graph_module
     graph = program.graph_module.graph
+    _note_readers(graph)
     values = {}
     first = {id(p): name for name, p in model.named_parameters()}
     canonical = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -86,6 +87,15 @@ def unlift(program: ExportedProgram, model: nn.Module) -> RawGraph:
         aliases={name: target for name, target in canonical.items() if name != target},
         buffers=tuple(buffers),
     )
+
+
+def _note_readers(graph: Graph) -> None:
+    """Let every node know all of its readers. The exporter loses some, which nothing else reads, of
+    a value that enters a region without gradients.
+    """
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
 
 
 def source_line(node: Node) -> str:
