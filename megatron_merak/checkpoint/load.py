@@ -147,7 +147,9 @@ def _load(
         with together(group, device):
             casts += copy_parts(source, manifest, {name: turn.shards})
             turn.keep()
-    if casts and rank == 0:
+    counts = gather_json(casts, group, device)
+    # the first rank may have none of these tensors
+    if rank == next((other for other, count in enumerate(counts) if count), None):
         logging.getLogger(__name__).warning(
             "%s: %d tensors changed dtype while they were loaded", source, casts
         )

@@ -2,6 +2,7 @@
 everyone's.
 """
 
+import logging
 import pickle
 import resource
 from pathlib import Path
@@ -81,6 +82,27 @@ def test_pipeline_stages_join_and_a_tensor_that_no_rank_wants_is_named(tmp_path)
     assert same(shards, state(0, 1, 9))
     for message in run_ranks(_load_wrong, 2, tmp_path):
         assert "model tensors that the model does not have: h.0.scale" in message
+
+
+def _load_narrow(rank: int, world: int, root: Path) -> list[str]:
+    """Rank 0 has the first tensor as it was saved, and rank 1 the others in fewer bits."""
+    whole = state(0, 1, None, kinds=("model",))["model"][:1]
+    narrow = state(0, 1, None, kinds=("model",), dtype=torch.bfloat16)["model"][1:]
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("megatron_merak.checkpoint.load")
+    logger.addHandler(handler)
+    load(root, {"model": narrow if rank else whole}, dist.group.WORLD, "cpu")
+    return told
+
+
+def test_one_rank_tells_that_tensors_of_others_changed_their_dtype(tmp_path):
+    save(tmp_path, 1, state(0, 1, 9), {}, None, "cpu")
+    first, second = run_ranks(_load_narrow, 2, tmp_path)
+    assert not first
+    (line,) = second
+    assert "4 tensors changed dtype" in line
 
 
 def test_a_tensor_saved_along_one_dim_loads_along_another(tmp_path):
