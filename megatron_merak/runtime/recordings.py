@@ -135,11 +135,9 @@ class _Listing(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(tag in func.tags for tag in _READ_BY_HOST) and not _by_numbers(func, args):
-            reason = f"{func} gives the host a number of the batch, which a graph cannot"
-            raise ConfigError(_FLAG, "local", reason, "Leave it out")
+            raise _refused(f"{func} gives the host a number of the batch, which a graph cannot")
         if torch.Tag.nondeterministic_seeded in func.tags:
-            reason = f"{func} draws random numbers, which each replay would draw again"
-            raise ConfigError(_FLAG, "local", reason, "Leave it out")
+            raise _refused(f"{func} draws random numbers, which each replay would draw again")
         result = func(*args, **(kwargs or {}))
         self._calls.append(_Call(func, args, kwargs or {}, result))
         return result
@@ -160,9 +158,14 @@ class _Reading(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _READS and not any(args[0] is tensor for tensor in self._known):
-            reason = f"Python reads a tensor by {func.__name__}(), which a graph does not repeat"
-            raise ConfigError(_FLAG, "local", reason, "Leave it out")
+            raise _refused(
+                f"Python reads a tensor by {func.__name__}(), which a graph does not repeat"
+            )
         return func(*args, **(kwargs or {}))
+
+
+def _refused(reason: str) -> ConfigError:
+    return ConfigError(_FLAG, "local", reason, "Leave it out")
 
 
 def _by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
