@@ -25,6 +25,8 @@ class Program:
     codes:    names of the functions of the model's own code, run in Python, that segments call.
     by_host:  of the tensors that all segments can read, those whose numbers Python reads: other
               numbers are other work.
+    fixed:    of these tensors, those whose memory is the same for every batch: segments may write to
+              it, as to running statistics.
     """
 
     segments: tuple[Segment, ...]
@@ -36,6 +38,7 @@ class Program:
     named: tuple[str, ...] = ()
     by_host: tuple[str, ...] = ()
     codes: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -98,16 +98,18 @@ class OpRecordings:
         if self._phase is _Phase.PLAIN or len(parts) > 1 or place in self._alone:
             return
         common = parts[0].state.common
+        program = parts[0].program
         if self._phase is _Phase.RECORD:
             for name, value in common.items():
-                common[name] = _held(value)
+                if name not in program.fixed:
+                    common[name] = _held(value)
             self._parts[place] = parts[0]
         elif place in self._parts and self._parts[place].runner is parts[0].runner:
             kept = self._parts[place].state.common
-            by_host = parts[0].program.by_host
-            if all(torch.equal(kept[name], common[name]) for name in by_host):
+            if all(torch.equal(kept[name], common[name]) for name in program.by_host):
                 for name, held in kept.items():
-                    _fill(held, common[name])
+                    if held.data_ptr() != common[name].data_ptr():
+                        _fill(held, common[name])
                 stage.parts[microbatch] = [self._parts[place]]
 
     def covers(self, stage: Stage, op: Op) -> bool:

@@ -663,6 +663,7 @@ class Programs:
             named=parts.named,
             by_host=parts.by_host,
             codes=parts.codes,
+            fixed=parts.prelude.fixed,
         )
         self._lookups[program] = parts.lookups
         self._touched[program] = parts.touched

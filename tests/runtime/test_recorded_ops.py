@@ -61,8 +61,8 @@ def one_step(model, number, micro_batches=MICROBATCHES, samples=2):
     return None if reduced is None else model.loss(reduced.tolist())
 
 
-def recordings(model):
-    return model.executor(MICROBATCHES).recordings
+def recordings(model, micro_batches=MICROBATCHES):
+    return model.executor(micro_batches).recordings
 
 
 def same(recorded, plain):
@@ -179,6 +179,50 @@ def test_dropout_is_refused_before_the_first_step():
     with pytest.raises(ConfigError) as error:
         made(replace(config, model=with_dropout("gpt2")))
     assert str(error.value).startswith("--cuda-graph-impl local: unit 0 draws random numbers")
+
+
+class Normed(nn.Module):
+    """Its forward updates running statistics, and returns a part of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x, y):
+        found = self.last(self.norm(self.first(x)).relu())
+        return {"loss": (found - y).square().mean(), "x": x, "found": found}
+
+
+def normed(number, expanded=False):
+    generator = torch.Generator().manual_seed(number)
+    batches = []
+    for _ in range(2):
+        y = torch.randn(1 if expanded else 4, 3, generator=generator)
+        batches.append({"x": torch.randn(4, 6, generator=generator), "y": y.expand(4, 3)})
+    return batches
+
+
+def normed_engine(graph_warm_up):
+    mesh = build_mesh(Grid(), 0, CPU)
+    others = {"graph_warm_up": graph_warm_up}
+    return engine_of(Normed(), normed(0)[0], mesh, others=others, microbatches=2)
+
+
+def test_running_statistics_are_those_of_steps_that_run_op_by_op():
+    found = []
+    for graph_warm_up in (1, None):
+        engine = normed_engine(graph_warm_up)
+        for number in range(4):
+            engine.update(RATES, engine.backward(normed(number)))
+        found.append({shard.name: shard.tensor.clone() for shard in engine.running_state()})
+        if graph_warm_up:
+            assert recordings(engine, 2).replayed == 2 * 2 * 2
+    assert found[0].keys() == {f"norm.{name}" for name, _ in nn.BatchNorm1d(8).named_buffers()}
+    for name, value in found[1].items():
+        assert torch.equal(found[0][name], value), name
 
 
 class Straight(torch.autograd.Function):

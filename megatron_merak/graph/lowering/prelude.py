@@ -23,6 +23,8 @@ class Prelude:
     then:      function of the results of ``first`` and the batch for the other values. It runs for
                every batch.
     reads:     keys of the batch that are needed.
+    fixed:     names of the values whose memory is the same for every batch, as that of constants:
+               segments may write to it.
     """
 
     def __init__(self, flow: Flow, outputs: Sequence[Node], device: torch.device):
@@ -41,6 +43,9 @@ class Prelude:
         self.first = _code(flow, constants, first, intermediate, device)
         self.then = _code(flow, (*intermediate, *inputs), then, outputs, device)
         self.reads = tuple(str(n.target) for n in inputs)
+        root = storages(flow.graph)
+        stays = {*constants, *first}
+        self.fixed = tuple(node.name for node in outputs if root[node] in stays)
         self._fixed: tuple[Tensor, ...] | None = None
 
     def with_code(self, first: Callable, then: Callable) -> "Prelude":
