@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..pipeline_parallel.ops import Kind, Op
-from ..segment import Segment
+from ..segment import Common, Segment
 from .engine import Pass, State, execute
 from .parameters import RankParameters
-from .program import LOSS
+from .program import LOSS, Program
 from .recordings import Recording, recorder
 from .stage import MicroBatchPart, Stage
 
@@ -47,7 +47,8 @@ class OpRecordings:
     recorded, in the order of the schedule: an op uses the memory of earlier ones again as far as
     that order allows, so that there is one step's set of recordings and no second one. A
     micro-batch whose program is another than in that step, since its shape is, runs op by op, and
-    so does one whose numbers that the host reads are others.
+    so does one whose numbers that the host reads are others, that has tensors with more memory, or
+    that draws random numbers or runs Python code of the model.
 
     parameters: of all stages of this rank.
     warm_up:    steps before the one that is recorded.
@@ -100,13 +101,16 @@ class OpRecordings:
         common = parts[0].state.common
         program = parts[0].program
         if self._phase is _Phase.RECORD:
+            # the first program was refused for that; others come with other batches and losses
+            if program.codes or any(segment.random for segment in program.segments):
+                return
             for name, value in common.items():
                 if name not in program.fixed:
                     common[name] = _held(value)
             self._parts[place] = parts[0]
         elif place in self._parts and self._parts[place].runner is parts[0].runner:
             kept = self._parts[place].state.common
-            if all(torch.equal(kept[name], common[name]) for name in program.by_host):
+            if _replays(program, kept, common):
                 for name, held in kept.items():
                     if held.data_ptr() != common[name].data_ptr():
                         _fill(held, common[name])
@@ -129,8 +133,9 @@ class OpRecordings:
             self._perform(op, bare, state.values, inputs, program.outputs)
             for name in program.results:
                 # A caller may keep what the model returned, and the next step overwrites that.
-                if name != LOSS and name in state.values:
-                    state.values[name] = state.values[name].clone()
+                own = state.values if name in state.values else state.common
+                if name != LOSS and name not in program.fixed and name in own:
+                    state.values[name] = own[name].clone()
         elif op.kind is Kind.B:
             targets = [LOSS, *(value.name for value in program.targets)]
             grads = {name: state.take_grad(name) for name in targets}
@@ -185,6 +190,15 @@ class OpRecordings:
     def _replay(self, op: Op) -> None:
         self._ops[op].recording.replay()
         self.replayed += 1
+
+
+def _replays(program: Program, kept: Common, common: Common) -> bool:
+    """Return whether what a micro-batch has can be put in the place of what was recorded."""
+    if not all(torch.equal(kept[name], common[name]) for name in program.by_host):
+        return False
+    # a tensor that was expanded has memory for each element once
+    sizes = ((_once(kept[name]).shape, _once(value).shape) for name, value in common.items())
+    return all(a >= b for held, new in sizes for a, b in zip(held, new, strict=True))
 
 
 def _known(part: MicroBatchPart) -> list[Tensor]:

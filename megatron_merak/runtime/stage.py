@@ -113,7 +113,7 @@ class MicroBatchPart:
         """Return a value that leaves the stage, and free it here unless a recomputation
         needs it.
         """
-        if name in self.state.common:
+        if name in self.state.common and name not in self.state.values:
             return self.state.common[name]
         return self.runner.engine.take(self.state, name)
 

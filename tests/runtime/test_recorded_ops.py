@@ -14,7 +14,9 @@ from megatron_merak.pipeline_parallel.ops import ops_of
 from megatron_merak.plan import Grid
 from megatron_merak.planner import plan
 from megatron_merak.runtime.recordings import CallRecording
+from megatron_merak.stages.blueprint import ModelTask
 from megatron_merak.stages.graphs import check_graphs
+from megatron_merak.stages.traced import OwnLoss
 from tests.engines import engine_of, gpt_model
 from tests.models.families import FAMILIES, batch
 from tests.ranks import run_ranks
@@ -225,6 +227,41 @@ def test_running_statistics_are_those_of_steps_that_run_op_by_op():
         assert torch.equal(found[0][name], value), name
 
 
+def own_loss(model, batch):
+    outputs = model(**batch)
+    return outputs["loss"], outputs
+
+
+def test_what_a_model_returns_is_not_overwritten_by_the_next_step():
+    task = ModelTask(OwnLoss(own_loss, reports=("x", "found")))
+    kept = []
+    for graph_warm_up in (1, None):
+        engine = normed_engine(graph_warm_up)
+        results = []
+        for number in range(4):
+            batches = normed(number)
+            engine.update(RATES, engine.backward(batches, task=task))
+            results += engine.reported(batches, task)
+        kept.append(results)
+        if graph_warm_up:
+            assert recordings(engine, 2).replayed == 2 * 2 * 2
+    for one, other in zip(*kept, strict=True):
+        assert one.keys() == other.keys() == {"loss", "x", "found"}
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_tensors_with_more_memory_than_the_recorded_ones_run_op_by_op():
+    found = []
+    for graph_warm_up in (1, None):
+        engine = normed_engine(graph_warm_up)
+        for number in range(4):
+            engine.update(RATES, engine.backward(normed(number, expanded=number != 3)))
+        found.append(engine.buffer.data.clone())
+        if graph_warm_up:
+            assert recordings(engine, 2).replayed == 2 * 2
+    assert torch.equal(*found)
+
+
 class Straight(torch.autograd.Function):
     """Its backward, which is not that of its forward, is computed with numpy."""
 
@@ -252,6 +289,24 @@ def test_python_code_of_a_model_is_refused_before_the_first_step():
     mesh = build_mesh(Grid(), 0, CPU)
     with pytest.raises(ConfigError, match="Straight_apply of the model is Python code"):
         engine_of(Custom(), {"x": torch.ones(2, 4)}, mesh, others={"graph_warm_up": 1})
+
+
+def straight_loss(model, batch):
+    outputs = model(**batch)
+    return outputs["loss"] + Straight.apply(outputs["found"]).sum(), {}
+
+
+def test_python_code_of_a_later_loss_runs_op_by_op():
+    task = ModelTask(OwnLoss(straight_loss))
+    found = []
+    for graph_warm_up in (1, None):
+        engine = normed_engine(graph_warm_up)
+        for number in range(4):
+            engine.update(RATES, engine.backward(normed(number), task=task))
+        found.append(engine.buffer.data.clone())
+        if graph_warm_up:
+            assert recordings(engine, 2).replayed == 0
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(
