@@ -225,7 +225,13 @@ def test_another_number_of_heads_is_refused_by_name(saved):
 
 def test_what_a_run_may_change_is_said_once(saved, caplog, tmp_path):
     run = trainer(
-        saved.parent, [Stop(4)], learning_rate=5e-3, adam_beta2=0.9, lr_scheduler_type="linear"
+        saved.parent,
+        [Stop(4)],
+        learning_rate=5e-3,
+        adam_beta2=0.9,
+        lr_scheduler_type="linear",
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype="bf16",
     )
     run.model.config.attention_dropout = 0.1
     run.args.output_dir = str(tmp_path)
@@ -237,6 +243,7 @@ def test_what_a_run_may_change_is_said_once(saved, caplog, tmp_path):
         "learning_rate: 0.005 (from args) != 0.01 (of the checkpoint, used)",
         "lr_scheduler_type: linear",
         "adam_beta2: 0.9 (from args, used) != 0.999 (of the checkpoint)",
+        "exp_avg_dtype: bf16 (from args, used) != fp32 (of the checkpoint)",
         "config.attention_dropout: 0.1 != 0.0",
     ):
         assert name in told
