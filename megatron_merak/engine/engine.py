@@ -271,6 +271,8 @@ class Engine:
         must exhaust it.
 
         dtype: of floating-point tensors; None: that of the user's model.
+
+        Raises ConfigError for a model with weights in 4 bits.
         """
         weights = self._weights(dtype)
         for bucket in weights.buckets(bucket_bytes):
@@ -286,6 +288,11 @@ class Engine:
 
     def _weights(self, dtype: torch.dtype | None) -> NamedWeights:
         self._between_steps("named_weights")
+        packed = self._captured.blueprint.traced.captured.four_bit
+        if packed:
+            reason = f"{min(packed)} is in 4 bits, and its packed values are no weights"
+            remedy = "Read the adapters that save_pretrained writes"
+            raise ConfigError("named_weights", "(called)", reason, remedy)
         names = [name for name, _ in self.model.named_parameters()]
         return NamedWeights(self._captured.exported(), names, self.mesh, dtype)
 

@@ -24,6 +24,7 @@ from tests.engine.runs import (
     policy,
     tiny_llama,
 )
+from tests.four_bit import adapted, four_bit, needs_bitsandbytes, save_llama, tokens
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,16 @@ def test_rates_are_those_of_the_step(engine):
     engine.forward_backward([batch_of(1)])
     engine.step(lr=0.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_weights())
+
+
+@needs_bitsandbytes
+def test_packed_values_are_not_handed_out_as_weights(tmp_path):
+    model = adapted(four_bit(save_llama(tmp_path / "base")))
+    engine = Engine(model, arguments(tmp_path), tokens())
+    with pytest.raises(ConfigError, match=r"named_weights .*down_proj.* is in 4 bits, .*adapters"):
+        next(engine.named_weights())
+    with pytest.raises(ConfigError, match="named_weights"):
+        engine.weights_info()
 
 
 def test_a_loop_of_ones_own_saves_when_a_signal_asks_it_to_end(engine, tmp_path):
