@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..graph.capture.captured import Captured
 from ..graph.ir.nodes import is_op
@@ -96,17 +95,14 @@ def choose(
     choice = candidates[0].choice
     if (wanted := args.parallel_verify) is not None:
         told = partial(say, args)
-        graphs = ParallelConfig(
-            cuda_graph_impl=args.cuda_graph_impl,
-            cuda_graph_warmup_steps=args.cuda_graph_warmup_steps,
-        )
+        parallel = wishes(args)["request"].parallel
         choice = fastest(
             candidates,
             wanted,
             ranks,
             trial,
             say=told,
-            graph_warm_up=graphs.graph_warm_up,
+            graph_warm_up=parallel.graph_warm_up,
             flag=VERIFY,
         ).choice
     before = args.gradient_accumulation_steps

@@ -13,12 +13,16 @@ def check_fp8_products(device: torch.device, fp8: Fp8 | None) -> None:
         return
     blocks = fp8.recipe == "blockwise"
     found = torch.cuda.get_device_capability(device)
-    if found != (9, 0) if blocks else found < (8, 9):
-        reason = f"{torch.cuda.get_device_name(device)} has no products of operands in fp8"
-        reason += " with scales of blocks" if blocks else ""
-        remedy = "Leave it out"
-        remedy = "Use --fp8-recipe tensorwise" if blocks and found >= (8, 9) else remedy
-        raise ConfigError("--fp8-format", fp8.format, reason, remedy)
+    without_blocks = found >= (8, 9)
+    if found == (9, 0) or without_blocks and not blocks:
+        return
+    reason = f"{torch.cuda.get_device_name(device)} has no products of operands in fp8"
+    remedy = "Leave it out"
+    if blocks:
+        reason += " with scales of blocks"
+        if without_blocks:
+            remedy = "Use --fp8-recipe tensorwise"
+    raise ConfigError("--fp8-format", fp8.format, reason, remedy)
 
 
 def check_kernels(device: torch.device) -> None:
