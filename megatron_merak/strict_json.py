@@ -24,8 +24,9 @@ def parse(text: str, finite: bool = True) -> Any:
     text:   of a file.
     finite: whether NaN and Infinity, which Python writes, are mistakes.
 
-    Raises ValueError for what is no JSON or nested too deep, for numbers too large to compute with,
-    and for strings with NUL characters or halves of surrogate pairs.
+    Raises ValueError for what is no JSON or nested too deep, for objects with a name twice, for
+    numbers too large to compute with, and for strings with NUL characters or halves of surrogate
+    pairs.
     """
 
     def number(digits: str) -> float:
@@ -46,11 +47,27 @@ def parse(text: str, finite: bool = True) -> Any:
         return float(name)
 
     try:
-        value = json.loads(text, parse_float=number, parse_int=integer, parse_constant=constant)
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_float=number,
+            parse_int=integer,
+            parse_constant=constant,
+        )
         _check_texts(value)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; the last of two equal names would hide the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice[:_SHOWN]!r} is there twice in one object")
+    return found
 
 
 def _check_texts(value: Any) -> None:

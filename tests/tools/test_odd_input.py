@@ -38,6 +38,7 @@ def refused(main, *words: object) -> str:
         ('"\\ud800"', "is not UTF-8"),
         ('{"a\\u0000": 1}', "holds a NUL character"),
         ("[" * 10**5, "nested too deep"),
+        ('{"nodes": [{"count": 1, "speed": 1, "count": 2}]}', "'count' is there twice"),
     ],
 )
 def test_json_with_what_cannot_be_computed_with_or_printed(text, told):
