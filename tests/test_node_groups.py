@@ -109,6 +109,11 @@ MISTAKES = [
     ([{"count": 1, "speed": "slow"}], "nodes: group 0: speed 'slow': it is not a number"),
     ([{"count": 1, "device": "a100-40g"}], "nodes: group 0: device a100-40g: it is not in the table"),
     (
+        [{"count": 1}, {"count": 1, "device": {**vars(DEVICES["A100"]), "memory": 40 * GIB,
+                                               "practice": None}}],
+        "nodes: group 1: device A100: group 0 has another device of that name. Give each",
+    ),
+    (
         [{"count": 1}, {"count": 1, "device": "cpu"}],
         "nodes: group 1: device cpu: the memory of cpu is not known, and that of A100 is",
     ),

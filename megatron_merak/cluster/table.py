@@ -347,8 +347,19 @@ def _groups(content: Any, device: Device, where: str) -> tuple[NodeGroup, ...]:
             values["device"] = device_of(values["device"], f"{own}: device")
         group = NodeGroup(**{"device": device, **values})
         _check_beside(device, group.device, own)
+        _check_names([*groups, group], own)
         groups.append(group)
     return tuple(groups)
+
+
+def _check_names(groups: list[NodeGroup], where: str) -> None:
+    """Raise ConfigError if the last of these groups has the device's name of another one."""
+    last = groups[-1].device
+    for place, group in enumerate(groups):
+        if group.device.name == last.name and group.device != last:
+            reason = f"group {place} has another device of that name"
+            remedy = "Give each its own name, by which a plan tells them apart"
+            raise ConfigError(f"{where}: device", last.name, reason, remedy)
 
 
 def _check_beside(one: Device, other: Device, where: str) -> None:
