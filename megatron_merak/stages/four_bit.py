@@ -127,3 +127,14 @@ def move_scales(model: nn.Module) -> None:
     """Let the scales of weights in 4 bits be where the packed values are."""
     for module in four_bit_layers(model).values():
         module.weight.quant_state.to(module.weight.device)
+
+
+def keep_packing(model: nn.Module) -> None:
+    """Let layers in 4 bits stay as they are packed in evaluations of the model itself.
+
+    On some CPUs bitsandbytes packs a weight anew there, for a faster product, and rounds its scales
+    for good: the model would no longer have the weights that are trained with.
+    """
+    for module in four_bit_layers(model).values():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False

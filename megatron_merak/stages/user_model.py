@@ -17,7 +17,7 @@ from ..checkpoint.shard import Shard
 from ..graph.capture.empty import is_fake
 from ..parallel.agree import gather_json
 from ..parallel.mesh import Mesh
-from .four_bit import as_given, follow, move_scales
+from .four_bit import as_given, follow, keep_packing, move_scales
 from .guard import Guard, guard, guard_of, unguard
 from .model_fingerprint import Fingerprint, ModelChange
 from .withheld import has_memory, is_withheld, restore, version, withhold
@@ -61,6 +61,7 @@ class UserModel:
                     buffer.data = buffer.data.to(mesh.device)
         else:
             self.mark_stale()
+        keep_packing(model)
         self.fingerprint = Fingerprint.of(model)
         self.record_weights()
 

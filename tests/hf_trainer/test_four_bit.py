@@ -6,8 +6,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from megatron_merak.graph.capture.four_bit import four_bit_layers
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.stages.withheld import is_withheld
@@ -61,6 +62,36 @@ def run(rank, world_size, base, directory, more):
     ours, theirs = (each.train()(input_ids=rows).logits for each in (model, loaded))
     assert torch.equal(ours, theirs)
     return losses
+
+
+class Evaluates(TrainerCallback):
+    """Runs the model itself, in evaluation and on a CPU, after each step."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[5, 6, 7, 8]]))
+        model.train()
+
+
+def test_evaluations_of_the_model_itself_leave_its_weights_as_they_are(tmp_path):
+    base = save_llama(tmp_path / "base", vocab_size=128, num_hidden_layers=1)
+    found = []
+    for callbacks in ([], [Evaluates()]):
+        model = adapted(four_bit(base, double=True))
+        for layer in four_bit_layers(model).values():
+            layer.support_avx512bf16_for_cpu = callbacks != []  # whatever this CPU is
+        given = packed(model)
+        data = samples(12, ragged=False)
+        args = MerakArguments(str(tmp_path / str(len(found))), **RUN)
+        trainer = MerakTrainer(model, args, collate, data, callbacks=callbacks)
+        trainer.train()
+        trainer.train()
+        for name, value in given.items():
+            assert torch.equal(model.get_parameter(name).data, value), name
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
 
 
 @pytest.mark.parametrize(
