@@ -11,6 +11,7 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.stages.blueprint import ProgramRole
 from tests.engines import engine_of
+from tests.four_bit import adapted, four_bit, needs_bitsandbytes, save_llama
 from tests.ranks import run_ranks
 
 SMALL = {
@@ -120,6 +121,14 @@ def test_every_length_after_two_is_made_bit_for_bit(name, options):
 def test_a_length_that_the_model_treats_otherwise_is_captured():
     """A window of 24 hides something of rows of 24 or more only."""
     assert of_one("window", (30, 36, 24, 23)) == 2
+
+
+@needs_bitsandbytes
+def test_weights_in_4_bits_are_read_at_lengths_that_are_made(tmp_path, monkeypatch):
+    """How they are stored is a named tuple in the code."""
+    base = save_llama(tmp_path, num_hidden_layers=1)
+    monkeypatch.setitem(MODELS, "four bits", lambda: adapted(four_bit(base)))
+    assert of_one("four bits", (20, 28, 41)) == 2
 
 
 @SLOW

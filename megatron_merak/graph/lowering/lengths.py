@@ -70,6 +70,8 @@ class _Code:
             return self._merged_nodes[a]
         if isinstance(a, list | tuple):
             merged = [self._merged(*pair) for pair in zip(a, b, strict=True)]
+            if hasattr(a, "_fields"):  # a named tuple, of which an operation reads the names
+                return type(a)(*merged)
             return merged if isinstance(a, list) else tuple(merged)
         if isinstance(a, dict):
             _same(a.keys(), b.keys())
