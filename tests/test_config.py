@@ -21,6 +21,7 @@ from megatron_merak.config import (
 )
 from megatron_merak.config.checks import closest, divisors, multiples
 from megatron_merak.config.parallel import SHARDINGS
+from megatron_merak.config.settings import checked
 from megatron_merak.errors import ConfigError
 from tests.config import MODEL, TP, make, refusal
 
@@ -483,3 +484,21 @@ def test_a_setting_needs_another_of_its_section_with_a_value_that_it_can_have(se
     if other.default not in needs.values:
         reason, remedy = needs.missing(other.default)
         assert reason.startswith("has ") and "{" not in reason and remedy
+
+
+REFUSED_CHOICES = [
+    (section, row, value)
+    for section in SECTIONS
+    for row in dataclasses.fields(section)
+    for value in row.metadata.get("not_yet", ())
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "row", "value"),
+    REFUSED_CHOICES,
+    ids=[f"{row.name}-{value}" for _, row, value in REFUSED_CHOICES],
+)
+def test_a_choice_that_is_not_there_yet_is_refused(section, row, value):
+    with pytest.raises(ConfigError, match="does not have yet|Use"):
+        checked(section, row, value)

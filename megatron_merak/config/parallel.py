@@ -242,7 +242,7 @@ class ParallelConfig(Section):
     memory after their forward, and back before their backward."""
     cuda_graph_impl: str = setting(
         "none",
-        choices=("none", "local", "transformer_engine"),
+        choices=("none", "local"),
         not_yet={"transformer_engine": "Use local"},
     )
     """Record the kernels of one step in CUDA graphs and replay them in all later ones (local): the
