@@ -134,25 +134,36 @@ PYTHON
 
 examples() { # each one, with settings that are as small as they may be
     step "pip install '.[trl]'"
-    pip install -q -e '.[pictures,trl]'
+    MERAK_EXT=0 pip install -q -e '.[pictures,trl]' # what the first one compiled stays
+    step "examples"
     local name
-    for name in classification distill grpo long_context mixture muon; do
-        step "examples/$name.py"
-        says '' python examples/$name.py --max_steps 2 --output_dir "runs/$name"
-    done
-    for name in preferences sft_lora; do
-        step "examples/$name.py"
-        says '' python examples/$name.py --steps 2 --output_dir "runs/$name"
-    done
-    step "the other examples"
-    says '' python examples/packing.py --steps 2 --directory runs/packing
-    says '' python examples/finetune.py --max-steps 2 --directory runs/finetune
-    says '' python examples/growing_batch.py --samples 64 --directory runs/growing_batch
-    says '' python examples/stdlib_corpus.py --output-dir runs/corpus --vocab-size 600 --max-bytes 300000
-    says '' python examples/train.py --train-iters 2 --directory runs/train
+    {
+        for name in classification distill grpo long_context mixture muon; do
+            echo "$name.py --max_steps 2 --output_dir runs/$name"
+        done
+        for name in preferences sft_lora; do
+            echo "$name.py --steps 2 --output_dir runs/$name"
+        done
+        echo packing.py --steps 2 --directory runs/packing
+        echo finetune.py --max-steps 2 --directory runs/finetune
+        echo growing_batch.py --samples 64 --directory runs/growing_batch
+        echo stdlib_corpus.py --output-dir runs/corpus --vocab-size 600 --max-bytes 300000
+        echo train.py --train-iters 2 --directory runs/train
+    } | side_by_side
     for name in examples/*.py; do
         grep -qF "$(basename "$name" .py)" "$source/tests/first_hour.sh" || fail "$name is not started"
     done
+}
+
+side_by_side() { # examples, one a line, on all cores: most of them are one process
+    xargs -P "$(nproc)" -I{} bash -c '
+        set -- {}
+        if out=$(python "examples/$@" 2>&1); then
+            printf "\n-- examples/%s\n%s\n" "$*" "$(tail -n 2 <<<"$out")"
+        else
+            printf "FAILED: examples/%s: %s\n" "$*" "$out" >&2
+            exit 255 # starts no other
+        fi'
 }
 
 from_wheel() {
