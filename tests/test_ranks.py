@@ -2,6 +2,7 @@
 another rank's.
 """
 
+import gc
 import os
 import signal
 import time
@@ -45,6 +46,10 @@ def _threads_of_parent(rank, world_size):
     return len(os.listdir(f"/proc/{os.getppid()}/task"))
 
 
+def _frozen(rank, world_size):
+    return gc.get_freeze_count()
+
+
 def _hang_on_one(rank, world_size):
     if rank == 0:
         time.sleep(600)
@@ -61,6 +66,11 @@ def test_results_arrive_in_rank_order():
 
 def test_ranks_are_forked_from_a_process_without_threads():
     assert run_ranks(_threads_of_parent, 1) == [1]
+
+
+def test_ranks_do_not_collect_what_was_imported_before_they_were_forked():
+    (frozen,) = run_ranks(_frozen, 1)
+    assert frozen > 100_000
 
 
 def test_the_raising_rank_is_named_and_its_error_is_the_cause():
