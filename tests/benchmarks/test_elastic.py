@@ -52,8 +52,13 @@ def test_a_resumed_run_is_the_same_under_another_layout(tmp_path, name):
     assert found["samples"] == 24 and found["tensors"] > 50 and found.get("loss", 0.0) < 1e-5
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("pair", FURTHER, ids=lambda pair: pair.name)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, id=pair.name, marks=pytest.mark.slow if at % 2 else pytest.mark.long)
+        for at, pair in enumerate(FURTHER)
+    ],
+)
 def test_further_layouts(tmp_path, pair):
     Bench(tmp_path, launched).run(pair)
 

@@ -92,64 +92,92 @@ def test_losses_and_weights_are_those_of_transformers(tmp_path):
         check(found, wanted)
 
 
-@pytest.mark.long
+def further(changes, name, mark=pytest.mark.long):
+    """A layout. The slow ones meet what others meet, in other company."""
+    return pytest.param(changes, id=name, marks=mark)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
-        {
-            "per_device_train_batch_size": 2,
-            "data_parallel_sharding_strategy": "optim_grads_params",
-            "gradient_checkpointing": True,
-        },
-        {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4},
-        {"pipeline_model_parallel_size": 2, "tp_comm_overlap": "sub-pipeline"},
-        {**REPLICAS, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
-        {
-            **REPLICAS,
-            "per_device_train_batch_size": 1,
-            "data_parallel_sharding_strategy": "optim_grads_params",
-            "gradient_checkpointing": True,
-        },
-        {**REPLICAS, "context_parallel_size": 2, "expert_model_parallel_size": 4},
-        {"per_device_train_batch_size": 2, "expert_model_parallel_size": 4},
-        {
-            **REPLICAS,
-            "per_device_train_batch_size": 1,
-            "data_parallel_sharding_strategy": "optim",
-            "optim": "adafactor",
-        },
-        {**SHARDS, "data_parallel_sharding_strategy": "optim_grads_params"},
-        {
-            **SHARDS,
-            "pipeline_model_parallel_size": 2,
-            "expert_model_parallel_size": 1,
-            "per_device_train_batch_size": 2,
-        },
-        {**SHARDS, "context_parallel_size": 2, "per_device_train_batch_size": 2},
-        {
-            "per_device_train_batch_size": 2,
-            "expert_tensor_parallel_size": 2,
-            "data_parallel_sharding_strategy": "optim",
-            "optim": "adafactor",
-        },
-        {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
-    ],
-    ids=[
-        "pipeline",
-        "sharded replicas",
-        "four",
-        "halves",
-        "replicas of stages",
-        "replicas that shard",
-        "replicas and contexts",
-        "replicas and tensor parallel",
-        "replicas with Adafactor",
-        "shards of experts of replicas that shard",
-        "shards of experts of stages",
-        "shards of experts of contexts",
-        "shards of experts with Adafactor",
-        "shards of experts inside a layer",
+        further(
+            {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+            "pipeline",
+            pytest.mark.slow,
+        ),
+        further(
+            {
+                "per_device_train_batch_size": 2,
+                "data_parallel_sharding_strategy": "optim_grads_params",
+                "gradient_checkpointing": True,
+            },
+            "sharded replicas",
+            pytest.mark.slow,
+        ),
+        further({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}, "four"),
+        further({"pipeline_model_parallel_size": 2, "tp_comm_overlap": "sub-pipeline"}, "halves"),
+        further(
+            {**REPLICAS, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
+            "replicas of stages",
+        ),
+        further(
+            {
+                **REPLICAS,
+                "per_device_train_batch_size": 1,
+                "data_parallel_sharding_strategy": "optim_grads_params",
+                "gradient_checkpointing": True,
+            },
+            "replicas that shard",
+        ),
+        further(
+            {**REPLICAS, "context_parallel_size": 2, "expert_model_parallel_size": 4},
+            "replicas and contexts",
+        ),
+        further(
+            {"per_device_train_batch_size": 2, "expert_model_parallel_size": 4},
+            "replicas and tensor parallel",
+            pytest.mark.slow,
+        ),
+        further(
+            {
+                **REPLICAS,
+                "per_device_train_batch_size": 1,
+                "data_parallel_sharding_strategy": "optim",
+                "optim": "adafactor",
+            },
+            "replicas with Adafactor",
+        ),
+        further(
+            {**SHARDS, "data_parallel_sharding_strategy": "optim_grads_params"},
+            "shards of experts of replicas that shard",
+        ),
+        further(
+            {
+                **SHARDS,
+                "pipeline_model_parallel_size": 2,
+                "expert_model_parallel_size": 1,
+                "per_device_train_batch_size": 2,
+            },
+            "shards of experts of stages",
+        ),
+        further(
+            {**SHARDS, "context_parallel_size": 2, "per_device_train_batch_size": 2},
+            "shards of experts of contexts",
+            pytest.mark.slow,
+        ),
+        further(
+            {
+                "per_device_train_batch_size": 2,
+                "expert_tensor_parallel_size": 2,
+                "data_parallel_sharding_strategy": "optim",
+                "optim": "adafactor",
+            },
+            "shards of experts with Adafactor",
+        ),
+        further(
+            {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
+            "shards of experts inside a layer",
+        ),
     ],
 )
 def test_other_layouts(tmp_path, changes):

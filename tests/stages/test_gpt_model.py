@@ -222,13 +222,14 @@ def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
             f"{TP2} {PP2} --sequence-parallel {EP2} --pipeline-schedule zb-v",
             marks=pytest.mark.long,
         ),
-        pytest.param(4, PER_TOKEN, f"{TP2} {PP2}", marks=pytest.mark.long),
-        pytest.param(4, LLAMA, f"{PP2} --use-distributed-optimizer", marks=pytest.mark.long),
+        # without experts, tests/parity/test_parity.py compares such layouts with HuggingFace's model
+        pytest.param(4, PER_TOKEN, f"{TP2} {PP2}", marks=pytest.mark.slow),
+        pytest.param(4, LLAMA, f"{PP2} --use-distributed-optimizer", marks=pytest.mark.slow),
         pytest.param(
             2,
             "",
             f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule interleaved",
-            marks=pytest.mark.long,
+            marks=pytest.mark.slow,
         ),
         pytest.param(2, LLAMA, f"{TP2} --recompute-granularity selective", marks=pytest.mark.long),
     ],
