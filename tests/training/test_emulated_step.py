@@ -3,12 +3,8 @@ it takes.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
@@ -16,8 +12,8 @@ from transformers import LlamaConfig
 from megatron_merak.cluster import Cluster, Device, Link, NodeGroup
 from megatron_merak.plan import Plan, prediction
 from megatron_merak.planner.predict import ending, stage_costs
+from tests.scripts import run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMON = """--seq-length 64 --micro-batch-size 2 --global-batch-size 8 --vocab-size 300 --lr 1e-3 --mock-data
     --train-iters 2 --eval-iters 0 --log-interval 1""".split()
 GPT = "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --attention-dropout 0.1 --hidden-dropout 0".split()
@@ -50,15 +46,8 @@ def _with_host(bandwidth: float) -> Cluster:
     return replace(BOTH, device=replace(CARD, host_bandwidth=bandwidth))
 
 
-def run(script: str, flags: list, ranks: int = 0) -> str:
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        if ranks > 1
-        else []
-    )
-    command = [sys.executable, *torchrun, str(ROOT / script), *map(str, flags)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+def run(script: str, flags: list, ranks: int = 1) -> str:
+    done = run_script(script, [*map(str, flags)], ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

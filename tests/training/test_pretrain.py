@@ -12,6 +12,7 @@ import pytest
 
 from megatron_merak.cluster import CLUSTERS
 from megatron_merak.pipeline_parallel.pictures.page import views_of
+from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
@@ -20,22 +21,17 @@ SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 
 
 
 def pretrain(flags: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        if ranks > 1
-        else []
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        *torchrun,
-        str(ROOT / "pretrain_gpt.py"),
-        *SMALL.split(),
-        *flags.split(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    done = run_script("pretrain_gpt.py", [*SMALL.split(), *flags.split()], ranks)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def by_torchrun(flags: str, ranks: int) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    script = [str(ROOT / "pretrain_gpt.py"), *SMALL.split(), *flags.split()]
+    command = [sys.executable, *torchrun, *script]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
 
 
 def losses(path: Path, kind: str = "train") -> dict[int, float]:
@@ -46,11 +42,12 @@ def losses(path: Path, kind: str = "train") -> dict[int, float]:
 def test_one_process_and_four_tell_the_same_story(tmp_path):
     alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
     told = pretrain(f"--train-iters 6 --metrics {alone}").stdout
-    pretrain(
+    done = by_torchrun(
         f"--train-iters 6 --metrics {together} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
         f"--timeline {tmp_path}/timeline.html --curve {tmp_path}/curve.png",
         ranks=4,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
     assert losses(together) == pytest.approx(losses(alone), abs=1e-5) and len(losses(alone)) == 6
     assert losses(together, "valid") == pytest.approx(losses(alone, "valid"), abs=1e-5)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -157,7 +154,7 @@ def further(*rows: tuple) -> list:
     ],
 )
 def test_a_mistake_ends_the_job_and_is_told_in_one_line(flags, ranks, told):
-    done = pretrain(flags, ranks, check=False)
+    done = by_torchrun(flags, ranks)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert len(lines) == 1 and told in lines[0], done.stderr

@@ -1,11 +1,7 @@
-"""pretrain_hf.py as its users run it: beside pretrain_gpt.py, on four ranks, into a HuggingFace
-directory and back.
-"""
+"""pretrain_hf.py: beside pretrain_gpt.py, on four ranks, into a HuggingFace directory and back."""
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +29,7 @@ from megatron_merak.training.hf_model import blueprint_of, build_model, traced_o
 from megatron_merak.training.pretrain_hf import with_tokenizer
 from megatron_merak.training.token_model import TokenModel
 from megatron_merak.training.trainer import Trainer
+from tests.scripts import run_script
 from tests.training.jobs import job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,14 +60,7 @@ def shape(tmp_path_factory) -> Path:
 def pretrain(
     script: str, flags: str, ranks: int = 1, check: bool = True
 ) -> subprocess.CompletedProcess:
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        if ranks > 1
-        else []
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *torchrun, str(ROOT / script), *COMMON.split(), *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    done = run_script(script, [*COMMON.split(), *flags.split()], ranks)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
