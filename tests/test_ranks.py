@@ -73,6 +73,10 @@ def test_ranks_do_not_collect_what_was_imported_before_they_were_forked():
     assert frozen > 100_000
 
 
+def test_garbage_of_tests_is_collected_and_what_was_collected_before_them_is_left_alone():
+    assert gc.isenabled() and gc.get_freeze_count() > 100_000
+
+
 def test_the_raising_rank_is_named_and_its_error_is_the_cause():
     with pytest.raises(RankFailure, match="rank 1 of 3 raised(.|\n)*_raise_on_one") as failure:
         run_ranks(_raise_on_one, 3)
