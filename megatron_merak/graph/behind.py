@@ -46,10 +46,14 @@ def put_behind_exchanges(rewritten: Rewritten) -> None:
         units.setdefault(unit, []).append(node)
     found = []
     for nodes in units.values():
-        for mark in [node for node in nodes if node.target is exchange_rows]:
-            work = _Work(flow, nodes, mark)
+        together: dict[Node, list[Node]] = {}  # by the numbers of rows: these and their weights
+        for node in nodes:
+            if node.target is exchange_rows:
+                together.setdefault(operand(node, 1), []).append(node)
+        for marks in together.values():
+            work = _Work(flow, nodes, marks)
             for node in work.behind:
-                node.meta["behind"] = mark
+                node.meta["behind"] = marks[0]
             for node in work.late:
                 node.meta["late"] = True
             found.append(work.behind)
@@ -61,18 +65,19 @@ class _Work:
     """What is computed behind one exchange.
 
     nodes: of a unit, in graph order.
+    marks: of values that are exchanged together.
 
     Attributes:
     behind: between its launch and the wait for it, in graph order; empty if no product is.
     late:   follows from that and from a collective.
     """
 
-    def __init__(self, flow: Flow, nodes: Sequence[Node], mark: Node):
+    def __init__(self, flow: Flow, nodes: Sequence[Node], marks: Sequence[Node]):
         self.flow = flow
         self.nodes = nodes
         self.behind: dict[Node, None] = {}
         self.late: dict[Node, None] = {}
-        free = self._free(mark)
+        free = self._free(marks)
         computed = [node for node in free if node.target not in REDUCTIONS]
         products = [node for node in computed if product_flops(node).forward]
         if products:
@@ -92,21 +97,21 @@ class _Work:
                 found |= {x: None for x in self._reads(node) if x in inside}
         return found
 
-    def _below(self, start: Node) -> dict[Node, None]:
-        """Return what depends on a node, with this."""
-        found = {start: None}
+    def _below(self, start: Iterable[Node]) -> dict[Node, None]:
+        """Return what depends on nodes, with these."""
+        found = dict.fromkeys(start)
         for node in self.nodes:
             if any(x in found for x in self._reads(node)):
                 found[node] = None
         return found
 
-    def _free(self, mark: Node) -> dict[Node, None]:
-        """Return the nodes that may move behind a mark, with all in this unit that follow from them and
-        not from the mark.
+    def _free(self, marks: Sequence[Node]) -> dict[Node, None]:
+        """Return the nodes that may move behind marks, with all in this unit that follow from them and
+        not from the marks.
         """
         unit = dict.fromkeys(self.nodes)
-        below = self._below(mark)
-        related = below | self._above([mark], unit)
+        below = self._below(marks)
+        related = below | self._above(marks, unit)
         constant = self._constant()
         free: dict[Node, None] = {}
         for node in reversed(self.nodes):

@@ -29,6 +29,7 @@ from .recomputed import gated_linear, gelu_linear
 from .residual import bias_dropout_add, dropout_of_parts
 from .ring import ring_arrive, ring_end, ring_part, ring_pass_back
 from .rotary import rotary, rotary_angles, rotary_frequencies, rotary_heads
+from .rows import inverse_order, permuted, rows_by_expert, sums_of_rows, weighted_swiglu
 from .softmax import masked_softmax
 from .unkept import UNKEPT
 
@@ -69,6 +70,7 @@ __all__ = [
     "gated_linear",
     "gelu_linear",
     "gelu_tanh",
+    "inverse_order",
     "joined_linear",
     "layer_norm",
     "linear",
@@ -79,6 +81,7 @@ __all__ = [
     "masked_softmax",
     "matrices",
     "moved",
+    "permuted",
     "places",
     "ring_arrive",
     "ring_end",
@@ -90,10 +93,13 @@ __all__ = [
     "rotary_frequencies",
     "rotary_heads",
     "row",
+    "rows_by_expert",
     "split_heads",
     "stored_bytes",
     "sum_of_squares",
+    "sums_of_rows",
     "swiglu",
+    "weighted_swiglu",
 ]
 
 PROBLEMS = load()

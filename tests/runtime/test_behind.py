@@ -177,7 +177,8 @@ def check(cases):
             backward = [*"RB"] if "recompute_granularity" in ways else ["B"]
             passes += backward * len(passes)
             assert beside(plain[2]) == [(kind, 0) for kind in passes]
-            assert beside(behind[2]) == [(kind, 1) for kind in passes]
+            # of rows, and of their weights
+            assert beside(behind[2]) == [(kind, 2) for kind in passes]
             assert plain[0] == behind[0] and plain[1].keys() == behind[1].keys()
             for parameter, gradient in plain[1].items():
                 assert torch.equal(behind[1][parameter], gradient), parameter
@@ -208,7 +209,7 @@ def test_overlap_is_of_rows_too():
             for parameter, gradient in gradients.items():
                 assert torch.equal(other[1][parameter], gradient), parameter
         default, alone, paired = (events for *_, events, _ in of_rank)
-        assert {count for _, count in beside(default)} == {1}
+        assert {count for _, count in beside(default)} == {2}
         assert {count for _, count in beside(alone)} == {0}
         assert paired != default and sorted(paired) == sorted(default)
 

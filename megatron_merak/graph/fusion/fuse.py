@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from ...ops import FourBit
 from ..ir.aliases import changing
-from . import adapters, attention, heads, linear, loss, pointwise
+from . import adapters, attention, heads, linear, loss, pointwise, routed
 from .four_bit import to_four_bit
 from .fp8 import Fp8Weights, to_fp8
 from .patterns import Match, matches
@@ -48,6 +48,7 @@ def _rules(
         loss.rows(loss_chunk),
         attention.ROWS,
         pointwise.ROWS,
+        routed.ROWS,
         pointwise.norms_of_sums(continued, written),
     ]
     if not in_fp8:  # where gate and up have a scale each, and frozen layers another type

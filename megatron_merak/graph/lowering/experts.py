@@ -23,12 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from ... import ops
 from ...errors import PlanError
 from ...segment import LayerAxis
 from ..ir.kinds import NodeKind, kind, kinds_like
 from ..ir.marks import copy_in, exchange, exchange_rows, reduce_sum
 from ..ir.names import place
 from ..ir.nodes import called, op_name, operand, values
+from ..ir.operators import facts
 from ..sharding import local
 from ..sharding.expert_features import SETTING as SETTING_OF_SHARDS
 from ..sharding.expert_features import ExpertFeatures, features_of, is_row_of_parameter
@@ -140,6 +142,13 @@ def divide_over_copies(
     divide_experts(graph, found, divided, ranks, mode=mode, features=features)
 
 
+def _widens(node: Node) -> bool:
+    """Whether a node converts rows to a wider type, which they are better sent without."""
+    if not facts(node).converts:
+        return False
+    return values(node)[0].dtype.itemsize > values(operand(node))[0].dtype.itemsize
+
+
 def _compute(node: Node) -> None:
     """Give a node the value that it has for those of its arguments."""
     args = map_arg(node.args, lambda x: x.meta["val"])
@@ -214,7 +223,9 @@ class _Divided:
                 x in self.features.partial for x in inputs
             ):
                 continue
-            if node in needed or all(x in there or is_row_of_parameter(x) for x in inputs):
+            if node in needed or (
+                not _widens(node) and all(x in there or is_row_of_parameter(x) for x in inputs)
+            ):
                 there[node] = None
         return there
 
@@ -343,7 +354,8 @@ class _Exchanged(_Divided):
                 given = self._call(select, (x, self._sizes()), x, val=x.meta["val"])
             val = given.meta["val"]
             rows = self._call(exchange_rows, (given, self._sizes()), x, val=val)
-            return self._call(aten.index.Tensor, (rows, [self._order(rows)]), x)
+            args = (rows, self._order(rows), self._inverse(rows))
+            return self._call(ops.permuted, args, x)
 
         return self._once(("sent", x), make)
 
@@ -352,10 +364,14 @@ class _Exchanged(_Divided):
         args = (self._counts_here(), rows)
         return self._once("order", lambda: self._number(local.order_by_expert, args))
 
+    def _inverse(self, rows: Node) -> Node:
+        """Return where each row that arrives is in that order."""
+        order = self._order(rows)
+        return self._once("inverse", lambda: self._number(ops.inverse_order, (order,)))
+
     def _back(self, y: Node) -> Node:
         order = self._made["order"]
-        inverse = self._once("inverse", lambda: self._number(aten.argsort.default, (order,)))
-        given = self._call(aten.index.Tensor, (y, [inverse]), y)
+        given = self._call(ops.permuted, (y, self._made["inverse"], order), y)
         sizes = self._call(aten.flip.default, (self._sizes(), [0]), self._sizes())
         sent = self._call(local.rows_to_send, (given, sizes), y)
         got = self._call(exchange_rows, (sent, sizes), y, val=sent.meta["val"])

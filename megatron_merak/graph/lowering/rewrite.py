@@ -32,6 +32,7 @@ from .context import shard_contexts
 from .experts import ExpertRanks, divide_over_copies
 from .padded import pad_vocabularies
 from .routed import find_routed
+from .rows import prepare_rows
 from .sequence import shard_sequences
 
 aten = torch.ops.aten
@@ -100,6 +101,7 @@ def rewrite(
     if tp == 1:
         pad_vocabularies(writer.graph, sharding.tensors, mode=writer.mode)
     move_collectives(writer.graph, tp)
+    prepare_rows(writer.graph)
     experts = frozenset(name for name, t in sharding.tensors.items() if t.experts)
     rows = frozenset(name for name, t in sharding.tensors.items() if t.dim == 0)
     routed = find_routed(writer.graph, rows)

@@ -90,7 +90,7 @@ def find_routed(graph: Graph, weights: Container[str] | None = None) -> dict[Nod
             continue
         if values(operand(node))[0].is_floating_point():
             continue
-        _sort_for_inverse(graph, node)
+        sort_for_inverse(node)
         routed = _routed(node)
         if routed is not None:
             _read_first(routed)
@@ -128,8 +128,9 @@ def _read_first(routed: Routed) -> None:
         routed.sort.prepend(node)
 
 
-def _sort_for_inverse(graph: Graph, sort: Node) -> None:
-    """Replace index_put(empty, [order], 0 1 2 ...) by argsort(order)."""
+def sort_for_inverse(sort: Node) -> None:
+    """Replace index_put(empty, [order], 0 1 2 ...) by argsort(order), of the order of a sort."""
+    graph = sort.graph
     for order in [user for user in sort.users if user.target is operator.getitem]:
         for node in list(order.users):
             if op_name(node) != "index_put" or list(constant(node, 1)) != [order]:

@@ -1,0 +1,97 @@
+"""Fusions of routed rows: gathered by expert, weighted in their activation, added up by token.
+
+An index's backward adds rows up one after the other; those of ``ops.rows`` gather them.
+"""
+
+import operator
+
+from torch.fx import Graph, Node
+
+from ... import ops
+from ..ir.inplace import call as new_node
+from ..ir.nodes import is_op, operand
+from .patterns import Match, Var, call, mul, narrowed, widened
+from .pointwise import put, value
+
+
+
+def _inverse_order(graph: Graph, root: Node, match: Match) -> Node | None:
+    order = match["order"]
+    return put(graph, root, ops.inverse_order, order) if _is_order(order) else None
+
+
+_TOKENS = call("floor_divide", Var("order"), Var("k"))
+_BY_EXPERT = call("index", Var("x"), [_TOKENS])
+
+
+def _rows_by_expert(graph: Graph, root: Node, match: Match) -> Node | None:
+    x = match["x"]
+    order = match["order"]
+    k = match["k"]
+    if not _is_order(order) or not isinstance(k, int):
+        return None
+    if len(value(order)) != k * len(value(x)):
+        return None
+    inverse = _inverse(graph, order)
+    return put(graph, root, ops.rows_by_expert, x, order, inverse, k)
+
+
+_OWN = call("index", widened(Var("rows")), [Var("inverse")])
+_SUMS = narrowed(
+    call("sum", call("view|reshape|_unsafe_view", _OWN, Var("shape")), [Var("dim")], False)
+)
+
+
+def _sums_of_rows(graph: Graph, root: Node, match: Match) -> Node | None:
+    rows = match["rows"]
+    shape = match["shape"]
+    if len(value(rows).shape) != 2 or len(shape) != 3 or match["dim"] not in (1, -2):
+        return None
+    inverse = match["inverse"]
+    if not isinstance(inverse, Node) or inverse.target is not ops.inverse_order:
+        return None
+    total = value(root)
+    k = len(value(rows)) // len(total)
+    if k * len(total) != len(value(rows)) or total.shape[1:] != value(rows).shape[1:]:
+        return None
+    return put(
+        graph, root, ops.sums_of_rows, rows, operand(inverse), inverse, k, dtype=total.dtype
+    )
+
+
+def _is_order(node: object) -> bool:
+    """Whether a value is the order of a sort of one dimension."""
+    if not isinstance(node, Node) or node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    return is_op(operand(node), "sort") and value(node).dim() == 1
+
+
+def _inverse(graph: Graph, order: Node) -> Node:
+    """Return where each row is in an order: what the graph has of it, right behind the order."""
+    for user in list(order.users):
+        if user.target is ops.inverse_order:
+            order.append(user)
+            return user
+    with graph.inserting_after(order):
+        return new_node(graph, order, ops.inverse_order, order)
+
+
+_WEIGHTED = narrowed(mul(call("swiglu", Var("x")), Var("weights")))
+
+
+def _weighted_swiglu(graph: Graph, root: Node, match: Match) -> Node | None:
+    x = match["x"]
+    weights = match["weights"]
+    if not isinstance(weights, Node) or value(root).dtype != value(x).dtype:
+        return None
+    if value(x).dim() != 2 or value(weights).shape != (len(value(x)), 1):
+        return None
+    return put(graph, root, ops.weighted_swiglu, x, weights)
+
+
+ROWS = (
+    ("inverse of an order", call("argsort", Var("order"), -1, False), _inverse_order),
+    ("rows by expert", _BY_EXPERT, _rows_by_expert),
+    ("sums of rows", _SUMS, _sums_of_rows),
+    ("weighted swiglu", _WEIGHTED, _weighted_swiglu),
+)
