@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 # another number whenever what Python and the compiled parts ask of each other changes
-INTERFACE = 6
+INTERFACE = 7
 REMEDY = "With a C++17 compiler, `pip install -e .` in a clone builds it; MERAK_EXT=0 runs without"
 _HOST = "megatron_merak._C"
 _HERE = Path(__file__).parent

@@ -71,6 +71,47 @@ void add_rows_(Tensor into, const Tensor& index, const Tensor& given) {
   if (table.mutable_data_ptr() != into.mutable_data_ptr()) torch::stable::copy_(into, table);
 }
 
+// Rows of a token are added in order, a tile of columns at a time.
+Tensor sums_of_rows(const Tensor& given, const Tensor& index, int64_t k) {
+  const Tensor rows = dense(given), places = dense(index);
+  STD_TORCH_CHECK(rows.dim() == 2 && places.dim() == 1 && places.scalar_type() == ScalarType::Long && k > 0 &&
+                      places.numel() % k == 0,
+                  "merak::sums_of_rows: rows [n, h] and places int64 [t k] expected");
+  const int64_t width = rows.size(1), extent = rows.size(0), count = places.numel() / k;
+  const int64_t* place = read<int64_t>(places);
+  for (int64_t row = 0; row < count * k; ++row)
+    STD_TORCH_CHECK(place[row] >= 0 && place[row] < extent, "merak::sums_of_rows: place ", place[row],
+                    " is out of range");
+  Tensor made = torch::stable::new_empty(rows, std::vector<int64_t>{count, width});
+  by_type(rows, "sums_of_rows", [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T* from = read<T>(rows);
+    T* to = write<T>(made);
+    over_rows(count, width * k, [&](int64_t begin, int64_t end) {
+      constexpr int64_t kTile = 256;
+      float sums[kTile];
+      for (int64_t token = begin; token < end; ++token)
+        for (int64_t start = 0; start < width; start += kTile) {
+          const int64_t size = std::min(kTile, width - start);
+          for (int64_t j = 0; j < k; ++j) {
+            const T* x = from + place[token * k + j] * width + start;
+            if (j == 0) {
+#pragma omp simd
+              for (int64_t i = 0; i < size; ++i) sums[i] = widen(x[i]);
+            } else {
+#pragma omp simd
+              for (int64_t i = 0; i < size; ++i) sums[i] += widen(x[i]);
+            }
+          }
+          T* sum = to + token * width + start;
+#pragma omp simd
+          for (int64_t i = 0; i < size; ++i) sum[i] = narrow<T>(sums[i]);
+        }
+    });
+  });
+  return made;
+}
+
 // ---- norm ----------------------------------------------------------------------------------------------------------
 
 constexpr int64_t kSummed = 1 << 16;  // elements of a block; blocks are added in order
@@ -241,6 +282,7 @@ STABLE_TORCH_LIBRARY_IMPL(merak, CPU, library) {
   library.impl("accumulate_", TORCH_BOX(&accumulate_));
   library.impl("cast_", TORCH_BOX(&cast_));
   library.impl("add_rows_", TORCH_BOX(&add_rows_));
+  library.impl("sums_of_rows", TORCH_BOX(&sums_of_rows));
 }
 
 }  // namespace merak

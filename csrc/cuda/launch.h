@@ -125,6 +125,11 @@ int merak_cast(int into_type, void* into, int from_type, const void* from, int64
 int merak_add_rows(int into_type, void* into, const int64_t* index, const int64_t* order, int from_type,
                    const void* from, int64_t count, int64_t table_rows, int64_t width, void* stream);
 
+// to[t] = the sum of from[places[t k]] and the k - 1 rows behind it in places, for t < tokens and rows of `width`, in
+// order and in fp32. A place outside of the `count` rows fails the launch.
+int merak_sums_of_rows(int type, const void* from, const int64_t* places, int64_t k, void* to, int64_t tokens,
+                       int64_t count, int64_t width, void* stream);
+
 // ---- Sums over ranks
 
 // Bytes of every rank's buffer, zero at first, for messages of up to `capacity` bytes, a multiple of 16.

@@ -113,4 +113,16 @@ int merak_add_rows(int into_type, void* into, const int64_t* index, const int64_
   });
 }
 
+int merak_sums_of_rows(int type, const void* from, const int64_t* places, int64_t k, void* to, int64_t tokens,
+                       int64_t count, int64_t width, void* stream) {
+  if (tokens > INT32_MAX || k < 1 || k > INT32_MAX) return kInvalidValue;
+  if (tokens == 0 || width == 0) return 0;
+  const bool vector = aligned(from, to) && width % kRowPack == 0;
+  return by_type(type, [&](auto of) {
+    using T = typename decltype(of)::type;
+    return launch(sums_of_rows<T>, dim3(tokens, ceil_div(width, kRowThreads * kRowPack)), dim3(kRowThreads), 0, stream,
+                  static_cast<const T*>(from), places, static_cast<T*>(to), int(k), count, width, vector);
+  });
+}
+
 }  // extern "C"

@@ -71,6 +71,20 @@ void add_rows_(Tensor into, const Tensor& index, const Tensor& given) {
   if (read(table) != read(into)) torch::stable::copy_(into, table);
 }
 
+Tensor sums_of_rows(const Tensor& given, const Tensor& index, int64_t k) {
+  const On on(given);
+  const Tensor rows = dense(given), places = dense(index);
+  STD_TORCH_CHECK(rows.dim() == 2 && places.dim() == 1 && places.scalar_type() == ScalarType::Long && k > 0 &&
+                      places.numel() % k == 0,
+                  "merak::sums_of_rows: rows [n, h] and places int64 [t k] expected");
+  const int64_t tokens = places.numel() / k, width = rows.size(1);
+  const Tensor sums = torch::stable::new_empty(rows, std::vector<int64_t>{tokens, width});
+  check(merak_sums_of_rows(type_of(rows), read(rows), static_cast<const int64_t*>(read(places)), k, write(sums), tokens,
+                           rows.size(0), width, on.stream),
+        "sums_of_rows");
+  return sums;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(merak, CUDA, library) {
@@ -79,6 +93,7 @@ STABLE_TORCH_LIBRARY_IMPL(merak, CUDA, library) {
   library.impl("accumulate_", TORCH_BOX(&accumulate_));
   library.impl("cast_", TORCH_BOX(&cast_));
   library.impl("add_rows_", TORCH_BOX(&add_rows_));
+  library.impl("sums_of_rows", TORCH_BOX(&sums_of_rows));
 }
 
 }  // namespace merak

@@ -146,4 +146,31 @@ __global__ void __launch_bounds__(128)
   store(into + row * width + start, out, left, vector);
 }
 
+// to[t] = the sum of from[places[t k]], ..., from[places[t k + k - 1]] for rows of `width`, in order and in fp32.
+template <class T>
+__global__ void __launch_bounds__(128)
+    sums_of_rows(const T* __restrict__ from, const int64_t* __restrict__ places, T* __restrict__ to, int k,
+                 int64_t count, int64_t width, bool vector) {
+  constexpr int N = kRowPack, LOADS = 4;
+  const int64_t token = blockIdx.x, start = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N, left = width - start;
+  if (left <= 0) return;
+  float sum[N] = {};
+  for (int first = 0; first < k; first += LOADS) {
+    Pack<T, N> pack[LOADS];
+#pragma unroll
+    for (int j = 0; j < LOADS; ++j) {
+      const bool wanted = first + j < k;
+      const int64_t place = wanted ? places[token * k + first + j] : 0;
+      if (place < 0 || place >= count) return fail_launch();
+      pack[j] = load<T, N, Hint::kOnce>(from + place * width + (wanted ? start : 0), wanted ? left : 0, vector);
+    }
+#pragma unroll
+    for (int i = 0; i < LOADS * N; ++i) sum[i % N] += widen(pack[i / N].at[i % N]);
+  }
+  Pack<T, N> out;
+#pragma unroll
+  for (int i = 0; i < N; ++i) out.at[i] = narrow<T>(sum[i]);
+  store(to + token * width + start, out, left, vector);
+}
+
 }  // namespace merak

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .activation import gated_halves
-from .register import kernels
+from .register import kernels, operation
 
 
 class _Permuted(torch.autograd.Function):
@@ -57,8 +57,18 @@ class _SumsOfRows(torch.autograd.Function):
 
 
 def _sums(rows: Tensor, inverse: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    if dtype == rows.dtype and rows.dim() == 2:
+        return kernels(rows).sums_of_rows(rows, inverse, k)
     own = rows.index_select(0, inverse)
     return own.unflatten(0, (len(own) // k, k)).sum(1, dtype=dtype)
+
+
+@operation(
+    "sums_of_rows", lambda rows, places, k: rows.new_empty((len(places) // k, rows.shape[1]))
+)
+def _sums_of_rows(rows: Tensor, places: Tensor, k: int) -> Tensor:
+    own = rows.index_select(0, places)
+    return own.unflatten(0, (len(own) // k, k)).sum(1)
 
 
 class _WeightedSwiglu(torch.autograd.Function):

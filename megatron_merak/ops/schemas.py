@@ -101,6 +101,8 @@ FLAT = {
     "cast_": "(Tensor(a!) into, Tensor x, float scale) -> ()",  # into = scale * x, in into's type
     # into[index] += rows; index int64 [t]
     "add_rows_": "(Tensor(a!) into, Tensor index, Tensor rows) -> ()",
+    # sums of rows [n, h] over k places each: places int64 [t k]
+    "sums_of_rows": "(Tensor rows, Tensor places, int k) -> Tensor",
 }
 
 SCHEMAS = NORM | POINTWISE | REDUCTIONS | FLAT

@@ -156,3 +156,15 @@ def rows_add_up_in_order(device, table, count, width):
     torch.ops.merak.add_rows_(found, index.to(device), rows)
     expected = held.cpu().index_add_(0, index, rows.cpu().float())
     assert torch.equal(found.cpu(), expected)
+
+
+def rows_of_tokens_add_up_in_order(device, dtype, tokens, k, width):
+    """The same bits as one row after the other in fp32, rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(tokens, (tokens * k,), generator=generator)
+    rows = randn(device, tokens, width, seed=1, dtype=dtype)
+    found = torch.ops.merak.sums_of_rows(rows, places.to(device), k)
+    expected = torch.zeros(tokens, width)
+    for which in places.view(tokens, k).unbind(1):
+        expected += rows.cpu().float()[which]
+    assert torch.equal(found.cpu(), expected.to(dtype))

@@ -71,6 +71,12 @@ def test_rows_add_up_in_order(table, count, width):
     reductions.rows_add_up_in_order("cuda", table, count, width)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "k", "width"), [(1, 1, 3), (1000, 8, 2048), (4096, 6, 1000)])
+def test_rows_of_tokens_add_up_in_order(dtype, tokens, k, width):
+    reductions.rows_of_tokens_add_up_in_order("cuda", dtype, tokens, k, width)
+
+
 def test_kernels_run_on_the_current_stream():
     """Without a wait for other streams: the sum sees what its own stream wrote before."""
     side, x = torch.cuda.Stream(), torch.zeros(1 << 24, device="cuda")

@@ -124,6 +124,7 @@ def flat(dtype):
     for source in TYPES:
         reductions.scaled_copies_and_sums(CPU, dtype, source, (1, 8, 1003))
     reductions.rows_add_up_in_order(CPU, 50, 100, 40)
+    reductions.rows_of_tokens_add_up_in_order(CPU, dtype, 7, 3, 40)
 
 
 def refusals():

@@ -96,6 +96,25 @@ def check_add_rows(kernels, table, count, width, into=torch.float32, rows=torch.
     assert torch.equal(given, expected.to(into))
 
 
+def check_sums_of_rows(kernels, tokens, k, width, dtype=torch.bfloat16, offset=0):
+    """Exactly the sum in order, in fp32, rounded once."""
+    count = tokens * k + 3
+    rows = at_offset(randn(count * width, seed=1, dtype=dtype), offset).view(count, width)
+    places = torch.randint(count, (tokens * k,), generator=torch.Generator().manual_seed(width))
+    expected = torch.zeros(tokens, width)
+    for token, of_token in enumerate(places.view(tokens, k).tolist()):
+        for place in of_token:
+            expected[token] += rows[place].float()
+    found = torch.full((tokens, width), float("nan"), dtype=dtype)
+    sums_of_rows(kernels, rows, places, k, found)
+    assert torch.equal(found, expected.to(dtype))
+
+
+def sums_of_rows(kernels, rows, places, k, into):
+    shapes = (len(into), *rows.shape)
+    kernels("merak_sums_of_rows", TYPES[rows.dtype], rows, places, k, into, *shapes)
+
+
 @pytest.fixture(scope="module")
 def kernels():
     return load("flat")
@@ -228,8 +247,28 @@ def test_an_index_out_of_range_fails_the_launch(kernels, wrong):
         add_rows(kernels, table, torch.tensor([0, wrong]), torch.ones(2, 8))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 8, 13, 1024, 1032, 2500])
+@pytest.mark.parametrize(("tokens", "k"), [(1, 1), (5, 2), (3, 8), (4, 6)])
+def test_rows_of_tokens_add_up_in_order(kernels, tokens, k, width, dtype):
+    check_sums_of_rows(kernels, tokens, k, width, dtype)
+
+
+def test_rows_of_tokens_at_any_address(kernels):
+    check_sums_of_rows(kernels, 3, 2, 16, offset=1)
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_a_place_out_of_range_fails_the_launch(kernels, wrong):
+    with pytest.raises(LaunchError, match="out of range"):
+        places = torch.tensor([0, wrong])
+        sums_of_rows(kernels, torch.ones(6, 8)[1:5], places, 2, torch.zeros(1, 8))
+
+
 def test_nothing_to_do(kernels):
     empty = torch.empty(0)
     adamw(kernels, empty, empty, empty, empty, None, 1)
     scale_into(kernels, "cast", empty, empty, 1.0)
-    add_rows(kernels, torch.zeros(3, 4), torch.empty(0, dtype=torch.int64), torch.empty(0, 4))
+    nowhere = torch.empty(0, dtype=torch.int64)
+    add_rows(kernels, torch.zeros(3, 4), nowhere, torch.empty(0, 4))
+    sums_of_rows(kernels, torch.zeros(3, 4), nowhere, 2, torch.empty(0, 4))

@@ -93,6 +93,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[tuple]]:
         "accumulate_": [(torch.rand(2, 3, 8), x, 0.5)],
         "cast_": [(x, torch.rand(2, 3, 8), 0.5)],
         "add_rows_": [(torch.rand(12, 8), torch.tensor([3, 3, 1]), x[0])],
+        "sums_of_rows": [(torch.rand(6, 8).to(dtype), torch.tensor([3, 0, 1, 5]), 2)],
     }
 
 
