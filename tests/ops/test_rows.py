@@ -9,6 +9,7 @@ from megatron_merak import ops
 TOKENS = 7
 K = 3
 EXPERTS = 4
+TO_FP32 = (torch.bfloat16, torch.float32)
 
 
 def routing(tokens=TOKENS):
@@ -61,14 +62,18 @@ def test_rows_have_the_gradients_of_indices(tokens, dtype):
         gradients(lambda rows: ops.permuted(rows, order, inverse), rows),
         gradients(lambda rows: rows[order], rows),
     )
-    for result in (dtype, torch.float32 if dtype == torch.bfloat16 else dtype):
-        same(
-            gradients(lambda rows: ops.sums_of_rows(rows, order, inverse, K, dtype=result), rows),
-            gradients(
-                lambda rows: rows[inverse].to(result).view(tokens, K, 5).sum(1),
-                rows,
-            ),
-        )
+
+
+@pytest.mark.parametrize("types", [(torch.float32,) * 2, (torch.bfloat16,) * 2, TO_FP32], ids=str)
+@pytest.mark.parametrize("tokens", [TOKENS, 1, 0])
+def test_sums_have_the_gradients_of_indices(tokens, types):
+    order, inverse = routing(tokens)
+    dtype, result = types
+    rows = whole(tokens * K, 5, dtype=dtype)
+    same(
+        gradients(lambda rows: ops.sums_of_rows(rows, order, inverse, K, dtype=result), rows),
+        gradients(lambda rows: rows[inverse].to(result).view(tokens, K, 5).sum(1), rows),
+    )
 
 
 def test_sums_are_rounded_once():

@@ -156,7 +156,7 @@ TWO = [
     Layout("llama", Grid(cp=2), GATHERS, {GATHER: 4, REDUCE: 1}, {GATHER: 4, SCATTER: 4}),
     # what a recomputation has gathered a backward does not gather again
     Layout("llama", Grid(cp=2), GATHERS | AGAIN, {GATHER: 8, REDUCE: 1}, {SCATTER: 4}),
-    Layout("mixtral", Grid(dp=2), EXPERTS, {EXCHANGE: 2, ROWS: 4}, {ROWS: 4}),
+    Layout("mixtral", Grid(dp=2), EXPERTS, {EXCHANGE: 2, ROWS: 6}, {ROWS: 6}),
 ]
 FOUR = [
     Layout(

@@ -14,7 +14,6 @@ from .patterns import Match, Var, call, mul, narrowed, widened
 from .pointwise import put, value
 
 
-
 def _inverse_order(graph: Graph, root: Node, match: Match) -> Node | None:
     order = match["order"]
     return put(graph, root, ops.inverse_order, order) if _is_order(order) else None
@@ -54,9 +53,7 @@ def _sums_of_rows(graph: Graph, root: Node, match: Match) -> Node | None:
     k = len(value(rows)) // len(total)
     if k * len(total) != len(value(rows)) or total.shape[1:] != value(rows).shape[1:]:
         return None
-    return put(
-        graph, root, ops.sums_of_rows, rows, operand(inverse), inverse, k, dtype=total.dtype
-    )
+    return put(graph, root, ops.sums_of_rows, rows, operand(inverse), inverse, k, dtype=total.dtype)
 
 
 def _is_order(node: object) -> bool:

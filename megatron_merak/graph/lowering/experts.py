@@ -354,8 +354,8 @@ class _Exchanged(_Divided):
                 given = self._call(select, (x, self._sizes()), x, val=x.meta["val"])
             val = given.meta["val"]
             rows = self._call(exchange_rows, (given, self._sizes()), x, val=val)
-            args = (rows, self._order(rows), self._inverse(rows))
-            return self._call(ops.permuted, args, x)
+            order = self._order(rows)
+            return self._call(ops.permuted, (rows, order, self._inverse(rows)), x)
 
         return self._once(("sent", x), make)
 

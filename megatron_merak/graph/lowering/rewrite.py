@@ -87,6 +87,8 @@ def rewrite(
 ) -> Rewritten:
     """Apply the decisions of ``sharding`` for one rank; the captured graph is not changed.
 
+    A rank computes what the model does, but for the weights of routed rows, see ``rows``.
+
     partial:           replicated parameters whose gradients must be partial sums even where they
                        could be complete on each rank.
     sequence_parallel: whether replicated work is sharded along the sequence where it can be.

@@ -63,24 +63,26 @@ def _weighted(product: Node, written: Container[Node]) -> tuple[Node, Node] | No
 
 
 def _is_swiglu(node: Node) -> bool:
-    """Whether a value is silu(gate) * up, of the halves of one value."""
+    """Whether a value is silu(gate) * up, of the halves of one value, for one reader."""
     if not is_op(node, "mul") or len(node.users) != 1:
         return False
-    gate, up = node.args[:2]
-    if not is_op(gate, "silu"):
-        gate, up = up, gate
-    if not is_op(gate, "silu"):
+    factors = [x for x in node.args[:2] if isinstance(x, Node)]
+    gates = [x for x in factors if is_op(x, "silu")]
+    ups = [x for x in factors if x.target is operator.getitem]
+    if len(gates) != 1 or len(ups) != 1:
         return False
-    halves = (operand(gate), up)
-    if any(not isinstance(x, Node) or x.target is not operator.getitem for x in halves):
+    halves = (operand(gates[0]), ups[0])
+    source = operand(ups[0])
+    if not is_op(source, "chunk", "split", "split_with_sizes"):
         return False
-    source = operand(halves[0])
-    if not is_op(source, "chunk", "split", "split_with_sizes") or operand(up) is not source:
+    if any(x.target is not operator.getitem or operand(x) is not source for x in halves):
         return False
     return [constant(x, 1) for x in halves] == [0, 1]
 
 
-def _move(graph: Graph, product: Node, reader: Node, weights: Node, written: Container[Node]) -> None:
+def _move(
+    graph: Graph, product: Node, reader: Node, weights: Node, written: Container[Node]
+) -> None:
     """Multiply what ``product`` reads in place of what it computes, if the weights can be known then."""
     late = _computed_behind(product, weights)
     if late is None or any(node in written for node in late):
