@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
-from megatron_merak.cluster import GIB, Cluster
+from megatron_merak.cluster import GIB, Cluster, reserving
 from megatron_merak.errors import ConfigError, MerakError
 from megatron_merak.plan import Plan, Unit, time_text
 from megatron_merak.planner.make import plan_chain
@@ -197,12 +197,14 @@ class Search:
     model:   what is trained.
     request: what is not searched: all but degrees, micro-batch and what a ``Choice`` has.
     cluster: where it runs.
+
+    Raises ConfigError where ``--memory-reserve-gb`` leaves nothing of a device.
     """
 
     def __init__(self, model: Model, request: Request, cluster: Cluster):
         self.model = model
         self.request = request
-        self.cluster = cluster
+        self.cluster = reserving(cluster, request.parallel.memory_reserve_gb)
         self._work: dict[tuple[Layer, int, bool, bool], ChainWork | MerakError] = {}
 
     @property

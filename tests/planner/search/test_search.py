@@ -76,6 +76,18 @@ def test_a_search_finds_what_trying_everything_finds(shape, cluster, ranks, pins
     assert found.rest is None and one.run(ranks, [32], pins) == found
 
 
+def test_a_search_leaves_what_is_to_be_left_of_a_device():
+    pins = {"mb": 2, "tp": 2, "pp": 2, "sp": True, "schedule": "1f1b", "overlap": "none"}
+    least = search(configuration(), small("dgx-a100", 8))  # of which it uses three quarters
+    asked = search(configuration(memory_reserve_gb=74), small("dgx-a100", 80))
+    assert asked.memory == least.memory == 6 * GIB
+    found, expected = (each.run(8, [32], pins).best for each in (asked, least))
+    assert found.choice == expected.choice and found.seconds == expected.seconds
+    assert max(found.plan.predicted_bytes) <= 6 * GIB
+    with pytest.raises(ConfigError, match="--memory-reserve-gb 80.0: A100 has 80 GiB"):
+        search(configuration(memory_reserve_gb=80.0), small("dgx-a100", 80))
+
+
 @pytest.mark.parametrize("case", [4])
 def test_a_search_finds_as_many_as_are_wanted(case):
     shape, cluster, ranks, pins = CASES[case]
