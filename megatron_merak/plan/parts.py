@@ -5,6 +5,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_merak.config.rank_order import AXES, DEFAULT, REMEDY, mistake, normal
 from megatron_merak.errors import PlanError
@@ -375,6 +376,11 @@ class StagePlan:
             for unit in self.units[1:]
             if run_of.get(unit) == run_of.get(unit - 1) and not {unit - 1, unit} & apart
         )
+
+
+def kind_of_unit(unit: Unit) -> tuple[Any, ...]:
+    """Return a key that is equal for units which differ by their names alone."""
+    return tuple((vars(unit) | {"name": ""}).values())
 
 
 def held_parameters(units: Sequence[Unit]) -> int:

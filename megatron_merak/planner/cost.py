@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 from megatron_merak.cluster import Cluster, Device, Link, all_reduce
 from megatron_merak.config import ModelConfig
-from megatron_merak.plan import DTYPE_BYTES, Grid, Unit, held_parameters, trained_parameters
+from megatron_merak.plan import (
+    DTYPE_BYTES,
+    Grid,
+    Unit,
+    held_parameters,
+    kind_of_unit,
+    trained_parameters,
+)
 from megatron_merak.planner.arithmetic import Arithmetic, arithmetic
 from megatron_merak.planner.attention import SHORT, causal_more
 from megatron_merak.planner.links import reached_along, worst
@@ -419,17 +426,17 @@ def unit_costs(
         reached_along(cluster, grid, exchanging, exchanges=True),
     )
     routes = _routes(cluster, grid, expert_copies)
-    known: dict[Unit, UnitCost] = {}  # most units differ by their names alone
+    known: dict[object, UnitCost] = {}  # most units differ by their names alone
     costs = []
     for unit in units:
-        nameless = replace(unit, name="")
-        if nameless not in known:
+        kind = kind_of_unit(unit)
+        if kind not in known:
             levels = (exchanges, exchanges)
             if unit.cp_inner > 1:
                 levels = _levels(cluster, grid, unit.cp_inner)
             groups = Groups(reduces, exchanges, *levels, routes)
-            known[nameless] = _unit_cost(nameless, device or cluster.device, dtype, groups)
-        costs.append(known[nameless])
+            known[kind] = _unit_cost(unit, device or cluster.device, dtype, groups)
+        costs.append(known[kind])
     return tuple(costs)
 
 

@@ -1,10 +1,10 @@
 """The peak memory in bytes of one rank of each stage."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import ceil
 
-from megatron_merak.pipeline_parallel.ops import Kind, Schedule, ops_of
+from megatron_merak.pipeline_parallel.ops import Schedule
 from megatron_merak.pipeline_parallel.unflushed import held_versions
 from megatron_merak.plan import (
     DTYPE_BYTES,
@@ -22,9 +22,9 @@ from megatron_merak.plan import (
 )
 from megatron_merak.planner.saved import (
     Footprint,
+    InFlight,
     footprint,
-    moments,
-    of_stage,
+    most_kept,
     peak,
     tape_bytes,
 )
@@ -81,7 +81,8 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        return sum(astuple(self))
+        stored = self.weights + self.gradients + self.optimizer
+        return stored + self.activations + self.working + self.transfers
 
     @classmethod
     def of(
@@ -138,6 +139,7 @@ class UnshardedUnits:
     """Unsharded weights and gradients, which exist only while units compute, where they are sharded
     over replicas, or in host memory.
 
+    splits: stages whose weight gradients are separate ops (W).
     frozen: bytes of a frozen weight on the device.
     """
 
@@ -147,13 +149,13 @@ class UnshardedUnits:
         schedule: Schedule,
         dtype: str,
         shards: Shards,
+        splits: Collection[int],
         frozen: float,
     ):
         weight = DTYPE_BYTES[dtype] if shards.brings_parameters else 0
         self.gradient = 4 if shards.brings_gradients else 0
         self._shards = shards
-        ops = (op for entry in schedule.entries() for op in ops_of(entry)) if self.gradient else ()
-        self.splits = {op.stage for op in ops if op.kind is Kind.W}
+        self.splits = splits
         self.values = [trained_parameters([unit]) for unit in units] if self.gradient else []
         self.weights = [weight * values for values in self.values]
         if shards.on_host:
@@ -191,6 +193,20 @@ class UnshardedUnits:
         return max(forward, backward)
 
 
+@dataclass(frozen=True)
+class StageNeeds:
+    """What a stage needs whatever is in flight, see ``Ledger.alone``.
+
+    footprint: of a micro-batch.
+    values:    of its units.
+    working:   bytes, see ``StageMemory``.
+    """
+
+    footprint: Footprint
+    values: Values
+    working: int
+
+
 class Ledger:
     """The memory of the stages of a schedule, for any cut and recomputation of a chain of units.
 
@@ -198,6 +214,7 @@ class Ledger:
     copied: number of gradients that are rounded to bf16 and sent at a time; 0 where fp32 is sent.
     state_bytes, frozen_bytes, bucket_size: see ``Plan``; 0: unknown.
     expert_copies: see ``Plan``.
+    in_flight: in the schedule; None: it is found.
     """
 
     def __init__(
@@ -211,6 +228,7 @@ class Ledger:
         frozen_bytes: float = 0.0,
         bucket_size: int = 0,
         expert_copies: int = 1,
+        in_flight: InFlight | None = None,
     ):
         self.expert_copies = expert_copies
         self.state_bytes = state_bytes
@@ -225,17 +243,16 @@ class Ledger:
             [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
             for rank in range(len(schedule.ranks))
         ]
-        ops = (op for entry in schedule.entries() for op in ops_of(entry))
-        self._splits = {op.stage for op in ops if op.kind is Kind.W}
+        found = InFlight(schedule) if in_flight is None else in_flight
+        self._splits = found.splits
         # in the model's own dtype and in the one that computes, of which the latter is copied
         on_device = max(DTYPE_BYTES[dtype], min(self.frozen_bytes, 4.0))
-        self._unsharded = UnshardedUnits(units, schedule, dtype, shards, frozen=on_device)
-        self.moments = [moments(schedule, rank) for rank in range(len(schedule.ranks))]
+        self._unsharded = UnshardedUnits(
+            units, schedule, dtype, shards, self._splits, frozen=on_device
+        )
+        self.moments = found.moments
         self._versions = held_versions(schedule)
-        self._own = [
-            of_stage(self.moments[schedule.rank_of(stage)], stage)
-            for stage in range(schedule.stages)
-        ]
+        self._own = found.of_stages
 
     @classmethod
     def of(cls, plan: Plan) -> "Ledger":
@@ -252,30 +269,49 @@ class Ledger:
             expert_copies=plan.expert_copies,
         )
 
-    def alone(self, index: int, stage: StagePlan) -> StageMemory:
-        """Return the memory of a stage as if it were the only one of its rank."""
-        footprints = {index: footprint(self.units, stage)}
-        activations = peak(self._own[index], footprints)[index]
+    def needs(self, index: int, stage: StagePlan) -> StageNeeds:
+        """Return what a stage needs by itself, the same wherever its weight gradients are separate ops,
+        and wherever they are not.
+        """
+        return StageNeeds(
+            footprint(self.units, stage), self._values([stage])[0], self._working(index, stage)
+        )
+
+    def splits(self, index: int) -> bool:
+        """Whether the weight gradients of a stage are separate ops."""
+        return index in self._splits
+
+    def alone(self, index: int, stage: StagePlan, needs: StageNeeds | None = None) -> StageMemory:
+        """Return the memory of a stage as if it were the only one of its rank.
+
+        needs: of such a stage; None: they are found.
+        """
+        own = self.needs(index, stage) if needs is None else needs
+        moments = self._own[index]
+        activations = most_kept(moments, own.footprint)
         ends = self._ends(index, stage)
-        both = peak(self._own[index], {index: ends.added(footprints[index])})[index]
+        both = most_kept(moments, ends.added(own.footprint))
         return self._memory(
             index,
-            stage,
             activations,
-            self._values([stage])[0],
-            working=self._working(index, stage),
+            own.values,
+            working=own.working,
             transfers=ends.steady + both - activations,
         )
 
-    def _ends(self, index: int, stage: StagePlan) -> Messages:
+    def _apart(self, index: int) -> tuple[bool, bool]:
+        """Whether the stage before, and the one after, is there and on another rank."""
         own = self.schedule.rank_of(index)
-        before = 0
-        after = 0
-        if index and self.schedule.rank_of(index - 1) != own:
-            before = self.units[stage.first - 1].output_bytes
-        if index + 1 < self.schedule.stages and self.schedule.rank_of(index + 1) != own:
-            after = self.units[stage.last - 1].output_bytes
-        return Messages(before, after)
+        before = index > 0 and self.schedule.rank_of(index - 1) != own
+        last = index + 1 == self.schedule.stages
+        return before, not last and self.schedule.rank_of(index + 1) != own
+
+    def _ends(self, index: int, stage: StagePlan) -> Messages:
+        before, after = self._apart(index)
+        return Messages(
+            self.units[stage.first - 1].output_bytes if before else 0,
+            self.units[stage.last - 1].output_bytes if after else 0,
+        )
 
     def in_flight(self, index: int) -> int:
         """Return the most micro-batches of a stage that keep at least what its recomputation
@@ -288,10 +324,13 @@ class Ledger:
         return most
 
     def alike(self, index: int) -> object:
-        """Return a key that is equal for stages which need the same memory for the same units."""
-        return tuple(
+        """Return a key that is equal for stages which need the same memory for the same units, of which
+        as much enters.
+        """
+        in_flight = tuple(
             tuple((state, count) for (_, state), count in moment) for moment in self._own[index]
         )
+        return self._versions[index], self._apart(index), in_flight
 
     def together(self, stages: Sequence[StagePlan]) -> list[StageMemory]:
         """Return the memory of every stage at the peak of its rank.
@@ -315,7 +354,6 @@ class Ledger:
                 working = self._working(index, stages[index]) if index == busiest else 0
                 memories[index] = self._memory(
                     index,
-                    stages[index],
                     shares[index],
                     values,
                     working=working,
@@ -369,7 +407,6 @@ class Ledger:
     def _memory(
         self,
         index: int,
-        stage: StagePlan,
         activations: int,
         values: Values,
         working: int,
@@ -409,16 +446,22 @@ class Ledger:
         return added
 
 
-def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
-    """Return the memory of each stage of the plan, at the peak of its rank."""
-    return tuple(Ledger.of(plan).together(plan.stages))
+def stage_memory(plan: Plan, ledger: Ledger | None = None) -> tuple[StageMemory, ...]:
+    """Return the memory of each stage of the plan, at the peak of its rank.
+
+    ledger: of its chain and schedule; None: it is made.
+    """
+    return tuple((ledger or Ledger.of(plan)).together(plan.stages))
 
 
-def stage_host_bytes(plan: Plan) -> tuple[int, ...]:
-    """Return the bytes of host memory of each stage of the plan; empty if nothing is there."""
+def stage_host_bytes(plan: Plan, ledger: Ledger | None = None) -> tuple[int, ...]:
+    """Return the bytes of host memory of each stage of the plan; empty if nothing is there.
+
+    ledger: see ``stage_memory``.
+    """
     if not (plan.offloads or plan.offload_model_states):
         return ()
-    return tuple(Ledger.of(plan).on_host(plan.stages))
+    return tuple((ledger or Ledger.of(plan)).on_host(plan.stages))
 
 
 def rank_memory(plan: Plan) -> tuple[StageMemory, ...]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from megatron_merak.cluster import Device
 from megatron_merak.errors import PlanError
 from megatron_merak.pipeline_parallel.ops import Kind, Op, Schedule, ops_of
-from megatron_merak.plan import StagePlan, Unit, exceeding
-from megatron_merak.planner.memory import Ledger
+from megatron_merak.plan import StagePlan, Unit, exceeding, kind_of_unit
+from megatron_merak.planner.memory import Ledger, StageNeeds
 from megatron_merak.planner.offload import (
     AUTOMATIC_FLAG,
     FLAG,
@@ -75,6 +75,8 @@ class Relief:
 
     def moved(self, by: int) -> "Relief":
         """Return the same of a stage that begins ``by`` units later."""
+        if not (self.recompute or self.offload):
+            return self
         return Relief(
             tuple(unit + by for unit in self.recompute), tuple(unit + by for unit in self.offload)
         )
@@ -132,16 +134,14 @@ class Chooser:
         # its tapes.
         self._keeping = last if early and last not in early else None
         self._early = frozenset(early)
-        kinds: dict[tuple, int] = {}
+        kinds: dict[tuple[object, ...], int] = {}
         self._kinds = [
-            kinds.setdefault((unit.saved_bytes, unit.output_bytes, unit.passed_bytes, unit.transient_bytes,
-                              unit.unread_bytes, unit.held_bytes, unit.parameters, unit.tied, unit.frozen,
-                              unit.tied_frozen, unit.state_bytes, unit.tied_state_bytes, unit.running_bytes,
-                              unit.packed, unit.packed_bytes, seconds), len(kinds))
+            kinds.setdefault((kind_of_unit(unit), seconds), len(kinds))
             for unit, seconds in zip(units, times, strict=True)
-        ]  # fmt: skip
+        ]
         self._fewest_cache: dict[object, Relief | None] = {}
         self._fits_cache: dict[object, bool] = {}
+        self._needs_cache: dict[object, StageNeeds] = {}
         stages_per_rank = [
             len(ledger.stages_of[ledger.schedule.rank_of(index)]) for index in range(last + 1)
         ]
@@ -164,16 +164,16 @@ class Chooser:
         """Return one stage, chosen independently of the others. If it cannot fit, it recomputes, or
         offloads where it does not recompute, as much as possible.
         """
-        candidates = self._candidates(first, last)
         if self._fits_fewest:
             fewest = self._fewest(index, first, last)
             if fewest is not None:
                 return StagePlan(first, last, fewest.recompute, offload=fewest.offload)
             if self.recompute.method == "capacity":
                 return StagePlan(first, last, tuple(range(first, last)))
-            return StagePlan(first, last, offload=tuple(candidates))
+            return StagePlan(first, last, offload=tuple(self._candidates(first, last)))
+        candidates = self._candidates(first, last)
         away = self._first_layers(candidates, self.offload.layers)
-        candidates = [unit for unit in candidates if unit not in away]
+        candidates = [unit for unit in candidates if unit not in away] if away else candidates
         span = 1
         match self.recompute.method:
             case "none":
@@ -200,6 +200,8 @@ class Chooser:
 
     def _first_layers(self, candidates: Sequence[int], count: int) -> tuple[int, ...]:
         """Return the units of the first layers among some units."""
+        if not count:
+            return ()
         layers = list(dict.fromkeys(self._layer(unit) for unit in candidates))[:count]
         return tuple(unit for unit in candidates if self._layer(unit) in layers)
 
@@ -237,19 +239,24 @@ class Chooser:
         Cached.
         """
         relief = Relief(stage.recompute, stage.offload).moved(-stage.first)
-        key = *self._key(index, stage.first, stage.last), relief, stage.span
+        alike = self._units_key(stage.first, stage.last), relief, stage.span
+        key = self._states[index], alike
         if key not in self._fits_cache:
-            self._fits_cache[key] = (
-                self.ledger.alone(index, stage).total * self._stages_per_rank[index] <= self.memory
-            )
+            memory = self.ledger.alone(index, stage, self._needs(index, stage, alike))
+            self._fits_cache[key] = memory.total * self._stages_per_rank[index] <= self.memory
         return self._fits_cache[key]
 
-    def _key(self, index: int, first: int, last: int) -> tuple[object, ...]:
-        """Return a key that is equal for stages which need the same memory and take the
-        same time.
-        """
+    def _needs(self, index: int, stage: StagePlan, alike: object) -> StageNeeds:
+        """Return what a stage needs by itself. Cached. alike: equal for stages of such units."""
+        key = alike, self.ledger.splits(index)
+        if key not in self._needs_cache:
+            self._needs_cache[key] = self.ledger.needs(index, stage)
+        return self._needs_cache[key]
+
+    def _units_key(self, first: int, last: int) -> tuple[object, ...]:
+        """Return a key that is equal for stages whose units, and what enters them, are alike."""
         before = self.units[first - 1].output_bytes if first else 0
-        return self._states[index], before, last == len(self.units), tuple(self._kinds[first:last])
+        return before, last == len(self.units), tuple(self._kinds[first:last])
 
     def _fewest(self, index: int, first: int, last: int) -> Relief | None:
         """Return the units that are recomputed or offloaded where these are to be as few as fit;
@@ -259,7 +266,7 @@ class Chooser:
         because a backward frees the tapes of later ones first. Then those that are not needed are
         removed, the costliest first.
         """
-        key = self._key(index, first, last)
+        key = self._states[index], self._units_key(first, last)
         if key not in self._fewest_cache:
             fewest = self._search(index, first, last)
             self._fewest_cache[key] = None if fewest is None else fewest.moved(-first)

@@ -101,23 +101,27 @@ def footprint(units: Sequence[Unit], stage: StagePlan) -> Footprint:
             blocks.append(_Block(tape_bytes(units, stage, run[0]), 0, held))
         kept += blocks[-1].kept
         forward = max(forward, kept + running)
-    taped = kept + sum(block.tape for block in blocks)
+    again = any(block.tape for block in blocks)
+    backward = _backward(blocks, early=False, defer=False)
+    backward_held = _backward(blocks, early=False, defer=True)
     return Footprint(
         kept=kept,
-        taped=taped,
+        taped=kept + sum(block.tape for block in blocks),
         held=sum(block.held for block in blocks),
         forward=forward,
-        backward=_backward(blocks, early=False, defer=False),
-        backward_held=_backward(blocks, early=False, defer=True),
-        late=_backward(blocks, early=True, defer=False),
-        late_held=_backward(blocks, early=True, defer=True),
+        backward=backward,
+        backward_held=backward_held,
+        # an R of nothing leaves nothing
+        late=_backward(blocks, early=True, defer=False) if again else backward,
+        late_held=_backward(blocks, early=True, defer=True) if again else backward_held,
     )
 
 
 def _blocks(stage: StagePlan) -> list[tuple[int, ...]]:
     """Return the runs of units that are recomputed together, and the other units, in order."""
-    starts = {run[0]: run for run in stage.runs}
-    inner = [unit for run in stage.runs for unit in run[1:]]
+    runs = stage.runs
+    starts = {run[0]: run for run in runs}
+    inner = {unit for run in runs for unit in run[1:]}
     return [starts.get(unit, (unit,)) for unit in stage.units if unit not in inner]
 
 
@@ -216,6 +220,32 @@ def _largest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
             ):
                 kept.append(moment)
     return tuple(kept)
+
+
+class InFlight:
+    """The micro-batches in flight in a schedule.
+
+    moments:   of each rank, see ``moments``.
+    of_stages: of each stage.
+    splits:    stages whose weight gradients are separate ops (W).
+    """
+
+    def __init__(self, schedule: Schedule):
+        self.moments = [moments(schedule, rank) for rank in range(len(schedule.ranks))]
+        self.of_stages = [
+            of_stage(self.moments[schedule.rank_of(stage)], stage)
+            for stage in range(schedule.stages)
+        ]
+        ops = (op for entry in schedule.entries() for op in ops_of(entry))
+        self.splits = frozenset(op.stage for op in ops if op.kind is Kind.W)
+
+
+def most_kept(moments: Sequence[Moment], own: Footprint) -> int:
+    """Return the most bytes that a stage keeps. moments: of it alone."""
+    most = 0
+    for moment in moments:
+        most = max(most, sum(count * getattr(own, state) for (_, state), count in moment))
+    return most
 
 
 def peak(moments: Sequence[Moment], footprints: Mapping[int, Footprint]) -> dict[int, int]:

@@ -2,6 +2,7 @@
 there is.
 """
 
+import math
 from dataclasses import replace
 from itertools import combinations
 
@@ -36,8 +37,10 @@ def chain(count, saved=8 * MIB, border=MIB):
     )
 
 
-def chooser(units, method, ranks=4, memory=0.0, layers=1, schedule="1f1b", seconds=None):
-    ledger = Ledger(units, build_schedule(schedule, ranks, 16), "float32")
+def chooser(
+    units, method, ranks=4, memory=0.0, layers=1, schedule="1f1b", seconds=None, microbatches=16
+):
+    ledger = Ledger(units, build_schedule(schedule, ranks, microbatches), "float32")
     times = [UnitSeconds(second, 2 * second) for second in seconds or [1.0] * len(units)]
     device = CLUSTERS["dgx-a100"].device
     return Chooser(Recompute(method, layers), units, times, ledger, memory=memory, device=device)
@@ -105,6 +108,28 @@ def test_the_ratio_rule_of_the_paper():
 
 def _total(rule, stages, index):
     return rule.ledger.alone(index, stages[0]).total
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("schedule", ["zb-v", "pipedream"])
+def test_a_stage_fits_by_its_own_messages_whatever_stage_was_asked_before(schedule, microbatches):
+    """Of equal units with as much in flight; at the turn of a V a stage has one neighbour."""
+    units = chain(8, saved=MIB, border=8 * MIB)
+    facts = {"ranks": 2, "schedule": schedule, "microbatches": microbatches}
+    ledger = chooser(units, "none", **facts).ledger
+    needs = {}
+    count = ledger.schedule.stages
+    for index in range(count):
+        share = len(ledger.stages_of[ledger.schedule.rank_of(index)])
+        for first in range(index, len(units) if index else 1):
+            for last in range(first + 1, len(units) - count + index + 2):
+                needs[index, first, last] = (
+                    share * ledger.alone(index, StagePlan(first, last)).total
+                )
+    for memory in sorted(set(needs.values())):
+        rule = chooser(units, "none", memory=memory, **facts)
+        for place, needed in needs.items():
+            assert math.isinf(rule.extra(*place)) == (needed > memory), place
 
 
 sizes = st.integers(0, 6)

@@ -22,6 +22,7 @@ from megatron_merak.planner.cost import optimizer_bytes
 from megatron_merak.planner.links import reached_along
 from megatron_merak.planner.memory import Ledger
 from megatron_merak.planner.request import Request, default_bucket_size
+from megatron_merak.planner.saved import InFlight
 from megatron_merak.planner.search.choice import Choice
 from megatron_merak.planner.search.space import REPEATING, Degrees
 from megatron_merak.planner.search.work import (
@@ -187,6 +188,7 @@ class Bounds:
         self._schedules: dict[tuple[object, ...], Schedule | None] = {}
         self._makespans: dict[tuple[object, ...], float] = {}
         self._ledgers: dict[tuple[object, ...], Ledger] = {}
+        self._in_flight: dict[int, InFlight] = {}  # by the id of a schedule in ``_schedules``
 
     def of_degrees(self, work: ChainWork, degrees: Degrees, orders: Sequence[str]) -> float:
         """Return a bound on all choices with these degrees. orders: that the ranks may have."""
@@ -460,6 +462,8 @@ class Bounds:
         request = self.request
         key = (case.work, id(schedule), shards)
         if key not in self._ledgers:
+            if id(schedule) not in self._in_flight:
+                self._in_flight[id(schedule)] = InFlight(schedule)
             bucket = request.parallel.ddp_bucket_size or default_bucket_size(case.degrees.dp)
             narrow = request.parallel.grad_reduce_in_bf16 and case.degrees.copies > 1
             self._ledgers[key] = Ledger(
@@ -472,6 +476,7 @@ class Bounds:
                 frozen_bytes=self.frozen_bytes,
                 bucket_size=bucket,
                 expert_copies=case.work.expert_copies,
+                in_flight=self._in_flight[id(schedule)],
             )
         return self._ledgers[key]
 
