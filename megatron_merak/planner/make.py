@@ -199,7 +199,7 @@ def _plans(
         try:
             own = replace(draft, stages=stages, schedule=order, overlap=mode)
             layouts = StageLayouts(own, request.recompute, limit, request.offload)
-            plans += map(priced, layouts.plans(memory_gb))
+            plans += [priced(made, layouts.ledger) for made in layouts.plans(memory_gb)]
             if request.offload.automatic:
                 plans += _without_offloading(own, request, limit)
         except PlanError as error:
@@ -214,7 +214,7 @@ def _without_offloading(draft: Plan, request: Request, limit: float) -> list[Pla
         plans = layouts.plans(limit / GIB)
     except PlanError:
         return []
-    return [*map(priced, plans)]
+    return [priced(made, layouts.ledger) for made in plans]
 
 
 def _even(stages: int, units: int) -> tuple[StagePlan, ...]:

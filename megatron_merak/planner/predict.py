@@ -10,10 +10,10 @@ from megatron_merak.plan import Plan, hardware_of, spread_parameters, trained_ti
 from megatron_merak.planner.cost import UnitCost
 from megatron_merak.planner.host import update_time
 from megatron_merak.planner.links import reached_along
-from megatron_merak.planner.memory import stage_host_bytes, stage_memory
+from megatron_merak.planner.memory import Ledger, stage_host_bytes, stage_memory
 from megatron_merak.planner.offload import HostWaits, host_waits, unit_seconds
 from megatron_merak.planner.overlap import Times, times
-from megatron_merak.planner.rank_costs import plan_costs
+from megatron_merak.planner.rank_costs import Costs, plan_costs
 from megatron_merak.planner.reduction import exposed_gather, exposed_reduction
 from megatron_merak.planner.waits import Waits, stage_waits, unit_transfers
 
@@ -46,26 +46,48 @@ class ByScale:
     replicas: float = 0.0
 
 
-def priced(plan: Plan) -> Plan:
-    """Return the plan with its predictions recomputed; an equal plan if it was not edited."""
-    pipeline = timeline(plan)
+def priced(plan: Plan, ledger: Ledger | None = None) -> Plan:
+    """Return the plan with its predictions recomputed; an equal plan if it was not edited.
+
+    ledger: of its chain and schedule; None: it is made.
+    """
+    own = Ledger.of(plan) if ledger is None else ledger
+    seconds, bubble = _predicted(plan)
     return replace(
         plan,
-        predicted_time=step_time(plan, pipeline),
-        predicted_bubble=pipeline.bubble,
-        predicted_bytes=tuple(memory.total for memory in stage_memory(plan)),
-        predicted_host_bytes=stage_host_bytes(plan),
+        predicted_time=seconds,
+        predicted_bubble=bubble,
+        predicted_bytes=tuple(memory.total for memory in stage_memory(plan, own)),
+        predicted_host_bytes=stage_host_bytes(plan, own),
     )
 
 
-def stage_costs(plan: Plan) -> StageCosts:
+def in_order(plan: Plan, order: str) -> Plan:
+    """Return a priced plan with its ranks in another order, where all nodes are alike: it takes another
+    time, and the same memory.
+    """
+    other = replace(plan, grid=replace(plan.grid, order=order))
+    seconds, bubble = _predicted(other)
+    return replace(other, predicted_time=seconds, predicted_bubble=bubble)
+
+
+def _predicted(plan: Plan) -> tuple[float, float]:
+    """Return the seconds of a step, and its bubble."""
+    costs = plan_costs(plan)
+    pipeline = timeline(plan, costs)
+    return step_time(plan, pipeline, costs), pipeline.bubble
+
+
+def stage_costs(plan: Plan, costs: Costs | None = None) -> StageCosts:
     """Return the times of one micro-batch on each stage, and of its transfers between neighbours.
 
     They include the exposed time of tensor-parallel collectives, given ``plan.overlap``, also in
     recomputation, of collectives over replicas where gradients or weights are sharded, and of
     copies to and from the host where activations, or weights and gradients, are there.
+
+    costs: see ``plan_costs``, which makes them if they are None.
     """
-    costs = plan_costs(plan)
+    costs = costs or plan_costs(plan)
     transfer = []
     latency = []
     for border, stage in enumerate(plan.stages[:-1]):
@@ -103,6 +125,8 @@ def stage_host_waits(plan: Plan, costs: tuple[UnitCost, ...]) -> list[HostWaits]
 
     costs: of each unit.
     """
+    if not plan.offloads:
+        return [HostWaits()] * len(plan.stages)
     kinds = {(op.stage, op.kind) for entry in plan.schedule.entries() for op in ops_of(entry)}
     hardware = hardware_of(plan.cluster, plan.grid)
     return [
@@ -133,27 +157,28 @@ def _stage_times(plan: Plan, costs: tuple[UnitCost, ...]) -> list[Times]:
     ]
 
 
-def hidden_share(plan: Plan) -> float:
+def hidden_share(plan: Plan, costs: Costs | None = None) -> float:
     """Return the hidden share, 0 to 1, of the shorter one of a forward and a backward that run
-    together.
+    together. costs: see ``stage_costs``.
     """
-    stages = _stage_times(plan, plan_costs(plan))
+    stages = _stage_times(plan, costs or plan_costs(plan))
     return min(
         (s.hidden / max(min(s.forward, s.backward), s.hidden) if s.hidden else 0.0) for s in stages
     )
 
 
-def timeline(plan: Plan) -> Timeline:
-    """Return the simulated forwards and backwards of one step."""
-    return simulate(plan.schedule, stage_costs(plan), hidden_share(plan))
+def timeline(plan: Plan, costs: Costs | None = None) -> Timeline:
+    """Return the simulated forwards and backwards of one step. costs: see ``stage_costs``."""
+    units = costs or plan_costs(plan)
+    return simulate(plan.schedule, stage_costs(plan, units), hidden_share(plan, units))
 
 
-def step_time(plan: Plan, pipeline: Timeline) -> float:
+def step_time(plan: Plan, pipeline: Timeline, costs: Costs | None = None) -> float:
     """Return the seconds of the pipeline and of what follows it, with those that ranks wait for the
-    slowest.
+    slowest. costs: see ``stage_costs``.
     """
     scale = by_scale(plan)
-    return (pipeline.makespan + ending(plan).total) * (1 + scale.skew) + scale.replicas
+    return (pipeline.makespan + ending(plan, costs).total) * (1 + scale.skew) + scale.replicas
 
 
 def by_scale(plan: Plan) -> ByScale:
@@ -170,14 +195,16 @@ def by_scale(plan: Plan) -> ByScale:
     )
 
 
-def ending(plan: Plan) -> Ending:
+def ending(plan: Plan, costs: Costs | None = None) -> Ending:
     """Return the time that follows the pipeline on the slowest rank.
 
     It consists of the exposed data-parallel reductions of gradients, the exposed all-gathers of
     sharded parameters, the all-reduces of tied tensors' gradients, and the optimizer's updates, all
     of them where a step has several.
+
+    costs: see ``stage_costs``.
     """
-    units = plan_costs(plan)
+    units = costs or plan_costs(plan)
     waits = stage_waits(plan, units)
     hardware = hardware_of(plan.cluster, plan.grid)
     ties = _tie_times(plan)

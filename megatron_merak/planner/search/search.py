@@ -13,7 +13,7 @@ from megatron_merak.errors import ConfigError, MerakError
 from megatron_merak.plan import Plan, Unit, time_text
 from megatron_merak.planner.make import plan_chain
 from megatron_merak.planner.memory import overflowing_ranks
-from megatron_merak.planner.predict import priced
+from megatron_merak.planner.predict import in_order
 from megatron_merak.planner.remedies import limit_of
 from megatron_merak.planner.request import Request
 from megatron_merak.planner.search.bound import Bounds, Case
@@ -385,8 +385,8 @@ class Search:
         near = plan.predicted_time < state.best * _NEAR
         for order in space.orders(degrees)[1:] if near else ():
             # cuts and recomputation are the same: what units cost depends on tensor ranks only
-            other = priced(replace(plan, grid=replace(plan.grid, order=order)))
-            found.append(FoundPlan(replace(item.choice, order=order), other))
+            other = replace(item.choice, order=order)
+            found.append(FoundPlan(other, in_order(plan, order)))
         state.keep(min(found, key=lambda each: each.seconds))
 
     def _keep_fitting(self, choice: Choice, degrees: Degrees, state: _State) -> None:
