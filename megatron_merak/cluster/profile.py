@@ -32,7 +32,8 @@ class Profile:
     links:       times of messages and collectives, by size; none where one rank measured.
     ranks:       of a host that measured at the same time.
     host_copy:   bytes per second of a copy from the device into memory of the host that stays
-                 where it is; 0 on a CPU. No plan reads it: nothing is kept on the host in training.
+                 where it is; 0 on a CPU. No plan reads it: offloading copies both ways at once, see
+                 ``Device.host_bandwidth``.
     measured_on: the driver's name of the device.
     date, torch: of the measurement.
     step_factor: by how much steps of runs took longer than predicted with this profile, see
