@@ -55,6 +55,8 @@ def predictions_of(directory: Path) -> list[HeldPrediction]:
 
 def _held(facts: Facts) -> Iterable[HeldPrediction]:
     history = facts.history
+    if not history.starts:  # of a trainer, or of other lines than a run's
+        return
     places = [start.iteration for start in history.starts]
     ends = [*places[1:], history.last]
     for start, (before, last) in zip(history.starts, zip(places, ends, strict=True), strict=True):

@@ -129,6 +129,7 @@ def test_an_impossible_factor_is_refused(factor, tmp_path):
     [
         ([{"layout": "1 rank"}], [began(0, 0, 0), *steps(1, [1.0] * 4)], "no prediction"),
         ([start(1.0)], [began(0, 0, 0), *steps(1, [1.0] * 2)], "more than 2 measured steps"),
+        ([start(1.0)], [*steps(1, [1.0] * 4)], "no prediction"),
         (
             [start(1.0)],
             [began(0, 0, 0), *steps(1, [1.0] * 4, kind="modelled_seconds")],
