@@ -76,6 +76,8 @@ class Fluid:
         if recompute != "capacity" or memory / full >= seconds / self.seconds:
             return min(seconds / self.seconds, memory / full)
         least = self.state + in_flight * self.inputs
+        if least == full:  # no unit keeps less if it is recomputed
+            return memory / full
         recomputed = min(seconds / (self.seconds + self.recompute), memory / least)
         # some is kept: the part of a rank grows by ``gained`` for each part that is recomputed
         gained = (full - least) / full

@@ -1,5 +1,6 @@
 """The search finds what trying everything finds, and says what is nearest where nothing fits."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from megatron_merak.plan import LAYERS, Plan, time_text
 from megatron_merak.planner import plan
 from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search, pins_of
+from megatron_merak.planner.search.bound import Fluid, Room, least_seconds
 from megatron_merak.planner.search.choice import Layer
 from megatron_merak.planner.search.formulas import FormulaChain
 from megatron_merak.planner.search.report import Breakdown, binding, left_out
@@ -74,6 +76,15 @@ def test_a_search_finds_what_trying_everything_finds(shape, cluster, ranks, pins
     assert found.made < len(fitting) / 2
     assert found.best.seconds <= least * 1.01
     assert found.rest is None and one.run(ranks, [32], pins) == found
+
+
+def test_a_chain_that_keeps_nothing_less_where_it_is_recomputed_has_a_bound():
+    fluid = Fluid(state=8.0, saved=1.0, inputs=1.0, seconds=4.0, recompute=0.0)
+    third, rest = Room(memory=3.0, in_flight=1.0), Room(memory=9.0, in_flight=1.0)
+    found = least_seconds(fluid, [third, rest], "capacity")
+    assert found == least_seconds(fluid, [third, rest], "none")
+    assert found == pytest.approx(4.0 * 2 / 3, rel=1e-3)
+    assert math.isinf(least_seconds(fluid, [third, third], "capacity"))
 
 
 def test_a_search_leaves_what_is_to_be_left_of_a_device():
