@@ -10,6 +10,7 @@ schedule on the stages of the plan, if these are known: those that are balanced,
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megatron_merak.cluster import Cluster, Link, all_gather, all_reduce, reduce_scatter
 from megatron_merak.errors import MerakError
@@ -440,8 +441,10 @@ class Bounds:
         self, case: Case, schedule: Schedule, stages: Sequence[StageSums], again: bool
     ) -> float:
         """Return the seconds of a schedule on stages with these times."""
-        link = self._link(case)
-        transfers = [stage.output / link.bandwidth if link else 0.0 for stage in stages[:-1]]
+        links = self._links(case, schedule)
+        transfers = [
+            stage.output / link.bandwidth for stage, link in zip(stages[:-1], links, strict=True)
+        ]
         practice = self.cluster.practice
         handover = 0.0 if practice is None or case.choice.pp == 1 else practice.handover
         costs = StageCosts(
@@ -450,7 +453,7 @@ class Bounds:
             weight=tuple(stage.weight for stage in stages),
             recompute=tuple(stage.recompute if again else 0.0 for stage in stages),
             transfer=tuple(transfers),
-            latency=(link.latency if link else 0.0,) * len(transfers),
+            latency=tuple(link.latency for link in links),
         )
         return simulate(schedule, costs, _hidden(stages)).makespan
 
@@ -500,12 +503,17 @@ class Bounds:
                 self._schedules[key] = None
         return self._schedules[key]
 
-    def _link(self, case: Case) -> Link | None:
-        """Return the fastest link between stages over the orders that ranks may have."""
-        if case.degrees.pp == 1:
-            return None
-        grids = map(case.degrees.grid, case.orders)
-        return _fastest(reached_along(self.cluster, grid, "pp") for grid in grids)
+    def _links(self, case: Case, schedule: Schedule) -> list[Link]:
+        """Return the link from each stage to the next, the fastest over the orders that ranks may have:
+        some neighbours may be on one node, and others on two.
+        """
+        grids = [case.degrees.grid(order) for order in case.orders]
+        homes = [schedule.rank_of(stage) for stage in range(schedule.stages)]
+        known = {
+            ends: _fastest(reached_along(self.cluster, grid, "pp", ends) for grid in grids)
+            for ends in dict.fromkeys(pairwise(homes))
+        }
+        return [known[ends] for ends in pairwise(homes)]
 
     def _link_of_replicas(self, case: Case, ranks: int) -> Link:
         """Return the fastest link between so many replicas that shard among themselves, over the

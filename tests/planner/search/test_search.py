@@ -12,7 +12,7 @@ from megatron_merak.plan import LAYERS, Plan, time_text
 from megatron_merak.planner import plan
 from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search, pins_of
-from megatron_merak.planner.search.bound import Fluid, Room, least_seconds
+from megatron_merak.planner.search.bound import Bounds, Case, Fluid, Room, least_seconds
 from megatron_merak.planner.search.choice import Layer
 from megatron_merak.planner.search.formulas import FormulaChain
 from megatron_merak.planner.search.report import Breakdown, binding, left_out
@@ -85,6 +85,20 @@ def test_a_chain_that_keeps_nothing_less_where_it_is_recomputed_has_a_bound():
     assert found == least_seconds(fluid, [third, rest], "none")
     assert found == pytest.approx(4.0 * 2 / 3, rel=1e-3)
     assert math.isinf(least_seconds(fluid, [third, third], "capacity"))
+
+
+def test_neighbours_on_one_node_and_on_two_have_links_of_their_own():
+    """A pipeline of four pairs of ranks on two nodes, whose network is slow."""
+    config = configuration("ten")
+    model = replace(config.model, untie_embeddings_and_output_weights=True)
+    one = search(replace(config, model=model), small("rtx3090", 80, ranks_per_node=4))
+    pins = {"tp": 2, "pp": 4, "mb": 8, "sp": False, "schedule": "gpipe", "recompute": "none"}
+    ((choice, made),) = everything(one, 8, 32, pins | {"overlap": "weight-gradient"})
+    space = one.space(8, [32], pins)
+    (degrees,) = space.degrees(choice.layer, 12)
+    case = Case(one._of(degrees, False), choice, degrees, space.orders(degrees))
+    bound, _ = Bounds(one.request, one.cluster, one.memory).closer(case, math.inf)
+    assert 0.999 * made.predicted_time < bound <= made.predicted_time
 
 
 def test_a_search_leaves_what_is_to_be_left_of_a_device():
