@@ -309,7 +309,7 @@ class Bounds:
             counts += [(ledger.in_flight(stage), len(own)) for stage in own]
         for part in case.work.parts:
             state = part.state(shards, self.request.state_bytes, self.frozen_bytes)
-            kept = part.inputs if case.choice.recompute in ("capacity", "full") else part.saved
+            kept = _kept(part, case.choice.recompute)
             shares = [
                 max(0.0, self.memory / stages - least) / max(state + count * kept, 1)
                 for count, stages in counts
@@ -387,7 +387,7 @@ class Bounds:
         speeds = [work.speed(each.devices) for each in hardware_of(self.cluster, grid)]
         least = 0.0
         for part in work.parts:
-            fluid = self._fluid(part, case.sums, shards, case.paired)
+            fluid = self._fluid(part, case.sums, shards, case.paired, method)
             more = work.sent_more(part, case.sums) if self.cluster.nodes else 1.0
             rooms = [
                 Room(room, count, min(1.0, more * speed))
@@ -527,17 +527,20 @@ class Bounds:
                 links.append(reached_along(self.cluster, *place, summed=True))
         return _fastest(links)
 
-    def _fluid(self, part: ChainPart, sums: Sums, shards: Shards, paired: float) -> Fluid:
+    def _fluid(
+        self, part: ChainPart, sums: Sums, shards: Shards, paired: float, method: str
+    ) -> Fluid:
         """Return what a part of the chain needs.
 
         paired: share of its forwards that run together with a backward.
+        method: of recomputation.
         """
         seconds = part.seconds(sums)
         together = 1 - paired * min(1.0, sums.hidden / seconds)
         return Fluid(
             state=part.state(shards, self.request.state_bytes, self.frozen_bytes),
             saved=part.saved,
-            inputs=part.inputs,
+            inputs=_kept(part, method),
             seconds=seconds * together,
             recompute=part.repeated(sums),
             units=part.count if part.whole else 0,
@@ -596,6 +599,13 @@ class Bounds:
         backward /= ranks
         first = max(0.0, gathered - forward / ranks)
         return update + max(0.0, sent - backward) + first
+
+
+def _kept(part: ChainPart, method: str) -> int:
+    """Return the least bytes of a micro-batch in flight with a method of recomputation."""
+    if method == "capacity":
+        return part.least
+    return part.inputs if method == "full" else part.saved
 
 
 def _fastest(links: Iterable[Link]) -> Link:

@@ -12,6 +12,7 @@ from megatron_merak.plan import (
     Shards,
     StagePlan,
     Unit,
+    optimizer_state,
     packed_weights,
     trained_parameters,
     trained_tied,
@@ -124,8 +125,11 @@ class ChainPart:
     experts:    those of ``parameters`` that copies of a layer divide.
     frozen:     those that are not trained, but for those in 4 bits.
     packed:     bytes of the latter.
+    stated:     bytes of optimizer state of units that say how much they have.
+    unstated:   number of the other ``parameters``.
     saved:      bytes that a micro-batch keeps for its backward.
-    inputs:     those that it keeps if units are recomputed.
+    inputs:     those that it keeps if full recomputation repeats units.
+    least:      those that it keeps at least if any unit may be recomputed, as by ``capacity``.
     """
 
     count: int
@@ -134,17 +138,30 @@ class ChainPart:
     experts: int
     frozen: int
     packed: int
+    stated: float
+    unstated: float
     saved: int
     inputs: int
+    least: int
     dtype: str
 
     @classmethod
     def of(
-        cls, units: Sequence[Unit], whole: bool, again: Sequence[bool], dtype: str
+        cls,
+        units: Sequence[Unit],
+        whole: bool,
+        again: Sequence[bool],
+        entering: Sequence[int],
+        dtype: str,
     ) -> "ChainPart":
-        """Return the sums of units. again: whether full recomputation repeats each."""
+        """Return the sums of units.
+
+        again:    whether full recomputation repeats each.
+        entering: least bytes of the input of each, which it keeps if it is recomputed.
+        """
         tied = dict(pair for unit in units for pair in trained_tied(unit))
         packed, packed_bytes = packed_weights(units)
+        stated = optimizer_state(units, 0.0)
         saved = [unit.saved_bytes - unit.unread_bytes for unit in units]
         kept = [
             min(unit.output_bytes, bytes_) if repeats else bytes_
@@ -157,8 +174,11 @@ class ChainPart:
             experts=sum(unit.experts for unit in units),
             frozen=sum(unit.frozen for unit in units) - packed,
             packed=packed_bytes,
+            stated=stated,
+            unstated=optimizer_state(units, 1.0) - stated,
             saved=sum(saved),
             inputs=sum(kept),
+            least=sum(map(min, saved, entering)),
             dtype=dtype,
         )
 
@@ -173,7 +193,7 @@ class ChainPart:
     def state(self, shards: Shards, state_bytes: float, frozen_bytes: float) -> float:
         """Return the bytes of weights, gradients and optimizer state."""
         frozen = (frozen_bytes or DTYPE_BYTES[self.dtype]) * self.frozen + self.packed
-        values = Values(self.parameters, self.parameters * state_bytes, frozen)
+        values = Values(self.parameters, self.stated + self.unstated * state_bytes, frozen)
         return StageMemory.of(
             values, self.dtype, activations=0, working=0, transfers=0, shards=shards
         ).total
@@ -292,7 +312,16 @@ class ChainWork:
 
     def _part(self, indices: Sequence[int], whole: bool) -> ChainPart:
         again = [index in self._again for index in indices]
-        return ChainPart.of([self.units[index] for index in indices], whole, again, self.dtype)
+        entering = [self._entering(index) for index in indices]
+        units = [self.units[index] for index in indices]
+        return ChainPart.of(units, whole, again, entering, self.dtype)
+
+    def _entering(self, index: int) -> int:
+        """Return the least bytes of a unit's input: without what only passes the one before."""
+        if index == 0:
+            return 0
+        before = self.units[index - 1]
+        return before.output_bytes - before.passed_bytes
 
     def sums(self, overlap: str, splits: bool) -> Sums:
         """Return the times of all units under an overlap of tensor-parallel collectives."""

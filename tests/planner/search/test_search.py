@@ -8,7 +8,7 @@ import pytest
 from megatron_merak.cluster import CLUSTERS, GIB, Cluster, find_cluster
 from megatron_merak.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_merak.errors import ConfigError
-from megatron_merak.plan import LAYERS, Plan, time_text
+from megatron_merak.plan import LAYERS, UNSHARDED, Plan, Unit, time_text
 from megatron_merak.planner import plan
 from megatron_merak.planner.request import Request
 from megatron_merak.planner.search import Choice, Search, pins_of
@@ -16,6 +16,7 @@ from megatron_merak.planner.search.bound import Bounds, Case, Fluid, Room, least
 from megatron_merak.planner.search.choice import Layer
 from megatron_merak.planner.search.formulas import FormulaChain
 from megatron_merak.planner.search.report import Breakdown, binding, left_out
+from megatron_merak.planner.search.work import ChainWork
 from tests.planner.search.tried import everything
 
 SHAPES = {
@@ -99,6 +100,25 @@ def test_neighbours_on_one_node_and_on_two_have_links_of_their_own():
     case = Case(one._of(degrees, False), choice, degrees, space.orders(degrees))
     bound, _ = Bounds(one.request, one.cluster, one.memory).closer(case, math.inf)
     assert 0.999 * made.predicted_time < bound <= made.predicted_time
+
+
+def test_parts_of_a_chain_keep_and_store_no_more_than_their_plans():
+    """By capacity any unit may be recomputed, the first and the last, too; a unit may say what state
+    its weights have.
+    """
+    layer = Unit("layer", "layer", 10, 8, saved_bytes=64, output_bytes=16, state_bytes=2.0)
+    units = (
+        replace(layer, name="embedding", saved_bytes=40, passed_bytes=6, state_bytes=None),
+        *(replace(layer, name=f"layer.{index}") for index in range(4)),
+        replace(layer, name="head", saved_bytes=400, output_bytes=4),
+    )
+    chain, alike = ChainWork(units, CLUSTERS["cpu"], "float32", Layer(1)).parts
+    assert (chain.saved, chain.least) == (696, 0 + 10 + 4 * 16)
+    assert chain.inputs == 16 + 4 * 16 + 400
+    assert (chain.stated, chain.unstated) == (5 * 10 * 2.0, 10)
+    # weights, gradients and state
+    assert chain.state(UNSHARDED, 8.0, 0.0) == 60 * 8 + 100 + 80
+    assert (alike.count, alike.unstated, alike.stated) == (4, 0, 4 * 10 * 2.0)
 
 
 def test_a_search_leaves_what_is_to_be_left_of_a_device():
