@@ -24,6 +24,9 @@ namespace merak {
 constexpr int kPeers = 8;
 constexpr int kPeerBlocks = 32, kPeerThreads = 512;
 constexpr int kPeerHeader = 4096;  // bytes before the halves
+// Packs that a thread asks for before it waits for the first of them. A pack of every thread is 256 KiB in flight, and a
+// link of 360 GB/s brings as much in less than the microsecond that an answer takes. Two shots ask for one of each rank.
+constexpr int kPeerPacks = 4;
 static_assert(kPeerBlocks * (kPeers + 1) * sizeof(uint32_t) <= kPeerHeader);
 
 // base: every rank's buffer, in rank order. patience: nanoseconds to wait for a peer before the launch fails.
@@ -68,19 +71,51 @@ __device__ __forceinline__ void meet(const Team& team, const Peers& peers, uint3
   team.sync();
 }
 
-// The sum of all ranks' packs at one place, in fp32 and in rank order: the same bits wherever it is taken.
-template <class T, int WORLD>
-__device__ __forceinline__ Pack<T, kPack<T>> sum_at(const Peers& peers, uint32_t call, int64_t pack) {
+// Copies the packs at(0) to at(COUNT - 1) of a message, of those that it has. What does not move in one piece is moved
+// after the others, which wait for nothing.
+template <class T, int COUNT, class At>
+__device__ __forceinline__ void copy_packs(const T* from, T* to, int64_t count, bool vector, const At& at) {
   constexpr int N = kPack<T>;
-  Pack<T, N> part[WORLD];
+  Pack<T, N> held[COUNT];
 #pragma unroll
-  for (int rank = 0; rank < WORLD; ++rank) part[rank] = load<T, N>(half_of<T>(peers, rank, call) + pack * N);
+  for (int i = 0; i < COUNT; ++i)
+    if (vector && count - at(i) * N >= N) held[i] = load<T, N>(from + at(i) * N);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const int64_t left = count - at(i) * N;
+    if (vector && left >= N) {
+      store(to + at(i) * N, held[i]);
+    } else if (left > 0) {
+      store(to + at(i) * N, load<T, N>(from + at(i) * N, left, false));
+    }
+  }
+}
+
+// All ranks' packs at one place.
+template <class T, int WORLD>
+struct Parts {
+  Pack<T, kPack<T>> of[WORLD];
+};
+
+template <class T, int WORLD>
+__device__ __forceinline__ Parts<T, WORLD> parts_at(const Peers& peers, uint32_t call, int64_t pack) {
+  constexpr int N = kPack<T>;
+  Parts<T, WORLD> parts;
+#pragma unroll
+  for (int rank = 0; rank < WORLD; ++rank) parts.of[rank] = load<T, N>(half_of<T>(peers, rank, call) + pack * N);
+  return parts;
+}
+
+// Their sum in fp32 and in rank order: the same bits wherever it is taken.
+template <class T, int WORLD>
+__device__ __forceinline__ Pack<T, kPack<T>> sum_of(const Parts<T, WORLD>& parts) {
+  constexpr int N = kPack<T>;
   Pack<T, N> sum;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    float total = widen(part[0].at[i]);
+    float total = widen(parts.of[0].at[i]);
 #pragma unroll
-    for (int rank = 1; rank < WORLD; ++rank) total += widen(part[rank].at[i]);
+    for (int rank = 1; rank < WORLD; ++rank) total += widen(parts.of[rank].at[i]);
     sum.at[i] = narrow<T>(total);
   }
   return sum;
@@ -95,11 +130,21 @@ __device__ __forceinline__ void one_shot(const Team& team, const Peers& peers, c
   const int64_t packs = (count + N - 1) / N, step = int64_t(team.count()) * team.threads();
   const int64_t first = int64_t(team.number()) * team.threads() + team.thread();
   T* own = half_of<T>(peers, peers.rank, call);
-  for (int64_t pack = first; pack < packs; pack += step)
-    store(own + pack * N, load<T, N>(from + pack * N, count - pack * N, vector));
+  for (int64_t start = first; start < packs; start += kPeerPacks * step)
+    copy_packs<T, kPeerPacks>(from, own, count, vector, [&](int i) { return start + i * step; });
   meet<WORLD>(team, peers, 2 * call + 1);
-  for (int64_t pack = first; pack < packs; pack += step)
-    store(to + pack * N, sum_at<T, WORLD>(peers, call, pack), count - pack * N, vector);
+  constexpr int kPlaces = kPeerPacks > WORLD ? kPeerPacks / WORLD : 1;
+  for (int64_t start = first; start < packs; start += kPlaces * step) {
+    Parts<T, WORLD> parts[kPlaces];
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i)
+      if (start + i * step < packs) parts[i] = parts_at<T, WORLD>(peers, call, start + i * step);
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+      const int64_t pack = start + i * step;
+      if (pack < packs) store(to + pack * N, sum_of(parts[i]), count - pack * N, vector);
+    }
+  }
   if (team.thread() == 0) *calls_of(peers, team.number()) = call + 1;
 }
 
@@ -112,26 +157,25 @@ __device__ __forceinline__ void two_shot(const Team& team, const Peers& peers, c
   const int64_t step = int64_t(team.count()) * team.threads();
   const int64_t first = int64_t(team.number()) * team.threads() + team.thread();
   T* own = half_of<T>(peers, peers.rank, call);
-  for (int64_t place = first; place < part; place += step) {
-#pragma unroll
-    for (int rank = 0; rank < WORLD; ++rank) {
-      const int64_t pack = rank * part + place;
-      if (pack < packs) store(own + pack * N, load<T, N>(from + pack * N, count - pack * N, vector));
-    }
-  }
+  for (int64_t place = first; place < part; place += step)
+    copy_packs<T, WORLD>(from, own, count, vector, [&](int rank) { return rank * part + place; });
   meet<WORLD>(team, peers, 2 * call + 1);
   for (int64_t place = first; place < part; place += step) {
     const int64_t pack = peers.rank * part + place;  // no other rank reads this place before the second meeting
-    if (pack < packs) store(own + pack * N, sum_at<T, WORLD>(peers, call, pack));
+    if (pack < packs) store(own + pack * N, sum_of(parts_at<T, WORLD>(peers, call, pack)));
   }
   meet<WORLD>(team, peers, 2 * call + 2);
   for (int64_t place = first; place < part; place += step) {
+    Parts<T, WORLD> sums;
 #pragma unroll
     for (int rank = 0; rank < WORLD; ++rank) {
       const int64_t pack = rank * part + place;
-      if (pack >= packs) continue;
-      const auto sum = load<T, N>(half_of<T>(peers, rank, call) + pack * N);
-      store(to + pack * N, sum, count - pack * N, vector);
+      if (pack < packs) sums.of[rank] = load<T, N>(half_of<T>(peers, rank, call) + pack * N);
+    }
+#pragma unroll
+    for (int rank = 0; rank < WORLD; ++rank) {
+      const int64_t pack = rank * part + place;
+      if (pack < packs) store(to + pack * N, sums.of[rank], count - pack * N, vector);
     }
   }
   if (team.thread() == 0) *calls_of(peers, team.number()) = call + 1;

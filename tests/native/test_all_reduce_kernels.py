@@ -17,8 +17,13 @@ MUTANTS = {
     "one half": Mutant(KERNEL, "(call % 2) * peers.capacity", "0 * peers.capacity"),
     "no first meeting": Mutant(
         KERNEL,
-        "  meet<WORLD>(team, peers, 2 * call + 1);\n  for (int64_t pack = first",
-        "  for (int64_t pack = first",
+        "  meet<WORLD>(team, peers, 2 * call + 1);\n  constexpr int kPlaces",
+        "  constexpr int kPlaces",
+    ),
+    "no first meeting of two shots": Mutant(
+        KERNEL,
+        "  meet<WORLD>(team, peers, 2 * call + 1);\n  for (int64_t place = first",
+        "  for (int64_t place = first",
     ),
     "no second meeting": Mutant(KERNEL, "  meet<WORLD>(team, peers, 2 * call + 2);\n", ""),
     "flags of another block": Mutant(KERNEL, "+ block * kPeers + from", "+ 0 * block + from"),
@@ -26,6 +31,22 @@ MUTANTS = {
         KERNEL,
         "*calls_of(peers, team.number()) = call + 1",
         "*calls_of(peers, team.number()) = call",
+    ),
+    "a round copies one pack": Mutant(KERNEL, "return start + i * step;", "return start;"),
+    "a round sums one place": Mutant(
+        KERNEL,
+        "parts_at<T, WORLD>(peers, call, start + i * step)",
+        "parts_at<T, WORLD>(peers, call, start)",
+    ),
+    "rounds leave gaps": Mutant(KERNEL, "start += kPlaces * step", "start += (kPlaces + 1) * step"),
+    "what is not whole stays": Mutant(KERNEL, "else if (left > 0)", "else if (false)"),
+    "what is not whole moves as if it were": Mutant(
+        KERNEL, "if (vector && left >= N)", "if (true)"
+    ),
+    "sums are left in the own half": Mutant(
+        KERNEL,
+        "sums.of[rank] = load<T, N>(half_of<T>(peers, rank, call)",
+        "sums.of[rank] = load<T, N>(own",
     ),
     "one rank twice": Mutant(KERNEL, "int rank = 1; rank < WORLD", "int rank = 0; rank < WORLD"),
 }
