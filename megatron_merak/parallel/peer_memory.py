@@ -21,7 +21,8 @@ from .peer_kernels import PATIENCE, PeerKernels, check, load_kernels
 logger = logging.getLogger(__name__)
 
 WORLDS = (2, 4, 8)
-# bytes of the largest message; for larger ones a ring, which saturates the links, is faster
+# Bytes of the largest message: two ranks gain nothing beyond, and with more NCCL lets switches add
+# up. Chunks of a larger message would gain as good as nothing: docs/gpu.md has the arithmetic.
 CAPACITY = 8 << 20
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Largest message in bytes of the one-shot algorithm: more traffic, one synchronisation less.

@@ -18,7 +18,7 @@ pytestmark = [
     ),
 ]
 
-CAPACITY = 1 << 20
+CAPACITY = 2 << 20  # two rounds of every thread
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

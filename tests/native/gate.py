@@ -25,7 +25,8 @@ class Kernel:
     """One kernel for one architecture. ``name``: without arguments; ``family``: without template
     arguments too.
 
-    loads: global loads of 16 bytes; local: accesses to local memory; None where no disassembler is.
+    loads: global loads of 16 bytes; local: accesses to local memory; rounds: loads of 16 bytes that are
+    asked for before the next store; None where no disassembler is.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Kernel:
     registers: int
     loads: int | None = None
     local: int | None = None
+    rounds: tuple[int, ...] | None = None
 
     @property
     def family(self) -> str:
@@ -76,15 +78,17 @@ def kernels(source: Path, architectures: tuple[str, ...] = ARCHITECTURES) -> lis
             int(entry["stack"]),
             int(entry["stores"]) + int(entry["loads"]),
             int(entry["registers"]),
-            *code.get((entry["architecture"], entry["name"]), (None, None)),
+            *code.get((entry["architecture"], entry["name"]), (None, None, None)),
         )
         for entry, name in zip(entries, names, strict=True)
     ]
 
 
-def machine_code(folder: Path) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:
-    """(architecture, mangled name) -> (16-byte loads, local accesses) of the .cubin files in
-    ``folder``.
+def machine_code(
+    folder: Path,
+) -> Iterator[tuple[tuple[str, str], tuple[int, int, tuple[int, ...]]]]:
+    """(architecture, mangled name) -> (16-byte loads, local accesses, 16-byte loads before each store)
+    of the .cubin files in ``folder``.
     """
     disassembler = shutil.which("nvdisasm")
     for cubin in sorted(folder.glob("*.cubin")) if disassembler else ():
@@ -93,10 +97,10 @@ def machine_code(folder: Path) -> Iterator[tuple[tuple[str, str], tuple[int, int
         ).stdout
         architecture = "sm_" + re.search(r"(?:sm|compute)_(\d+)\.cubin", cubin.name)[1]
         for text in re.split(r"\.section\s+\.text\.", listing)[1:]:
-            loads, local = (
-                len(re.findall(of, text)) for of in (r"\bLDG\.E\S*\.128", r"\b(?:LDL|STL)\b")
-            )
-            yield (architecture, re.match(r"\w+", text)[0]), (loads, local)
+            local = len(re.findall(r"\b(?:LDL|STL)\b", text))
+            parts = re.split(r"\bSTG\b", text)
+            rounds = tuple(len(re.findall(r"\bLDG\.E\S*\.128", part)) for part in parts)
+            yield (architecture, re.match(r"\w+", text)[0]), (sum(rounds), local, rounds)
 
 
 def demangled(names: list[str]) -> list[str]:

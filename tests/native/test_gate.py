@@ -1,6 +1,7 @@
 """Every CUDA kernel keeps its values in registers, for each architecture that is released."""
 
 import functools
+import re
 import shutil
 
 import pytest
@@ -70,3 +71,14 @@ def test_machine_code(source):
     for kernel in compiled(source):
         assert kernel.local == 0, kernel
         assert kernel.loads > 0 or kernel.family in SCALAR, kernel
+
+
+@pytest.mark.skipif(shutil.which("nvdisasm") is None, reason="nvdisasm is not on PATH")
+def test_peers_are_asked_for_several_packs_before_the_first_is_there():
+    """One by one, 16384 threads of 16 bytes would read 256 KiB in the microsecond of an answer."""
+    for kernel in compiled(ROOT / "csrc/cuda/launch_all_reduce.cu"):
+        world, two_shots = re.search(r"(\d), (true|false)>$", kernel.name).groups()
+        # copied in, summed, and by two shots read
+        phases = 3 if two_shots == "true" else 2
+        together = int(world) if two_shots == "true" else 4
+        assert sum(count >= together for count in kernel.rounds) >= phases, kernel
