@@ -36,8 +36,8 @@ def check_program(program: Program) -> None:
     for segment in program.segments:
         if segment.random:
             reason = (
-                f"unit {segment.unit} draws random numbers, which the host seeds for each "
-                "micro-batch, and a graph is replayed without the host"
+                f"unit {segment.unit} draws random numbers, which the host seeds for each unit of a "
+                "micro-batch, and within a graph the host does nothing"
             )
             raise ConfigError(_FLAG, "local", reason, "Use none, or set dropout to 0")
     if program.codes:
