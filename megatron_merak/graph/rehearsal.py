@@ -25,8 +25,8 @@ from .ir.marks import (
     reduce_scatter,
     reduce_sum,
 )
-from .ir.nodes import called, operand, values
-from .ir.operators import facts
+from .ir.nodes import called, op_name, operand, values
+from .ir.operators import GROUPED_BY_HOST, facts
 from .lowering.emit import call_with_sink
 from .lowering.flow import Flow
 from .replay import fake_input, tensors_of
@@ -69,6 +69,23 @@ class _Allocator(TorchDispatchMode):
         self._living[key] = weakref.ref(storage, free)
         self.now += size
         self.most = max(self.most, self.now)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """What transformers computes by `GROUPED_BY_HOST`: before 5.24 its backward asks for the numbers
+    of the batch, which fake tensors do not have.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.ends = ends
+        return rows.new_empty(rows.shape[0], weight.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weight), None
 
 
 class _HeldOperands:
@@ -237,6 +254,8 @@ class _Rehearsal:
             (like,) = values(node)
             return _Fused.apply(*args[:3], like)
         call = call_with_sink(self.flow, node)
+        if call is None and op_name(node) == GROUPED_BY_HOST:
+            return _GroupedProduct.apply(*args, *kwargs.values())
         if call is None:
             return called(node)(*args, **kwargs)
         args, options = map_arg((call.args, call.options), value)

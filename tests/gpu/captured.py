@@ -36,9 +36,9 @@ def same_as_eager(name, device):
     assert {value.device.type for value in evaluated.values()} == {device.type}
 
 
-def recorded_as_kernel_by_kernel(name, device, adapt=lambda model: model):
+def recorded_as_kernel_by_kernel(name, device, adapt=lambda model: model, dtype="float32"):
     """Losses and weights of steps that replay a recorded one, bit for bit. adapt: what is done to
-    the model first.
+    the model first. dtype: that it computes in.
     """
     batches = micro_batches(name)
     found = []
@@ -47,7 +47,9 @@ def recorded_as_kernel_by_kernel(name, device, adapt=lambda model: model):
         others = {"optimizer": OPTIMIZER, "graph_warm_up": warm_up}
         mesh = build_mesh(Grid(), 0, device)
         model = adapt(randomise(real()))
-        trainer = engine_of(model, batch, mesh, microbatches=len(batches), others=others)
+        trainer = engine_of(
+            model, batch, mesh, dtype=dtype, microbatches=len(batches), others=others
+        )
         losses = [step(trainer, batches, RATE, DECAY).loss for _ in range(5)]
         found.append((losses, trainer.buffer.data.cpu()))
     (losses, weights), (again, weights_again) = found

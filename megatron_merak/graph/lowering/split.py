@@ -28,9 +28,9 @@ from ..ir.marks import (
     rotate,
     turn_back,
 )
-from ..ir.nodes import called, is_random, operand
+from ..ir.nodes import called, is_random, op_name, operand
 from ..ir.opaque import CustomFunction
-from ..ir.operators import facts
+from ..ir.operators import GROUPED_BY_HOST, facts
 from .emit import Emitter
 from .flow import REDUCTIONS, Flow
 from .levels import check_in_place, segment_levels
@@ -216,9 +216,9 @@ class _Splitter:
             named=tuple(self.outputs.values()) if ends else (),
             by_host=tuple(node.name for node in shared if node.target is ops.documents),
             codes=tuple(
-                node.target.__name__
+                op_name(node)
                 for node in self.segment
-                if isinstance(node.target, CustomFunction)
+                if isinstance(node.target, CustomFunction) or op_name(node) == GROUPED_BY_HOST
             ),
         )
 
