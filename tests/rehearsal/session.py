@@ -40,6 +40,12 @@ COMMAND_LIMIT = 2000  # characters
 BEGIN = "<!-- written by make gpu-rehearsal -->"
 END = "<!-- end of the rehearsal -->"
 PROGRAM = "tests.rehearsal.program"
+UNHURRIED = (
+    "--limit",
+    "5000",
+    "--budget",
+    "100000",
+)  # limits are a GPU's, this machine may be busy
 HANG = 8.0  # seconds that a step gets into which a hang is planted
 
 
@@ -220,7 +226,7 @@ def without_kernels(tree: Path, steps: tuple[Step, ...]) -> str:
     lost.unlink(missing_ok=True)
     if aside.exists():
         aside.rename(aside.with_suffix(".lost"))
-    ended = session(tree, *only(*steps), plant="")
+    ended = session(tree, *only(*steps), *UNHURRIED)
     if aside.with_suffix(".lost").exists():
         aside.with_suffix(".lost").rename(aside)
     first = next(row for row in ended.rows if row["step"] == "start")
@@ -255,7 +261,7 @@ def rehearsed(trees: list[Path], steps: tuple[Step, ...], log: Path) -> None:
 
     def one(step: Step) -> None:
         tree = free.get()
-        ended = session(tree, *only(step), "--limit", "5000", "--budget", "100000")
+        ended = session(tree, *only(step), *UNHURRIED)
         free.put(tree)
         row = ended.rows[0]
         print(
