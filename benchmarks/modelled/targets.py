@@ -60,6 +60,17 @@ TARGETS = [
         beside="AutoModel: 1,002 (ep64 pp4)",
     ),
     Target(
+        "DeepSeek-V3",
+        "deepseek-v3",
+        gpus=256,
+        length=4096,
+        samples=2048,
+        flags=f"--pipeline-model-parallel-size 32 --expert-model-parallel-size 8 {OPTIM} {MOMENTS} "
+        "--cpu-offloading",
+        beside="",
+        label=", moments in bf16",
+    ),
+    Target(
         "Qwen3-30B-A3B",
         "qwen3-30b-a3b",
         gpus=8,
