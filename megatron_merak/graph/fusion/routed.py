@@ -50,6 +50,8 @@ def _sums_of_rows(graph: Graph, root: Node, match: Match) -> Node | None:
     if not isinstance(inverse, Node) or inverse.target is not ops.inverse_order:
         return None
     total = value(root)
+    if len(value(inverse)) != len(value(rows)):
+        return None
     k = len(value(rows)) // len(total)
     if k * len(total) != len(value(rows)) or total.shape[1:] != value(rows).shape[1:]:
         return None

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from ..ir.aliases import changing
 from ..ir.inplace import call as new_node
-from ..ir.nodes import constant, is_op, op_name, operand, values
+from ..ir.nodes import constant, is_op, is_random, op_name, operand, values
 from ..sharding.experts import GROUPED
 from .routed import sort_for_inverse
 
@@ -85,7 +85,7 @@ def _move(
 ) -> None:
     """Multiply what ``product`` reads in place of what it computes, if the weights can be known then."""
     late = _computed_behind(product, weights)
-    if late is None or any(node in written for node in late):
+    if late is None or any(node in written or is_random(node) for node in late):
         return
     for node in late:
         product.prepend(node)
