@@ -152,7 +152,7 @@ def test_layers_of_one_input_in_fp8_are_no_views_of_one_product():
     assert [node.kwargs["form"] for node in groups] == ["hybrid"] * 2
 
 
-ROWS = ("inverse of an order", "rows by expert", "sums of rows")
+ROWS = ("inverse of an order", "rows in order", "rows by expert", "sums of rows")
 
 
 @pytest.mark.parametrize(

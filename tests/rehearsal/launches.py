@@ -58,6 +58,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": SIZES,
     "qwen3": SIZES,
     "mistral": SIZES | {"sliding_window": None},
+    "qwen3_moe": SIZES
+    | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1792},
     "gpt2": GPT2 | WITHOUT,
     "gemma": SIZES,
     "gemma2": SIZES,

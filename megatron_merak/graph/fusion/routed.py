@@ -19,6 +19,14 @@ def _inverse_order(graph: Graph, root: Node, match: Match) -> Node | None:
     return put(graph, root, ops.inverse_order, order) if _is_order(order) else None
 
 
+def _permuted(graph: Graph, root: Node, match: Match) -> Node | None:
+    x = match["x"]
+    order = match["order"]
+    if not _is_order(order) or len(value(x)) != len(value(order)):
+        return None
+    return put(graph, root, ops.permuted, x, order, _inverse(graph, order))
+
+
 _TOKENS = call("floor_divide", Var("order"), Var("k"))
 _BY_EXPERT = call("index", Var("x"), [_TOKENS])
 
@@ -90,6 +98,7 @@ def _weighted_swiglu(graph: Graph, root: Node, match: Match) -> Node | None:
 
 ROWS = (
     ("inverse of an order", call("argsort", Var("order"), -1, False), _inverse_order),
+    ("rows in order", call("index", Var("x"), [Var("order")]), _permuted),
     ("rows by expert", _BY_EXPERT, _rows_by_expert),
     ("sums of rows", _SUMS, _sums_of_rows),
     ("weighted swiglu", _WEIGHTED, _weighted_swiglu),
