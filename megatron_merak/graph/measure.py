@@ -52,7 +52,7 @@ from .lowering.flow import REDUCTIONS, Flow
 from .lowering.regathered import is_regathered
 from .lowering.rewrite import rewrite
 from .lowering.sequence import check_sequences
-from .lowering.split import crossing_nodes
+from .lowering.split import crossings
 from .more_flops import attention_drops, attention_heads, more_flops, unneeded_flops
 from .partition.cut import Chain
 from .rehearsal import rehearse
@@ -247,8 +247,9 @@ def _number_and_bytes(marks: Sequence[Node], axis: LayerAxis) -> tuple[int, int]
 def _with_parts(units: tuple[Unit, ...], flow: Flow) -> tuple[Unit, ...]:
     """Return the units with the bytes that cross between them, which may be of parts."""
     changed = []
+    borders = crossings(flow)
     for index, unit in enumerate(units[:-1]):
-        crossing = crossing_nodes(flow, index + 1)
+        crossing = borders[index + 1]
         passed = sum(nbytes(node) for node in crossing if flow.unit[node] != index)
         changed.append(replace(unit, output_bytes=sum(map(nbytes, crossing)), passed_bytes=passed))
     return (*changed, units[-1])

@@ -5,6 +5,7 @@ Only the units of one pipeline stage are split. Values are named after their nod
 rank.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -338,13 +339,19 @@ def crossing_nodes(flow: Flow, border: int) -> list[Node]:
 
     The graph's outputs count as read by the last unit.
     """
+    return crossings(flow)[border]
+
+
+def crossings(flow: Flow) -> Mapping[int, list[Node]]:
+    """Return ``crossing_nodes`` of every border."""
     last = max(flow.unit.values())
-    crossing = []
+    found: defaultdict[int, list[Node]] = defaultdict(list)
     for node, unit in flow.unit.items():
         read_until = max((flow.unit.get(user, -1) for user in node.users), default=-1)
-        if unit < border <= (last if node in flow.outputs else read_until):
-            crossing.append(node)
-    return crossing
+        end = last if node in flow.outputs else read_until
+        for border in range(unit + 1, end + 1):
+            found[border].append(node)
+    return found
 
 
 def _usual(nodes: Sequence[Node]) -> Node:
