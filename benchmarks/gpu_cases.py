@@ -63,6 +63,9 @@ class Inputs:
     def below(self, limit: int, count: int) -> Tensor:
         return torch.randint(limit, (count,), generator=self._generator, device=self.device)
 
+    def order(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self._generator, device=self.device)
+
     def hidden(self) -> Tensor:
         return self.normal(self.sizes.tokens, self.sizes.hidden)
 
@@ -297,6 +300,18 @@ def _add_rows_(into, index, rows):
     into.index_add_(0, index, rows.to(into.dtype))
 
 
+_EXPERTS = 8  # of a token
+
+
+def _routed_inputs(make: Inputs) -> tuple:
+    count = make.sizes.tokens * _EXPERTS
+    return make.normal(count, make.sizes.hidden), make.order(count), _EXPERTS
+
+
+def _sums_of_rows(rows, places, k):
+    return rows.index_select(0, places).unflatten(0, (-1, k)).sum(1)
+
+
 def _untouched_rows(into, index, rows) -> int:
     return 2 * size_of(into) - 2 * min(len(index), len(into)) * into.shape[1] * into.element_size()
 
@@ -413,4 +428,5 @@ CASES = (
     Case(
         "add_rows_", "embedding gradient into fp32", _add_rows_inputs, _add_rows_, _untouched_rows
     ),
+    Case("sums_of_rows", "rows of 8 experts added up", _routed_inputs, _sums_of_rows),
 )
