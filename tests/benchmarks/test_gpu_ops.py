@@ -13,6 +13,12 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpu_cases  # noqa: E402
 import gpu_ops  # noqa: E402
 
+from megatron_merak.ops.schemas import SCHEMAS  # noqa: E402
+
+
+def test_every_operation_is_compared_on_a_gpu():
+    assert {case.op for case in gpu_cases.CASES} | set(gpu_cases.MORE) == set(SCHEMAS)
+
 
 def test_every_case_does_the_work_of_plain_pytorch():
     registered = [case for case in gpu_cases.CASES if case.registered]
