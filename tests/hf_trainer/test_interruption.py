@@ -204,6 +204,12 @@ def abort(directory: Path) -> None:
                     time.sleep(pause)
 
 
+def without_bitsandbytes(error: str) -> str:
+    """What it says of kernels that it does not find when peft imports it."""
+    lines = error.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("Failed to load CPU gemm_4bit"))
+
+
 def told(number: signal.Signals) -> str:
     again = re.escape("; to go on, train(resume_from_checkpoint=True)")
     return rf"train\.py: interrupted by {number.name} after step (\d+), which was saved in out/checkpoint-\1{again}\n"
@@ -221,6 +227,7 @@ def test_a_script_that_is_interrupted_says_one_line(tmp_path, launcher, workers,
     with started(tmp_path, launcher, workers) as run:
         os.killpg(run.pid, number)
         out, error = run.communicate()
+    error = without_bitsandbytes(error)
     assert re.fullmatch(told(number), error), error
     assert run.returncode == 128 + number and "never" not in out
     assert (
