@@ -57,11 +57,15 @@ def run_script(
                 if process.pid is not None:
                     process.kill()
                     process.join()
-        told, errors = (
-            "".join(Path(f"{directory}/{rank}.{kind}").read_text() for rank in range(ranks))
-            for kind in ("out", "err")
-        )
+        told = _told(directory, ranks, "out")
+        errors = _told(directory, ranks, "err")
     return subprocess.CompletedProcess(command, status, told, errors)
+
+
+def _told(directory: str, ranks: int, kind: str) -> str:
+    """What the ranks wrote, one after the other. kind: out or err."""
+    texts = [Path(f"{directory}/{rank}.{kind}").read_text() for rank in range(ranks)]
+    return "".join(texts)
 
 
 def _status(processes: list, end: float) -> int | None:

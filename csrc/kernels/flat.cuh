@@ -114,6 +114,15 @@ __device__ __forceinline__ void fail_launch() {
 
 constexpr int kRowPack = 8;
 
+// Rounds sums of a row's columns, of which the row has `left` more.
+template <class T>
+__device__ __forceinline__ void store_sums(T* to, const float (&sums)[kRowPack], int64_t left, bool vector) {
+  Pack<T, kRowPack> out;
+#pragma unroll
+  for (int i = 0; i < kRowPack; ++i) out.at[i] = narrow<T>(sums[i]);
+  store(to, out, left, vector);
+}
+
 // into[index[k]] += from[order[k]] for rows of `width`, index sorted: the block at the first of equal indices adds all
 // their rows in order, in fp32, so that the sum is the same every time and no thread waits for another.
 template <class Into, class From>
@@ -140,10 +149,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int i = 0; i < LOADS * N; ++i) sum[i % N] += widen(pack[i / N].at[i % N]);
   }
-  Pack<Into, N> out;
-#pragma unroll
-  for (int i = 0; i < N; ++i) out.at[i] = narrow<Into>(sum[i]);
-  store(into + row * width + start, out, left, vector);
+  store_sums(into + row * width + start, sum, left, vector);
 }
 
 // to[t] = the sum of from[places[t k]], ..., from[places[t k + k - 1]] for rows of `width`, in order and in fp32.
@@ -167,10 +173,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int i = 0; i < LOADS * N; ++i) sum[i % N] += widen(pack[i / N].at[i % N]);
   }
-  Pack<T, N> out;
-#pragma unroll
-  for (int i = 0; i < N; ++i) out.at[i] = narrow<T>(sum[i]);
-  store(to + token * width + start, out, left, vector);
+  store_sums(to + token * width + start, sum, left, vector);
 }
 
 }  // namespace merak

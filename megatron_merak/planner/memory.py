@@ -327,10 +327,10 @@ class Ledger:
         """Return a key that is equal for stages which need the same memory for the same units, of which
         as much enters.
         """
-        in_flight = tuple(
-            tuple((state, count) for (_, state), count in moment) for moment in self._own[index]
-        )
-        return self._versions[index], self._apart(index), in_flight
+        in_flight = []
+        for moment in self._own[index]:
+            in_flight.append(tuple((state, count) for (_, state), count in moment))
+        return self._versions[index], self._apart(index), tuple(in_flight)
 
     def together(self, stages: Sequence[StagePlan]) -> list[StageMemory]:
         """Return the memory of every stage at the peak of its rank.

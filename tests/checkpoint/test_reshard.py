@@ -98,7 +98,7 @@ def _load_narrow(rank: int, world: int, root: Path) -> list[str]:
 
 
 def test_one_rank_tells_that_tensors_of_others_changed_their_dtype(tmp_path):
-    save(tmp_path, 1, state(0, 1, 9), {}, None, "cpu")
+    save(tmp_path, 1, state(0, 1, 9), {}, group=None, device="cpu")
     first, second = run_ranks(_load_narrow, 2, tmp_path)
     assert not first
     (line,) = second

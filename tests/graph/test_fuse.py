@@ -115,7 +115,7 @@ def test_what_reads_matrices_alone_leaves_weights_in_4_bits(name, monkeypatch):
         for weight, shape in family.captured.shapes.items()
         if len(shape) == 2 and not any(each in weight for each in ("embed_tokens", "embed_in"))
     ]
-    how = FourBit("nf4", 64, 32, 64, "float32", False)
+    how = FourBit("nf4", block=64, rows=32, columns=64, dtype="float32", nested=False)
     counts = fuse(
         family.rewritten.graph,
         recompute_activations=True,
@@ -130,7 +130,7 @@ def test_products_with_weights_in_4_bits_have_the_flops_of_matrices():
     for packs in (False, True):
         family = Family("llama")
         formats = {
-            name: FourBit("nf4", 32, *shape, "float32", False)
+            name: FourBit("nf4", 32, *shape, dtype="float32", nested=False)
             for name, shape in family.captured.shapes.items()
             if packs and "_proj" in name
         }

@@ -111,8 +111,8 @@ def check_sums_of_rows(kernels, tokens, k, width, dtype=torch.bfloat16, offset=0
 
 
 def sums_of_rows(kernels, rows, places, k, into):
-    shapes = (len(into), *rows.shape)
-    kernels("merak_sums_of_rows", TYPES[rows.dtype], rows, places, k, into, *shapes)
+    operands = (TYPES[rows.dtype], rows, places, k, into)
+    kernels("merak_sums_of_rows", *operands, len(into), *rows.shape)
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,8 @@ def flat_checks(kernels):
     flat.test_scaled_copies_and_sums_round_once(kernels, FP32, BF16)
     flat.check_add_rows(kernels, 5, 23, 1032)
     flat.test_an_index_out_of_range_fails_the_launch(kernels, 4)
+    flat.check_sums_of_rows(kernels, 5, 6, 1032)
+    flat.test_a_place_out_of_range_fails_the_launch(kernels, 4)
 
 
 CHECKS = {"softmax": softmax_checks, "cross_entropy": cross_entropy_checks, "flat": flat_checks}
@@ -166,6 +168,9 @@ MUTANTS = {
     ),
     "rows in their own order": ("flat", "flat", "order[k + j] * width", "(k + j) * width"),
     "an index past the table": ("flat", "flat", "row >= table_rows", "row > table_rows"),
+    "rows of the next token": ("flat", "flat", "wanted ? left : 0, vector", "left, vector"),
+    "rows of the first token": ("flat", "flat", "places[token * k + first", "places[first"),
+    "a place past the rows": ("flat", "flat", "place >= count", "place > count"),
 }
 
 

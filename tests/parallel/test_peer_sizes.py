@@ -33,7 +33,10 @@ def in_one_shot(ranks: int, message: float, link: Link) -> float:
 def rows() -> list[list[str]]:
     text = (DOCS / "gpu.md").read_text(encoding="utf-8")
     table = text.split("test_peer_sizes.py -->\n")[1].split("\n<!-- end of the sizes")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")[2:]]
+    found = []
+    for line in table.split("\n")[2:]:
+        found.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row[0]} ranks, {row[1]} MiB")

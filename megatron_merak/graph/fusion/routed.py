@@ -24,7 +24,8 @@ def _permuted(graph: Graph, root: Node, match: Match) -> Node | None:
     order = match["order"]
     if not _is_order(order) or len(value(x)) != len(value(order)):
         return None
-    return put(graph, root, ops.permuted, x, order, _inverse(graph, order))
+    inverse = _inverse(graph, order)
+    return put(graph, root, ops.permuted, x, order=order, inverse=inverse)
 
 
 _TOKENS = call("floor_divide", Var("order"), Var("k"))
@@ -40,7 +41,7 @@ def _rows_by_expert(graph: Graph, root: Node, match: Match) -> Node | None:
     if len(value(order)) != k * len(value(x)):
         return None
     inverse = _inverse(graph, order)
-    return put(graph, root, ops.rows_by_expert, x, order, inverse, k)
+    return put(graph, root, ops.rows_by_expert, x, order=order, inverse=inverse, k=k)
 
 
 _OWN = call("index", widened(Var("rows")), [Var("inverse")])
@@ -63,7 +64,16 @@ def _sums_of_rows(graph: Graph, root: Node, match: Match) -> Node | None:
     k = len(value(rows)) // len(total)
     if k * len(total) != len(value(rows)) or total.shape[1:] != value(rows).shape[1:]:
         return None
-    return put(graph, root, ops.sums_of_rows, rows, operand(inverse), inverse, k, dtype=total.dtype)
+    return put(
+        graph,
+        root,
+        ops.sums_of_rows,
+        rows,
+        order=operand(inverse),
+        inverse=inverse,
+        k=k,
+        dtype=total.dtype,
+    )
 
 
 def _is_order(node: object) -> bool:

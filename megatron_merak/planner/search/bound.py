@@ -509,10 +509,10 @@ class Bounds:
         """
         grids = [case.degrees.grid(order) for order in case.orders]
         homes = [schedule.rank_of(stage) for stage in range(schedule.stages)]
-        known = {
-            ends: _fastest(reached_along(self.cluster, grid, "pp", ends) for grid in grids)
-            for ends in dict.fromkeys(pairwise(homes))
-        }
+        known: dict[tuple[int, int], Link] = {}
+        for ends in dict.fromkeys(pairwise(homes)):
+            links = (reached_along(self.cluster, grid, "pp", ends) for grid in grids)
+            known[ends] = _fastest(links)
         return [known[ends] for ends in pairwise(homes)]
 
     def _link_of_replicas(self, case: Case, ranks: int) -> Link:
