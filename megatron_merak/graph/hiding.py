@@ -15,7 +15,7 @@ from .ir.nodes import values
 from .lowering.emit import call_with_sink
 from .lowering.flow import Flow
 from .lowering.levels import segment_levels
-from .more_flops import ProductFlops, product_flops
+from .more_flops import ProductFlops, product_flops, values_of_row
 
 
 @dataclass(frozen=True)
@@ -110,4 +110,4 @@ def _weight_flops(node: Node, flow: Flow) -> int:
     (x, *_) = values(call.args[0])
     trained = [weight for weight in call.weights if flow.trains(weight)]
     rows = x.numel() // x.shape[-1]
-    return sum(2 * rows * values(weight)[0].numel() for weight in trained)
+    return sum(2 * rows * values_of_row(call.operation, values(weight)[0]) for weight in trained)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -114,7 +115,7 @@ def product_flops(node: Node) -> ProductFlops:
     rows = values(x)[0].numel() // values(x)[0].shape[-1]
     given: Any = node.args[1]
     factors = list(given) if isinstance(given, list | tuple) else [given]
-    counts = [values(factor)[0].numel() for factor in factors]
+    counts = [values_of_row(node.target, values(factor)[0]) for factor in factors]
     formats: Any = node.kwargs.get("formats") or ()
     for place, how in enumerate(formats):
         if how is not None:  # its value is what is stored
@@ -123,6 +124,11 @@ def product_flops(node: Node) -> ProductFlops:
     pairs = zip(factors, counts, strict=True)
     of_weights = 2 * rows * sum(count for factor, count in pairs if factor.meta["grad"])
     return ProductFlops(work, work if x.meta["grad"] else 0, of_weights)
+
+
+def values_of_row(operation: object, weight: Tensor) -> int:
+    """Return how many values of a weight an operation multiplies each row with."""
+    return weight[0].numel() if ops.row(operation).grouped else weight.numel()
 
 
 def _is_parameter(node: Node) -> bool:

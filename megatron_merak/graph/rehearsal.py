@@ -25,8 +25,8 @@ from .ir.marks import (
     reduce_scatter,
     reduce_sum,
 )
-from .ir.nodes import called, op_name, operand, values
-from .ir.operators import GROUPED_BY_HOST, facts
+from .ir.nodes import called, operand, values
+from .ir.operators import facts
 from .lowering.emit import call_with_sink
 from .lowering.flow import Flow
 from .replay import fake_input, tensors_of
@@ -71,23 +71,6 @@ class _Allocator(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """What transformers computes by `GROUPED_BY_HOST`: before 5.24 its backward asks for the numbers
-    of the batch, which fake tensors do not have.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.ends = ends
-        return rows.new_empty(rows.shape[0], weight.shape[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, weight = ctx.saved_tensors
-        return torch.empty_like(rows), torch.empty_like(weight), None
-
-
 class _HeldOperands:
     """Keeps the operands of weight gradients as the engine does: until the collective is launched
     that they overlap with, or until a W (``defers``).
@@ -100,6 +83,7 @@ class _HeldOperands:
         self.adds = adds
         self._holds = defers or overlaps
         self._held: list[tuple[Tensor, Tensor]] = []
+        self._held_groups: list[tuple[Tensor, Tensor, int]] = []
         self._held_products: list[Callable[[torch.dtype], Tensor]] = []
         self._parts: list[Tensor] = []  # of tensors in flight
 
@@ -113,6 +97,20 @@ class _HeldOperands:
         if not self.adds and grad_output.dtype != torch.float32 and input.is_floating_point():
             rows = grad_output[:, :_PRODUCT_ROWS]
             grad_output.new_empty(rows.shape[1], input.shape[1])
+
+    def grouped(self, weight: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
+        groups = len(ends)
+        if self._holds:
+            self._held_groups.append((left.detach(), right.detach(), groups))
+        else:
+            self._multiply_groups(left, right, groups)
+
+    def _multiply_groups(self, left: Tensor, right: Tensor, groups: int) -> None:
+        """A device with a kernel for all groups makes the products of all before it adds them, in
+        16 bits; others one by one.
+        """
+        if left.dtype != torch.float32:
+            left.new_empty((groups if self.adds else 1, left.shape[1], right.shape[1]))
 
     def product(self, weight: Tensor, product: Callable[[torch.dtype], Tensor]) -> None:
         if self._holds:
@@ -137,6 +135,9 @@ class _HeldOperands:
             for pair in self._held:
                 self._multiply(*pair)
             self._held.clear()
+            for left, right, groups in self._held_groups:
+                self._multiply_groups(left, right, groups)
+            self._held_groups.clear()
             for product in self._held_products:
                 product(torch.float32)
             self._held_products.clear()
@@ -254,8 +255,6 @@ class _Rehearsal:
             (like,) = values(node)
             return _Fused.apply(*args[:3], like)
         call = call_with_sink(self.flow, node)
-        if call is None and op_name(node) == GROUPED_BY_HOST:
-            return _GroupedProduct.apply(*args, *kwargs.values())
         if call is None:
             return called(node)(*args, **kwargs)
         args, options = map_arg((call.args, call.options), value)

@@ -18,6 +18,7 @@ from .documents import documents
 from .flat import accumulate_, adamw_, add_rows_, cast_, sum_of_squares
 from .four_bit import FourBit, matrices, places, stored_bytes
 from .fp8 import BLOCK, MULTIPLE, fp8_linear, fp8_linears
+from .grouped import add_products_, grouped_linear
 from .heads import split_heads
 from .linear import WeightGradientSink, adds_in_product, embedding, embedding_part, linear
 from .linears import joined_linear, linears
@@ -48,6 +49,7 @@ __all__ = [
     "adapted_linear",
     "adapted_linears",
     "add_layer_norm",
+    "add_products_",
     "add_rms_norm",
     "add_rows_",
     "adds_in_product",
@@ -70,6 +72,7 @@ __all__ = [
     "gated_linear",
     "gelu_linear",
     "gelu_tanh",
+    "grouped_linear",
     "inverse_order",
     "joined_linear",
     "layer_norm",

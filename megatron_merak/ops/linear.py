@@ -29,6 +29,11 @@ class WeightGradientSink(Protocol):
         ``now``.
         """
 
+    def grouped(self, weight: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
+        """weight [e, a, b] += left [n, a]^T @ right [n, b] of the rows of each group, see
+        ``add_products_``; the sink may defer it.
+        """
+
     def product(self, weight: Tensor, product: Callable[[torch.dtype], Tensor]) -> None:
         """weight [o, i] += product(dtype); the sink may defer it."""
 

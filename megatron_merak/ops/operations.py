@@ -20,6 +20,7 @@ from .adapted import adapted_linear, adapted_linears
 from .attention import attention, causal_attention, causal_chunks
 from .cross_entropy import linear_cross_entropy, linear_cross_entropy_stats
 from .fp8 import fp8_linear, fp8_linears
+from .grouped import grouped_linear
 from .linear import embedding, embedding_part, linear
 from .linears import joined_linear, linears
 from .recomputed import gated_linear, gelu_linear
@@ -71,6 +72,8 @@ class Operation:
                    no random numbers.
     result_unread: no backward reads the result.
     shares_scales: takes ``ranks``, over which it may make scales the same.
+    grouped:       its weight has a matrix for each group of rows, and each row is multiplied with
+                   one of these.
     """
 
     sink: Callable[..., Kept] | None = None
@@ -79,6 +82,7 @@ class Operation:
     dropout: int | None = None
     result_unread: bool = False
     shares_scales: bool = False
+    grouped: bool = False
 
 
 # ---- what a sink keeps ---------------------------------------------------------------------------
@@ -218,6 +222,7 @@ OPERATIONS: Mapping[object, Operation] = {
     adapted_linears: Operation(sink=_of_adapters),
     fp8_linear: Operation(sink=_of_fp8_layer, result_unread=True, shares_scales=True),
     fp8_linears: Operation(sink=_of_fp8_layers, shares_scales=True),
+    grouped_linear: Operation(sink=_operands, result_unread=True, grouped=True),
     gated_linear: Operation(sink=_of_gate, result_unread=True),
     gelu_linear: Operation(sink=_of_gelu, result_unread=True),
     embedding: Operation(sink=_rows, result_unread=True),

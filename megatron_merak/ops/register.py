@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .schemas import SCHEMAS
+from .schemas import COMPOSED, SCHEMAS
 
 MERAK, MERAK_TORCH = (
     torch.library.Library(namespace, "DEF") for namespace in ("merak", "merak_torch")
@@ -32,9 +32,11 @@ def operation(
     backward: (ctx, *grads), likewise.
     """
 
+    schema = (SCHEMAS | COMPOSED)[name]
+
     def register(reference: Callable) -> Callable:
         for library in (MERAK, MERAK_TORCH):
-            library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+            library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
             library.impl(name, reference, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
             if setup is not None and backward is not None:

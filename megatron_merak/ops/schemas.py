@@ -106,3 +106,11 @@ FLAT = {
 }
 
 SCHEMAS = NORM | POINTWISE | REDUCTIONS | FLAT
+
+# Made of torch's own operations on every device; a graph, and what counts operations, sees each as one.
+COMPOSED = {
+    # rows [n, i] with the matrix of their group, of [e, i, o]; ends [e], where rows of each end
+    "product_by_group": "(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
+    # into[g] (+)= left^T right of the rows of group g: into [e, a, b], left [n, a], right [n, b]
+    "add_products_": ("(Tensor(a!) into, Tensor left, Tensor right, Tensor ends, bool add) -> ()"),
+}

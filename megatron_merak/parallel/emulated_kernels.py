@@ -16,10 +16,15 @@ aten = torch.ops.aten
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Products of rows with the weight of their group; what transformers runs where torch has none is
-# one operation, whose own products nobody sees.
-_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+# Products of rows with the weight of their group; each is one operation, whose own products nobody
+# sees.
+_GROUPED = (
+    "aten::_grouped_mm",
+    "transformers::grouped_mm_fallback",
+    "merak::product_by_group",
+)
 _GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
+_GROUPED_WEIGHTS = "merak::add_products_"
 
 # Neither read nor write what their arguments point to.
 _FREE = frozenset(
@@ -174,9 +179,10 @@ def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) 
         touched = 2 * sum(_bytes(value) for value in others[-1:])
         return touched + sum(map(_bytes, others)) + sum(map(_bytes, kwargs.values()))
     moved = written
+    overwrites = values.get("beta") == 0 or values.get("add") is False
     for place, name in enumerate(signature.names):
         if name in values:
-            read = signature.read[place] and not (name == "self" and values.get("beta") == 0)
+            read = signature.read[place] and not (place == 0 and overwrites)
             moved += _bytes(values[name]) * (read + signature.written[place])
     return moved
 
@@ -188,6 +194,8 @@ def _flops(packet, args: tuple, kwargs: dict, out: Any) -> float:
         return 2.5 * _attention_flops(args[1], args[2], args[3], _is_causal(args, 7, kwargs))
     if packet._qualified_op_name in _GROUPED:
         return _grouped_flops(args[0], args[1], out)
+    if packet._qualified_op_name == _GROUPED_WEIGHTS:
+        return 2.0 * args[1].numel() * args[2].shape[1]
     if packet._qualified_op_name == _GROUPED_BACKWARD:  # of rows and of weights
         return 4.0 * args[3].numel() * args[0].shape[-1]
     name = packet._qualified_op_name.removeprefix("aten::")

@@ -77,6 +77,11 @@ class Gradient:
                 write(block, columns.t() @ input)
         self._begun = True
 
+    def add_products(self, left: Tensor, right: Tensor, ends: Tensor) -> None:
+        """Add left.T @ right of the rows of each group, see ``ops.add_products_``."""
+        ops.add_products_(self.total, left, right, ends, self._begun)
+        self._begun = True
+
 
 @dataclass(frozen=True, eq=False)
 class DeferredProduct:
@@ -107,6 +112,25 @@ class DeferredProduct:
 
 
 @dataclass(frozen=True, eq=False)
+class DeferredProducts:
+    """A contribution to ``grad``, not computed yet: left.T @ right of the rows of each group."""
+
+    grad: Gradient
+    left: Tensor
+    right: Tensor
+    ends: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that must not be modified before `accumulate`."""
+        return [self.left, self.right, self.ends]
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        self.grad.add_products(self.left, self.right, self.ends)
+
+
+@dataclass(frozen=True, eq=False)
 class DeferredCall:
     """A contribution to ``grad``, not computed yet, that a function returns in a dtype."""
 
@@ -123,7 +147,7 @@ class DeferredCall:
         self.grad.add(self.compute(self.grad.total.dtype))
 
 
-Deferred = DeferredProduct | DeferredCall
+Deferred = DeferredProduct | DeferredProducts | DeferredCall
 _Place = tuple[int, int, torch.Size]  # storage, offset, shape
 
 
@@ -183,6 +207,11 @@ class WeightGradients:
         # Detached: outside of a backward grad mode is on, and main_grad would silently become part
         # of a graph.
         self._accumulate(weight, grad_output.detach(), now, input=input.detach())
+
+    def grouped(self, weight: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
+        grad = self._of(weight)
+        if grad is not None:
+            self._add(DeferredProducts(grad, left.detach(), right.detach(), ends))
 
     def product(self, weight: Tensor, product: Callable[[torch.dtype], Tensor]) -> None:
         grad = self._of(weight)

@@ -152,6 +152,7 @@ def test_layers_of_one_input_in_fp8_are_no_views_of_one_product():
     assert [node.kwargs["form"] for node in groups] == ["hybrid"] * 2
 
 
+GROUPED = "rows with the weights of experts"
 ROWS = ("inverse of an order", "rows in order", "rows by expert", "sums of rows")
 
 
@@ -161,9 +162,13 @@ ROWS = ("inverse of an order", "rows in order", "rows by expert", "sums of rows"
         (
             "mixtral",
             {NORM: 5, "rotary": 4, ATTENTION: 2, "swiglu": 2, LOSS: 1, HEADS: 2}
-            | dict.fromkeys(("weighted swiglu", *ROWS), 2),
+            | dict.fromkeys(("weighted swiglu", *ROWS), 2)
+            | {GROUPED: 4},
         ),
-        ("gpt_oss", {NORM: 5, "rotary": 4, LOSS: 1, SHARED: 2} | dict.fromkeys(ROWS, 2)),
+        (
+            "gpt_oss",
+            {NORM: 5, "rotary": 4, LOSS: 1, SHARED: 2} | dict.fromkeys(ROWS, 2) | {GROUPED: 4},
+        ),
     ],
 )
 def test_mixtures_of_experts(name, wanted):

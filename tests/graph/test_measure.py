@@ -214,17 +214,24 @@ def test_what_lives_while_a_unit_runs_by_hand():
     assert unknown.working(True) == 7
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"),
-    reason="this release of transformers computes its backward from numbers of the batch",
-)
-def test_products_of_experts_count_what_they_make(monkeypatch):
-    """Beside the operator itself, whose backward on fake tensors older releases cannot run."""
-    found = []
-    for name in (rehearsal.GROUPED_BY_HOST, "none"):
-        monkeypatch.setattr(rehearsal, "GROUPED_BY_HOST", name)
-        found.append([unit.running_bytes for unit in units_of(captured("mixtral"))])
-    assert found[0] == found[1]
+@pytest.mark.parametrize(("adds", "made"), [(True, 3), (False, 1)])
+def test_products_of_groups_make_16_bits_before_they_are_added(adds, made):
+    """Those of all groups where a device has one kernel for them, else of one after the other."""
+    seen = []
+    left = torch.empty(8, 4, dtype=torch.bfloat16)
+    right = torch.empty(8, 6, dtype=torch.bfloat16)
+    ends = torch.tensor([2, 5, 8])
+    weight = torch.empty(3, 4, 6)
+    for defers in (False, True):
+        sink = rehearsal._HeldOperands(defers=defers, overlaps=True, adds=adds)
+        with rehearsal._Allocator() as allocator:
+            allocator.known(left)
+            allocator.known(right)
+            sink.grouped(weight, left, right, ends)
+            assert allocator.most == 0, "it waits for the launch of a collective, or for a W"
+            sink.launched()
+        seen.append(allocator.most)
+    assert seen == [made * 4 * 6 * 2, 0]
 
 
 def test_flops_of_all_ranks_are_those_of_the_model():

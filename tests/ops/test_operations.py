@@ -38,6 +38,7 @@ def examples(dtype: torch.dtype = torch.float32) -> list[Example]:
 
     x = some(BATCH, LENGTH, WIDTH)
     tokens = some(BATCH * LENGTH, WIDTH)
+    ends = torch.tensor([5, BATCH * LENGTH], dtype=torch.int32)
     index = torch.randint(ROWS, (BATCH, LENGTH))
     target = torch.randint(ROWS, (BATCH * LENGTH,))
     heads = [some(BATCH, LENGTH, HEADS, WIDTH) for _ in range(3)]
@@ -73,6 +74,8 @@ def examples(dtype: torch.dtype = torch.float32) -> list[Example]:
             ops.fp8_linears,
             (x, [layer(), layer(OUT + 1)], [some(OUT), None], "hybrid", "tensorwise", True, False),
         ),
+        Example(ops.grouped_linear, (tokens, some(2, OUT, WIDTH), ends)),
+        Example(ops.grouped_linear, (tokens, some(2, WIDTH, OUT), ends), {"transposed": True}),
         Example(ops.gated_linear, (some(BATCH, LENGTH, 2 * WIDTH), layer(), some(OUT), "silu")),
         Example(
             ops.gated_linear,
@@ -127,6 +130,9 @@ class Sink:
 
     def product(self, weight: Tensor, product: Callable) -> None:
         self.kept += [product.rows.values, product.columns.values]
+
+    def grouped(self, weight: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
+        self.kept += [left, right]
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         self.kept += [grad_output]

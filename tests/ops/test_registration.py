@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_merak import ops
-from megatron_merak.ops.schemas import SCHEMAS
+from megatron_merak.ops.schemas import COMPOSED, SCHEMAS
 from tests.ops.truth import TYPES, random
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +33,8 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[tuple]]:
     stats, of_stats, smooth, of_smooth = (torch.rand(5, n, dtype=wide_type) for n in (3, 3, 5, 5))
     scores, probabilities = random((2, 4, 3, 6), dtype=dtype)[0], torch.rand(2, 4, 3, 6).to(dtype)
     flat = [torch.rand(70) for _ in range(4)]
+    rows, columns = random((6, 8), (6, 4), dtype=dtype)
+    ends = torch.tensor([2, 2, 6])
     return {
         "rms_norm": [(x, weight, EPS)],
         "rms_norm_backward": [(x, y, weight, rstd)],
@@ -93,6 +95,14 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[tuple]]:
         "accumulate_": [(torch.rand(2, 3, 8), x, 0.5)],
         "cast_": [(x, torch.rand(2, 3, 8), 0.5)],
         "add_rows_": [(torch.rand(12, 8), torch.tensor([3, 3, 1]), x[0])],
+        "product_by_group": [
+            (rows, torch.rand(3, 8, 4).to(dtype), ends),
+            (rows, torch.rand(3, 4, 8).to(dtype).mT, ends.int() - 1),
+        ],
+        "add_products_": [
+            (torch.rand(3, 8, 4, dtype=wide_type), rows, columns, ends, False),
+            (torch.rand(3, 4, 8, dtype=wide_type), columns, rows, ends.int(), True),
+        ],
         "sums_of_rows": [(torch.rand(6, 8).to(dtype), torch.tensor([3, 0, 1, 5]), 2)],
     }
 
@@ -125,8 +135,8 @@ def with_gradients(name: str, given: tuple) -> tuple:
 
 
 def test_the_table_and_these_calls_name_the_same_operations():
-    assert set(arguments()) == set(SCHEMAS)
-    for name, schema in SCHEMAS.items():
+    assert set(arguments()) == set(SCHEMAS | COMPOSED)
+    for name, schema in (SCHEMAS | COMPOSED).items():
         assert str(getattr(torch.ops.merak, name).default._schema).startswith(f"merak::{name}(")
         assert schema.count("->") == 1
 
@@ -160,6 +170,7 @@ def test_the_library_implements_the_whole_table():
     if ops.PROBLEMS["_ops_cpu"]:
         pytest.skip(ops.PROBLEMS["_ops_cpu"])
     assert [name for name in SCHEMAS if not is_compiled(name)] == []
+    assert not any(map(is_compiled, COMPOSED))
     assert not any(
         torch._C._dispatch_has_kernel_for_dispatch_key(f"merak_torch::{name}", "CPU")
         for name in SCHEMAS

@@ -1,4 +1,5 @@
-"""Fusions of routed rows: gathered by expert, weighted in their activation, added up by token.
+"""Fusions of routed rows: gathered by expert, weighted in their activation, multiplied with the
+weight of their expert, added up by token.
 
 An index's backward adds rows up one after the other; those of ``ops.rows`` gather them.
 """
@@ -10,6 +11,8 @@ from torch.fx import Graph, Node
 from ... import ops
 from ..ir.inplace import call as new_node
 from ..ir.nodes import is_op, operand
+from ..ir.operators import facts
+from ..sharding.experts import GROUPED
 from .patterns import Match, Var, call, mul, narrowed, widened
 from .pointwise import put, value
 
@@ -106,10 +109,33 @@ def _weighted_swiglu(graph: Graph, root: Node, match: Match) -> Node | None:
     return put(graph, root, ops.weighted_swiglu, x, weights)
 
 
+_GROUPED = call("|".join(GROUPED), Var("rows"), Var("weight"), Var("ends"))
+
+
+def _grouped_linear(graph: Graph, root: Node, match: Match) -> Node | None:
+    if len(value(root).shape) != 2 or any(x is not None for x in root.args[3:]):
+        return None
+    weight = match["weight"]
+    source = _transposed(weight)
+    operands = (match["rows"], weight if source is None else source, match["ends"])
+    return put(graph, root, ops.grouped_linear, *operands, transposed=source is None)
+
+
+def _transposed(weight: object) -> Node | None:
+    """Return the value whose last two dimensions a value has in the other order."""
+    if not isinstance(weight, Node) or not facts(weight).transposes:
+        return None
+    source = operand(weight)
+    swapped = value(source).mT
+    same = (swapped.shape, swapped.stride()) == (value(weight).shape, value(weight).stride())
+    return source if same else None
+
+
 ROWS = (
     ("inverse of an order", call("argsort", Var("order"), -1, False), _inverse_order),
     ("rows in order", call("index", Var("x"), [Var("order")]), _permuted),
     ("rows by expert", _BY_EXPERT, _rows_by_expert),
     ("sums of rows", _SUMS, _sums_of_rows),
     ("weighted swiglu", _WEIGHTED, _weighted_swiglu),
+    ("rows with the weights of experts", _GROUPED, _grouped_linear),
 )

@@ -154,16 +154,12 @@ def _einsum(node: Node, numel: int, shapes: list[Shape]) -> int:
     return 2 * prod(extents.values())
 
 
-# products of rows with the weight of their group, whose ends it reads on the host: in other types
-# than bf16 there is no other
-GROUPED_BY_HOST = "transformers.grouped_mm_fallback"
 _OTHER = Operator()
 _ROWS = (
     # matrix products and convolutions
     ("linear mm bmm matmul", Operator(_product, one_dtype=True, result_unread=True)),
     ("mv dot", Operator(_product, one_dtype=True)),
-    ("_grouped_mm", Operator(_product, result_unread=True)),
-    (GROUPED_BY_HOST, Operator(_product)),
+    ("_grouped_mm transformers.grouped_mm_fallback", Operator(_product, result_unread=True)),
     ("addmm baddbmm", Operator(_added_product, one_dtype=True, result_unread=True)),
     ("addbmm addmv", Operator(_added_product, one_dtype=True)),
     ("bilinear tensordot inner outer chain_matmul", Operator(one_dtype=True)),

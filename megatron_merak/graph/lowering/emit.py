@@ -125,9 +125,10 @@ class Emitter:
 def call_with_sink(flow: Flow, node: Node) -> SinkCall | None:
     """Return the call that computes ``node`` and passes the gradient of its weight to a sink.
 
-    None if there is no such operation, if a trained weight is not directly a parameter of two
-    dimensions, if no weight is trained (the plain operation then does not save its input), or if the result is
-    written in place (autograd forbids writing to a view that a custom Function returns).
+    None if there is no such operation, if a trained weight is not directly a parameter, of two
+    dimensions or of a matrix for each group, if no weight is trained (the plain operation then does
+    not save its input), or if the result is written in place (autograd forbids writing to a view that
+    a custom Function returns).
     """
     if node in flow.written:
         return None
@@ -138,14 +139,16 @@ def call_with_sink(flow: Flow, node: Node) -> SinkCall | None:
         call = _AS_SINK_CALL[node.target](node.args)
     if call is None:
         return None
+    dims = 3 if ops.row(call.operation).grouped else 2
     trained = [weight for weight in call.weights if flow.trains(weight)]
-    return call if trained and all(_is_matrix(flow, weight) for weight in trained) else None
+    return call if trained and all(_is_stored(flow, weight, dims) for weight in trained) else None
 
 
-def _is_matrix(flow: Flow, weight: object) -> bool:
-    return (
-        isinstance(weight, Node) and flow.is_parameter(flow.resolve(weight)) and _dims(weight) == 2
-    )
+def _is_stored(flow: Flow, weight: object, dims: int) -> bool:
+    """Whether a weight is directly a parameter of so many dimensions."""
+    if not isinstance(weight, Node) or not flow.is_parameter(flow.resolve(weight)):
+        return False
+    return _dims(weight) == dims
 
 
 def _dims(node: Node) -> int:

@@ -29,9 +29,10 @@ from ..ir.marks import (
     rotate,
     turn_back,
 )
-from ..ir.nodes import called, is_random, op_name, operand
+from ..ir.nodes import called, is_random, op_name, operand, values
 from ..ir.opaque import CustomFunction
-from ..ir.operators import GROUPED_BY_HOST, facts
+from ..ir.operators import facts
+from ..sharding.experts import GROUPED
 from .emit import Emitter
 from .flow import REDUCTIONS, Flow
 from .levels import check_in_place, segment_levels
@@ -219,7 +220,7 @@ class _Splitter:
             codes=tuple(
                 op_name(node)
                 for node in self.segment
-                if isinstance(node.target, CustomFunction) or op_name(node) == GROUPED_BY_HOST
+                if isinstance(node.target, CustomFunction) or _groups_by_host(node)
             ),
         )
 
@@ -360,6 +361,13 @@ def _usual(nodes: Sequence[Node]) -> Node:
     """
     moved = ("behind", "late")
     return next((node for node in nodes if not any(map(node.meta.get, moved))), nodes[0])
+
+
+def _groups_by_host(node: Node) -> bool:
+    """Whether the host reads where the rows of each group end, also on a GPU."""
+    if not ops.row(node.target).grouped and op_name(node) not in GROUPED:
+        return False
+    return values(node)[0].dtype != torch.bfloat16
 
 
 def _numbers(
