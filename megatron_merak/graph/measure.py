@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from ..config.parallel import A2A, A2A_P2P, ALL_GATHER, RINGS
 from ..errors import PlanError
-from ..ops import Kept, stored_bytes
+from ..ops import Kept, row, stored_bytes
 from ..plan import TensorSharding, Unit
 from ..segment import LayerAxis
 from .behind import put_behind_exchanges
@@ -446,6 +446,7 @@ def unit_costs(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False)
         ),
         backward=differentiable,
         weight_bytes=_weight_bytes(nodes, flow, replay),
+        added_values=sum(_added_values(node, flow) for node in nodes),
         unread_bytes=unread,
         unpacked_bytes=unpacked_bytes(nodes),
         running_bytes=rehearse(
@@ -531,6 +532,15 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: Replay) -> int:
                 result.nbytes for result in _trained_results(node, flow, call, kept)
             )
     return sum(sizes.values())
+
+
+def _added_values(node: Node, flow: Flow) -> int:
+    """Return the values of a weight gradient that a node makes in 16 bits, and which is then added."""
+    call = call_with_sink(flow, node)
+    if call is None or not row(call.operation).grouped:
+        return 0
+    trained = [values(weight)[0] for weight in call.weights if flow.trains(weight)]
+    return sum(weight.numel() for weight in trained if weight.dtype.itemsize == 2)
 
 
 def _trained_results(node: Node, flow: Flow, call: SinkCall, kept: Kept) -> Sequence[Tensor]:

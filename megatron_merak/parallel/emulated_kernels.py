@@ -179,6 +179,10 @@ def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) 
         touched = 2 * sum(_bytes(value) for value in others[-1:])
         return touched + sum(map(_bytes, others)) + sum(map(_bytes, kwargs.values()))
     moved = written
+    if packet._qualified_op_name == _GROUPED_WEIGHTS and args[1].element_size() == 2:
+        moved += (
+            4 * args[0].numel()
+        )  # products of all groups, written and read before they are added
     overwrites = values.get("beta") == 0 or values.get("add") is False
     for place, name in enumerate(signature.names):
         if name in values:

@@ -235,6 +235,8 @@ class Unit:
                       says.
     fp8_flops:        those of ``flops`` whose operands are rounded to fp8.
     rounded_values:   of matrices that are rounded, of (forward, backward).
+    added_values:     of weight gradients that are made in 16 bits before they are added up, such as
+                      those of experts.
     packed:           those of ``frozen`` that are stored in 4 bits.
     packed_bytes:     of these, with their scales.
     unpacked_bytes:   that are moved to make matrices of these, of (forward, backward).
@@ -286,6 +288,7 @@ class Unit:
     repeated_flops: int = 0
     fp8_flops: int = 0
     rounded_values: tuple[int, int] = (0, 0)
+    added_values: int = 0
     packed: int = 0
     packed_bytes: int = 0
     unpacked_bytes: tuple[int, int] = (0, 0)

@@ -408,7 +408,8 @@ def unit_costs(
     far as training reaches them.
 
     Every saved or transient value is written once and read once in the forward, twice that in the
-    backward, where a unit with matrix products also reads and writes its fp32 gradient. The
+    backward, where a unit with matrix products also reads and writes its fp32 gradient, and what is
+    made in 16 bits before that (``added_values``). The
     backward does twice the forward's FLOPs, half of them for weight gradients where there are
     weights; attention and the loss may compute more (``more_flops``). Below the first trained weight
     there is none. The host's time to launch the
@@ -471,7 +472,7 @@ def _routes(cluster: Cluster, grid: Grid, copies: int) -> float:
 def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCost:
     moved = 2 * (unit.saved_bytes + unit.transient_bytes) + unit.output_bytes
     trained = trained_parameters([unit])
-    gradient = 8 * trained if unit.flops else 0
+    gradient = 8 * trained + 4 * unit.added_values if unit.flops else 0
     reread = held_parameters([unit]) * DTYPE_BYTES[dtype] if unit.flops else 0
     halves = _reduce_times(unit, groups, 2)
     each = device.dispatch + (0.0 if device.practice is None else GAP)

@@ -234,6 +234,19 @@ def test_products_of_groups_make_16_bits_before_they_are_added(adds, made):
     assert seen == [made * 4 * 6 * 2, 0]
 
 
+@pytest.mark.parametrize(("dtype", "added"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_gradients_of_experts_are_added_up_after_their_products_in_16_bits(dtype, added):
+    family = Family("mixtral", dtype=dtype)
+    fuse(family.rewritten.graph)
+    units = measure(family.captured, cut(family.captured), family.sharding, 1)
+    experts = sum(
+        parameter.numel()
+        for name, parameter in family.model.named_parameters()
+        if ".experts." in name
+    )
+    assert experts and sum(unit.added_values for unit in units) == experts * added
+
+
 def test_flops_of_all_ranks_are_those_of_the_model():
     graph = captured("gpt2")
     total = sum(map(flops, graph.module.graph.nodes))

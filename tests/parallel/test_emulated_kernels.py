@@ -1,5 +1,7 @@
 """The roofline: what each operation is charged, in bytes and FLOPs that are counted by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,13 @@ A, B, BIAS = torch.ones(4, 8), torch.ones(8, 16), torch.ones(16)
 X, Y = torch.ones(10, 10), torch.ones(10, 10)
 INDEX, TABLE = torch.tensor([1, 1, 3]), torch.ones(50, 10)
 ROWS = torch.ones(3, 10)
+SMALL, ENDS = torch.ones(10, 10, dtype=torch.bfloat16), torch.tensor([2, 4, 10])
+INTO = torch.zeros(3, 4, 10)
+
+
+def products(*operands):
+    ops.add_products_(INTO, *operands)
+
 
 TRAFFIC = {
     "add": (lambda: X + Y, 1200),
@@ -51,6 +60,10 @@ TRAFFIC = {
     "addmm over it": (lambda: torch.ones(4, 16).addmm_(A, B, beta=0), 4 * 64 + 4 * (32 + 128 + 64)),
     "embedding": (lambda: F.embedding(INDEX, TABLE), 24 + 120 + 120),
     "rows added": (lambda: TABLE.index_add_(0, INDEX, ROWS), 24 + 3 * 120),
+    "groups": (lambda: products(X[:, :4], X, ENDS, False), 4 * 40 + 400 + 24 + 4 * 3 * 40),
+    "groups added": (lambda: products(X[:, :4], X, ENDS, True), 4 * 40 + 400 + 24 + 2 * 4 * 3 * 40),
+    # products of all groups are written and read before they are added
+    "groups in bf16": (lambda: products(SMALL[:, :4], SMALL, ENDS, True), 80 + 200 + 24 + (8 + 4) * 3 * 40),
     "list": (lambda: torch._foreach_add_([X, Y], 1.0), 1600),
     "optimizer": (
         lambda: torch._fused_adamw_(
@@ -107,17 +120,21 @@ def test_flops_of_a_backward():
 
 
 @pytest.mark.parametrize("rows", ["shared out evenly", "of one group"])
-@pytest.mark.parametrize("stand_in", [False, True])
-def test_flops_of_grouped_products(rows, stand_in):
+@pytest.mark.parametrize("product", ["torch's", "transformers'", "ours"])
+def test_flops_of_grouped_products(rows, product):
     """Every row is multiplied with the weight of one group, forwards and twice backwards."""
     import transformers.integrations.moe  # noqa: F401
 
     x = torch.ones(10, 8, requires_grad=True)
     weights = torch.ones(2, 8, 16, requires_grad=True)
     ends = torch.tensor([5, 10] if rows == "shared out evenly" else [0, 10], dtype=torch.int32)
-    product = torch.ops.transformers.grouped_mm_fallback if stand_in else torch._grouped_mm
+    call = {
+        "torch's": torch._grouped_mm,
+        "transformers'": torch.ops.transformers.grouped_mm_fallback,
+        "ours": partial(ops.grouped_linear, transposed=True),
+    }[product]
     out = torch.ones(10, 16)
-    assert total(FLOPS, lambda: product(x, weights, ends).backward(out)) == 3 * 2 * 10 * 8 * 16
+    assert total(FLOPS, lambda: call(x, weights, ends).backward(out)) == 3 * 2 * 10 * 8 * 16
 
 
 def test_every_kernel_is_started():

@@ -336,6 +336,17 @@ def test_levels_of_context_parallel_ranks_are_priced_with_their_own_links():
     assert one.half_reduces[0] == pytest.approx(one.reduces[0] + 4e-5)
 
 
+def test_gradients_of_weights_that_are_made_in_16_bits_move_more_bytes():
+    device = Device("card", 1e9, 1e9, 1.0, 0, 1.0)
+    link = Link("wire", 0.0, 1.0)
+    unit = Unit("layer", "layer", 8, 1000, 0, 16)
+    pair = (unit, replace(unit, added_values=6))
+    one, other = unit_costs(pair, Cluster(device, 8, link, link), "bfloat16", Grid())
+    assert other.forward == one.forward
+    assert other.weight - one.weight == pytest.approx(4 * 6)
+    assert other.backward - one.backward == pytest.approx(4 * 6)
+
+
 def test_rows_are_exchanged_while_a_shared_expert_computes():
     """The shorter one of both counts. Rows of copies, and those of ranks of a layer, cost alike here."""
     device = Device("card", 1e9, 1e9, 1e12, 0, 1.0)
