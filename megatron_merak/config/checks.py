@@ -326,9 +326,6 @@ def check_recomputed_activations(model: ModelConfig, parallel: ParallelConfig) -
     """Check that the feed-forward part of the GPT has an activation that is recomputed alone."""
     if not parallel.recomputes_activations:
         return
-    if model.num_experts is not None:
-        reason = "the activations of experts are not recomputed by themselves"
-        raise ConfigError("--recompute-granularity", "selective", reason, "Use full")
     if model.swiglu and not model.disable_bias_linear:
         raise ConfigError(
             "--recompute-granularity",

@@ -26,7 +26,7 @@ from .load import load
 from .moved import moved
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .operations import OPERATIONS, Kept, Operation, Scores, row
-from .recomputed import gated_linear, gelu_linear
+from .recomputed import gated_grouped_linear, gated_linear, gelu_linear
 from .residual import bias_dropout_add, dropout_of_parts
 from .ring import ring_arrive, ring_end, ring_part, ring_pass_back
 from .rotary import rotary, rotary_angles, rotary_frequencies, rotary_heads
@@ -68,6 +68,7 @@ __all__ = [
     "fp8_linear",
     "fp8_linears",
     "gated",
+    "gated_grouped_linear",
     "gated_halves",
     "gated_linear",
     "gelu_linear",

@@ -26,8 +26,7 @@ class _Grouped(torch.autograd.Function):
         transposed: bool,
         sink: WeightGradientSink | None,
     ) -> Tensor:
-        trained = ctx.needs_input_grad[1]
-        ctx.save_for_backward(rows if trained else None, weight, ends)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, ends)
         ctx.transposed = transposed
         ctx.sink = sink
         return product_by_group(rows, weight if transposed else weight.mT, ends)
@@ -41,13 +40,7 @@ class _Grouped(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = product_by_group(grad, weight.mT if ctx.transposed else weight, ends)
         if ctx.needs_input_grad[1]:
-            left = rows if ctx.transposed else grad
-            right = grad if ctx.transposed else rows
-            if ctx.sink is not None:
-                ctx.sink.grouped(weight, left, right, ends)
-            else:
-                grad_weight = torch.empty_like(weight)
-                torch.ops.merak.add_products_(grad_weight, left, right, ends, False)
+            grad_weight = gradient_of_weight(weight, rows, grad, ends, ctx.transposed, ctx.sink)
         return grad_rows, grad_weight, None, None, None
 
 
@@ -55,8 +48,8 @@ def grouped_linear(
     rows: Tensor,
     weight: Tensor,
     ends: Tensor,
-    sink: WeightGradientSink | None = None,
     transposed: bool = False,
+    sink: WeightGradientSink | None = None,
 ) -> Tensor:
     """Multiply rows [n, i] with the weight of their group, of [e, o, i], as `linear`: [n, o]. Rows
     beyond the last group become zeros, but in bf16 on a GPU, where they are not written.
@@ -70,6 +63,30 @@ def grouped_linear(
 def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows [n, i] with the matrix of their group, of [e, i, o]: [n, o]."""
     return torch.ops.merak.product_by_group(rows, weights, ends)
+
+
+def gradient_of_weight(
+    weight: Tensor,
+    rows: Tensor,
+    grad: Tensor,
+    ends: Tensor,
+    transposed: bool,
+    sink: WeightGradientSink | None,
+) -> Tensor | None:
+    """Pass the gradient of a weight on to a sink, or return it if there is none.
+
+    grad: of the products, [n, o].
+
+    For the other arguments see ``grouped_linear``.
+    """
+    left = rows if transposed else grad
+    right = grad if transposed else rows
+    if sink is not None:
+        sink.grouped(weight, left, right, ends)
+        return None
+    total = torch.empty_like(weight)
+    add_products_(total, left, right, ends, add=False)
+    return total
 
 
 def add_products_(into: Tensor, left: Tensor, right: Tensor, ends: Tensor, add: bool) -> None:

@@ -23,7 +23,7 @@ from .fp8 import fp8_linear, fp8_linears
 from .grouped import grouped_linear
 from .linear import embedding, embedding_part, linear
 from .linears import joined_linear, linears
-from .recomputed import gated_linear, gelu_linear
+from .recomputed import gated_grouped_linear, gated_linear, gelu_linear
 from .residual import bias_dropout_add, dropout_of_parts
 from .ring import Span, ring_part
 
@@ -223,6 +223,7 @@ OPERATIONS: Mapping[object, Operation] = {
     fp8_linear: Operation(sink=_of_fp8_layer, result_unread=True, shares_scales=True),
     fp8_linears: Operation(sink=_of_fp8_layers, shares_scales=True),
     grouped_linear: Operation(sink=_operands, result_unread=True, grouped=True),
+    gated_grouped_linear: Operation(sink=_of_gate, result_unread=True, grouped=True),
     gated_linear: Operation(sink=_of_gate, result_unread=True),
     gelu_linear: Operation(sink=_of_gelu, result_unread=True),
     embedding: Operation(sink=_rows, result_unread=True),

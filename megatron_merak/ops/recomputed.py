@@ -1,5 +1,5 @@
-"""Linear layers whose input, an activation, is recomputed in the backward from its own inputs
-instead of saved.
+"""Linear layers, those of experts too, whose input, an activation, is recomputed in the backward from
+its own inputs instead of saved.
 
 saved by autograd   gate_up [.., 2f]    silu(gate) up [.., f]
 saved here          gate_up [.., 2f]
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from .activation import bias_gelu, gated_halves
+from .grouped import gradient_of_weight, product_by_group
 from .linear import WeightGradientSink, linear
+from .rows import weighted_swiglu
 
 
 class _LinearOf(torch.autograd.Function):
@@ -58,6 +60,38 @@ class _LinearOf(torch.autograd.Function):
         )
 
 
+class _GroupedOf(torch.autograd.Function):
+    """grouped_linear(make(*inputs), weight, ends). ``make``: differentiable and cheap."""
+
+    @staticmethod
+    def forward(ctx, make: Callable[..., Tensor], transposed, sink, weight, ends, *inputs):
+        ctx.make = make
+        ctx.transposed = transposed
+        ctx.sink = sink
+        ctx.save_for_backward(weight, ends, *inputs)
+        return product_by_group(make(*inputs), weight if transposed else weight.mT, ends)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight, ends, *inputs = ctx.saved_tensors
+        needed = ctx.needs_input_grad[5:]
+        grad = grad.contiguous()
+        inputs = [x.detach().requires_grad_(needs) for x, needs in zip(inputs, needed, strict=True)]
+        with torch.enable_grad():
+            activation = ctx.make(*inputs)
+        grad_weight = None
+        if ctx.needs_input_grad[3]:
+            rows = activation.detach()
+            grad_weight = gradient_of_weight(weight, rows, grad, ends, ctx.transposed, ctx.sink)
+        differentiable = [x for x in inputs if x.requires_grad]
+        computed = iter(())
+        if differentiable:
+            of_rows = product_by_group(grad, weight.mT if ctx.transposed else weight, ends)
+            computed = iter(torch.autograd.grad(activation, differentiable, of_rows))
+        of_inputs = [next(computed) if needs else None for needs in needed]
+        return None, None, None, grad_weight, None, *of_inputs
+
+
 def gated_linear(
     gate_up: Tensor,
     weight: Tensor,
@@ -74,6 +108,29 @@ def gated_linear(
     return _LinearOf.apply(
         partial(gated_halves, activation=activation), transposed, sink, weight, bias, gate_up
     )
+
+
+def gated_grouped_linear(
+    gate_up: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    row_weights: Tensor | None,
+    activation: str,
+    transposed: bool = False,
+    sink: WeightGradientSink | None = None,
+) -> Tensor:
+    """``grouped_linear`` of gated_halves(gate_up, activation), gate_up [n, 2f], or of
+    weighted_swiglu(gate_up, row_weights), of which only these inputs are saved: [n, o].
+
+    row_weights:                    [n, 1], with the activation silu; None: rows are not weighted.
+    weight, ends, transposed, sink: see ``grouped_linear``.
+    """
+    if row_weights is not None:
+        return _GroupedOf.apply(
+            weighted_swiglu, transposed, sink, weight, ends, gate_up, row_weights
+        )
+    make = partial(gated_halves, activation=activation)
+    return _GroupedOf.apply(make, transposed, sink, weight, ends, gate_up)
 
 
 def gelu_linear(

@@ -41,5 +41,5 @@ def check_program(program: Program) -> None:
             )
             raise ConfigError(_FLAG, "local", reason, "Use none, or set dropout to 0")
     if program.codes:
-        reason = f"{program.codes[0]} of the model is Python code, which no replay runs"
+        reason = f"{program.codes[0]} is Python code, which no replay runs"
         raise ConfigError(_FLAG, "local", reason, "Use none")

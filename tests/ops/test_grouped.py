@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_merak import ops
 from megatron_merak.ops import add_products_, grouped_linear
 from megatron_merak.runtime.weights import Gradient, WeightGradients
 
@@ -77,7 +78,7 @@ def test_gradients_of_weights_are_added_up_in_main_grad(split, transposed, dtype
         plain = by_loop(rows, weight, split, transposed)
         (of_rows, of_weight) = torch.autograd.grad(plain, (rows, weight), upstream)
         expected += of_weight
-        out = grouped_linear(rows, parameter, ends, sink, transposed)
+        out = grouped_linear(rows, parameter, ends, transposed, sink)
         found = torch.autograd.grad(out, (rows, parameter), upstream, allow_unused=True)
         assert torch.equal(found[0], of_rows) and found[1] is None
     if deferred:
@@ -103,3 +104,30 @@ def test_products_in_16_bits_are_added_in_fp32():
     total = torch.full((1, 1, 1), 256.0)
     add_products_(total, left[:1], left[:1], torch.tensor([1]), True)
     assert total.item() == 257
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@OF_SPLITS
+@TRANSPOSED
+def test_a_recomputed_activation_changes_no_bit(split, transposed, weighted):
+    """Beside the activation, saved, and the product of it."""
+    _, weight, ends = operands(split, transposed, torch.float32)
+    width = weight.shape[1 if transposed else 2]
+    gate_up = torch.randn(ROWS, 2 * width).requires_grad_()
+    weights = torch.rand(ROWS, 1).requires_grad_() if weighted else None
+    inputs = [x for x in (gate_up, weight, weights) if x is not None]
+    upstream = torch.randn(ROWS, 5)
+
+    def activation() -> Tensor:
+        if weights is not None:
+            return ops.weighted_swiglu(gate_up, weights)
+        return ops.gated_halves(gate_up, "silu")
+
+    plain = grouped_linear(activation(), weight, ends, transposed)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        found = ops.gated_grouped_linear(gate_up, weight, ends, weights, "silu", transposed)
+    assert not any(tensor.shape == (ROWS, width) for tensor in saved)
+    assert torch.equal(found, plain)
+    grads = (torch.autograd.grad(out, inputs, upstream) for out in (found, plain))
+    assert all(map(torch.equal, *grads))

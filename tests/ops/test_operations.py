@@ -75,7 +75,19 @@ def examples(dtype: torch.dtype = torch.float32) -> list[Example]:
             (x, [layer(), layer(OUT + 1)], [some(OUT), None], "hybrid", "tensorwise", True, False),
         ),
         Example(ops.grouped_linear, (tokens, some(2, OUT, WIDTH), ends)),
-        Example(ops.grouped_linear, (tokens, some(2, WIDTH, OUT), ends), {"transposed": True}),
+        Example(ops.grouped_linear, (tokens, some(2, WIDTH, OUT), ends, True)),
+        Example(
+            ops.gated_grouped_linear,
+            (
+                some(BATCH * LENGTH, 2 * WIDTH),
+                some(2, OUT, WIDTH),
+                *(ends, some(BATCH * LENGTH, 1), "silu"),
+            ),
+        ),
+        Example(
+            ops.gated_grouped_linear,
+            (some(BATCH * LENGTH, 2 * WIDTH), some(2, WIDTH, OUT), ends, None, "gelu", True),
+        ),
         Example(ops.gated_linear, (some(BATCH, LENGTH, 2 * WIDTH), layer(), some(OUT), "silu")),
         Example(
             ops.gated_linear,

@@ -109,10 +109,27 @@ def _fuse_recomputed(
     return put(graph, root, operation, x, weight, match.values.get("bias"), *more, transposed)
 
 
+def _of_experts(inner: Any) -> Any:
+    return call("grouped_linear", inner, Var("weight"), Var("ends"), Var("transposed"))
+
+
+def _recompute_grouped(graph: Graph, root: Node, match: Match) -> Node | None:
+    weight = match["weight"]
+    transposed = match["transposed"]
+    if weight.op != "get_attr":
+        return None
+    weighted = match.values.get("weights")
+    activation = match.values.get("activation", "silu")
+    operands = (match["x"], weight, match["ends"], weighted, activation, transposed)
+    return put(graph, root, ops.gated_grouped_linear, *operands)
+
+
 RECOMPUTED = "recomputed activation"
+_WEIGHTED = call("weighted_swiglu", Var("x"), Var("weights"))
 RECOMPUTED_ROWS = (
     (RECOMPUTED, _linears_of(_HALVES), _recompute_gated),
     (RECOMPUTED, _linears_of(_GELU), _recompute_gelu),
+    (RECOMPUTED, _of_experts(Either((_WEIGHTED, *_HALVES.patterns))), _recompute_grouped),
 )
 
 

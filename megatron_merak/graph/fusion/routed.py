@@ -118,7 +118,7 @@ def _grouped_linear(graph: Graph, root: Node, match: Match) -> Node | None:
     weight = match["weight"]
     source = _transposed(weight)
     operands = (match["rows"], weight if source is None else source, match["ends"])
-    return put(graph, root, ops.grouped_linear, *operands, transposed=source is None)
+    return put(graph, root, ops.grouped_linear, *operands, source is None)
 
 
 def _transposed(weight: object) -> Node | None:

@@ -217,11 +217,7 @@ class _Splitter:
             prelude=prelude,
             named=tuple(self.outputs.values()) if ends else (),
             by_host=tuple(node.name for node in shared if node.target is ops.documents),
-            codes=tuple(
-                op_name(node)
-                for node in self.segment
-                if isinstance(node.target, CustomFunction) or _groups_by_host(node)
-            ),
+            codes=tuple(code for code in map(_code_of, self.segment) if code),
         )
 
     def _members(self, segment_of: Mapping[Node, SegmentKey]) -> dict[SegmentKey, list[Node]]:
@@ -363,11 +359,14 @@ def _usual(nodes: Sequence[Node]) -> Node:
     return next((node for node in nodes if not any(map(node.meta.get, moved))), nodes[0])
 
 
-def _groups_by_host(node: Node) -> bool:
-    """Whether the host reads where the rows of each group end, also on a GPU."""
-    if not ops.row(node.target).grouped and op_name(node) not in GROUPED:
-        return False
-    return values(node)[0].dtype != torch.bfloat16
+def _code_of(node: Node) -> str:
+    """Return what a node runs in Python that may read numbers on the host; "": nothing."""
+    if isinstance(node.target, CustomFunction):
+        return f"{op_name(node)} of the model"
+    grouped = ops.row(node.target).grouped or op_name(node) in GROUPED
+    if grouped and values(node)[0].dtype != torch.bfloat16:
+        return "a product of experts in another type than bf16"
+    return ""
 
 
 def _numbers(
