@@ -8,6 +8,7 @@ from megatron_merak.errors import ConfigError
 from tests.config import PP, TP, make, refusal
 
 FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective"}
 
 
 MIXTURE = {"num_experts": 4, "swiglu": True, "disable_bias_linear": True}
@@ -50,6 +51,12 @@ REFUSED = [
         {"parallel": FULL | {"recompute_method": "block"}},
         1,
         "--recompute-num-layers (missing): is needed with --recompute-method block. Give a number of layers.",
+    ),
+    (
+        {"parallel": SELECTIVE | {"recompute_method": "uniform", "recompute_num_layers": 2}},
+        1,
+        "--recompute-method uniform: it chooses entire layers, and --recompute-granularity selective recomputes none. "
+        "Use --recompute-granularity full, or --recompute-method capacity.",
     ),
     (
         {"parallel": FULL | {"recompute_num_layers": 2}},
@@ -139,11 +146,6 @@ REFUSED = [
         1,
         "--moe-token-drop-policy position: has no effect without --moe-expert-capacity-factor. "
         "Add --moe-expert-capacity-factor, or leave it out.",
-    ),
-    (
-        {"model": MIXTURE, "parallel": {"recompute_granularity": "selective"}},
-        1,
-        "--recompute-granularity selective: the activations of experts are not recomputed by themselves. Use full.",
     ),
     (
         {

@@ -18,7 +18,8 @@ from megatron_merak.plan import Plan
 
 BEGIN = "<!-- written by: python -m benchmarks targets -->"
 END = "<!-- end of targets -->"
-COMMON = "--device dgx-h100 --bf16 --micro-batch-size 1 --recompute-granularity full --recompute-method capacity"
+COMMON = "--device dgx-h100 --bf16 --micro-batch-size 1"
+CAPACITY = "--recompute-granularity full --recompute-method capacity"
 
 
 class Target(NamedTuple):
@@ -28,6 +29,7 @@ class Target(NamedTuple):
     flags:  of the layout.
     beside: what others published of it.
     label:  behind the name, of a row beside another one of the model.
+    again:  what is recomputed.
     """
 
     model: str
@@ -38,12 +40,13 @@ class Target(NamedTuple):
     flags: str
     beside: str
     label: str = ""
+    again: str = CAPACITY
 
     @property
     def command(self) -> str:
         return (
             f"merak-plan show --model examples/shapes/{self.shape}.json --world-size {self.gpus} "
-            f"{COMMON} --seq-length {self.length} --global-batch-size {self.samples} {self.flags}"
+            f"{COMMON} {self.again} --seq-length {self.length} --global-batch-size {self.samples} {self.flags}"
         )
 
 
@@ -66,9 +69,10 @@ TARGETS = [
         length=4096,
         samples=2048,
         flags=f"--pipeline-model-parallel-size 32 --expert-model-parallel-size 8 {OPTIM} {MOMENTS} "
-        "--cpu-offloading",
+        "--cpu-offloading --pipeline-schedule early-recompute",
         beside="",
         label=", moments in bf16",
+        again="--recompute-granularity selective --recompute-method capacity",
     ),
     Target(
         "Qwen3-30B-A3B",
@@ -85,9 +89,10 @@ TARGETS = [
         gpus=8,
         length=4096,
         samples=512,
-        flags=f"--expert-model-parallel-size 8 {OPTIM} {MOMENTS}",
+        flags=f"--expert-model-parallel-size 8 {OPTIM} {MOMENTS} --cpu-offloading",
         beside="",
         label=", moments in bf16",
+        again="--recompute-granularity selective",
     ),
     Target(
         "Llama 3.1 8B",

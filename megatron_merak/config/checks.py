@@ -273,6 +273,10 @@ def check_recompute(parallel: ParallelConfig) -> None:
     if method in ("uniform", "block") and parallel.recompute_num_layers is None:
         reason = f"is needed with --recompute-method {method}"
         raise ConfigError("--recompute-num-layers", "(missing)", reason, "Give a number of layers")
+    if parallel.recomputes_activations and method not in (None, "capacity"):
+        reason = "it chooses entire layers, and --recompute-granularity selective recomputes none"
+        remedy = "Use --recompute-granularity full, or --recompute-method capacity"
+        raise ConfigError("--recompute-method", method, reason, remedy)
 
 
 def check_compiled(parallel: ParallelConfig) -> None:

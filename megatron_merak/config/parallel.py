@@ -38,7 +38,12 @@ _SERVED = Needs(
     remedy="Add --data-parallel-strategy, or leave it out",
 )
 _GRAPHS = Needs("cuda_graph_impl", ("local",))
-_FULL = Needs("recompute_granularity", ("full",))
+_RECOMPUTED = Needs(
+    "recompute_granularity",
+    ("full", "selective"),  # the latter with capacity alone
+    reason="has no effect without --recompute-granularity full",
+    remedy="Add --recompute-granularity full, or leave it out",
+)
 _TWO_VERSIONS = Needs("pipeline_schedule", ("pipedream-2bw",))
 _COUNTED = Needs(
     "recompute_method",
@@ -219,12 +224,16 @@ class ParallelConfig(Section):
     the input of the second matrix of feed-forward layers (selective), which costs hardly any time.
     Attention stores no scores, except for dropout on a CPU (unset: recompute nothing)."""
     recompute_method: str | None = setting(
-        None, choices=("uniform", "block", "stage-aware", "capacity"), makes_plan=True, needs=_FULL
+        None,
+        choices=("uniform", "block", "stage-aware", "capacity"),
+        makes_plan=True,
+        needs=_RECOMPUTED,
     )
     """Which layers are recomputed: all, in runs of --recompute-num-layers of which only the input
     is stored (uniform); the first --recompute-num-layers of each stage (block); by Merak's ratio
     rule (stage-aware); as few as fit into --device-memory-gb, with rebalanced stages (capacity)
-    (unset: all, one by one)."""
+    (unset: all, one by one). With --recompute-granularity selective only capacity, which then
+    recomputes the layers that do not fit by that alone."""
     recompute_num_layers: int | None = setting(None, least=1, makes_plan=True, needs=_COUNTED)
     """Layers per run, or per stage; see --recompute-method."""
     compile_pointwise: bool = setting(

@@ -107,7 +107,7 @@ def add_products_(into: Tensor, left: Tensor, right: Tensor, ends: Tensor, add: 
 )
 def _product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if _in_one_kernel(rows):
-        return torch._grouped_mm(rows, weights, offs=ends)
+        return torch._grouped_mm(rows, weights, offs=ends.int())
     product = rows.new_empty((len(rows), weights.shape[2]))
     end = 0
     for group, start, end in _spans(ends):
@@ -120,7 +120,7 @@ def _product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def _add_products_(into: Tensor, left: Tensor, right: Tensor, ends: Tensor, add: bool) -> None:
     write = accumulate_ if add else cast_
     if _in_one_kernel(left):
-        write(into, torch._grouped_mm(left.t(), right, offs=ends))
+        write(into, torch._grouped_mm(left.t(), right, offs=ends.int()))
         return
     for group, start, end in _spans(ends):
         if start == end:

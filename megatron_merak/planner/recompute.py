@@ -42,6 +42,8 @@ class Recompute:
         """Make it from the flags ``--recompute-granularity``, ``--recompute-method`` and
         ``--recompute-num-layers``.
         """
+        if granularity == "selective":
+            return cls(method or "none")
         return cls(method or "full", layers or 1) if granularity == "full" else cls()
 
     @property

@@ -77,7 +77,7 @@ def test_what_is_found_and_that_the_model_stays_the_same(name):
     assert_errs_alike(found, grads, truth, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "t5"])
 def test_recomputed_activations(name):
     """One in each of two layers; T5's is no activation that is known, so asking for it is
     an error.

@@ -182,6 +182,8 @@ def config(memory_gb, method="capacity", schedule="1f1b", **model):
     }
     flags = {"recompute_granularity": None if method is None else "full"}
     flags["recompute_method"] = None if method in (None, "full") else method
+    if method == "selective":
+        flags = {"recompute_granularity": "selective", "recompute_method": "capacity"}
     return Config(
         model=ModelConfig(**shape | model),
         parallel=ParallelConfig(
@@ -213,6 +215,17 @@ def test_what_later_stages_keep_makes_room_for_more_of_their_layers(memory, sche
         shares = [len(stage.recompute) / len(stage.units) for stage in made.stages]
         assert made.predicted_time < full.predicted_time
         assert sizes[:3] == sorted(sizes[:3]) and shares == sorted(shares, reverse=True)
+
+
+def test_activations_that_are_recomputed_alone_leave_room_for_more_layers():
+    """Entire layers are recomputed where that is not enough."""
+    made = plan(config(5.2, "selective"), 4, CLUSTERS["rtx3090"])
+    whole = plan(config(5.2, "capacity"), 4, CLUSTERS["rtx3090"])
+    assert made.recompute_activations and not whole.recompute_activations
+    counts = [sum(len(stage.recompute) for stage in each.stages) for each in (made, whole)]
+    assert 0 < counts[0] < counts[1]
+    assert max(memory.total for memory in rank_memory(made)) <= 5.2 * GIB
+    assert made.predicted_time < whole.predicted_time
 
 
 def test_stages_balanced_anew_are_faster_than_the_ratio_rule():

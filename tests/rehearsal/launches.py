@@ -79,6 +79,8 @@ KERNELS = {
     "add_rms_norm_backward": 2,
     "add_layer_norm_backward": 2,
     "_scaled_dot_product_flash_attention_backward": 3,
+    # products of all groups in 16 bits, and what adds them to fp32
+    "add_products_": 2,
     # sums over rows are a kernel of their own
     "compiled_backward_with_sums": 2,
 }
@@ -124,7 +126,10 @@ class Direction:
             copied = [x for x in _read_dense(name, tensors) if not x.is_contiguous()]
             self.operations += [f"clone inside {name}"] * len(copied)
         self.operations.append(name)
-        if not any(word in name for word in ("mm", "attention")):
+        if name == "add_products_":
+            into, left = tensors[:2]
+            self.bytes_beside_products += into.numel() * (into.element_size() + left.element_size())
+        elif not any(word in name for word in ("mm", "attention", "product_by_group")):
             self.bytes_beside_products += sum(x.numel() * x.element_size() for x in tensors)
 
 

@@ -94,7 +94,7 @@ class SharedArguments:
         "recompute_num_layers (uniform), "
         "the first ones of each stage (block), by Merak's ratio rule (stage-aware), or as few as "
         "fit into "
-        "device_memory_gb (capacity).",
+        "device_memory_gb (capacity). With recompute_activations only capacity.",
     )
     recompute_num_layers: int | None = shared(ParallelConfig, "recompute_num_layers")
     compile_pointwise: bool = shared(ParallelConfig, "compile_pointwise")
