@@ -10,6 +10,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingA
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
+from megatron_merak.planner.memory import rank_memory
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
@@ -75,6 +76,28 @@ def trained(kind, args, directory):
 def _rank(rank, world_size, directory, changes):
     args = MerakArguments(str(directory), **{**RUN, **EXPERTS, **changes})
     return trained(MerakTrainer, args, directory)
+
+
+def test_recomputed_activations_of_experts_change_no_bit(tmp_path):
+    """Alone, and with entire layers where memory asks for them."""
+    selective = {"recompute_activations": True}
+    small = {**selective, "recompute_method": "capacity"}
+    found = []
+    recomputed = []
+    for changes in ({}, selective, small):
+        if changes is small:
+            (memory,) = rank_memory(trainer.engine.plan)
+            small["device_memory_gb"] = 0.9 * memory.total / 2**30
+        args = MerakArguments(str(tmp_path), **{**RUN, **changes})
+        trainer = MerakTrainer(mixture(True), args, collate, samples(40, ragged=False))
+        trainer.train()
+        (stage,) = trainer.engine.plan.stages
+        recomputed.append(len(stage.recompute))
+        assert trainer.engine.plan.recompute_activations == bool(changes)
+        found.append([x.detach().clone() for x in trainer.model.parameters()])
+    assert recomputed[:2] == [0, 0] and recomputed[2]
+    for weights in found[1:]:
+        assert all(map(torch.equal, weights, found[0]))
 
 
 def check(found, wanted):
