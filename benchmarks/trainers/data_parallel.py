@@ -18,7 +18,7 @@ from statistics import median
 
 from benchmarks.runs import add_options, parsed, show, spread
 from benchmarks.step.cases import DATA, PRECISIONS, Case
-from benchmarks.trainers.rows import OURS, Row, disagreement, page, save
+from benchmarks.trainers.rows import OURS, Row, check_chosen, disagreement, page, save
 from benchmarks.trainers.two_lines import FULL, QUICK, run_script, shape_of, timed_peer
 
 SCRIPTS = {  # contestant -> training arguments beside those of the script
@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         for precision, name in product(PRECISIONS, WAYS)
     ]
     rows = [row for row in rows if given.only in f"{row.precision} {row.contestant}"]
+    check_chosen(rows, given.only)
     for repeat in range(1 if given.quick else given.repeats):
         for row in rows:
             if row.script:

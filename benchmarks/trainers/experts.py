@@ -25,7 +25,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.runs import add_options, parsed, show, spread
-from benchmarks.trainers.rows import OURS, Row, disagreement, page, save
+from benchmarks.trainers.rows import OURS, Row, check_chosen, disagreement, page, save
 from benchmarks.trainers.two_lines import measure
 
 SCRIPT = Path(__file__).resolve().with_name("experts_script.py")
@@ -146,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     options = QUICK if given.quick else FULL
     rows = [Row("fp32", shape, way) for shape, way in product(SHAPES, WAYS)]
     rows = [row for row in rows if given.only in f"{row.layout}, {row.contestant}"]
+    check_chosen(rows, given.only)
     with tempfile.TemporaryDirectory(prefix="experts_") as place:
         save_models(Path(place), given.quick)
         for repeat in range(1 if given.quick else given.repeats):

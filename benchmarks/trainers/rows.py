@@ -35,6 +35,12 @@ class Row:
         return f"{self.precision} {self.layout} {self.contestant}"
 
 
+def check_chosen(rows: list[Row], text: str) -> None:
+    """End the program if no row is left of those with ``text``, the value of ``--only``."""
+    if not rows:
+        raise SystemExit(f"--only {text}: no row has this in its name")
+
+
 def disagreement(rows: list[Row]) -> str:
     """The first loss that differs from another contestant's with the same weights and precision; ""
     if all agree.

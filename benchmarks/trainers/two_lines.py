@@ -36,7 +36,16 @@ from benchmarks.step.cases import (
 )
 from benchmarks.step.launcher import Settings, free_port, run_case
 from benchmarks.trainers.measuring import MEASURED
-from benchmarks.trainers.rows import HEADER, OURS, Row, beside, disagreement, page, save
+from benchmarks.trainers.rows import (
+    HEADER,
+    OURS,
+    Row,
+    beside,
+    check_chosen,
+    disagreement,
+    page,
+    save,
+)
 from benchmarks.two_lines_page import versions
 
 SCRIPT = Path(__file__).resolve().with_name("two_lines_script.py")
@@ -211,6 +220,7 @@ def run(given: argparse.Namespace) -> int:
         print("\n".join(beside(group[-1], group)), flush=True)
         if given.json:
             save(given.json, rows, options)
+    check_chosen(rows, given.only)
     if wrong := disagreement(rows):
         print(f"Losses differ. {wrong}")
         return 1

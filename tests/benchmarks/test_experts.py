@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import EVIDENCE
-from benchmarks.trainers import experts
+from benchmarks.trainers import data_parallel, experts, two_lines
 
 
 def test_the_page_has_a_row_for_each_contestant():
@@ -21,3 +21,9 @@ def test_the_page_has_a_row_for_each_contestant():
 @pytest.mark.parametrize("only", ["Mixtral, HF Trainer", "Mixtral, MerakTrainer, experts"])
 def test_the_contestants_run(only):
     assert experts.main(["--quick", "--only", only]) == 0
+
+
+@pytest.mark.parametrize("bench", [experts, data_parallel, two_lines], ids=lambda x: x.__name__)
+def test_a_choice_of_no_row_is_an_error(bench):
+    with pytest.raises(SystemExit, match="--only nothing: no row has this in its name"):
+        bench.main(["--only", "nothing"])
