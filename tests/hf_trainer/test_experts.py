@@ -81,23 +81,22 @@ def _rank(rank, world_size, directory, changes):
 def test_recomputed_activations_of_experts_change_no_bit(tmp_path):
     """Alone, and with entire layers where memory asks for them."""
     selective = {"recompute_activations": True}
-    small = {**selective, "recompute_method": "capacity"}
-    found = []
-    recomputed = []
-    for changes in ({}, selective, small):
-        if changes is small:
-            (memory,) = rank_memory(trainer.engine.plan)
-            small["device_memory_gb"] = 0.9 * memory.total / 2**30
+
+    def run(changes):
         args = MerakArguments(str(tmp_path), **{**RUN, **changes})
         trainer = MerakTrainer(mixture(True), args, collate, samples(40, ragged=False))
         trainer.train()
-        (stage,) = trainer.engine.plan.stages
-        recomputed.append(len(stage.recompute))
-        assert trainer.engine.plan.recompute_activations == bool(changes)
-        found.append([x.detach().clone() for x in trainer.model.parameters()])
-    assert recomputed[:2] == [0, 0] and recomputed[2]
-    for weights in found[1:]:
-        assert all(map(torch.equal, weights, found[0]))
+        return trainer.engine.plan, [x.detach().clone() for x in trainer.model.parameters()]
+
+    _, wanted = run({})
+    alone, weights = run(selective)
+    (memory,) = rank_memory(alone)
+    less = 0.9 * memory.total / 2**30
+    both, others = run({**selective, "recompute_method": "capacity", "device_memory_gb": less})
+    assert alone.recompute_activations and both.recompute_activations
+    assert not alone.stages[0].recompute and both.stages[0].recompute
+    for found in (weights, others):
+        assert all(map(torch.equal, found, wanted))
 
 
 def check(found, wanted):
