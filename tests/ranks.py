@@ -20,8 +20,9 @@ import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 
-# without transformers.trainer: of what that imports, pyarrow starts a thread
 PRELOAD = (
+    # before what imports pyarrow
+    "tests.threadless",
     "torch",
     "torch.distributed",
     "torch.distributed.nn",
@@ -34,6 +35,9 @@ PRELOAD = (
     "networkx",
     "megatron_merak.stages.captured",
     "megatron_merak.stages.gpt_model",
+    # a rank would take 0.7 s for HuggingFace's trainer and ours, and 0.2 s for the job of flags
+    "megatron_merak.hf_trainer.trainer",
+    "megatron_merak.training.job",
     # the last one: a collection takes 0.3 s if it looks at half a million objects of modules
     "tests.frozen",
 )
