@@ -30,7 +30,7 @@ from megatron_merak.graph.capture.fake_model import (
     forward_parameters,
     make_fake_model,
 )
-from megatron_merak.graph.capture.fast_trace import fast_tracing
+from megatron_merak.graph.capture.fast_trace import compiled_when_called, fast_tracing
 from megatron_merak.graph.capture.four_bit import check_readers, drop_copies, four_bit_weights
 from megatron_merak.graph.capture.inspected import inspected_model
 from megatron_merak.graph.capture.lengths import Axes, Lengths, SymbolicLength, digest
@@ -182,7 +182,8 @@ def _capture(
         python_state.keep_config(model, changes)
         comparable = not (eager.chosen or attempt.strict or attempt.values)
         origin = Origin(attempt, digest(program)) if comparable else None
-        raw = unlift(program, model)
+        with compiled_when_called():
+            raw = unlift(program, model)
         if attempt.is_causal and patches.positions_from_batch(raw.module.graph):
             continue
         try:

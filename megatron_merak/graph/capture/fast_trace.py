@@ -36,12 +36,21 @@ def gc_paused() -> Iterator[None]:
 def fast_tracing() -> Iterator[None]:
     """Make tracing faster, inside the context.
 
-    A graph module generates its code when it is first called, not whenever its graph changes. The
-    ``stack_trace`` of a node has only the line of the model that made it, without the lines above.
+    Code is generated as in ``compiled_when_called``. The ``stack_trace`` of a node has only the
+    line of the model that made it, without the lines above.
     """
     with ExitStack() as patches:
-        patches.enter_context(overriding(GraphModule, "recompile", _recompile_when_called))
+        patches.enter_context(compiled_when_called())
         patches.enter_context(overriding(CapturedTraceback, "summary", _model_lines))
+        yield
+
+
+@contextmanager
+def compiled_when_called() -> Iterator[None]:
+    """Let a graph module generate its code when it is first called, not whenever its graph changes,
+    inside the context.
+    """
+    with overriding(GraphModule, "recompile", _recompile_when_called):
         yield
 
 
