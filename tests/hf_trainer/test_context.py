@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
+from tests.captured_once import Captures
 from tests.hf_trainer.reference import untimed
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
@@ -34,6 +35,7 @@ RUN = {
     "report_to": "none",
     "seed": 5,
 }
+CAPTURES = Captures()
 
 
 def tied_gpt2(heads=2):
@@ -64,18 +66,19 @@ def train(directory, model=None, resume=None, **changes):
     """A run with evaluation, prediction and saved weights: what is known of it."""
     torch.set_num_threads(1)
     arguments = MerakArguments(str(directory), **{**RUN, **changes})
-    trainer = MerakTrainer(
-        model or tiny_llama(1), arguments, collate, samples(16), samples(5, seed=9)
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    predicted = trainer.predict(samples(5, seed=11))
-    trainer.save_model(f"{directory}/last")
-    return {
-        "logs": [untimed(entry) for entry in trainer.state.log_history if "loss" in entry],
-        "evaluated": trainer.evaluate()["eval_loss"],
-        "predictions": predicted.predictions,
-        "labels": predicted.label_ids,
-    }
+    with CAPTURES.shared():
+        trainer = MerakTrainer(
+            model or tiny_llama(1), arguments, collate, samples(16), samples(5, seed=9)
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        predicted = trainer.predict(samples(5, seed=11))
+        trainer.save_model(f"{directory}/last")
+        return {
+            "logs": [untimed(entry) for entry in trainer.state.log_history if "loss" in entry],
+            "evaluated": trainer.evaluate()["eval_loss"],
+            "predictions": predicted.predictions,
+            "labels": predicted.label_ids,
+        }
 
 
 def weights(directory):
