@@ -10,6 +10,7 @@ from megatron_merak.graph.lowering.lengths import any_length
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.stages.blueprint import ProgramRole
+from tests.captured_once import Captures
 from tests.engines import engine_of
 from tests.four_bit import adapted, four_bit, needs_bitsandbytes, save_llama
 from tests.ranks import run_ranks
@@ -83,15 +84,17 @@ def same(ours, theirs):
 
 def engines(rank, world, name, lengths, options, wishes):
     """For how many lengths of training and evaluation nothing was captured, while all are what
-    fresh captures give.
+    fresh captures give. What both engines capture is captured once.
     """
     mesh = (
         mesh_of_one() if world == 1 else build_mesh(wishes.pop("grid"), rank, torch.device("cpu"))
     )
     batches = [batch(length, **options) for length in lengths]
-    quick, fresh = (built(name, batches[0], mesh, fresh, **dict(wishes)) for fresh in (False, True))
-    for each in batches:
-        same(step(quick, each, each), step(fresh, each, each))
+    with Captures().shared():
+        quick = built(name, batches[0], mesh, **dict(wishes))
+        fresh = built(name, batches[0], mesh, fresh=True, **dict(wishes))
+        for each in batches:
+            same(step(quick, each, each), step(fresh, each, each))
     assert fresh.blueprint.lengths.derived == 0
     return quick.blueprint.lengths.derived
 
