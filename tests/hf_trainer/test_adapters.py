@@ -14,6 +14,7 @@ from megatron_merak.checkpoint.hf import from_pretrained
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.stages.withheld import is_withheld
+from tests.captured_once import Captures
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
@@ -27,6 +28,7 @@ RUN = {
     "disable_tqdm": True,
     "report_to": "none",
 }
+CAPTURES = Captures()
 FILES = ("README.md", "adapter_config.json", "adapter_model.safetensors")
 
 
@@ -51,7 +53,8 @@ def train(kind, arguments, directory, model, resume=None, **more):
     trainer = kind(
         model, arguments(str(directory), **RUN | more), collate, samples(12, ragged=False)
     )
-    trainer.train(resume_from_checkpoint=resume)
+    with CAPTURES.shared():
+        trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{directory}/saved")
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -15,15 +15,18 @@ from transformers import Adafactor, Trainer, TrainerCallback, TrainingArguments
 from megatron_merak.errors import CheckpointError, ConfigError
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
+from tests.captured_once import Captures
 from tests.hf_trainer.optimizer_cases import CASES, RUN, expected, moved, run
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+CAPTURES = Captures()
 
 
 def ours(name, directory, changes, resume=None):
-    trainer, logs = run(MerakTrainer, MerakArguments, name, directory, changes, resume)
+    with CAPTURES.shared():
+        trainer, logs = run(MerakTrainer, MerakArguments, name, directory, changes, resume)
     return trainer, logs
 
 
