@@ -281,7 +281,7 @@ def test_replicas_with_batches_of_other_lengths_and_numbers(tmp_path):
         "per_device_eval_batch_size": 2,
     }
     wanted = evaluated(Trainer, TrainingArguments(str(tmp_path), **{**RUN, **batch}))
-    for losses, predictions in run_ranks(_evaluated, 2, tmp_path / "two"):
+    for losses, predictions in run_ranks(_evaluated, 2, tmp_path / "two", timeout=200):
         assert losses == pytest.approx(wanted[0], rel=2e-6)
         torch.testing.assert_close(predictions, wanted[1], rtol=0, atol=2e-4)
 
