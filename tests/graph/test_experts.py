@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import transformers
 import transformers.integrations.moe  # noqa: F401  (its grouped product)
 from torch import nn
+from torch.fx import Graph
 
 from megatron_merak.config import ModelConfig
 from megatron_merak.errors import PlanError
@@ -16,6 +17,7 @@ from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.lowering.rewrite import rewrite
 from megatron_merak.graph.lowering.routed import RoutedKind, find_routed
 from megatron_merak.graph.partition.cut import cut
+from megatron_merak.graph.sharding.experts import weight_of
 from megatron_merak.graph.sharding.shard import shard
 from megatron_merak.models.gpt_module import GPTModule
 from tests.graph import lockstep
@@ -507,3 +509,13 @@ def test_a_model_without_experts_is_refused_by_name():
         "--expert-model-parallel-size 2: the model has no grouped product of experts whose number "
         "it divides. Use 1, or another size."
     )
+
+
+def test_weights_that_follow_from_several_have_the_name_of_the_first():
+    graph = Graph()
+    rows, ends, gate, up = map(graph.placeholder, ("rows", "ends", "gate", "up"))
+    both = graph.call_function(torch.ops.aten.cat.default, ([gate, up], -1))
+    made = graph.call_function(torch.ops.aten.ones.default, ([4, 8, 16],))
+    product = torch.ops.transformers.grouped_mm_fallback.default
+    assert weight_of(graph.call_function(product, (rows, both, ends))) == "gate"
+    assert weight_of(graph.call_function(product, (rows, made, ends))) not in ("gate", "up")

@@ -32,10 +32,12 @@ _SETTING = "--expert-model-parallel-size"
 
 
 def weight_of(product: Node) -> str:
-    """Return the name of the parameter that a grouped product multiplies with, or with a view of."""
+    """Return the name of the parameter that a grouped product multiplies with, or with a function of:
+    of several, the first one; what is none has another name.
+    """
     weight = operand(product, 1)
-    while weight.op == "call_function":
-        weight = operand(weight)
+    while weight.all_input_nodes:
+        weight = weight.all_input_nodes[0]
     return str(weight.target)
 
 
@@ -199,10 +201,10 @@ def adapted_experts(
 
 def _is_combined(weight: Node) -> bool:
     """Whether a weight follows from several values."""
-    while weight.op == "call_function":
+    while weight.all_input_nodes:
         if len(weight.all_input_nodes) > 1:
             return True
-        weight = operand(weight)
+        (weight,) = weight.all_input_nodes
     return False
 
 
