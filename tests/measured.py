@@ -3,7 +3,7 @@ model.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from megatron_merak.pipeline_parallel.ops import Entry, ops_of
 from megatron_merak.runtime import regather
+from megatron_merak.runtime.engine import Interpreter, State
 from megatron_merak.runtime.executor import Executor, StepLoss
 from megatron_merak.runtime.stage import Batch, MicroBatchPart
 from megatron_merak.runtime.weights import Gradient
+from megatron_merak.segment import Segment
 
 
 class _Saved:
@@ -33,8 +35,8 @@ class MeasuredExecutor(Executor):
 
     Counted are tensors saved on tapes, inputs of recomputations, and operands of deferred weight
     gradients. A storage counts once; parameters and tensors derived from the batch alone (masks,
-    tables) do not count. It measures between ops and whenever a tape grows, so a run is slower, but
-    its numerical results are those of an `Executor`.
+    tables) do not count. It measures between ops, whenever a tape grows and after the backward of
+    each unit, so a run is slower, but its numerical results are those of an `Executor`.
     """
 
     def run(self, batches: Sequence[Batch], *args: Any, **more: Any) -> StepLoss | None:
@@ -50,6 +52,7 @@ class MeasuredExecutor(Executor):
                 torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor),
                 mock.patch.object(regather, "_pack", partial(self._pack_beside, regather._pack)),
                 mock.patch.object(regather, "unpack", partial(_unpack, regather.unpack)),
+                mock.patch.object(Interpreter, "_backward", self._measured(Interpreter._backward)),
             ):
                 return super().run(batches, *args, **more)
         finally:
@@ -61,6 +64,16 @@ class MeasuredExecutor(Executor):
             self._begun |= {(op.stage, op.microbatch) for op in ops_of(entry)}
         super()._run(entry)
         self._measure()
+
+    def _measured(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """The backward of a unit may leave more operands of weight gradients than its tape had."""
+
+        def measured(interpreter: Interpreter, state: State, segment: Segment, *args: Any) -> None:
+            backward(interpreter, state, segment, *args)
+            if all(other.unit != segment.unit for other in state.tape):
+                self._measure()
+
+        return measured
 
     def _pack(self, tensor: Tensor) -> _Saved:
         # Detached: a tensor that is on its own tape would keep it alive.

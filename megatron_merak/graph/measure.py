@@ -527,6 +527,8 @@ def _weight_bytes(nodes: Sequence[Node], flow: Flow, replay: Replay) -> int:
         sizes[node, "own"] = kept.own
         if kept.input and not _saved_by_earlier_unit(nodes, flow, flow.resolve(call.args[0])):
             sizes[storage_of(args[0])] = args[0].untyped_storage().nbytes()
+        for place in kept.arguments:
+            sizes[storage_of(args[place])] = args[place].untyped_storage().nbytes()
         if kept.gradients:
             sizes[_same_gradient(node)] = sum(
                 result.nbytes for result in _trained_results(node, flow, call, kept)

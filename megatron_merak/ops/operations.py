@@ -11,7 +11,7 @@ Other ideas have tables of their own:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -36,12 +36,14 @@ class Kept:
     gradients: whether the gradients of the results that have a trained weight.
     own:       bytes of tensors that the backward makes for it, or the tape has for it alone.
     results:   those with a trained weight, by number; None: as many as weights, each of its own.
+    arguments: places of other arguments, which several calls may share.
     """
 
     input: bool = False
     gradients: bool = False
     own: int = 0
     results: tuple[int, ...] | None = field(default=None, compare=False)
+    arguments: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ def _operands(*arguments: Any, **options: Any) -> Kept:
     return Kept(input=True, gradients=True)
 
 
+def _of_groups(*arguments: Any, **options: Any) -> Kept:
+    """Operands, and where groups end."""
+    return Kept(input=True, gradients=True, arguments=(2,))
+
+
 def _of_adapters(
     input: Tensor,
     weights: Sequence[Tensor],
@@ -122,6 +129,11 @@ def _of_fp8_layers(input: Tensor, weights: Sequence[Tensor], *others: Any, **opt
 def _of_gate(gate_up: Tensor, *others: Any, **options: Any) -> Kept:
     """The activation is computed again."""
     return Kept(gradients=True, own=gate_up.nbytes // 2)
+
+
+def _of_gate_and_groups(gate_up: Tensor, *others: Any, **options: Any) -> Kept:
+    """The activation is computed again; and where groups end."""
+    return replace(_of_gate(gate_up), arguments=(2,))
 
 
 def _of_gelu(x: Tensor, *others: Any, **options: Any) -> Kept:
@@ -222,8 +234,8 @@ OPERATIONS: Mapping[object, Operation] = {
     adapted_linears: Operation(sink=_of_adapters),
     fp8_linear: Operation(sink=_of_fp8_layer, result_unread=True, shares_scales=True),
     fp8_linears: Operation(sink=_of_fp8_layers, shares_scales=True),
-    grouped_linear: Operation(sink=_operands, result_unread=True, grouped=True),
-    gated_grouped_linear: Operation(sink=_of_gate, result_unread=True, grouped=True),
+    grouped_linear: Operation(sink=_of_groups, result_unread=True, grouped=True),
+    gated_grouped_linear: Operation(sink=_of_gate_and_groups, result_unread=True, grouped=True),
     gated_linear: Operation(sink=_of_gate, result_unread=True),
     gelu_linear: Operation(sink=_of_gelu, result_unread=True),
     embedding: Operation(sink=_rows, result_unread=True),

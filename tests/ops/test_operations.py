@@ -144,7 +144,7 @@ class Sink:
         self.kept += [product.rows.values, product.columns.values]
 
     def grouped(self, weight: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-        self.kept += [left, right]
+        self.kept += [left, right, ends]
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
         self.kept += [grad_output]
@@ -170,7 +170,10 @@ def test_what_a_sink_keeps(place, dtype):
     input = kept.pop(storage(example.args[0]), None)
     gradients = [kept.pop(storage(grad), None) for grad in upstream]
     assert len({*map(bool, gradients)}) == 1
-    found = ops.Kept(input is not None, gradients[0] is not None, own=sum(kept.values()))
+    tensors = {at: x for at, x in enumerate(example.args) if at and isinstance(x, Tensor)}
+    shared = tuple(at for at, x in tensors.items() if kept.pop(storage(x), None))
+    own = sum(kept.values())
+    found = ops.Kept(input is not None, gradients[0] is not None, own=own, arguments=shared)
     assert found == example.row.sink(*example.args, **example.options)
 
 
