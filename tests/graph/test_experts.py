@@ -14,6 +14,7 @@ from torch.fx import Graph
 from megatron_merak.config import ModelConfig
 from megatron_merak.errors import PlanError
 from megatron_merak.graph.capture.capture import capture
+from megatron_merak.graph.fusion.fuse import fuse
 from megatron_merak.graph.lowering.rewrite import rewrite
 from megatron_merak.graph.lowering.routed import RoutedKind, find_routed
 from megatron_merak.graph.partition.cut import cut
@@ -519,3 +520,10 @@ def test_weights_that_follow_from_several_have_the_name_of_the_first():
     product = torch.ops.transformers.grouped_mm_fallback.default
     assert weight_of(graph.call_function(product, (rows, both, ends))) == "gate"
     assert weight_of(graph.call_function(product, (rows, made, ends))) not in ("gate", "up")
+
+
+def test_ranks_that_shard_every_expert_multiply_with_the_parameters_themselves():
+    real, _, batch = tiny("mixtral")
+    captured = capture(real(), batch)
+    program = rewrite(captured, cut(captured), shard(captured, 2), 0, 2)
+    assert fuse(program.graph, recompute_activations=True)["recomputed activation"] == 2

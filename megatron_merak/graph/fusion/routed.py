@@ -6,11 +6,12 @@ An index's backward adds rows up one after the other; those of ``ops.rows`` gath
 
 import operator
 
+import torch
 from torch.fx import Graph, Node
 
 from ... import ops
 from ..ir.inplace import call as new_node
-from ..ir.nodes import is_op, operand
+from ..ir.nodes import called, is_op, operand
 from ..ir.operators import facts
 from ..sharding.experts import GROUPED
 from .patterns import Match, Var, call, mul, narrowed, widened
@@ -126,8 +127,10 @@ def _transposed(weight: object) -> Node | None:
     if not isinstance(weight, Node) or not facts(weight).transposes:
         return None
     source = operand(weight)
-    swapped = value(source).mT
-    same = (swapped.shape, swapped.stride()) == (value(weight).shape, value(weight).stride())
+    # not by the strides of its own value: of a shard, these may be those of the whole
+    stored = torch.empty(value(source).shape, device="meta")
+    seen = called(weight)(stored, *weight.args[1:], **weight.kwargs)
+    same = (stored.mT.shape, stored.mT.stride()) == (seen.shape, seen.stride())
     return source if same else None
 
 
