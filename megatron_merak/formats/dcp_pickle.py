@@ -84,6 +84,8 @@ class _Restricted(pickle.Unpickler):
         key = (module, name)
         if key in _REAL:
             return _REAL[key]
+        if key == GETATTR:
+            return _member
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if key not in _STAND_INS:
@@ -99,6 +101,18 @@ class _Restricted(pickle.Unpickler):
 
 class _ForeignNameError(Exception):
     """A name that no `.metadata` of a store needs."""
+
+
+# Early releases of Python 3.11 (3.11.2 among them) pickle a member of an enumeration as an attribute of
+# its class, by this name; others call the class with the member's value.
+GETATTR = ("builtins", "getattr")
+
+
+def _member(kind: Any, name: Any) -> _Inert:
+    """Stand in for a member of an enumeration, of classes that are stand-ins themselves."""
+    if not (isinstance(kind, type) and issubclass(kind, _Inert)):
+        raise _ForeignNameError(".".join(GETATTR))
+    return kind(name)
 
 
 def read_metadata(path: Path) -> Any:

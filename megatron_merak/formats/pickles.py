@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import CheckpointError, DamagedError, MerakError
-from .dcp_pickle import why
+from .dcp_pickle import GETATTR, why
 
 REMEDY = "Copy the checkpoint again, or save it once more"
 
@@ -83,6 +83,8 @@ class PlainUnpickler(pickle.Unpickler):
         found = _ALLOWED.get((module, name))
         if found is not None:
             return found
+        if (module, name) == GETATTR:
+            return _member
         if module.startswith(_INERT):
             return Inert
         raise _RefusedError(f"it names {module}.{name}, which is not called")
@@ -90,6 +92,13 @@ class PlainUnpickler(pickle.Unpickler):
 
 class _RefusedError(pickle.UnpicklingError):
     """A name in a pickle that is not let through."""
+
+
+def _member(kind: Any, name: Any) -> Inert:
+    """Stand in for a member of an enumeration, of classes that are not called; see ``GETATTR``."""
+    if kind is not Inert:
+        raise _RefusedError(f"it names {'.'.join(GETATTR)}, which is not called")
+    return Inert(name)
 
 
 # what torch.load takes for a module
