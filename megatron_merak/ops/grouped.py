@@ -29,7 +29,7 @@ class _Grouped(torch.autograd.Function):
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, ends)
         ctx.transposed = transposed
         ctx.sink = sink
-        return product_by_group(rows, weight if transposed else weight.mT, ends)
+        return torch.ops.merak.product_by_group(rows, weight if transposed else weight.mT, ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -38,9 +38,11 @@ class _Grouped(torch.autograd.Function):
         grad_rows = None
         grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_rows = product_by_group(grad, weight.mT if ctx.transposed else weight, ends)
+            grad_rows = gradient_of_rows(weight, grad, ends, ctx.transposed)
         if ctx.needs_input_grad[1]:
-            grad_weight = gradient_of_weight(weight, rows, grad, ends, ctx.transposed, ctx.sink)
+            grad_weight = gradient_of_weight(
+                weight, rows, grad, ends, transposed=ctx.transposed, sink=ctx.sink
+            )
         return grad_rows, grad_weight, None, None, None
 
 
@@ -60,9 +62,14 @@ def grouped_linear(
     return _Grouped.apply(rows, weight, ends, transposed, sink)
 
 
-def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows [n, i] with the matrix of their group, of [e, i, o]: [n, o]."""
-    return torch.ops.merak.product_by_group(rows, weights, ends)
+def gradient_of_rows(weight: Tensor, grad: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """Return the gradient of the rows, [n, i].
+
+    grad: of the products, [n, o].
+
+    For the other arguments see ``grouped_linear``.
+    """
+    return torch.ops.merak.product_by_group(grad, weight.mT if transposed else weight, ends)
 
 
 def gradient_of_weight(

@@ -5,91 +5,110 @@ saved by autograd   gate_up [.., 2f]    silu(gate) up [.., f]
 saved here          gate_up [.., 2f]
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from .activation import bias_gelu, gated_halves
-from .grouped import gradient_of_weight, product_by_group
+from .grouped import gradient_of_rows, gradient_of_weight, grouped_linear
 from .linear import WeightGradientSink, linear
 from .rows import weighted_swiglu
 
 
+@dataclass(frozen=True)
+class _How:
+    """What a product is of, and where the gradient of its weight goes.
+
+    make:             computes the activation of its inputs; differentiable and cheap.
+    transposed, sink: see ``linear``.
+    """
+
+    make: Callable[..., Tensor]
+    transposed: bool
+    sink: WeightGradientSink | None
+
+
+class _Again:
+    """An activation computed again, for the gradients of its inputs.
+
+    needed: whether each of ``inputs`` takes a gradient.
+    """
+
+    def __init__(self, how: _How, inputs: Sequence[Tensor], needed: Sequence[bool]):
+        pairs = zip(inputs, needed, strict=True)
+        self._leaves = [x.detach().requires_grad_(needs) for x, needs in pairs]
+        with torch.enable_grad():
+            self._activation = how.make(*self._leaves)
+
+    @property
+    def value(self) -> Tensor:
+        return self._activation.detach()
+
+    def gradients(self, of_activation: Callable[[], Tensor]) -> list[Tensor | None]:
+        """Return those of the inputs; None for one that takes none.
+
+        of_activation: returns the gradient of the activation, if any input takes one.
+        """
+        wanted = [x for x in self._leaves if x.requires_grad]
+        if not wanted:
+            return [None] * len(self._leaves)
+        found = iter(torch.autograd.grad(self._activation, wanted, of_activation()))
+        return [next(found) if x.requires_grad else None for x in self._leaves]
+
+
 class _LinearOf(torch.autograd.Function):
-    """linear(make(*inputs), weight, bias). ``make``: differentiable and cheap."""
+    """linear(make(*inputs), weight, bias)."""
 
     @staticmethod
-    def forward(ctx, make: Callable[..., Tensor], transposed, sink, weight, bias, *inputs):
-        ctx.make = make
-        ctx.transposed = transposed
-        ctx.sink = sink
+    def forward(ctx, how: _How, weight, bias, *inputs):
+        ctx.how = how
         ctx.save_for_backward(weight, *inputs)
-        return linear(make(*inputs), weight, bias, transposed=transposed)
+        return linear(how.make(*inputs), weight, bias, transposed=how.transposed)
 
     @staticmethod
     def backward(ctx, grad):
         weight, *inputs = ctx.saved_tensors
-        needed = ctx.needs_input_grad[5:]
-        inputs = [x.detach().requires_grad_(needs) for x, needs in zip(inputs, needed, strict=True)]
-        with torch.enable_grad():
-            activation = ctx.make(*inputs)
-        recomputed = activation.detach().reshape(-1, activation.shape[-1])
+        how = ctx.how
+        again = _Again(how, inputs, ctx.needs_input_grad[3:])
+        recomputed = again.value.reshape(-1, again.value.shape[-1])
         rows = grad.reshape(-1, grad.shape[-1])
-        of_weight = (recomputed, rows) if ctx.transposed else (rows, recomputed)
+        of_weight = (recomputed, rows) if how.transposed else (rows, recomputed)
         grad_weight = grad_bias = None
-        if ctx.sink is not None:
-            ctx.sink.matmul(weight, *of_weight)
-        elif ctx.needs_input_grad[3]:
+        if how.sink is not None:
+            how.sink.matmul(weight, *of_weight)
+        elif ctx.needs_input_grad[1]:
             grad_weight = of_weight[0].t() @ of_weight[1]
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
-        differentiable = [x for x in inputs if x.requires_grad]
-        computed = iter(())
-        if differentiable:
-            grad_activation = grad @ weight.t() if ctx.transposed else grad @ weight
-            computed = iter(torch.autograd.grad(activation, differentiable, grad_activation))
-        return (
-            None,
-            None,
-            None,
-            grad_weight,
-            grad_bias,
-            *(next(computed) if needs else None for needs in needed),
-        )
+        of_inputs = again.gradients(lambda: grad @ (weight.t() if how.transposed else weight))
+        return None, grad_weight, grad_bias, *of_inputs
 
 
 class _GroupedOf(torch.autograd.Function):
-    """grouped_linear(make(*inputs), weight, ends). ``make``: differentiable and cheap."""
+    """grouped_linear(make(*inputs), weight, ends)."""
 
     @staticmethod
-    def forward(ctx, make: Callable[..., Tensor], transposed, sink, weight, ends, *inputs):
-        ctx.make = make
-        ctx.transposed = transposed
-        ctx.sink = sink
+    def forward(ctx, how: _How, weight, ends, *inputs):
+        ctx.how = how
         ctx.save_for_backward(weight, ends, *inputs)
-        return product_by_group(make(*inputs), weight if transposed else weight.mT, ends)
+        return grouped_linear(how.make(*inputs), weight, ends, how.transposed)
 
     @staticmethod
     def backward(ctx, grad):
         weight, ends, *inputs = ctx.saved_tensors
-        needed = ctx.needs_input_grad[5:]
+        how = ctx.how
         grad = grad.contiguous()
-        inputs = [x.detach().requires_grad_(needs) for x, needs in zip(inputs, needed, strict=True)]
-        with torch.enable_grad():
-            activation = ctx.make(*inputs)
+        again = _Again(how, inputs, ctx.needs_input_grad[3:])
         grad_weight = None
-        if ctx.needs_input_grad[3]:
-            rows = activation.detach()
-            grad_weight = gradient_of_weight(weight, rows, grad, ends, ctx.transposed, ctx.sink)
-        differentiable = [x for x in inputs if x.requires_grad]
-        computed = iter(())
-        if differentiable:
-            of_rows = product_by_group(grad, weight.mT if ctx.transposed else weight, ends)
-            computed = iter(torch.autograd.grad(activation, differentiable, of_rows))
-        of_inputs = [next(computed) if needs else None for needs in needed]
-        return None, None, None, grad_weight, None, *of_inputs
+        if ctx.needs_input_grad[1]:
+            grad_weight = gradient_of_weight(
+                weight, again.value, grad, ends, transposed=how.transposed, sink=how.sink
+            )
+        of_inputs = again.gradients(lambda: gradient_of_rows(weight, grad, ends, how.transposed))
+        return None, grad_weight, None, *of_inputs
 
 
 def gated_linear(
@@ -105,9 +124,8 @@ def gated_linear(
 
     weight, bias, transposed, sink: see ``linear``.
     """
-    return _LinearOf.apply(
-        partial(gated_halves, activation=activation), transposed, sink, weight, bias, gate_up
-    )
+    how = _How(partial(gated_halves, activation=activation), transposed, sink)
+    return _LinearOf.apply(how, weight, bias, gate_up)
 
 
 def gated_grouped_linear(
@@ -126,11 +144,10 @@ def gated_grouped_linear(
     weight, ends, transposed, sink: see ``grouped_linear``.
     """
     if row_weights is not None:
-        return _GroupedOf.apply(
-            weighted_swiglu, transposed, sink, weight, ends, gate_up, row_weights
-        )
-    make = partial(gated_halves, activation=activation)
-    return _GroupedOf.apply(make, transposed, sink, weight, ends, gate_up)
+        how = _How(weighted_swiglu, transposed, sink)
+        return _GroupedOf.apply(how, weight, ends, gate_up, row_weights)
+    how = _How(partial(gated_halves, activation=activation), transposed, sink)
+    return _GroupedOf.apply(how, weight, ends, gate_up)
 
 
 def gelu_linear(
@@ -148,9 +165,8 @@ def gelu_linear(
     weight, bias, transposed, sink: see ``linear``.
     """
     inputs = (x,) if inner_bias is None else (x, inner_bias)
-    return _LinearOf.apply(
-        partial(_gelu, activation=activation), transposed, sink, weight, bias, *inputs
-    )
+    how = _How(partial(_gelu, activation=activation), transposed, sink)
+    return _LinearOf.apply(how, weight, bias, *inputs)
 
 
 def _gelu(x: Tensor, bias: Tensor | None = None, *, activation: str) -> Tensor:

@@ -126,7 +126,14 @@ def test_a_recomputed_activation_changes_no_bit(split, transposed, weighted):
     plain = grouped_linear(activation(), weight, ends, transposed)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        found = ops.gated_grouped_linear(gate_up, weight, ends, weights, "silu", transposed)
+        found = ops.gated_grouped_linear(
+            gate_up,
+            weight,
+            ends,
+            row_weights=weights,
+            activation="silu",
+            transposed=transposed,
+        )
     assert not any(tensor.shape == (ROWS, width) for tensor in saved)
     assert torch.equal(found, plain)
     grads = (torch.autograd.grad(out, inputs, upstream) for out in (found, plain))
