@@ -4,6 +4,7 @@ does: what a unit needs only while it runs.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,48 +83,43 @@ class _HeldOperands:
         self.defers = defers
         self.adds = adds
         self._holds = defers or overlaps
-        self._held: list[tuple[Tensor, Tensor]] = []
-        self._held_groups: list[tuple[Tensor, Tensor, int]] = []
-        self._held_products: list[Callable[[torch.dtype], Tensor]] = []
+        self._held: list[Callable[[], object]] = []
         self._parts: list[Tensor] = []  # of tensors in flight
 
-    def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor, now: bool = False) -> None:
+    def _take(self, compute: Callable[[], object], now: bool = False) -> None:
+        """Compute a weight gradient now, or keep what does so, with its operands."""
         if self._holds and not now:
-            self._held.append((grad_output.detach(), input.detach()))
+            self._held.append(compute)
         else:
-            self._multiply(grad_output, input)
+            compute()
+
+    def matmul(self, weight: Tensor, grad_output: Tensor, input: Tensor, now: bool = False) -> None:
+        self._take(partial(self._multiply, grad_output.detach(), input.detach()), now)
 
     def _multiply(self, grad_output: Tensor, input: Tensor) -> None:
-        if not self.adds and grad_output.dtype != torch.float32 and input.is_floating_point():
+        if not self.adds and grad_output.dtype != torch.float32:
             rows = grad_output[:, :_PRODUCT_ROWS]
             grad_output.new_empty(rows.shape[1], input.shape[1])
 
     def grouped(self, weight: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-        groups = len(ends)
-        if self._holds:
-            self._held_groups.append((left.detach(), right.detach(), groups))
-        else:
-            self._multiply_groups(left, right, groups)
+        self._take(partial(self._multiply_groups, left.detach(), right.detach(), ends))
 
-    def _multiply_groups(self, left: Tensor, right: Tensor, groups: int) -> None:
+    def _multiply_groups(self, left: Tensor, right: Tensor, ends: Tensor) -> None:
         """A device with a kernel for all groups makes the products of all before it adds them, in
         16 bits; others one by one.
         """
         if left.dtype != torch.float32:
-            left.new_empty((groups if self.adds else 1, left.shape[1], right.shape[1]))
+            groups = len(ends) if self.adds else 1
+            left.new_empty((groups, left.shape[1], right.shape[1]))
 
     def product(self, weight: Tensor, product: Callable[[torch.dtype], Tensor]) -> None:
-        if self._holds:
-            self._held_products.append(product)
-        else:
-            product(torch.float32)
+        self._take(partial(product, torch.float32))
 
     def largest(self, values: Tensor) -> Tensor:
         return values
 
     def rows(self, weight: Tensor, index: Tensor, grad_output: Tensor) -> None:
-        if self._holds:
-            self._held.append((grad_output.detach(), index))
+        self._take(partial(_keep, grad_output.detach(), index))
 
     def getter(self, input: Tensor) -> Callable[[], Tensor] | None:
         return None
@@ -132,15 +128,13 @@ class _HeldOperands:
         """A collective of a backward is in flight, so that its segment ends."""
         self._parts = list(tensors)
         if not self.defers:
-            for pair in self._held:
-                self._multiply(*pair)
+            for compute in self._held:
+                compute()
             self._held.clear()
-            for left, right, groups in self._held_groups:
-                self._multiply_groups(left, right, groups)
-            self._held_groups.clear()
-            for product in self._held_products:
-                product(torch.float32)
-            self._held_products.clear()
+
+
+def _keep(*operands: Tensor) -> None:
+    """Rows are added where they belong, without a copy."""
 
 
 class _Mark(torch.autograd.Function):
