@@ -77,7 +77,7 @@ class Gradient:
                 write(block, columns.t() @ input)
         self._begun = True
 
-    def add_products(self, left: Tensor, right: Tensor, ends: Tensor) -> None:
+    def add_grouped_product(self, left: Tensor, right: Tensor, ends: Tensor) -> None:
         """Add left.T @ right of the rows of each group, see ``ops.add_products_``."""
         ops.add_products_(self.total, left, right, ends, self._begun)
         self._begun = True
@@ -112,7 +112,7 @@ class DeferredProduct:
 
 
 @dataclass(frozen=True, eq=False)
-class DeferredProducts:
+class DeferredGroupedProduct:
     """A contribution to ``grad``, not computed yet: left.T @ right of the rows of each group."""
 
     grad: Gradient
@@ -127,7 +127,7 @@ class DeferredProducts:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        self.grad.add_products(self.left, self.right, self.ends)
+        self.grad.add_grouped_product(self.left, self.right, self.ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class DeferredCall:
         self.grad.add(self.compute(self.grad.total.dtype))
 
 
-Deferred = DeferredProduct | DeferredProducts | DeferredCall
+Deferred = DeferredProduct | DeferredGroupedProduct | DeferredCall
 _Place = tuple[int, int, torch.Size]  # storage, offset, shape
 
 
@@ -211,7 +211,7 @@ class WeightGradients:
     def grouped(self, weight: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
         grad = self._of(weight)
         if grad is not None:
-            self._add(DeferredProducts(grad, left.detach(), right.detach(), ends))
+            self._add(DeferredGroupedProduct(grad, left.detach(), right.detach(), ends))
 
     def product(self, weight: Tensor, product: Callable[[torch.dtype], Tensor]) -> None:
         grad = self._of(weight)
