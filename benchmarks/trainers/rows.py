@@ -1,7 +1,7 @@
 """What a training script measured: rows, their table, and the JSON that keeps them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ class Row:
         return f"{self.precision} {self.layout} {self.contestant}"
 
 
-def check_chosen(rows: list[Row], text: str) -> None:
+def check_chosen(rows: Sequence[object], text: str) -> None:
     """End the program if no row is left of those with ``text``, the value of ``--only``."""
     if not rows:
         raise SystemExit(f"--only {text}: no row has this in its name")

@@ -202,12 +202,12 @@ def main(argv: list[str] | None = None) -> int:
 def run(given: argparse.Namespace) -> int:
     """Measure; 1 where losses disagree."""
     options = FULL | {"steps": given.steps} | (QUICK if given.quick else {})
+    groups = [contestants(*each) for each in product(PRECISIONS, (ONE, PIPELINE, TENSOR, DATA))]
+    groups = [each for each in groups if given.only in f"{each[0].precision} {each[0].layout}"]
+    check_chosen(groups, given.only)
     rows: list[Row] = []
     print(HEADER, flush=True)
-    for precision, layout in product(PRECISIONS, (ONE, PIPELINE, TENSOR, DATA)):
-        if given.only not in f"{precision} {layout}":
-            continue
-        group = contestants(precision, layout)
+    for group in groups:
         for repeat in range(1 if given.quick else given.repeats):
             for row in group:
                 (run_script if row.script else run_peer)(row, options, given.warmup, given.timeout)
@@ -220,7 +220,6 @@ def run(given: argparse.Namespace) -> int:
         print("\n".join(beside(group[-1], group)), flush=True)
         if given.json:
             save(given.json, rows, options)
-    check_chosen(rows, given.only)
     if wrong := disagreement(rows):
         print(f"Losses differ. {wrong}")
         return 1
