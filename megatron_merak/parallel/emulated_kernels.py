@@ -180,9 +180,8 @@ def _traffic(packet, signature: Signature, args: tuple, kwargs: dict, out: Any) 
         return touched + sum(map(_bytes, others)) + sum(map(_bytes, kwargs.values()))
     moved = written
     if packet._qualified_op_name == _GROUPED_WEIGHTS and args[1].element_size() == 2:
-        moved += (
-            4 * args[0].numel()
-        )  # products of all groups, written and read before they are added
+        # products of all groups are written and read before they are added
+        moved += 4 * args[0].numel()
     overwrites = values.get("beta") == 0 or values.get("add") is False
     for place, name in enumerate(signature.names):
         if name in values:

@@ -26,7 +26,9 @@ CAPTURES = Captures()
 
 def ours(name, directory, changes, resume=None):
     with CAPTURES.shared():
-        trainer, logs = run(MerakTrainer, MerakArguments, name, directory, changes, resume)
+        trainer, logs = run(
+            MerakTrainer, MerakArguments, name, directory, changes=changes, resume=resume
+        )
     return trainer, logs
 
 

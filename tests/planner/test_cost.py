@@ -337,11 +337,18 @@ def test_levels_of_context_parallel_ranks_are_priced_with_their_own_links():
 
 
 def test_gradients_of_weights_that_are_made_in_16_bits_move_more_bytes():
-    device = Device("card", 1e9, 1e9, 1.0, 0, 1.0)
+    device = Device(
+        "card",
+        bfloat16_flops=1e9,
+        float32_flops=1e9,
+        memory_bandwidth=1.0,
+        memory=0,
+        matmul_efficiency=1.0,
+    )
     link = Link("wire", 0.0, 1.0)
-    unit = Unit("layer", "layer", 8, 1000, 0, 16)
-    pair = (unit, replace(unit, added_values=6))
-    one, other = unit_costs(pair, Cluster(device, 8, link, link), "bfloat16", Grid())
+    cluster = Cluster(device, 8, inside=link, between=link)
+    unit = Unit("layer", "layer", parameters=8, flops=1000, saved_bytes=0, output_bytes=16)
+    one, other = unit_costs((unit, replace(unit, added_values=6)), cluster, "bfloat16", Grid())
     assert other.forward == one.forward
     assert other.weight - one.weight == pytest.approx(4 * 6)
     assert other.backward - one.backward == pytest.approx(4 * 6)

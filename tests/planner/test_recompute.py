@@ -217,13 +217,17 @@ def test_what_later_stages_keep_makes_room_for_more_of_their_layers(memory, sche
         assert sizes[:3] == sorted(sizes[:3]) and shares == sorted(shares, reverse=True)
 
 
+def recomputed(plan):
+    """How many units are recomputed."""
+    return sum(len(stage.recompute) for stage in plan.stages)
+
+
 def test_activations_that_are_recomputed_alone_leave_room_for_more_layers():
     """Entire layers are recomputed where that is not enough."""
     made = plan(config(5.2, "selective"), 4, CLUSTERS["rtx3090"])
     whole = plan(config(5.2, "capacity"), 4, CLUSTERS["rtx3090"])
     assert made.recompute_activations and not whole.recompute_activations
-    counts = [sum(len(stage.recompute) for stage in each.stages) for each in (made, whole)]
-    assert 0 < counts[0] < counts[1]
+    assert 0 < recomputed(made) < recomputed(whole)
     assert max(memory.total for memory in rank_memory(made)) <= 5.2 * GIB
     assert made.predicted_time < whole.predicted_time
 
