@@ -118,17 +118,26 @@ class Measure(TrainerCallback):
             engine.executors._executors[count, True] = self.executor
 
 
+def has_memory(tensor):
+    """Whether a tensor has bytes of its own in this process's memory: a wrapper, of this or of an
+    earlier test, has none.
+    """
+    if is_withheld(tensor) or tensor.device.type != "cpu" or is_fake(tensor):
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def storages():
     """Every storage that a tensor of this process has, by its address, which no other takes while
     it is held here.
     """
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    real = [
-        each
-        for each in tensors
-        if not is_withheld(each) and each.device.type == "cpu" and not is_fake(each)
-    ]
+    real = [each for each in tensors if has_memory(each)]
     return {each.untyped_storage().data_ptr(): each.untyped_storage() for each in real}
 
 
