@@ -63,6 +63,7 @@ def test_what_a_plan_takes_over_has_the_default_and_the_type_of_the_setting(row)
 MORE = {
     "compile_pointwise": {"graph_sharding": "cut"},
     "grad_reduce_in_bf16": {"dtype": "bfloat16"},
+    "moe_expert_rank_capacity_factor": {"expert_model_parallel_size": 4},
     "num_distributed_optimizer_instances": {"use_distributed_optimizer": True},
 }
 

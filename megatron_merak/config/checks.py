@@ -443,6 +443,14 @@ def check_experts(parallel: ParallelConfig, copies: int, of: int | None = None) 
     ranks = parallel.tensor_model_parallel_size
     together = parallel.expert_ranks
     if together == 1:
+        if parallel.moe_expert_rank_capacity_factor is not None:
+            reason = "has an effect on rows that ranks exchange, and none divide experts"
+            raise ConfigError(
+                "--moe-expert-rank-capacity-factor",
+                parallel.moe_expert_rank_capacity_factor,
+                reason,
+                "Leave it out, or add --expert-model-parallel-size",
+            )
         if parallel.expert_tensor_parallel_size not in (None, ranks):
             reason = (
                 f"without expert parallelism experts are sharded over all {ranks} ranks of a layer"

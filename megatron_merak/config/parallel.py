@@ -148,6 +148,12 @@ class ParallelConfig(Section):
     )
     """Number of ranks over which each expert is sharded, beside those that divide experts (unset: 1
     with --expert-model-parallel-size, else the tensor-parallel size)."""
+    moe_expert_rank_capacity_factor: float | None = setting(
+        None, least=1, plan=InPlan("expert_room", taken=True)
+    )
+    """Let ranks that divide experts exchange equal numbers of rows, of which the host reads none:
+    so many times those that each would get of each other one if all got as many, with zeros behind
+    those that there are. A rank with more ends the run (unset: as many rows as there are)."""
     tp_comm_overlap: str = setting(
         "weight-gradient", choices=OVERLAPS, bare="auto", megatron=False, plan=InPlan("overlap")
     )

@@ -12,14 +12,14 @@ gradient is then added up in the order that it has without all this, to the bit.
 """
 
 import operator
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Node
 
 from .ir.aliases import aliased
 from .ir.kinds import kinds, kinds_like
-from .ir.marks import copy_in, exchange, exchange_rows, rotate, turn_back
+from .ir.marks import copy_in, exchange, exchange_rows, rotate, rows_of, turn_back
 from .ir.nodes import is_random, operand
 from .lowering.flow import REDUCTIONS, Flow
 from .lowering.rewrite import Rewritten
@@ -38,7 +38,7 @@ def put_behind_exchanges(rewritten: Rewritten) -> None:
     such work and from a collective of its own: they are computed where they are read.
     """
     graph = rewritten.graph
-    if not graph.find_nodes(op="call_function", target=exchange_rows):
+    if all(rows_of(node) is None for node in graph.nodes):
         return
     flow = Flow(rewritten)
     units: dict[int, list[Node]] = {}
@@ -46,10 +46,11 @@ def put_behind_exchanges(rewritten: Rewritten) -> None:
         units.setdefault(unit, []).append(node)
     found = []
     for nodes in units.values():
-        together: dict[Node, list[Node]] = {}  # by the numbers of rows: these and their weights
+        together: dict[Hashable, list[Node]] = {}  # rows, and their weights
         for node in nodes:
-            if node.target is exchange_rows:
-                together.setdefault(operand(node, 1), []).append(node)
+            rows = rows_of(node)
+            if rows is not None:
+                together.setdefault(rows, []).append(node)
         for marks in together.values():
             work = _Work(flow, nodes, marks)
             for node in work.behind:

@@ -12,6 +12,7 @@ from .. import ops
 from .ir.kinds import kinds
 from .ir.marks import copy_in
 from .ir.nodes import values
+from .ir.operators import filled
 from .lowering.emit import call_with_sink
 from .lowering.flow import Flow
 from .lowering.levels import segment_levels
@@ -109,5 +110,5 @@ def _weight_flops(node: Node, flow: Flow) -> int:
         return 0
     (x, *_) = values(call.args[0])
     trained = [weight for weight in call.weights if flow.trains(weight)]
-    rows = x.numel() // x.shape[-1]
+    rows = round(filled(node) * x.numel() / x.shape[-1])
     return sum(2 * rows * values_of_row(call.operation, values(weight)[0]) for weight in trained)

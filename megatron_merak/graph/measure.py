@@ -43,7 +43,7 @@ from .ir.marks import (
     turn_back,
 )
 from .ir.nodes import is_op, nbytes, operand, values
-from .ir.operators import facts, flops
+from .ir.operators import facts, filled, flops
 from .kept_state import StateOf, kept_state
 from .lowering.context import check_contexts, repeated
 from .lowering.documents import known_documents
@@ -264,7 +264,7 @@ def _product_sizes(nodes: Iterable[Node]) -> tuple[tuple[int, int, int], ...]:
         product_flops = 0 if facts(node).attends else flops(node)
         if product_flops and (results := values(node)):
             columns = results[0].shape[-1]
-            count = results[0].numel()
+            count = round(results[0].numel() * filled(node))
             sizes.append((count // columns, columns, max(1, product_flops // (2 * count))))
     return tuple(sizes)
 

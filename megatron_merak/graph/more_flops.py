@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from .. import ops
 from ..planner.attention import SHORT, causal_more, masked_more
 from .ir.nodes import constant, is_op, is_random, op_name, operand, values
-from .ir.operators import facts, flops, is_causal
+from .ir.operators import facts, filled, flops, is_causal
 
 _LOOK_UP = (ops.embedding, ops.embedding_part)
 
@@ -112,7 +112,7 @@ def product_flops(node: Node) -> ProductFlops:
         inputs, weights = unneeded_flops([node])
         return ProductFlops(work, work - inputs, work - weights)
     x = operand(node)
-    rows = values(x)[0].numel() // values(x)[0].shape[-1]
+    rows = round(filled(node) * values(x)[0].numel() / values(x)[0].shape[-1])
     given: Any = node.args[1]
     factors = list(given) if isinstance(given, list | tuple) else [given]
     counts = [values_of_row(node.target, values(factor)[0]) for factor in factors]

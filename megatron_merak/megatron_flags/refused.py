@@ -115,7 +115,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         --moe-shared-expert-glu-interleave-size --moe-enable-routing-replay
         --moe-router-padding-for-quantization --moe-router-force-biased --moe-n-hash-layers
         --moe-single-grouped-weight --moe-single-grouped-bias --moe-flex-dispatcher-backend
-        --moe-permute-fusion-into-hybridep --moe-hybridep-pad-variable-tokens --moe-expert-rank-capacity-factor
+        --moe-permute-fusion-into-hybridep --moe-hybridep-pad-variable-tokens
         --moe-flex-dispatcher-num-sms --moe-hybridep-num-sms --moe-ncclep-static-shape
         --moe-mlp-glu-interleave-size --moe-paged-stash --moe-paged-stash-page-size
         --overlap-moe-expert-parallel-comm --use-fused-weighted-squared-relu

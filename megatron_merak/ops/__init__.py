@@ -30,7 +30,14 @@ from .recomputed import gated_grouped_linear, gated_linear, gelu_linear
 from .residual import bias_dropout_add, dropout_of_parts
 from .ring import ring_arrive, ring_end, ring_part, ring_pass_back
 from .rotary import rotary, rotary_angles, rotary_frequencies, rotary_heads
-from .rows import inverse_order, permuted, rows_by_expert, sums_of_rows, weighted_swiglu
+from .rows import (
+    inverse_order,
+    permuted,
+    placed,
+    rows_by_expert,
+    sums_of_rows,
+    weighted_swiglu,
+)
 from .softmax import masked_softmax
 from .unkept import UNKEPT
 
@@ -86,6 +93,7 @@ __all__ = [
     "matrices",
     "moved",
     "permuted",
+    "placed",
     "places",
     "ring_arrive",
     "ring_end",

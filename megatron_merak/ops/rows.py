@@ -27,6 +27,25 @@ class _Permuted(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        return _rows_or_zeros(rows, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return _rows_or_zeros(grad, place), None, None
+
+
+def _rows_or_zeros(rows: Tensor, numbers: Tensor) -> Tensor:
+    """Return the rows of these numbers, and zeros for those below 0."""
+    beside = [1] * (rows.dim() - 1)
+    chosen = rows.index_select(0, numbers.clamp(min=0))
+    return chosen.masked_fill_((numbers < 0).view(-1, *beside), 0)
+
+
 class _RowsByExpert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -106,6 +125,17 @@ def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     inverse: where each row is in ``order``, int64 [n].
     """
     return _Permuted.apply(rows, order, inverse)
+
+
+def placed(rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
+    """Return ``rows[source]``, and zeros where ``source`` is -1.
+
+    rows:   [n, ...].
+    source: the number of the row that is in each place, or -1, int64 [m]; a row is in one place at
+            most.
+    place:  where each row is, or -1, int64 [n].
+    """
+    return _Placed.apply(rows, source, place)
 
 
 def rows_by_expert(x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:

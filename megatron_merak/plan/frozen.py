@@ -63,6 +63,8 @@ class Plan:
     expert_parallel:       parts that the experts of a layer are divided into; 1: each rank has all, or
                            its shard of each.
     expert_shards:         ranks that shard each expert of such a part.
+    expert_room:           how many times the rows that such a rank gets of another one if all get as many
+                           it has room for; None: for as many as there are.
     overlap_grad_reduce:   whether gradients are reduced during the backward.
     bucket_size:           number of elements that are reduced at a time.
     sharding:              what data-parallel ranks shard, see
@@ -109,6 +111,7 @@ class Plan:
     cp_inner: int = 1
     expert_parallel: int = 1
     expert_shards: int = 1
+    expert_room: float | None = None
     overlap_grad_reduce: bool = True
     bucket_size: int = 40_000_000
     sharding: str = "no_shard"
@@ -232,7 +235,13 @@ class Plan:
             raise PlanError(
                 "dtype", self.dtype, f"known types are {', '.join(DTYPE_BYTES)}", "Use one of them"
             )
-        check_experts(self.expert_parallel, self.expert_shards, self.grid, self.sharding_instances)
+        check_experts(
+            self.expert_parallel,
+            self.expert_shards,
+            self.expert_room,
+            self.grid,
+            self.sharding_instances,
+        )
         if error := refused_of(self.dtype, self.grad_reduce_in_bf16, self.fp32_residual):
             raise error
         if error := refused_with_fp8(

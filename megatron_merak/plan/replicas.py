@@ -56,10 +56,17 @@ def check_instances(instances: int, replicas: int, sharding: str) -> None:
         raise PlanError("sharding_instances", instances, *refused)
 
 
-def check_experts(experts: int, shards: int, grid: Grid, instances: int) -> None:
+def check_experts(
+    experts: int, shards: int, room: float | None, grid: Grid, instances: int
+) -> None:
     """Raise PlanError if ranks of a grid cannot divide the experts of a layer into so many parts, and
-    each into so many shards.
+    each into so many shards, or have no room for rows.
     """
+    if room is not None:
+        if room < 1:
+            raise PlanError("expert_room", room, "it is below 1", "Use 1 or more, or null")
+        if experts * shards == 1:
+            raise PlanError("expert_room", room, "no ranks divide experts", "Use null")
     if shards < 1:
         raise PlanError("expert_shards", shards, "it is below 1", "Use 1 or more")
     if refused := refused_experts(experts, grid.tp, grid.copies, shards):

@@ -102,7 +102,10 @@ def plan_table(plan: Plan, width: int = 120) -> str:
         each = f", each expert over {plan.expert_shards}" if plan.expert_shards > 1 else ""
         copies = f", of {plan.expert_copies} copies of a layer" if plan.expert_copies > 1 else ""
         over = counted(plan.expert_ranks, "rank")
-        lines.append(f"experts divided over {over}{copies}{each}; as many tokens for each rank")
+        room = f", with room for {plan.expert_room:g} times as many" if plan.expert_room else ""
+        lines.append(
+            f"experts divided over {over}{copies}{each}; as many tokens for each rank{room}"
+        )
     if grid.layer_ranks > 1 or plan.expert_ranks > 1:
         axes = {"tensor": grid.tp, "context": grid.cp, "expert": plan.expert_ranks}
         kind = next(name for name, ranks in axes.items() if ranks > 1)

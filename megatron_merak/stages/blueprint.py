@@ -141,6 +141,7 @@ def measured(
         vocabulary_multiple=request.vocabulary_multiple,
         experts=parallel.expert_ranks,
         shards=parallel.expert_shards,
+        room=parallel.moe_expert_rank_capacity_factor,
     )
     check_four_bit(captured, sharding, request.fp8, parallel.offload_model_states)
     units = measure(
@@ -247,6 +248,7 @@ def blueprint_from_plan(
         complete=True,
         experts=plan.expert_ranks,
         shards=plan.expert_shards,
+        room=plan.expert_room,
     )
     check_four_bit(captured, sharding, plan.fp8, plan.offload_model_states)
     units = measure(
@@ -486,6 +488,7 @@ class Blueprint:
             pins=self.sharding.tensors,
             experts=self.plan.expert_ranks,
             shards=self.plan.expert_shards,
+            room=self.plan.expert_room,
         )
 
     def _parts(

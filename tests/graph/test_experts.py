@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.fx import Graph
 
 from megatron_merak.config import ModelConfig
-from megatron_merak.errors import PlanError
+from megatron_merak.errors import ConfigError, PlanError
 from megatron_merak.graph.capture.capture import capture
 from megatron_merak.graph.fusion.fuse import fuse
 from megatron_merak.graph.lowering.rewrite import rewrite
@@ -46,12 +47,16 @@ class Model:
         arguments = (self.captured, self.chain, self.sharding)
         return [rewrite(*arguments, r, self.tp, sequence_parallel=True) for r in range(self.tp)]
 
+    def run(self, programs):
+        """The loss and every gradient of each rank."""
+        held = lockstep.shards(self.captured, self.sharding, self.model, len(programs))
+        divided = {name for name, tensor in self.sharding.tensors.items() if tensor.experts}
+        return lockstep.gradients(programs, held, self.batch, tp=self.tp, divided=divided)
+
     def check(self):
         """Compare the loss and every gradient of all ranks with those of one process."""
         programs = self.programs()
-        held = lockstep.shards(self.captured, self.sharding, self.model, len(programs))
-        divided = {name for name, tensor in self.sharding.tensors.items() if tensor.experts}
-        losses, found = lockstep.gradients(programs, held, self.batch, tp=self.tp, divided=divided)
+        losses, found = self.run(programs)
         loss, grads = gradients(self.model, self.batch)
         largest = max(float(grad.abs().max()) for grad in grads.values())
         for rank, (own, mine) in enumerate(zip(losses, found, strict=True)):
@@ -274,6 +279,86 @@ def test_rows_that_shards_of_experts_have_no_room_for():
     model.check()
 
 
+ROOMY = {name: partial(Model, name) for name in MIXTURES} | {
+    "adapters": Adapted,
+    "a shared expert": DeepSeek,
+    "capacities": Limited,
+    "four ranks": partial(Model, "gpt_oss", tp=4),
+}
+
+
+@pytest.mark.parametrize("kind", ROOMY.values(), ids=ROOMY)
+def test_room_for_rows_changes_no_bit(kind):
+    """Ranks exchange equal numbers of rows. All that is inserted has run on fakes, of which nothing can
+    be read, so the host waits for none of these numbers.
+    """
+    model = kind()
+    wanted = model.run(model.programs())
+    model.sharding = replace(model.sharding, room=float(model.tp))
+    programs = model.programs()
+    assert not marks(programs[0])["exchange_rows"]
+    assert same(model.run(programs), wanted)
+
+
+def same(one, other):
+    """Whether losses and gradients of all ranks are the same to the bit."""
+    for gradients_of_one, gradients_of_other in zip(one[1], other[1], strict=True):
+        for name, gradient in gradients_of_one.items():
+            assert torch.equal(gradients_of_other[name], gradient), name
+    return all(map(torch.equal, one[0], other[0]))
+
+
+class _Unwritten(torch.autograd.Function):
+    """Rows behind the last group as kernels of GPUs may leave them: of a product, and of gradients."""
+
+    @staticmethod
+    def forward(ctx, rows, ends, forward):
+        ctx.ends, ctx.forward_too = ends, forward
+        return _without_values(rows, ends) if forward else rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if ctx.forward_too else _without_values(grad, ctx.ends), None, None
+
+
+def _without_values(rows, ends):
+    return rows.clone().index_fill_(0, torch.arange(int(ends[-1]), len(rows)), float("nan"))
+
+
+def unwritten(product, rows, weight, offs):
+    read = _Unwritten.apply(rows, offs, False)
+    return _Unwritten.apply(product(read, weight, offs=offs), offs, True)
+
+
+def test_nothing_comes_of_what_is_behind_the_rows_that_there_are():
+    """Experts of GPT-OSS have biases, whose gradients add rows up."""
+    model = Model("gpt_oss")
+    model.sharding = replace(model.sharding, room=2.0)
+    programs = model.programs()
+    wanted = model.run(programs)
+    for program in programs:
+        for node in program.graph.nodes:
+            if "grouped_mm" in node.name:
+                node.target = partial(unwritten, node.target)
+    assert same(model.run(programs), wanted)
+
+
+def test_more_rows_than_there_is_room_for():
+    model = Model("mixtral", num_experts_per_tok=1)
+    with torch.no_grad():
+        model.model.model.embed_tokens.weight.abs_()
+        for layer in model.model.model.layers:
+            layer.mlp.gate.weight.zero_()
+            layer.mlp.gate.weight[0] = 1.0
+    model.sharding = replace(model.sharding, room=1.5)
+    with pytest.raises(ConfigError) as caught:
+        model.run(model.programs())
+    assert str(caught.value) == (
+        "--moe-expert-rank-capacity-factor 1.5: this rank has 16 rows for the experts of another "
+        "one, and room for 12. Use 2 or more, or leave it out."
+    )
+
+
 def context(ranks, name, **overrides):
     """A mixture whose ranks divide sequences."""
     return with_contexts(Model(name, **overrides), ranks)
@@ -340,12 +425,12 @@ def test_contexts_leave_out_what_experts_have_no_room_for():
     assert products and all(node.meta["val"].shape[0] == 2 * 16 * 2 // 2 for node in products)
 
 
-def sharded(model, ep, etp):
+def sharded(model, ep, etp, room=None):
     """A mixture whose experts are divided in ``ep`` parts, each of them over ``etp`` ranks, of which
     some share weights and the others sequences.
     """
     cp = ep * etp // model.tp
-    model.sharding = shard(model.captured, model.tp, experts=ep * etp, shards=etp)
+    model.sharding = shard(model.captured, model.tp, experts=ep * etp, shards=etp, room=room)
     arguments = (model.captured, model.chain, model.sharding)
     model.programs = lambda: [
         rewrite(
@@ -379,10 +464,10 @@ def test_several_ranks_shard_each_expert(tp, ep, etp):
 @pytest.mark.parametrize(
     "kind", [lambda tp: Model("mixtral", tp), lambda tp: Model("gpt_oss", tp), DeepSeek, Limited]
 )
-@pytest.mark.parametrize("tp", [1, 2])
-def test_shards_of_experts_of_other_mixtures(kind, tp):
+@pytest.mark.parametrize(("tp", "room"), [(1, None), (2, None), (2, 2.0)])
+def test_shards_of_experts_of_other_mixtures(kind, tp, room):
     """With biases of experts, a shared one, or a capacity."""
-    model = sharded(kind(tp), 2, 2)
+    model = sharded(kind(tp), 2, 2, room)
     model.check()
     weights = [t for n, t in model.sharding.tensors.items() if t.experts]
     assert weights and all(t.dim == 0 and t.shards == 2 and t.within in (1, 2) for t in weights)

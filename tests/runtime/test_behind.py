@@ -16,6 +16,7 @@ from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
 from megatron_merak.runtime import engine
 from megatron_merak.runtime.watching import observed
+from megatron_merak.segment import Collective
 from megatron_merak.stages import blueprint
 from tests.engines import engine_of
 from tests.graph.test_experts import GPT, DeepSeek, WithLoss
@@ -93,6 +94,12 @@ class Events:
         self.seen = []
         self._count = 0
 
+    def launch(self, launch, tensor, kind, *args):
+        """Rows, for which there is room, are exchanged as any value; how many there are, before."""
+        if kind is Collective.EXCHANGE and tensor.is_floating_point():
+            return self.exchange(launch, tensor, kind, *args)
+        return launch(tensor, kind, *args)
+
     def exchange(self, exchange, *args):
         number = self._count
         self._count += 1
@@ -132,7 +139,12 @@ def step(rank, name, hides, grid, microbatches=1, **ways):
         )
     events = Events({p: n for n, p in model.parameter_shards.parameters.items()})
     noted = partial(events.exchange, engine.exchange_rows)
-    with observed(model.stages.values(), events), mock.patch.object(engine, "exchange_rows", noted):
+    launch = partial(events.launch, engine.launch)
+    with (
+        observed(model.stages.values(), events),
+        mock.patch.object(engine, "exchange_rows", noted),
+        mock.patch.object(engine, "launch", launch),
+    ):
         loss = model.gradients([batch()] * microbatches)
     gradients = {shard.name: shard.tensor.clone() for shard in model.shards(model.buffer.main_grad)}
     return loss, gradients, events.seen, model.plan
@@ -191,6 +203,25 @@ def test_a_shared_expert_is_computed_while_rows_are_exchanged():
     check([CASES[name] for name in QUICK])
 
 
+def with_room(rank, world_size, cases):
+    ways = [{}, {"moe_expert_rank_capacity_factor": 2.0}]
+    return [[step(rank, name, True, **case, **way) for way in ways] for name, case in cases]
+
+
+def check_with_room(cases):
+    world = cases[0][1]["grid"].size
+    for of_rank in run_ranks(with_room, world, cases, timeout=300):
+        for ragged, padded in of_rank:
+            assert beside(padded[2]) == beside(ragged[2]) and ragged[0] == padded[0]
+            for parameter, gradient in ragged[1].items():
+                assert torch.equal(padded[1][parameter], gradient), parameter
+            assert padded[3].expert_room == 2.0
+
+
+def test_room_for_rows_changes_no_bit_and_hides_as_much():
+    check_with_room([CASES["qwen2_moe, replicas"], CASES["qwen2_moe, shards"]])
+
+
 def with_each(rank, world_size, overlaps):
     return [
         step(rank, "qwen2_moe", True, microbatches=2, tp_comm_overlap=overlap, **REPLICAS)
@@ -217,4 +248,6 @@ def test_overlap_is_of_rows_too():
 @pytest.mark.long
 def test_in_other_layouts():
     """With dropout whose masks stay, recomputed, and where ranks of a layer share a shared expert."""
-    check([case for name, case in CASES.items() if name not in QUICK])
+    others = [case for name, case in CASES.items() if name not in QUICK]
+    check(others)
+    check_with_room(others)

@@ -2,7 +2,10 @@
 segments.
 """
 
+from collections.abc import Hashable
+
 from torch import Tensor
+from torch.fx import Node
 
 
 def copy_in(x: Tensor) -> Tensor:
@@ -50,6 +53,15 @@ def exchange_rows(x: Tensor, counts: Tensor) -> Tensor:
     counts: int64 [2, n]: how many are sent to each rank, and how many are got of each.
     """
     raise AssertionError("a mark, not to be run")
+
+
+def rows_of(mark: Node) -> Hashable:
+    """Return what says which rows a mark exchanges, the same for all values of these rows; None if
+    it is no exchange of rows.
+    """
+    if mark.target is exchange_rows:
+        return mark.all_input_nodes[1]
+    return mark.meta.get("rows") if mark.target is exchange else None  # see lowering.experts
 
 
 def rotate(x: Tensor) -> Tensor:

@@ -76,12 +76,20 @@ def flops(node: Node) -> int:
     if count is not None:
         results = values(node)
         shapes = [_shape(argument) for argument in node.args]
-        return count(node, results[0].numel(), shapes) if results else 0
+        work = count(node, results[0].numel(), shapes) if results else 0
+        return round(work * filled(node))
     if isinstance(node.target, OpOverload):
         return 0
     if isinstance(node.target, CustomFunction):
         return node.target.flops
     return sum(flops(inner) for graph in _inner_graphs(node) for inner in graph.nodes)
+
+
+def filled(node: Node) -> float:
+    """Return the share of the rows of a product of experts that there are: behind them is room, see
+    ``lowering.experts``.
+    """
+    return node.meta.get("filled", 1.0)
 
 
 def is_causal(attention: Node) -> bool:

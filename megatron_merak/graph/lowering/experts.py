@@ -16,6 +16,7 @@ experts' of all rows where it cannot. Copies of a layer always have rows of thei
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -47,12 +48,14 @@ class ExpertRanks:
     """The ranks that divide experts, along ``axis``; this one is number ``rank`` of ``count``.
 
     shards: neighbours among them that shard each expert.
+    room:   see ``Sharding``.
     """
 
     rank: int
     count: int
     axis: LayerAxis = LayerAxis.TP
     shards: int = 1
+    room: float | None = None
 
     @property
     def divided(self) -> int:
@@ -86,7 +89,8 @@ def divide_experts(
     for routed in found.values():
         if any(weight_of(node) in divided for node in routed.products()):
             own_rows = ranks.axis is LayerAxis.EP or kind(routed.sort, LayerAxis.TP)
-            way = _Exchanged if own_rows else _Picked
+            exchanged = _Exchanged if ranks.room is None else _Padded
+            way = exchanged if own_rows else _Picked
             way(graph, routed, ranks, mode, features=features or ExpertFeatures()).run()
     for node in graph.nodes:
         if op_name(node) not in GROUPED or node.meta.get("dispatched", False):
@@ -173,6 +177,10 @@ class _Divided:
         self.rank = ranks.rank
         self.ranks = ranks.count
         self.shards = ranks.shards
+        self.parts = ranks.divided
+        # than the values of the captured graph have, of as many rows as a rank has of its own
+        self.other_shapes = ranks.shards > 1
+        self.factor = ranks.divided if ranks.room is None else ranks.room
         self.features = features
         self.mode = mode
         self.experts = int(values(self._counts())[0].shape[0])
@@ -185,7 +193,7 @@ class _Divided:
         there = self._computed_there()
         for node in there:
             self._move(node, there)
-            if self.shards > 1:
+            if self.other_shapes:
                 with torch.no_grad(), self.mode:
                     _compute(node)
         for node in there:
@@ -193,10 +201,7 @@ class _Divided:
             if not here:
                 continue
             with self.graph.inserting_before(node.next):
-                back = self._back(node)
-                if self.routed.drops:
-                    args = (back, operand(self.routed.sort))
-                    back = self._call(local.with_dropped_rows, args, node)
+                back = self._all_rows(self._back(node), node)
             for user in here:
                 user.replace_input_with(node, back)
 
@@ -262,6 +267,12 @@ class _Divided:
         """Return the rows of ``y`` among all rows, by expert."""
         raise NotImplementedError
 
+    def _all_rows(self, back: Node, like: Node) -> Node:
+        """Return the rows of a rank with those of no expert."""
+        if not self.routed.drops:
+            return back
+        return self._call(local.with_dropped_rows, (back, operand(self.routed.sort)), like)
+
     def _counts_here(self) -> Node:
         """Return how many rows a rank's experts have, [of how many ranks, experts / ranks]."""
         raise NotImplementedError
@@ -309,9 +320,14 @@ class _Divided:
             rows = self._sent(self.first_rows)
             args = (self._counts_here(), self.rank // self.shards * self.share, rows)
             ids = self._call(local.expert_ids, args, x, grad=False, **self._meta())
-            return self._call(aten.index.Tensor, (operand(x), [ids]), x, **self._meta())
+            found = self._call(aten.index.Tensor, (operand(x), [ids]), x, **self._meta())
+            return self._filled(found)
 
         return self._once(("parameter", x), make)
+
+    def _filled(self, rows: Node) -> Node:
+        """Return rows of parameters, whose gradients must be those of rows that there are."""
+        return rows
 
     def _share_of(self, rows: Node, reader: Node) -> Node:
         """Return what a rank adds of the rows of a parameter: its features, or of the neighbours that
@@ -378,6 +394,73 @@ class _Exchanged(_Divided):
         if self.shards == 1:
             return got
         return self._call(local.sums_of_shards, (got, self._sizes(), self.shards), y)
+
+
+class _Padded(_Exchanged):
+    """Ranks have rows of their own, and exchange equal numbers, of which the host reads none: there
+    is room for so many of a rank, and zeros lie behind those that there are.
+    """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.other_shapes = True
+        rows = len(values(self.first_rows)[0])
+        # of what a rank sends to another one
+        self.room = min(rows, ceil(rows / self.parts * self.factor))
+        self.filled = rows * self.shards / (self.ranks * self.room)
+
+    def _meta(self) -> dict[str, Any]:
+        return {"filled": self.filled}
+
+    def _source(self) -> Node:
+        """Return the number of the row in each place of what is sent to one of several neighbours."""
+        args = (self._own_counts(), self.shards, self.room, self.factor)
+        return self._once("source", lambda: self._number(local.padded_source, args))
+
+    def _place(self) -> Node:
+        """Return where each row is in there."""
+        args = (self._own_counts(), self.shards, self.room, self.first_rows)
+        return self._once("place", lambda: self._number(local.padded_places, args))
+
+    def _order(self, rows: Node) -> Node:
+        args = (self._counts_here(), self.room)
+        return self._once("order", lambda: self._number(local.padded_order, args))
+
+    def _sent(self, x: Node) -> Node:
+        def make() -> Node:
+            given = self._call(ops.placed, (x, self._source(), self._place()), x)
+            if self.shards > 1:
+                args = (given, self.parts, self.shards)
+                given = self._call(local.copies_for_shards, args, given)
+            rows = self._exchanged(given, "there")
+            order = self._order(rows)
+            return self._call(ops.permuted, (rows, order, self._inverse(rows)), x)
+
+        return self._once(("sent", x), make)
+
+    def _back(self, y: Node) -> Node:
+        rows = self._call(ops.permuted, (y, self._made["inverse"], self._made["order"]), y)
+        got = self._exchanged(rows, "back")
+        if self.shards > 1:
+            args = (got, self.parts, self.shards)
+            got = self._call(local.sums_of_copies, args, got)
+        return self._call(ops.placed, (got, self._place(), self._source()), y)
+
+    def _exchanged(self, rows: Node, way: str) -> Node:
+        """Exchange as many rows as there is room for."""
+        value = values(rows)[0]
+        shape = [self.ranks, self.room, *value.shape[1:]]
+        parted = self._call(aten.reshape.default, (rows, shape), rows)
+        marked = (self.routed.sort.name, way)
+        got = self._call(exchange, (parted,), rows, val=parted.meta["val"], rows=marked)
+        return self._call(aten.reshape.default, (got, list(value.shape)), rows)
+
+    def _all_rows(self, back: Node, like: Node) -> Node:
+        return back
+
+    def _filled(self, rows: Node) -> Node:
+        args = (rows, self._offsets())
+        return self._call(local.filled_rows, args, rows)
 
 
 class _Picked(_Divided):

@@ -10,7 +10,7 @@ from torch.fx import Node
 from ...errors import TraceError
 from ..ir.aliases import aliased, storages, writers
 from ..ir.kinds import NodeKind, kinds
-from ..ir.marks import copy_in
+from ..ir.marks import copy_in, rows_of
 from ..ir.nodes import operand
 from .flow import REDUCTIONS, Flow
 
@@ -62,7 +62,8 @@ def _waits(nodes: Sequence[Node]) -> dict[Node, tuple[Node, ...]]:
             behind.setdefault(mark, []).append(node)
             waits[node] = (operand(mark),)
     for mark, hidden in behind.items():
-        for reader in mark.users:
+        together = [node for node in nodes if rows_of(node) == rows_of(mark)]
+        for reader in dict.fromkeys(user for node in together for user in node.users):
             waits[reader] = (*waits.get(reader, ()), *hidden)
     return waits
 

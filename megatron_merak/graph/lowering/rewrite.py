@@ -127,6 +127,7 @@ def rewrite(
             mode=writer.mode,
             routed=routed,
             divided=rows - experts,
+            room=sharding.room,
         )
     if experts:
         shared = [axis for axis, ranks in ((LayerAxis.TP, tp), (LayerAxis.CP, cp)) if ranks > 1]
@@ -134,7 +135,13 @@ def rewrite(
             writer.graph,
             routed,
             experts,
-            ExpertRanks(expert_rank, sharding.experts, LayerAxis.EP, shards=sharding.shards),
+            ExpertRanks(
+                expert_rank,
+                sharding.experts,
+                LayerAxis.EP,
+                shards=sharding.shards,
+                room=sharding.room,
+            ),
             mode=writer.mode,
             shared=shared,
         )

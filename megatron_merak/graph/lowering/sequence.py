@@ -46,12 +46,14 @@ def shard_sequences(
     mode: FakeTensorMode,
     routed: Mapping[Node, Routed],
     divided: Container[str] = (),
+    room: float | None = None,
 ) -> None:
     """Shard replicated work of one rank's graph along the sequence, where there is any.
 
     mode:    of the fake values in the graph.
     routed:  routed experts, by their sort.
     divided: names of the weights of which a rank has those of its experts, among others.
+    room:    see ``Sharding``.
     """
     parts = _parts(graph, captured, tp, routed)
     if parts is not None:
@@ -66,7 +68,7 @@ def shard_sequences(
             tp=tp,
             mode=mode,
         ).run()
-    divide_experts(graph, routed, divided, ExpertRanks(rank, tp), mode)
+    divide_experts(graph, routed, divided, ExpertRanks(rank, tp, room=room), mode)
     if parts is not None:
         finish_parts(graph, LayerAxis.TP, parts.decisions)
 

@@ -27,6 +27,7 @@ from ..ir.marks import (
     exchange_rows,
     reduce_scatter,
     rotate,
+    rows_of,
     turn_back,
 )
 from ..ir.nodes import called, is_random, op_name, operand, values
@@ -249,7 +250,7 @@ class _Splitter:
                 parameters.setdefault(str(node.target), []).append(node)
         values = [x for x in outer if x in flow.unit]
         # The gradients of rows are sent first: nothing hides the wait for them.
-        values.sort(key=lambda x: x.target is not exchange_rows)
+        values.sort(key=lambda x: rows_of(x) is None)
         common = [x for x in outer if x not in flow.unit and not flow.is_parameter(x)]
         ins = [self._in(x, _OF_GRADIENT.get(x.target, Collective.NONE), over(x)) for x in values]
         others: dict[Node, Callable[..., Any]] = {}

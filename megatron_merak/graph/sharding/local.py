@@ -3,12 +3,14 @@ for the rank.
 """
 
 from collections.abc import Sequence
+from math import ceil
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ... import ops
+from ...errors import ConfigError
 from ..capture.empty import is_fake
 
 
@@ -229,9 +231,95 @@ def expert_offsets(got: Tensor) -> Tensor:
 
 
 def expert_ids(got: Tensor, first: int, rows: Tensor) -> Tensor:
-    """Return the expert of each of ``rows``. first: this rank's first expert."""
-    experts = torch.arange(first, first + got.shape[1], device=got.device)
-    return experts.repeat_interleave(got.sum(0), output_size=len(rows))
+    """Return the expert of each of ``rows``, and one of its experts for those behind the last.
+
+    first: this rank's first expert.
+    """
+    ends = got.sum(0).cumsum(0)
+    numbers = torch.arange(len(rows), device=got.device)
+    own = torch.searchsorted(ends, numbers, right=True)
+    return first + own.clamp(max=len(ends) - 1)
+
+
+def padded_source(own: Tensor, shards: int, room: int, factor: float) -> Tensor:
+    """Return the number of the row in each place of what is sent, and -1 where there is none, int64
+    [ranks / shards * room]. The host reads none of them, but on a CPU whether there is room.
+
+    own:    see ``row_counts``; likewise for neighbours that have the same experts.
+    shards: number of these neighbours.
+    room:   places of a rank.
+    factor: that of the setting of which this room comes.
+
+    Raises ConfigError if a rank gets more rows than it has room for; on a GPU the device fails.
+    """
+    counts = own[::shards].sum(1)
+    _check_room(counts, room, factor)
+    places = torch.arange(room, device=own.device)
+    first = counts.cumsum(0) - counts
+    numbers = first[:, None] + places
+    return torch.where(places < counts[:, None], numbers, -1).flatten()
+
+
+def _check_room(counts: Tensor, room: int, factor: float) -> None:
+    if is_fake(counts):
+        return
+    flag = "--moe-expert-rank-capacity-factor"
+    if counts.device.type != "cpu":
+        fits = (counts <= room).all()
+        text = (
+            f"{flag} {factor}: a rank has more rows for another one than the {room} it has room for"
+        )
+        torch._assert_async(fits, f"{text}. Use a larger one, or leave it out.")
+        return
+    most = int(counts.max())
+    if most > room:
+        reason = f"this rank has {most} rows for the experts of another one, and room for {room}"
+        least = ceil(10 * factor * most / room) / 10
+        raise ConfigError(flag, factor, reason, f"Use {least:g} or more, or leave it out")
+
+
+def padded_places(own: Tensor, shards: int, room: int, rows: Tensor) -> Tensor:
+    """Return where each of ``rows`` is in what is sent, and -1 for rows of no expert, int64 [rows].
+
+    For the other arguments see ``padded_source``.
+    """
+    counts = own[::shards].sum(1)
+    ends = counts.cumsum(0)
+    numbers = torch.arange(len(rows), device=own.device)
+    part = torch.searchsorted(ends, numbers, right=True).clamp(max=len(ends) - 1)
+    places = part * room + numbers - (ends - counts)[part]
+    return torch.where(numbers < ends[-1], places, -1)
+
+
+def copies_for_shards(rows: Tensor, parts: int, shards: int) -> Tensor:
+    """Return the rows of each of ``parts`` once for each of ``shards`` neighbours."""
+    return rows.unflatten(0, (parts, 1, -1)).repeat_interleave(shards, 1).flatten(0, 2)
+
+
+def sums_of_copies(rows: Tensor, parts: int, shards: int) -> Tensor:
+    """Undo ``copies_for_shards``: add up what neighbours computed for each row."""
+    pieces = rows.unflatten(0, (parts, shards, -1)).unbind(1)
+    return sum(pieces[1:], pieces[0]).flatten(0, 1)
+
+
+def padded_order(got: Tensor, room: int) -> Tensor:
+    """Return the number of each row by expert, and of the places without one behind them, int64 [ranks
+    * room].
+
+    got: see ``row_counts``.
+    """
+    places = torch.arange(room, device=got.device).expand(len(got), room).contiguous()
+    expert = torch.searchsorted(got.cumsum(1), places, right=True)
+    return expert.flatten().argsort(stable=True)
+
+
+def filled_rows(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return rows with zeros behind the last group, so that no gradient comes of what is there.
+
+    ends: where the rows of each expert end.
+    """
+    there = torch.arange(len(rows), device=rows.device) < ends[-1]
+    return torch.where(there.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
 
 
 def pick_rows(x: Tensor, counts: Tensor, rank: int) -> Tensor:

@@ -87,6 +87,8 @@ class Sharding:
     layouts:   by node, how its value is sharded.
     experts:   number of ranks that divide experts.
     shards:    number of neighbours among these that shard each expert.
+    room:      how many times the rows that a rank gets of another one if all get as many it has
+               room for; None: for as many as there are.
     """
 
     tp: int
@@ -97,6 +99,7 @@ class Sharding:
 
     experts: int = 1
     shards: int = 1
+    room: float | None = None
 
     def ranks_of(self, tensor: TensorSharding) -> int:
         """Return the number of ranks that shard a tensor."""
@@ -121,6 +124,7 @@ def shard(
     complete: bool = False,
     experts: int = 1,
     shards: int = 1,
+    room: float | None = None,
 ) -> Sharding:
     """Decide how every parameter and value of a capture is sharded.
 
@@ -131,6 +135,7 @@ def shard(
     experts:             ranks that divide the experts of grouped products: ``tp``, or more if copies of
                          a layer divide them; 1: none do.
     shards:              neighbours among these that shard each expert.
+    room:                see ``Sharding``.
     complete:            pins are those of a plan and must name every parameter of the capture, and
                          no other.
 
@@ -157,7 +162,9 @@ def shard(
         reasons = dict.fromkeys(whole, "replicated: one tensor-parallel rank")
         padded = {name: pin for name, pin in pins.items() if name in whole and pin.padded}
         reasons |= dict.fromkeys(padded, "whole: padded") | dict.fromkeys(divided, DIVIDED)
-        return Sharding(1, whole | padded | divided, reasons, experts=experts, shards=shards)
+        return Sharding(
+            1, whole | padded | divided, reasons, experts=experts, shards=shards, room=room
+        )
     pins = {name: pin for name, pin in pins.items() if name in whole}
     walk = partial(
         propagated, captured, tp, RULES, STARTERS, vocabulary_multiple=vocabulary_multiple
@@ -198,7 +205,9 @@ def shard(
         raise PlanError(
             "tensor parallel size", tp, reason, "Use 1, or a size that divides heads and features"
         )
-    return Sharding(tp, tensors, reasons, p.decisions, p.layouts, experts=experts, shards=shards)
+    return Sharding(
+        tp, tensors, reasons, p.decisions, p.layouts, experts=experts, shards=shards, room=room
+    )
 
 
 def _check_divided(

@@ -75,6 +75,9 @@ class SharedArguments:
     sequence_parallel: bool = shared(ParallelConfig, "sequence_parallel")
     expert_model_parallel_size: int = shared(ParallelConfig, "expert_model_parallel_size")
     expert_tensor_parallel_size: int | None = shared(ParallelConfig, "expert_tensor_parallel_size")
+    moe_expert_rank_capacity_factor: float | None = shared(
+        ParallelConfig, "moe_expert_rank_capacity_factor"
+    )
     preflight: bool = shared(
         ParallelConfig,
         "preflight",
