@@ -188,6 +188,11 @@ class Schedule:
     def rank_of(self, stage: int) -> int:
         return self.placement[stage] if self.placement else stage % len(self.ranks)
 
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The rank that has each stage."""
+        return tuple(map(self.rank_of, range(self.stages)))
+
     def entries(self) -> Iterator[Entry]:
         """Yield every entry, rank after rank."""
         for program in self.ranks:

@@ -4,6 +4,7 @@ affects the other.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf, isinf
 
 from megatron_merak.cluster import Device
@@ -24,7 +25,7 @@ from megatron_merak.planner.host import update_time
 from megatron_merak.planner.memory import Ledger
 from megatron_merak.planner.offload import NOTHING, Offload, unit_seconds
 from megatron_merak.planner.overlap import Times, times
-from megatron_merak.planner.partition import ExtraCost, partition
+from megatron_merak.planner.partition import ExtraCost, in_ticks, level, partition
 from megatron_merak.planner.rank_costs import Costs, rank_costs
 from megatron_merak.planner.recompute import Chooser, Recompute
 
@@ -43,11 +44,13 @@ def cut_costs(
         for tensor in trained_tied(unit):
             users.setdefault(tensor, []).append(index)
     costs = [
-        microbatches * (each.forward + each.backward) + (unit.parameters - unit.frozen) * update
+        in_ticks(
+            microbatches * (each.forward + each.backward) + (unit.parameters - unit.frozen) * update
+        )
         for unit, each in zip(units, exposed, strict=True)
     ]
     # a stage updates its copy of a tied tensor once, however many of its units use it
-    return costs, [(values * update, indices) for (_, values), indices in users.items()]
+    return costs, [(in_ticks(values * update), indices) for (_, values), indices in users.items()]
 
 
 CutCosts = tuple[Sequence[float], Sequence[tuple[float, Sequence[int]]]]  # see `cut_costs`
@@ -177,7 +180,7 @@ class StageLayouts:
 
     def _cuts(self, choosers: Sequence[Chooser]) -> list[tuple[StagePlan, ...]]:
         """Cut by cost including recomputation; where that depends on the stage, also by cost
-        without it.
+        without it. A cut that is the best whatever the memory, and fits, is taken.
 
         choosers: of each pipeline rank.
         """
@@ -190,27 +193,44 @@ class StageLayouts:
             return self.cutting.beyond((own.costs, own.shared), first, last)
 
         def recompute_cost(stage: int, first: int, last: int) -> float:
-            again = count * of_stage[stage].extra(stage, first, last)
+            again = in_ticks(count * of_stage[stage].extra(stage, first, last))
             return again + more(stage, first, last)
 
         def allowed(stage: int, first: int, last: int) -> float:
             return inf if isinf(recompute_cost(stage, first, last)) else more(stage, first, last)
 
+        def with_room(stage: int, first: int, last: int) -> float:
+            if self._by_fit:
+                return more(stage, first, last)
+            again = count * seat_of[stage].unlimited.extra(stage, first, last)
+            return in_ticks(again) + more(stage, first, last)
+
         extra_costs: list[ExtraCost] = [recompute_cost]
         if self._by_fit and choosers[0].memory:
             extra_costs.append(allowed)
+        if choosers[0].memory:
+            bounds = self._bounds(with_room)
+            runs = [(stage, *run) for stage, run in enumerate(pairwise(bounds))]
+            if all(recompute_cost(*run) == with_room(*run) for run in runs):
+                extra_costs = [with_room]
         cuts = []
         for extra_cost in extra_costs:
             try:
-                bounds = partition(
-                    self.cutting.costs, self.schedule.stages, extra_cost, self.cutting.shared
-                )
+                bounds = self._bounds(extra_cost)
             except PlanError:
                 continue
-            stages = self._chosen(of_stage, bounds)
-            if not exceeding(choosers[0].peaks(stages), choosers[0].limits):
-                cuts.append(stages)
+            leveled = level(
+                bounds, self.schedule.homes, self.cutting.costs, extra_cost, self.cutting.shared
+            )
+            for each in dict.fromkeys((bounds, leveled)):
+                stages = self._chosen(of_stage, each)
+                if not exceeding(choosers[0].peaks(stages), choosers[0].limits):
+                    cuts.append(stages)
         return cuts
+
+    def _bounds(self, extra_cost: ExtraCost) -> tuple[int, ...]:
+        cutting = self.cutting
+        return partition(cutting.costs, self.schedule.stages, extra_cost, cutting.shared)
 
     def _chosen(self, of_stage: Sequence[Chooser], bounds: Sequence[int]) -> tuple[StagePlan, ...]:
         """Return the stages between these bounds, each with what its own chooser chooses; by Merak's

@@ -5,7 +5,7 @@ possible.
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from megatron_merak import _native
 from megatron_merak.errors import PlanError
@@ -60,6 +60,32 @@ def partition(
     return bounds
 
 
+def level(
+    bounds: Sequence[int],
+    homes: Sequence[int],
+    costs: Sequence[float],
+    more: ExtraCost | None = None,
+    shared: Sequence[tuple[float, Sequence[int]]] = (),
+) -> tuple[int, ...]:
+    """Return bounds with which the costliest rank is cheaper, where ranks have several stages and that
+    makes no stage costlier than the costliest: units move between stages, one at a time, as long as
+    that helps.
+
+    bounds: of stages, see ``partition``; likewise the other arguments.
+    homes:  the rank that has each stage.
+    """
+    if len(set(homes)) == len(homes):
+        return tuple(bounds)
+    return _Chain(costs, shared, None if more is None else cache(more)).level(bounds, homes)
+
+
+def in_ticks(seconds: float) -> float:
+    """Return seconds as a multiple of 2^-40, whose sums have no error: what costs as much is as much,
+    in whatever order it was added up.
+    """
+    return seconds if math.isinf(seconds) else round(seconds * 2**40) / 2**40
+
+
 class _Chain:
     """The costs of runs of units.
 
@@ -98,6 +124,62 @@ class _Chain:
 
     def cost(self, stage: int, start: int, end: int) -> float:
         return self.weigh(start, end) + (self.more(stage, start, end) if self.more else 0.0)
+
+    def level(self, bounds: Sequence[int], homes: Sequence[int]) -> tuple[int, ...]:
+        bounds = tuple(bounds)
+        costs = [self.cost(k, *run) for k, run in enumerate(pairwise(bounds))]
+        limit = max(costs)
+        # Of equal ones the last stage of the first rank: far from the head, whose stage is the longest
+        # in most models, and with few micro-batches in flight.
+        takers = sorted(range(len(homes)), key=lambda stage: (homes[stage], -stage))
+        while True:
+            loads = dict.fromkeys(homes, 0.0)
+            for home, cost in zip(homes, costs, strict=True):
+                loads[home] += cost
+            busiest = max(loads, key=loads.__getitem__)
+            best = (loads[busiest], sum(load * load for load in loads.values()))
+            found = None
+            for giver in (k for k, home in enumerate(homes) if home == busiest):
+                for taker in (k for k in takers if homes[k] != busiest):
+                    moved = self._passed_on(bounds, giver, taker, limit=limit)
+                    if moved is None:
+                        continue
+                    others = dict(loads)
+                    for k, cost in moved[1].items():
+                        others[homes[k]] += cost - costs[k]
+                    score = (max(others.values()), sum(load * load for load in others.values()))
+                    if score < best:
+                        best, found = score, moved
+            if found is None:
+                return bounds
+            bounds = found[0]
+            for k, cost in found[1].items():
+                costs[k] = cost
+
+    def _passed_on(
+        self,
+        bounds: tuple[int, ...],
+        giver: int,
+        taker: int,
+        limit: float,
+    ) -> tuple[tuple[int, ...], dict[int, float]] | None:
+        """Return the bounds, and the costs of stages that change, if ``giver`` passes a unit on, and all
+        stages up to ``taker`` too; None if a stage would cost more than ``limit`` or have no unit.
+        """
+        if bounds[giver + 1] - bounds[giver] == 1:
+            return None
+        first, last = sorted((giver, taker))
+        step = -1 if giver < taker else 1
+        moved = list(bounds)
+        for border in range(first + 1, last + 1):
+            moved[border] += step
+        changed = {}
+        for k in (taker, *range(first, last + 1)):
+            cost = self.cost(k, moved[k], moved[k + 1])
+            if cost > limit:
+                return None
+            changed[k] = cost
+        return tuple(moved), changed
 
     def best_cuts(
         self, stages: int, limit: float, square: bool

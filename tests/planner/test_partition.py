@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_merak.errors import PlanError
-from megatron_merak.planner.partition import partition
+from megatron_merak.planner.partition import in_ticks, level, partition
 
 
 def stage_costs(costs, bounds, shared=()):
@@ -95,3 +95,49 @@ def test_two_thousand_units_are_quick():
     bounds = partition([1 + index % 7 for index in range(2000)], 64)
     assert time.process_time() - start < 20
     assert max(stage_costs([1 + index % 7 for index in range(2000)], bounds)) == 126
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_costliest_rank_gets_cheaper_and_no_stage_costlier_than_the_costliest(data):
+    costs = data.draw(st.lists(st.integers(0, 20), min_size=4, max_size=16))
+    stages = data.draw(st.integers(2, len(costs)))
+    homes = data.draw(st.permutations([stage % ((stages + 1) // 2) for stage in range(stages)]))
+    users = st.lists(st.integers(0, len(costs) - 1), min_size=1)
+    shared = data.draw(st.lists(st.tuples(st.integers(0, 30), users), max_size=1))
+    bounds = partition(costs, stages, None, shared)
+    moved = level(bounds, homes, costs, None, shared)
+    assert moved[0] == 0 and moved[-1] == len(costs) and sorted(set(moved)) == list(moved)
+    before, after = stage_costs(costs, bounds, shared), stage_costs(costs, moved, shared)
+    assert max(after) <= max(before)
+    assert max(rank_costs(after, homes)) <= max(rank_costs(before, homes))
+    if moved == bounds:
+        return
+    # nothing is moved for nothing
+    squares = [sum(x * x for x in rank_costs(each, homes)) for each in (before, after)]
+    assert max(rank_costs(after, homes)) < max(rank_costs(before, homes)) or squares[1] < squares[0]
+
+
+def rank_costs(costs, homes):
+    return [
+        sum(c for c, own in zip(costs, homes, strict=True) if own == home) for home in set(homes)
+    ]
+
+
+def test_the_longer_stage_is_not_of_the_rank_that_has_the_head():
+    """34 units over two ranks with four stages each, of which the last costs more."""
+    costs = [1] + [4] * 32 + [9]
+    homes = [0, 1] * 4
+    bounds = (0, 5, 10, 14, 18, 22, 26, 30, 34)
+    assert max(rank_costs(stage_costs(costs, bounds), homes)) == 73
+    leveled = level(bounds, homes, costs)
+    assert max(rank_costs(stage_costs(costs, leveled), homes)) == 69
+    assert level(bounds, range(8), costs) == bounds
+
+
+def test_what_costs_as_much_is_as_much_in_whatever_order_it_is_added_up():
+    seconds = [0.1 * k / 7 for k in range(1, 200)]
+    assert sum(seconds) != sum(reversed(seconds))
+    ticks = [in_ticks(each) for each in seconds]
+    assert sum(ticks) == sum(reversed(ticks)) == pytest.approx(sum(seconds), rel=1e-10)
+    assert math.isinf(in_ticks(math.inf))

@@ -27,6 +27,7 @@ from megatron_merak.planner.saved import InFlight
 from megatron_merak.planner.search.choice import Choice
 from megatron_merak.planner.search.space import REPEATING, Degrees
 from megatron_merak.planner.search.work import (
+    AnyCutting,
     ChainPart,
     ChainWork,
     Cutting,
@@ -265,10 +266,11 @@ class Bounds:
         if case.choice.schedule in REPEATING or self._may_fit(case, schedule):
             return 0.0
         most = again or case.choice.recompute == "capacity"
-        together = ledger.together(case.work.planned(cutting, case.overlap, most))
-        if max(sum(together[stage].total for stage in own) for own in of_rank) > self.memory:
-            return math.inf
-        return self._simulated(case, most)
+        for each in _tried(cutting):
+            together = ledger.together(case.work.planned(each, case.overlap, most))
+            if max(sum(together[stage].total for stage in own) for own in of_rank) <= self.memory:
+                return self._simulated(case, most)
+        return math.inf
 
     def _on_unequal(self, case: Case, schedule: Schedule, order: str) -> float:
         """Return the seconds of a schedule on the stages that the plan has with ranks in this order,
@@ -279,8 +281,9 @@ class Bounds:
             return 0.0
         grid = case.degrees.grid(order)
         hardware = hardware_of(self.cluster, grid)
-        homes = [schedule.rank_of(stage) for stage in range(schedule.stages)]
+        homes = schedule.homes
         cutting = UnequalCutting(
+            homes,
             tuple(hardware[home].devices for home in homes),
             case.degrees.microbatches,
             self._moved / self._shards(case).optimizer,
@@ -295,8 +298,7 @@ class Bounds:
                     return 0.0
         key = (*self._key(case, again), cutting.devices)
         if key not in self._makespans:
-            stages = case.work.stages(cutting, case.overlap, case.splits, again)
-            self._makespans[key] = self._timed(case, schedule, stages, again)
+            self._makespans[key] = self._fastest(case, schedule, cutting, again=again)
         return self._makespans[key]
 
     def _may_fit(self, case: Case, schedule: Schedule) -> bool:
@@ -433,9 +435,17 @@ class Bounds:
         """Return the seconds of a schedule that is defined for these numbers."""
         schedule = self._schedule(case)
         assert schedule is not None
-        cutting = self._cutting(case, schedule)
-        stages = case.work.stages(cutting, case.overlap, case.splits, again)
-        return self._timed(case, schedule, stages, again)
+        return self._fastest(case, schedule, self._cutting(case, schedule), again=again)
+
+    def _fastest(self, case: Case, schedule: Schedule, cutting: AnyCutting, again: bool) -> float:
+        """Return the least seconds of a schedule on the stages that plans try."""
+        found: dict[tuple[int, ...], float] = {}
+        for each in _tried(cutting):
+            bounds = case.work.cuts(each, case.overlap, again)
+            if bounds not in found:
+                stages = case.work.stages(each, case.overlap, case.splits, again)
+                found[bounds] = self._timed(case, schedule, stages, again)
+        return min(found.values())
 
     def _timed(
         self, case: Case, schedule: Schedule, stages: Sequence[StageSums], again: bool
@@ -459,7 +469,7 @@ class Bounds:
 
     def _cutting(self, case: Case, schedule: Schedule) -> Cutting:
         update = self._update / self._shards(case).optimizer
-        return Cutting(schedule.stages, case.degrees.microbatches, update)
+        return Cutting(schedule.homes, case.degrees.microbatches, update)
 
     def _ledger(self, case: Case, schedule: Schedule) -> Ledger:
         """Return the memory of stages of a schedule. Cached."""
@@ -640,3 +650,9 @@ def in_flight(choice: Choice, microbatches: int) -> list[float]:
         return [min(microbatches, count / chunks) for count in most]
     more = choice.overlap == "pair"  # a forward beside the backward that frees
     return [float(min(microbatches, choice.pp - rank + more)) for rank in ranks]
+
+
+def _tried(cutting: AnyCutting) -> list[AnyCutting]:
+    """Return the ways to cut that plans try: where ranks have several stages, another one."""
+    several = len(set(cutting.homes)) < len(cutting.homes)
+    return [cutting, replace(cutting, levels=True)] if several else [cutting]

@@ -21,7 +21,7 @@ from megatron_merak.planner.cost import UnitCost, unit_costs
 from megatron_merak.planner.layout import CutCosts, LeastCosts, cut_costs
 from megatron_merak.planner.memory import StageMemory, Values
 from megatron_merak.planner.overlap import Times, times
-from megatron_merak.planner.partition import partition
+from megatron_merak.planner.partition import ExtraCost, in_ticks, level, partition
 from megatron_merak.planner.rank_costs import Costs, fastest, slowest
 from megatron_merak.planner.recompute import recomputed_units
 from megatron_merak.planner.search.choice import Layer
@@ -94,25 +94,32 @@ class StageSums:
 class Cutting:
     """By what a chain is cut.
 
+    homes:  the rank that has each stage.
     update: seconds of the optimizer for one parameter.
+    levels: whether units are moved to make the costliest rank cheaper, see ``level``.
     """
 
-    stages: int
+    homes: tuple[int, ...]
     microbatches: int
     update: float
+    levels: bool = False
 
 
 @dataclass(frozen=True)
 class UnequalCutting:
     """By what a chain is cut where pipeline ranks compute with unequal devices.
 
+    homes:   the rank that has each stage.
     devices: of each stage.
     moved:   bytes that the optimizer moves for one parameter.
+    levels:  see ``Cutting``.
     """
 
+    homes: tuple[int, ...]
     devices: tuple[tuple[Device, ...], ...]
     microbatches: int
     moved: float
+    levels: bool = False
 
 
 @dataclass(frozen=True)
@@ -390,7 +397,7 @@ class ChainWork:
     def _of_stages(self, cutting: AnyCutting) -> list[Costs]:
         """Return the times of all units on the rank of each stage."""
         if isinstance(cutting, Cutting):
-            return [self._costs] * cutting.stages
+            return [self._costs] * len(cutting.homes)
         return [self._on(devices) for devices in cutting.devices]
 
     def planned(self, cutting: AnyCutting, overlap: str, again: bool) -> tuple[StagePlan, ...]:
@@ -420,9 +427,19 @@ class ChainWork:
         costs, shared = cut_costs(self.units, exposed, cutting.microbatches, cutting.update)
 
         def recomputation(stage: int, first: int, last: int) -> float:
-            return cutting.microbatches * sum(repeated[first:last])
+            return in_ticks(cutting.microbatches * sum(repeated[first:last]))
 
-        return partition(costs, cutting.stages, recomputation, shared)
+        return self._cut(cutting, costs, recomputation, shared)
+
+    @staticmethod
+    def _cut(
+        cutting: AnyCutting,
+        costs: Sequence[float],
+        more: ExtraCost,
+        shared: Sequence[tuple[float, Sequence[int]]],
+    ) -> tuple[int, ...]:
+        bounds = partition(costs, len(cutting.homes), more, shared)
+        return level(bounds, cutting.homes, costs, more, shared) if cutting.levels else bounds
 
     def _repeated(self, exposed: Sequence[Times], again: bool) -> list[float]:
         """Return the seconds of each unit that its recomputation takes. again: whether there is
@@ -447,10 +464,10 @@ class ChainWork:
 
         def more(stage: int, first: int, last: int) -> float:
             devices = cutting.devices[stage]
-            recomputed = cutting.microbatches * sum(repeated[devices][first:last])
+            recomputed = in_ticks(cutting.microbatches * sum(repeated[devices][first:last]))
             return recomputed + least.beyond(own[devices], first, last)
 
-        return partition(least.costs, len(cutting.devices), more, least.shared)
+        return self._cut(cutting, least.costs, more, least.shared)
 
     def _stage(self, first: int, last: int, overlap: str, splits: bool, costs: Costs) -> StageSums:
         own = times(costs[first:last], overlap, splits)
