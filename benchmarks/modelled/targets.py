@@ -15,10 +15,11 @@ from benchmarks.runs import add_into, show
 from megatron_merak.cli import plan as tool
 from megatron_merak.cluster import GIB
 from megatron_merak.plan import Plan
+from megatron_merak.planner.memory import predicted_peaks
 
 BEGIN = "<!-- written by: python -m benchmarks targets -->"
 END = "<!-- end of targets -->"
-COMMON = "--device dgx-h100 --bf16 --micro-batch-size 1"
+COMMON = "--device dgx-h100 --bf16"
 CAPACITY = "--recompute-granularity full --recompute-method capacity"
 
 
@@ -30,6 +31,7 @@ class Target(NamedTuple):
     beside: what others published of it.
     label:  behind the name, of a row beside another one of the model.
     again:  what is recomputed.
+    micro:  samples of a micro-batch.
     """
 
     model: str
@@ -41,12 +43,14 @@ class Target(NamedTuple):
     beside: str
     label: str = ""
     again: str = CAPACITY
+    micro: int = 1
 
     @property
     def command(self) -> str:
         return (
             f"merak-plan show --model examples/shapes/{self.shape}.json --world-size {self.gpus} "
-            f"{COMMON} {self.again} --seq-length {self.length} --global-batch-size {self.samples} {self.flags}"
+            f"{COMMON} --micro-batch-size {self.micro} {self.again} --seq-length {self.length} "
+            f"--global-batch-size {self.samples} {self.flags}"
         )
 
 
@@ -75,6 +79,17 @@ TARGETS = [
         again="--recompute-granularity selective --recompute-method capacity",
     ),
     Target(
+        "DeepSeek-V3",
+        "deepseek-v3",
+        gpus=2048,
+        length=4096,
+        samples=8192,
+        flags=f"--pipeline-model-parallel-size 16 --expert-model-parallel-size 8 {OPTIM} --cpu-offloading "
+        "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 4",
+        beside="AutoModel: 865 (1,024 GPUs, ep64 pp4)",
+        again="--recompute-granularity selective --recompute-method capacity",
+    ),
+    Target(
         "Qwen3-30B-A3B",
         "qwen3-30b-a3b",
         gpus=8,
@@ -89,10 +104,33 @@ TARGETS = [
         gpus=8,
         length=4096,
         samples=512,
-        flags=f"--expert-model-parallel-size 8 {OPTIM} {MOMENTS} --cpu-offloading",
+        flags="--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 "
+        "--data-parallel-sharding-strategy optim_grads_params",
+        beside="",
+        label=", as a search chooses",
+        again="--recompute-granularity selective",
+    ),
+    Target(
+        "Qwen3-30B-A3B",
+        "qwen3-30b-a3b",
+        gpus=8,
+        length=4096,
+        samples=512,
+        flags="--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 "
+        f"--tp-comm-overlap sub-pipeline {OPTIM} {MOMENTS} --cpu-offloading",
         beside="",
         label=", moments in bf16",
-        again="--recompute-granularity selective",
+        again="--recompute-granularity selective --recompute-method capacity",
+        micro=8,
+    ),
+    Target(
+        "Llama 3.1 8B",
+        "llama-3.1-8b",
+        gpus=8,
+        length=2**17,
+        samples=8,
+        flags=f"--context-parallel-size 8 {OPTIM}",
+        beside="torchtitan: 1,071 (fp8)",
     ),
     Target(
         "Llama 3.1 8B",
@@ -101,7 +139,7 @@ TARGETS = [
         length=2**17,
         samples=32,
         flags=f"--context-parallel-size 8 {OPTIM}",
-        beside="torchtitan: 1,071 (fp8, 8 GPUs)",
+        beside="",
     ),
     Target(
         "Llama 3.1 8B",
@@ -109,8 +147,9 @@ TARGETS = [
         gpus=64,
         length=2**20,
         samples=4,
-        flags=f"--context-parallel-size 32 {OPTIM}",
+        flags=f"--context-parallel-size 64 --cp-comm-type p2p {OPTIM}",
         beside="",
+        again="--recompute-granularity full",
     ),
 ]
 
@@ -136,12 +175,13 @@ def row(target: Target, plan: Plan) -> str:
     }
     layout = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
     again = sum(len(stage.recompute) for stage in plan.stages)
-    peak = max(plan.predicted_bytes)
+    peak = max(predicted_peaks(plan))
     fits = "" if peak <= plan.cluster.device.usable else " (does not fit)"
     rate = target.samples * target.length / plan.predicted_time / target.gpus
     return (
-        f"| {target.model}{target.label} | {target.gpus} | {target.length:,} | {layout} | {again} of {len(plan.units)} "
-        f"| {peak / GIB:.1f} GiB{fits} | {plan.predicted_time:.1f} s | {rate:,.0f} | {target.beside} |"
+        f"| {target.model}{target.label} | {target.gpus:,} | {target.length:,} | {layout} "
+        f"| {again} of {len(plan.units)} | {peak / GIB:.1f} GiB{fits} "
+        f"| {plan.predicted_time:.1f} s | {rate:,.0f} | {target.beside} |"
     )
 
 

@@ -8,7 +8,7 @@ hashable, equal by value, exact through JSON, small enough to be written by hand
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -376,6 +376,13 @@ class Plan:
         return tuple(
             stage for stage in range(len(self.stages)) if self.schedule.rank_of(stage) == pp_rank
         )
+
+    def by_rank(self, of_stages: Sequence[int]) -> list[int]:
+        """Return numbers of stages, added up for each pipeline rank; none of no numbers."""
+        if not of_stages:
+            return []
+        ranks = range(self.grid.pp)
+        return [sum(of_stages[stage] for stage in self.stages_of(rank)) for rank in ranks]
 
     def stage_parameters(self, stage: int) -> int:
         """Return the number of values on one rank of a stage, with its own copies of tied

@@ -229,10 +229,7 @@ def host_text(plan: Plan) -> str:
     """
     if not plan.predicted_host_bytes:
         return ""
-    ranks = [
-        sum(plan.predicted_host_bytes[stage] for stage in plan.stages_of(rank))
-        for rank in range(plan.grid.pp)
-    ]
+    ranks = plan.by_rank(plan.predicted_host_bytes)
     size = plan.cluster.ranks_per_node
     of_ranks = [ranks[plan.grid.coordinates(rank)[3]] for rank in range(plan.grid.size)]
     nodes = [sum(of_ranks[first : first + size]) for first in range(0, len(of_ranks), size)]

@@ -488,10 +488,7 @@ def overflowing_ranks(plan: Plan, limit: float) -> tuple[int, ...]:
 
 def predicted_peaks(plan: Plan) -> list[int]:
     """Return the predicted peak of each pipeline rank of a priced plan, in bytes."""
-    return [
-        sum(plan.predicted_bytes[stage] for stage in plan.stages_of(rank))
-        for rank in range(plan.grid.pp)
-    ]
+    return plan.by_rank(plan.predicted_bytes)
 
 
 Fits = Callable[[int, StagePlan], bool]

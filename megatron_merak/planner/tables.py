@@ -261,13 +261,16 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _peaks(name: str, first: Plan, second: Plan) -> list[str]:
     if not (first.predicted_bytes and second.predicted_bytes):
         return ["predicted bytes: only one plan has them"]
-    before, after = (bytes_text(max(plan.predicted_bytes)) for plan in (first, second))
+    before, after = (
+        bytes_text(max(plan.by_rank(plan.predicted_bytes))) for plan in (first, second)
+    )
     return [f"largest peak of a rank: {before} -> {after}"]
 
 
 def _host_peaks(name: str, first: Plan, second: Plan) -> list[str]:
     before, after = (
-        bytes_text(max(plan.predicted_host_bytes, default=0)) for plan in (first, second)
+        bytes_text(max(plan.by_rank(plan.predicted_host_bytes), default=0))
+        for plan in (first, second)
     )
     return [f"largest peak of host memory: {before} -> {after}"]
 

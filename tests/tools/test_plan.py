@@ -3,6 +3,7 @@ mistakes.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,15 @@ def test_what_differs_between_two_plans(run, tmp_path):
     assert "schedule: 1f1b of 4 micro-batches -> 1f1b of 8 micro-batches" in told
     assert any(line.startswith("largest peak of a rank: ") for line in told)
     assert run("diff", one, one) == "the plans are equal\n"
+
+
+def test_a_peak_is_of_all_stages_of_a_rank(run, tmp_path):
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    flags = [*FLAGS, "--device", "H100"]
+    run(*flags, "--save", one)
+    shown = run(*flags, "--pipeline-schedule", "interleaved", "--save", other)
+    (peak,) = re.findall(r"^largest rank (\S+ \S+) of ", shown, re.MULTILINE)
+    assert f" -> {peak}\n" in run("diff", one, other).partition("largest peak of a rank: ")[2]
 
 
 @pytest.mark.parametrize("model", [[], ["--model", "LLAMA"]])
