@@ -224,6 +224,8 @@ def command(question: Question, found: "FoundPlan") -> str:
     settings = found.choice.settings()
     script = "pretrain_gpt.py" if isinstance(question.config, Config) else "pretrain_hf.py"
     words = [script, *question.words]
+    if not found.choice.layer.exchanges_rows:
+        words = [script, *without(words[1:], (flag_name("moe_expert_rank_capacity_factor"),))]
     if found.plan.cluster.nodes:
         decided = tuple(flag_name(name) for name in MAKES)
         words = [script, "--plan", question.output or "FILE", *without(words[1:], decided)]

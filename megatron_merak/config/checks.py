@@ -443,7 +443,8 @@ def check_experts(parallel: ParallelConfig, copies: int, of: int | None = None) 
     ranks = parallel.tensor_model_parallel_size
     together = parallel.expert_ranks
     if together == 1:
-        if parallel.moe_expert_rank_capacity_factor is not None:
+        searched = parallel.parallel is not None  # degrees of experts too
+        if parallel.moe_expert_rank_capacity_factor is not None and not searched:
             reason = "has an effect on rows that ranks exchange, and none divide experts"
             raise ConfigError(
                 "--moe-expert-rank-capacity-factor",

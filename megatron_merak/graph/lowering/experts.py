@@ -7,6 +7,9 @@ The rows of routed experts (see ``routed``) are exchanged before the first group
 after the last one. How many rows each rank gets from each is exchanged first: the only numbers that
 the host has to know. Rows of no expert stay where they are, and zeros take their place.
 
+With room for so many rows of each rank (``_Padded``) all exchange equal numbers, and the host has to
+know none.
+
 Where several neighbours shard each expert, rows are sent to all of them, and what they send back is
 added up.
 
@@ -177,10 +180,8 @@ class _Divided:
         self.rank = ranks.rank
         self.ranks = ranks.count
         self.shards = ranks.shards
-        self.parts = ranks.divided
         # than the values of the captured graph have, of as many rows as a rank has of its own
-        self.other_shapes = ranks.shards > 1
-        self.factor = ranks.divided if ranks.room is None else ranks.room
+        self.other_shapes = ranks.shards > 1 or ranks.room is not None
         self.features = features
         self.mode = mode
         self.experts = int(values(self._counts())[0].shape[0])
@@ -401,9 +402,18 @@ class _Padded(_Exchanged):
     is room for so many of a rank, and zeros lie behind those that there are.
     """
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.other_shapes = True
+    def __init__(
+        self,
+        graph: Graph,
+        routed: Routed,
+        ranks: ExpertRanks,
+        mode: FakeTensorMode,
+        features: ExpertFeatures,
+    ):
+        super().__init__(graph, routed, ranks, mode, features=features)
+        assert ranks.room is not None
+        self.parts = ranks.divided
+        self.factor = ranks.room
         rows = len(values(self.first_rows)[0])
         # of what a rank sends to another one
         self.room = min(rows, ceil(rows / self.parts * self.factor))

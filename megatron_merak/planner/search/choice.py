@@ -53,13 +53,19 @@ class Layer:
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of ``ParallelConfig`` that say the same."""
-        return {
+        settings = {
             "tensor_model_parallel_size": self.tp,
             "context_parallel_size": self.cp,
             "cp_comm_type": self.kind or None,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp if self.exchanges_rows else None,
         }
+        # where no ranks divide experts, there is no room to be had
+        return (
+            settings
+            if self.exchanges_rows
+            else settings | {"moe_expert_rank_capacity_factor": None}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
