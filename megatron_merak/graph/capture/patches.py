@@ -90,9 +90,8 @@ def eager_branches() -> Iterator[None]:
 
         return broadcast_mask
 
-    modelling_modules = [
-        m for name, m in sorted(sys.modules.items()) if name.startswith("transformers.models.")
-    ]
+    names = sorted(name for name in sys.modules if name.startswith("transformers.models."))
+    modelling_modules = [sys.modules[name] for name in names]
     with ExitStack() as patches:
         patches.enter_context(overriding(Distribution, "_validate_args", False))
         patches.enter_context(overriding(nn.Module, "_apply", _skip_no_op_apply(nn.Module._apply)))

@@ -3,9 +3,9 @@ own backward.
 """
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -122,12 +122,25 @@ class Opaque:
 
     functions: the function of each node.
     results:   for each, the tensors that it returns, without values.
-    operator:  the operator that stands for them in the trace.
+    context:   of the trace, at whose end the operator that stands for them goes away.
     """
 
+    context: ExitStack
     functions: list[CustomFunction] = field(default_factory=list)
     results: list[list[Tensor]] = field(default_factory=list)
-    operator: Callable[..., list[Tensor]] | None = None
+
+    @cached_property
+    def _operator(self) -> Callable[..., list[Tensor]]:
+        """The operator that stands for the functions in the trace. Few models have any, and torch
+        searches all loaded modules for the source of a definition."""
+        library = self.context.enter_context(torch.library._scoped_library(_LIBRARY, "FRAGMENT"))
+        library.define(f"{_NAME}(int index, Tensor[] tensors) -> Tensor[]")
+
+        def fake(index: int, tensors: list[Tensor]) -> list[Tensor]:
+            return [torch.empty_like(x) for x in self.results[index]]
+
+        torch.library.register_fake(f"{_LIBRARY}::{_NAME}", fake, lib=library)
+        return getattr(torch.ops, _LIBRARY).custom_function.default
 
     def apply(self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add one node to the graph that is being traced; return what the Function returns.
@@ -179,8 +192,7 @@ class Opaque:
         custom.shapes = tuple((x.shape, x.dtype) for x in results if isinstance(x, Tensor))
         self.functions.append(custom)
         self.results.append([x for x in results if isinstance(x, Tensor)])
-        assert self.operator is not None, "used outside of its context"
-        returned = iter(self.operator(len(self.functions) - 1, [flat[i] for i in positions]))
+        returned = iter(self._operator(len(self.functions) - 1, [flat[i] for i in positions]))
         values = [
             _next_result(returned, x, constant) if isinstance(x, Tensor) else x for x in results
         ]
@@ -209,17 +221,9 @@ def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def keep_functions() -> Iterator[Opaque]:
-    """Define, for the duration of a trace, the operator that stands for custom Functions."""
-    opaque = Opaque()
-
-    def fake(index: int, tensors: list[Tensor]) -> list[Tensor]:
-        return [torch.empty_like(x) for x in opaque.results[index]]
-
-    with torch.library._scoped_library(_LIBRARY, "FRAGMENT") as library:
-        library.define(f"{_NAME}(int index, Tensor[] tensors) -> Tensor[]")
-        torch.library.register_fake(f"{_LIBRARY}::{_NAME}", fake, lib=library)
-        opaque.operator = getattr(torch.ops, _LIBRARY).custom_function.default
-        yield opaque
+    """Keep custom Functions as nodes for the duration of a trace."""
+    with ExitStack() as context:
+        yield Opaque(context)
 
 
 def forward_of(
