@@ -46,6 +46,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.long
 def test_none_outlives_its_time(tmp_path):
     path = script(tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
                             "time.sleep(600)")  # fmt: skip

@@ -24,6 +24,7 @@ def outcomes():
     return modelled(15e9, 64)
 
 
+@pytest.mark.long
 def test_halves_and_pairs_hide_nine_tenths_where_computing_takes_as_long(outcomes):
     assert overlap_page.covered(outcomes)
     shares = overlap_page.shares(outcomes)

@@ -37,7 +37,7 @@ SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
         pytest.param(1, 1, 1, {}, marks=pytest.mark.slow),
         (2, 2, 1, {}),
         pytest.param(2, 1, 2, {}, marks=pytest.mark.slow),
-        (2, 1, 1, SHARDED),
+        pytest.param(2, 1, 1, SHARDED, marks=pytest.mark.long),
         pytest.param(2, 1, 1, {"expert_model_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param(2, 1, 1, {"expert_tensor_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param(

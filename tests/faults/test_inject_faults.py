@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choice import now
 from tools.faults.hook.injected_fault import Order
 from tools.faults.watch import names, run, running, small_disk
 
@@ -68,7 +69,7 @@ def test_a_process_ends_as_the_fault_says(fault, tmp_path):
     assert outcome.tracebacks == (fault in ("SIGINT", "ASYNC_EXC", "CUT_LINK", "DIRECTORY_GONE"))
 
 
-@pytest.mark.parametrize("fault", ["SIGSTOP", "LOCK_GIL"])
+@pytest.mark.parametrize("fault", now(["SIGSTOP", "LOCK_GIL"], 1))
 def test_a_process_that_hangs_is_given_up_and_ended(fault, tmp_path):
     outcome = faulted(WAITS, tmp_path, fault, limit=1.0, disk_call=3)
     assert outcome.came and not outcome.ended and outcome.status is None, outcome
@@ -84,6 +85,7 @@ def test_a_script_that_python_starts_alone_is_rank_0(tmp_path, monkeypatch):
     assert outcome.came and outcome.status == -9, outcome
 
 
+@pytest.mark.long
 def test_a_stop_that_lasts_is_survived(tmp_path):
     outcome = faulted(WAITS, tmp_path, "SIGSTOP", disk_call=3, lasts=0.3)
     assert outcome.came and outcome.status == 0 and "done" in outcome.output

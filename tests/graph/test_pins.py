@@ -68,7 +68,7 @@ def follow(tensors, edited, before):
     [
         "llama",
         "gpt2",
-        "t5",
+        pytest.param("t5", marks=pytest.mark.long),
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("mixtral", "bert")),
     ],
 )

@@ -216,6 +216,7 @@ def longformer_batch(seen_by_all, seed=0):
     return {"input_ids": ids, "labels": ids.clone(), "global_attention_mask": attention}
 
 
+@pytest.mark.long
 def test_longformer_with_and_without_global_attention():
     model = randomise(longformer())
     local, some, more = (longformer_batch(count) for count in (0, 1, 2))

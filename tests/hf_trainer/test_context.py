@@ -118,6 +118,7 @@ def divided(rank, world_size, directory):
     return found, again, other
 
 
+@pytest.mark.long
 def test_two_ranks_train_as_one_process_does(tmp_path):
     """Samples of many lengths, of which those that are padded are many; accumulated."""
     alone = train(tmp_path / "one")

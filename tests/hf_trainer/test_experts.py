@@ -274,6 +274,7 @@ def _evaluated(rank, world_size, directory):
     return evaluated(MerakTrainer, args)
 
 
+@pytest.mark.long
 def test_replicas_with_batches_of_other_lengths_and_numbers(tmp_path):
     batch = {
         "per_device_train_batch_size": 2,

@@ -107,8 +107,8 @@ def check(found, expected):
     "callback, optim",
     [
         ("Gradual", "adamw_torch"),
-        ("Lisa", "adamw_torch"),
-        ("Lisa", "adafactor"),
+        pytest.param("Lisa", "adamw_torch", marks=pytest.mark.long),
+        pytest.param("Lisa", "adafactor", marks=pytest.mark.long),
         ("Halfway", "sgd"),
     ],
 )

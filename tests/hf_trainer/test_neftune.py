@@ -97,6 +97,7 @@ def test_recomputation_repeats_it_and_the_seed_decides_it(tmp_path):
     assert once == again != other
 
 
+@pytest.mark.long
 def test_batches_run_at_their_own_lengths(tmp_path):
     """The magnitude depends on the length: none is padded."""
     losses = trained(str(tmp_path), ALPHA, ragged=True)[0]

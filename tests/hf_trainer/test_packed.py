@@ -227,6 +227,7 @@ def test_documents_in_one_row_train_as_in_rows_of_their_own(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_lengths_and_numbers_of_documents_cost_no_captures(tmp_path):
     """Eight rows of four lengths, in each of which the documents are others, pad to few lengths."""
     cases = [("llama", "flattened"), ("llama", "with lengths")]
@@ -238,6 +239,7 @@ def test_lengths_and_numbers_of_documents_cost_no_captures(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_documents_that_end_elsewhere_than_recorded_ones_are_not_replayed(tmp_path):
     """The second of four steps is recorded, and the sixth, of the second epoch, has its documents."""
     changes = {"length_buckets": "48,64", "max_steps": 6}

@@ -140,7 +140,8 @@ def _verified_and_asked_for(rank, world, pins, fails):
     return same and all(one == other for one, other in weights), len(found), told.getvalue()
 
 
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("fails", [False, True])
 def test_what_was_tried_is_trained_as_if_it_had_been_asked_for(fails):
     (same, steps, told), second = run_ranks(_verified_and_asked_for, 2, ",tp=2", fails, timeout=300)
     assert same and steps == 2 and second == (True, 2, "")

@@ -117,7 +117,7 @@ def _content(path: Path) -> Any:
     ("ranks", "changes", "lora"),
     [
         (1, {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}, False),
-        (2, SHARDED, False),
+        pytest.param(2, SHARDED, False, marks=pytest.mark.long),
         pytest.param(1, {"save_only_model": True}, False, marks=pytest.mark.long),
         pytest.param(1, {}, True, marks=pytest.mark.long),
         pytest.param(2, SHARDED, True, marks=pytest.mark.long),

@@ -14,10 +14,11 @@ from tests.ranks import run_ranks
 
 # tensor, pipeline, data
 LAYOUTS = {"one": (1, 1, 1), "pp2": (1, 2, 1), "tp2": (2, 1, 1), "dp2": (1, 1, 2)}
-CHOSEN = {("causal", "pp2"), ("loss function", "tp2")}
+CHOSEN = {("causal", "pp2")}
 LONG = {
     ("causal", "one"),
     ("causal", "tp2"),
+    ("loss function", "tp2"),
     ("t5", "pp2"),
     ("mixtral", "tp2"),
     ("stream", "pp2"),

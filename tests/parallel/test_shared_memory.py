@@ -385,7 +385,7 @@ def training(rank, n, case):
     [
         (2, Case("gpt2", tp=2, hidden_dropout=0.1)),
         (2, Case("gpt2", dp=2)),
-        (4, Case("gpt2", tp=2, pp=2)),
+        pytest.param(4, Case("gpt2", tp=2, pp=2), marks=pytest.mark.long),
         (4, Case("gpt2", tp=2, dp=2)),
     ],
     ids=lambda value: (

@@ -22,6 +22,7 @@ from megatron_merak.parameter_server.snapshot import read_snapshot, snapshot_pat
 from megatron_merak.parameter_server.wire import NUMBERS, Message, MessageKind
 from megatron_merak.plan import Grid
 from megatron_merak.runtime.parameters import RankParameters
+from tests.choice import now
 
 from .served import SIZE, Job, layouts, new_buffer, serving
 
@@ -226,7 +227,7 @@ def test_state_that_is_fetched_is_of_one_moment_or_an_error(tmp_path):
     again.wait()
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", now([0, 1], 0))
 def test_a_slow_worker_is_waited_for_beyond_the_timeout_and_a_silent_one_is_not(
     slow, monkeypatch, capsys
 ):

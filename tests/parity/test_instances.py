@@ -63,6 +63,7 @@ def check(cases):
         )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_instances_of_two_replicas_equal_one_process():
     check(QUICK)

@@ -27,6 +27,7 @@ def test_both_calls_fit_into_their_time():
     assert len({step.file for step in STEPS}) == len(STEPS)
 
 
+@pytest.mark.long
 def test_failures_do_not_stop_what_comes_next(tree):
     first, second, _ = FEW
     arguments = [*rehearsal.only(*FEW), "--limit", str(rehearsal.HANG)]

@@ -60,7 +60,9 @@ def of_machine(machine, units):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("gpt2", "llama") else pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(
+            name, marks={"gpt2": (), "llama": pytest.mark.long}.get(name, pytest.mark.slow)
+        )
         for name in FAMILIES
     ],
 )

@@ -53,7 +53,7 @@ def layers(rank, world_size, name, length, ways):
     ("name", "length", "ways"),
     [
         ("llama", 16, {}),
-        ("llama", 16, OFFLOAD),
+        pytest.param("llama", 16, OFFLOAD, marks=pytest.mark.long),
         ("bert", 272, {}),  # whose attention has copies of keys and values
         pytest.param("llama", 1056, {}, marks=pytest.mark.slow),  # torch's own attention
         pytest.param("llama", 1056, OFFLOAD, marks=pytest.mark.slow),

@@ -65,8 +65,8 @@ def alone(model, batch, **more):
     ("targets", "kind", "double"),
     [
         (ALL, "nf4", True),
-        (ALL, "fp4", False),
-        (ATTENTION, "nf4", False),
+        pytest.param(ALL, "fp4", False, marks=pytest.mark.long),
+        pytest.param(ATTENTION, "nf4", False, marks=pytest.mark.long),
         (ATTENTION, "fp4", True),
     ],
     ids=["all-nf4-double", "all-fp4-plain", "q and v-nf4-plain", "q and v-fp4-double"],
@@ -90,6 +90,7 @@ def without_fusions(monkeypatch):
 HALF = torch.bfloat16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "double", "dtypes"),
     [
@@ -164,10 +165,10 @@ def _together(results, stages):
     ("grid", "ways", "double"),
     [
         ({"pp": 2}, {}, True),
-        ({"pp": 2}, {"recompute_granularity": "full"}, False),
-        ({"dp": 2}, {}, False),
+        pytest.param({"pp": 2}, {"recompute_granularity": "full"}, False, marks=pytest.mark.long),
+        pytest.param({"dp": 2}, {}, False, marks=pytest.mark.long),
         ({"tp": 2}, {}, False),
-        ({"tp": 2}, {"sequence_parallel": True}, True),
+        pytest.param({"tp": 2}, {"sequence_parallel": True}, True, marks=pytest.mark.long),
     ],
     ids=["pp", "recomputed", "dp", "tp", "sequences"],
 )

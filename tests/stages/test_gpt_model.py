@@ -181,11 +181,11 @@ def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
         (2, LLAMA, ZERO3),
         (2, MIXTURE, f"{TP2} --sequence-parallel {EP2}"),
         (2, MIXTURE, EP2),
-        (2, SHARED, f"{TP2} --sequence-parallel {EP2}"),
+        pytest.param(2, SHARED, f"{TP2} --sequence-parallel {EP2}", marks=pytest.mark.long),
         pytest.param(2, SHARED, EP2, marks=pytest.mark.slow),
         pytest.param(2, FIRST, f"{TP2} {EP2} --sequence-parallel", marks=pytest.mark.slow),
         pytest.param(4, SHARED, f"--context-parallel-size 2 {EP4}", marks=pytest.mark.slow),
-        (2, MIXTURE, f"{PP2} --recompute-granularity full"),
+        pytest.param(2, MIXTURE, f"{PP2} --recompute-granularity full", marks=pytest.mark.long),
         pytest.param(4, MIXTURE, f"{EP2} {ZERO3}", marks=pytest.mark.long),
         pytest.param(
             4,
@@ -206,7 +206,7 @@ def test_one_rank_trains_as_a_plain_loop_of_the_module_does(flags):
             marks=pytest.mark.long,
         ),
         pytest.param(2, MIXTURE, TP2, marks=pytest.mark.long),
-        (2, SHARED, ETP2),
+        pytest.param(2, SHARED, ETP2, marks=pytest.mark.long),
         pytest.param(4, SHARED, f"{TP2} --sequence-parallel {EP2} {ETP2}", marks=pytest.mark.long),
         pytest.param(4, MIXTURE, f"{PP2} {ETP2} {ZERO3}", marks=pytest.mark.slow),
         pytest.param(

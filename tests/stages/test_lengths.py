@@ -157,6 +157,7 @@ def test_ranks_make_their_own_parts():
         ]
 
 
+@pytest.mark.long
 def test_lengths_that_ranks_share_alike_are_derived_from_each_other():
     """Two ranks cannot share odd ones, and compute these in full."""
     lengths = (20, 41, 28, 53, 36, 25)  # the last two are derived
@@ -164,6 +165,7 @@ def test_lengths_that_ranks_share_alike_are_derived_from_each_other():
     assert run_ranks(engines, 4, "llama", lengths, {}, wishes, timeout=200) == [2 * 2] * 4
 
 
+@pytest.mark.long
 def test_lengths_that_ranks_cut_from_both_ends_are_derived_from_each_other():
     """22 is cut in order, since two ranks have no four chunks of it."""
     lengths = (20, 28, 22, 36)  # the last one is derived

@@ -8,6 +8,7 @@ import torch
 from megatron_merak.errors import PlanError
 from megatron_merak.plan import Grid
 from megatron_merak.stages.parameter_shards import check_one_dtype
+from tests.choice import now
 from tests.engines import step
 from tests.graph.tiny import randomise, tiny
 from tests.parity.rig import spoil
@@ -70,7 +71,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "grid", "ways", "options"), CASES, ids=told)
+@pytest.mark.parametrize(("name", "grid", "ways", "options"), now(CASES, 0, 1, 4, 6, 10), ids=told)
 def test_model_states_on_the_host_change_no_bit(name, grid, ways, options):
     expected, found = (
         run_ranks(run, grid.size, name, grid, ways | more, options, timeout=200)

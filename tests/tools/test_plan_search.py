@@ -125,6 +125,7 @@ def test_divided_sequences_are_priced_from_the_graph(run, tmp_path):
     assert asked[4:6] == time_text(stored.predicted_time).split()
 
 
+@pytest.mark.long
 def test_where_nothing_fits_it_says_what_would(run):
     large = [*SHAPE[:2], "--hidden-size", "16384", *SHAPE[4:]]
     with pytest.raises(SystemExit) as end:

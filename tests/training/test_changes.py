@@ -105,6 +105,7 @@ def _write(prefix: Path, first: int) -> Path:
     return prefix
 
 
+@pytest.mark.long
 def test_other_training_data_is_refused_wherever_its_file_is_called_the_same(tmp_path):
     source = _write(tmp_path / "data", 1)
     moved, other = _write(tmp_path / "elsewhere" / "moved", 1), _write(tmp_path / "other", 2)
@@ -140,6 +141,7 @@ def test_other_training_data_is_refused_wherever_its_file_is_called_the_same(tmp
     assert "2 data sets, and then 1" in told[7]
 
 
+@pytest.mark.long
 def test_a_huggingface_model_is_compared_by_its_config_file(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 60}
     made = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, attention_dropout=0.0)

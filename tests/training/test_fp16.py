@@ -63,8 +63,11 @@ def _one_overflow(rank, world_size, case):
     "case",
     [
         Case("gpt2", tp=2, pp=2, dtype="fp16", early=False),
-        Case("llama", tp=2, dp=2, dtype="fp16", early=False),
-        Case("llama", tp=2, dp=2, dtype="fp16", early=False, sharding="optim"),
+        pytest.param(Case("llama", tp=2, dp=2, dtype="fp16", early=False), marks=pytest.mark.long),
+        pytest.param(
+            Case("llama", tp=2, dp=2, dtype="fp16", early=False, sharding="optim"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )

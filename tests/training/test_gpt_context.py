@@ -14,6 +14,7 @@ from megatron_merak.errors import PlanError
 from megatron_merak.stages.blueprint import blueprint_from_plan
 from megatron_merak.stages.gpt_model import traced_gpt
 from megatron_merak.training.hf_model import blueprint_of
+from tests.choice import now
 from tests.ranks import run_ranks
 from tests.training.jobs import RUN, SHAPE, job
 
@@ -38,7 +39,7 @@ def runs(world, flags):
 
 @pytest.mark.parametrize(
     "shape",
-    ["", f"{LLAMA} --cp-comm-type all_gather", f"{LLAMA} --cp-comm-type p2p"],
+    now(["", f"{LLAMA} --cp-comm-type all_gather", f"{LLAMA} --cp-comm-type p2p"], 0, 2),
     ids=["gpt2", "llama gathers", "llama in a ring"],
 )
 def test_ranks_that_divide_sequences_train_as_one_process(shape, tmp_path):
@@ -72,6 +73,7 @@ def test_two_levels_of_ranks_train_as_one_process(ranks, more, tmp_path):
     torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), rtol=1e-6, atol=0)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_divided_sequences(tmp_path):
     whole = losses(runs(1, "--train-iters 4"))
     runs(1, f"--train-iters 4 --exit-interval 2 --save {tmp_path}")

@@ -54,6 +54,7 @@ def test_a_run_that_resumes_with_another_length_says_how_far_it_goes(tmp_path):
     assert progress(other) == [(7, 8, 16), (8, 8, 20)] and progress(over) == []
 
 
+@pytest.mark.long
 def test_after_the_ramp_more_replicas_than_its_first_batches_have_samples_for(tmp_path):
     (first,) = run_ranks(_jobs, 1, [f"{RAMP} --save {tmp_path} --exit-interval 11"])
     assert progress(first[0])[-1] == (11, 17, 24)

@@ -24,6 +24,7 @@ from megatron_merak.parallel.interruption import Interrupted
 from megatron_merak.stages.gpt_model import GPTModel
 from megatron_merak.training.job import Job
 from megatron_merak.training.trainer import Trainer
+from tests.choice import now
 from tests.ranks import RankFailure, run_ranks
 from tests.small_disk import fill, small_disk
 from tests.training.jobs import job
@@ -140,7 +141,7 @@ GPTS = [
 ]
 
 
-@pytest.mark.parametrize("ranks, flags, then, others", GPTS)
+@pytest.mark.parametrize("ranks, flags, then, others", now(GPTS, 0, 1))
 def test_each_step_is_recovered(tmp_path, ranks, flags, then, others):
     run = tmp_path / "run"
     told = run_ranks(_every_state, ranks, f"{FLAGS} {flags} --save {run}", tmp_path / "all")[-1]
@@ -194,6 +195,7 @@ def _recovered_with_statistics(
     return _recovered(rank, world, flags, steps, place)
 
 
+@pytest.mark.long
 def test_what_forwards_change_is_recovered_too(tmp_path):
     flags = f"{FLAGS} {FP16}"
     run_ranks(_every_state_with_statistics, 2, f"{flags} --save {tmp_path}/run", tmp_path / "all")
@@ -208,6 +210,7 @@ def test_what_forwards_change_is_recovered_too(tmp_path):
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 60}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, flags, then, others",
     [

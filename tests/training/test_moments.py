@@ -96,6 +96,7 @@ def check_shardings(tmp_path: Path, others: list[str]) -> None:
         assert equal(state_of(tmp_path / f"{number}-on", 4), wanted[4]), flags
 
 
+@pytest.mark.long
 def test_replicas_that_shard_compute_and_save_the_same_bits(tmp_path):
     check_shardings(tmp_path, [f"{SHARDING} optim", f"{SHARDING} optim_grads_params"])
 

@@ -111,6 +111,7 @@ def losses(path):
     return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
+@pytest.mark.long
 def test_layouts_agree_and_resume_one_another(tmp_path):
     for name, flags in FLAGS.items():
         base, place = f"--train-iters 4 {flags} --metrics {tmp_path}/{name}", f"{tmp_path}/{name}-c"

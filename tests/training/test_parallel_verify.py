@@ -204,6 +204,7 @@ def slow_until_replayed(rank: int):
     return mock.patch.object(Job, "timed_steps", seconds)
 
 
+@pytest.mark.long
 def test_with_graphs_replayed_steps_are_timed():
     flags = "--parallel auto,pp=2 --parallel-verify 2 --hidden-dropout 0 --attention-dropout 0"
     told = checked(2, f"{flags} --cuda-graph-impl local", patch=slow_until_replayed)
@@ -231,6 +232,7 @@ def building_fails_on_the_last(rank: int):
         yield
 
 
+@pytest.mark.long
 def test_a_plan_whose_state_has_no_room_is_named_and_passed_over():
     flags = "--parallel auto,pp=2 --parallel-verify 2"
     told = checked(2, flags, patch=building_fails_on_the_last)
@@ -242,7 +244,7 @@ def test_a_plan_whose_state_has_no_room_is_named_and_passed_over():
 @pytest.mark.parametrize(
     "ranks, pins, patch",
     [
-        (2, ",tp=2", failing_on_the_last),
+        pytest.param(2, ",tp=2", failing_on_the_last, marks=pytest.mark.long),
         (2, ",pp=2", failing_on_the_last),
         pytest.param(4, ",tp=2,pp=2", failing_of_four, marks=pytest.mark.long),
     ],

@@ -39,6 +39,7 @@ def losses(path: Path, kind: str = "train") -> dict[int, float]:
     return {row["iteration"]: row["loss"] for row in rows if row["kind"] == kind}
 
 
+@pytest.mark.long
 def test_one_process_and_four_tell_the_same_story(tmp_path):
     alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
     told = pretrain(f"--train-iters 6 --metrics {alone}").stdout

@@ -175,6 +175,7 @@ def _faults(rank, world, directory):
     return ended, injected, plain, twice
 
 
+@pytest.mark.long
 def test_a_fault_is_told_from_the_data_and_its_rank_is_named(tmp_path):
     first, second = run_ranks(_faults, 2, tmp_path, timeout=240.0)
     for rank, (ended, injected, plain, twice) in enumerate((first, second)):

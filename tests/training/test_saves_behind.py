@@ -28,7 +28,7 @@ SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
     "ranks, flags",
     [
         (1, ""),
-        (2, SHARDED),
+        pytest.param(2, SHARDED, marks=pytest.mark.long),
         pytest.param(2, "--pipeline-model-parallel-size 2 --bf16", marks=pytest.mark.long),
         pytest.param(4, f"--tensor-model-parallel-size 2 {SHARDED}", marks=pytest.mark.long),
     ],

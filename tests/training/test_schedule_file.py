@@ -156,6 +156,7 @@ def _lengths(rank, world, path, counts):
     return found
 
 
+@pytest.mark.long
 def test_steps_of_other_lengths_are_exact(files):
     counts = (4, 1, 3, 6, 9)
     (alone,) = run_ranks(_lengths, 1, None, counts)

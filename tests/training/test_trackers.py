@@ -153,6 +153,7 @@ def attribute(span, name):
     return getattr(value, value.WhichOneof("value"))
 
 
+@pytest.mark.long
 def test_each_tracker_has_the_numbers_of_the_run(tmp_path, collector):
     address, requests = collector
     words = [

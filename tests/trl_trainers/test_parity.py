@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_merak.trl import parallelize
+from tests.choice import now
 from tests.ranks import run_ranks
 from tests.trl_trainers.cases import CASES, history, train
 
@@ -96,9 +97,7 @@ def check(name, found, directory, ranks=1):
         )
 
 
-@pytest.mark.parametrize(
-    "name", ["sft", "sft-packed", pytest.param("dpo-mixed", marks=pytest.mark.long), "reward"]
-)
+@pytest.mark.parametrize("name", now(["sft", "sft-packed", "dpo-mixed", "reward"], 0))
 def test_one_process(name, tmp_path):
     check(name, parallel(name, str(tmp_path)), tmp_path)
 

@@ -69,6 +69,7 @@ def test_resumes(tmp_path):
     assert history(resumed)[-2]["loss"] == history(through)[-2]["loss"]
 
 
+@pytest.mark.long
 def test_a_directory_in_bf16(tmp_path):
     """As shipped: TRL trains in bf16 unless told not to, and loads the model of a
     directory itself.
@@ -190,6 +191,7 @@ class Penalized(trl.SFTTrainer):
         return loss + 0.1 * (outputs.log_probs**2).mean()
 
 
+@pytest.mark.long
 def test_a_class_derived_from_trls(tmp_path):
     runs = [sft(tmp_path, Penalized, made) for made in (parallelize, lambda kind: kind)]
     for trainer in runs:
@@ -219,12 +221,10 @@ def decayed(rank, world_size, directory, **layout):
     return history(trainer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
-    [
-        "tensor_model_parallel_size",
-        pytest.param("pipeline_model_parallel_size", marks=pytest.mark.long),
-    ],
+    ["tensor_model_parallel_size", "pipeline_model_parallel_size"],
 )
 def test_a_loss_may_read_weights_that_ranks_share(layout, tmp_path):
     theirs = sft(tmp_path, Decayed, lambda kind: kind, eval_strategy="no", max_steps=2)
@@ -306,6 +306,7 @@ def test_refused(run, what, tmp_path):
         run(tmp_path)
 
 
+@pytest.mark.long
 def test_adapters_are_saved_alone(tmp_path):
     parallel("sft-lora", str(tmp_path))
     assert (tmp_path / "adapter_model.safetensors").exists() and not (

@@ -59,6 +59,7 @@ def mixture(tmp_path_factory) -> Search:
     return searched(path, MIXTURE, length=4096, cluster=find_cluster("dgx-a100"))
 
 
+@pytest.mark.long
 def test_long_sequences_are_divided_where_a_batch_has_fewer_samples_than_ranks(long):
     found = long.run(8, [4], {"mb": 1, "pp": 1})
     assert found.best.choice.cp > 1 and found.best.plan.grid.cp == found.best.choice.cp
@@ -74,6 +75,7 @@ def test_bounds_hold_where_sequences_are_divided(long):
     assert {choice.cp for choice in choices} == {1, 2, 4, 8}
 
 
+@pytest.mark.long
 def test_bounds_hold_where_experts_are_divided(mixture):
     choices = [choice for choice, _ in everything(mixture, 8, 16, {"mb": 2, "tp": 4, "sp": True})]
     divided = {(choice.ep, choice.etp) for choice in choices}

@@ -104,6 +104,7 @@ def whole(curves: tuple[list[float | None], ...]) -> list[float | None]:
     return next(curve for curve in curves if None not in curve)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, mb, every",
     [(2, 2, 1), pytest.param(4, 1, 3, marks=pytest.mark.slow)],

@@ -17,6 +17,7 @@ from megatron_merak.planner.search.choice import Layer
 from megatron_merak.planner.search.formulas import FormulaChain
 from megatron_merak.planner.search.report import Breakdown, binding, left_out
 from megatron_merak.planner.search.work import ChainWork
+from tests.choice import now
 from tests.planner.search.tried import everything
 
 SHAPES = {
@@ -66,7 +67,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("shape, cluster, ranks, pins", CASES)
+@pytest.mark.parametrize("shape, cluster, ranks, pins", now(CASES, 4, 6, 7))
 def test_a_search_finds_what_trying_everything_finds(shape, cluster, ranks, pins):
     one = search(configuration(shape), cluster)
     fitting = list(everything(one, ranks, 32, pins))
