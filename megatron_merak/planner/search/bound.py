@@ -263,6 +263,8 @@ class Bounds:
             for index, stage in enumerate(balanced)
         ):
             return self._simulated(case, again)
+        if schedule.stages == 1 and case.choice.recompute in ("none", "selective", "full"):
+            return math.inf  # there is no other cut, and no unit may keep less
         if case.choice.schedule in REPEATING or self._may_fit(case, schedule):
             return 0.0
         most = again or case.choice.recompute == "capacity"

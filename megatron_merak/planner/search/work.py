@@ -1,5 +1,6 @@
 """What a chain of units adds up to: times and bytes, before it is cut into stages."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +72,28 @@ class Sums:
         for seconds, together, hideable, count in self.units:
             own = -(-count // ranks)
             most = max(most, own * (seconds - paired * together) - min(self.slack, own * hideable))
+        bare = [
+            seconds - paired * together - hideable for seconds, together, hideable, _ in self.units
+        ]
+        counts = [count for *_, count in self.units]
+        for kind, (seconds, count) in enumerate(zip(bare, counts, strict=True)):
+            if count >= ranks > 1 and seconds > 0:
+                others = (each for other, each in enumerate(bare) if other != kind)
+                most = max(most, _beside_another(seconds, count, max(others, default=0.0), ranks))
         return most
+
+
+def _beside_another(seconds: float, count: int, other: float, ranks: int) -> float:
+    """Return the least seconds of the busiest rank, where ``count`` units of so many seconds are on
+    ``ranks`` ranks and one of these has a unit of ``other`` seconds too, such as the output layer.
+    """
+    least = math.inf
+    for own in range(count // ranks, count + 1):  # units of each of the other ranks
+        if own * seconds >= least:
+            break
+        beside = max(0, count - (ranks - 1) * own)
+        least = min(least, max(own * seconds, other + beside * seconds))
+    return least
 
 
 @dataclass(frozen=True)
