@@ -121,14 +121,16 @@ def measured(
     cluster: Cluster,
     state_of: StateOf | None = None,
     pins: Mapping[str, TensorSharding] | None = None,
+    captured: Captured | None = None,
 ) -> tuple[Chain, Sharding, tuple[Unit, ...]]:
     """Return how a captured model is cut and sharded as requested, and its units.
 
     state_of, pins: see ``make_blueprint``.
+    captured:       in the place of the model's own capture, one with some of its layers.
 
     Raises PlanError.
     """
-    captured = traced.captured
+    captured = captured or traced.captured
     parallel = request.parallel
     tp = request.grid.tp
     chain = chain_of(captured, request.graph_sharding, traced.model)

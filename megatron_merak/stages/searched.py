@@ -1,8 +1,8 @@
 """A captured model, as a search of its plan needs it.
 
 It is captured with micro-batches of one sample and of two. What a unit needs for more follows from
-both: the part that grows with the samples, and the part that does not. The plan that is run is made of
-a capture of its own micro-batch.
+both: the part that grows with the samples, and the part that does not. Of layers that are alike some are
+measured. The plan that is run is made of a capture of its own micro-batch, with all layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,8 +12,11 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..config.checks import check_context_parallel, check_experts
+from ..graph.capture.captured import Captured
 from ..graph.ir.nodes import op_name
 from ..graph.kept_state import StateOf
+from ..graph.partition.cut import Chain
+from ..graph.partition.shorten import Shortened, shorten
 from ..graph.sharding.experts import GROUPED
 from ..plan import TensorSharding, Unit
 from ..planner.request import Request
@@ -75,6 +78,7 @@ class CapturedChain:
         self._cluster = cluster
         self._state_of = state_of
         self._measured: dict[tuple[Layer, int, bool, bool], tuple[Unit, ...]] = {}
+        self._shortened: dict[int, Shortened | None] = {}  # by samples
 
     @cached_property
     def _one(self) -> Traced:
@@ -122,9 +126,49 @@ class CapturedChain:
             traced = self._one if samples == 1 else self._two
             request = replace(self._request, parallel=parallel)
             pins = None if self._pins_of is None else self._pins_of(traced, layer.tp)
-            chain = measured(traced, request, self._cluster, self._state_of, pins)
-            self._measured[key] = chain[2]
+            self._measured[key] = self._units_of(traced, samples, request, pins)
         return self._measured[key]
+
+    def _units_of(
+        self,
+        traced: Traced,
+        samples: int,
+        request: Request,
+        pins: Mapping[str, TensorSharding] | None,
+    ) -> tuple[Unit, ...]:
+        """Return the units of a capture, of which a few of the layers that are alike are measured.
+
+        The first time these are compared with all layers; a model where they differ is measured as a
+        whole.
+        """
+
+        def measured_of(captured: Captured | None) -> tuple[Chain, tuple[Unit, ...]]:
+            chain, _, units = measured(
+                traced, request, self._cluster, self._state_of, pins, captured
+            )
+            return chain, units
+
+        known = self._shortened.get(samples)
+        if known is not None:
+            units = known.lengthened(measured_of(known.captured)[1])
+            assert units is not None, "it is cut as it was when it was compared"
+            return units
+        chain, whole = measured_of(None)
+        # rules and pins may name one of several layers, and some layers may not be in fp8
+        by_layer = pins is not None or request.rules or request.fp8 is not None
+        if samples not in self._shortened:
+            short = None if by_layer else shorten(traced.captured, chain, self._kept_of(traced))
+            if short and short.lengthened(measured_of(short.captured)[1]) != whole:
+                short = None
+            self._shortened[samples] = short
+        return whole
+
+    def _kept_of(self, traced: Traced) -> Callable[[str], float | None]:
+        """Return what the optimizer keeps of a parameter, by its name."""
+        state_of = self._state_of
+        if state_of is None:
+            return lambda name: None
+        return lambda name: state_of(name, traced.captured.shapes[name])
 
 
 def _grown(one: Unit, two: Unit, samples: int) -> Unit:
