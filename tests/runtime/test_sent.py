@@ -143,6 +143,7 @@ RING = {"cp_comm_type": "p2p"}
 BOTH = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": ("2", "2")}
 AGAIN = {"recompute_granularity": "full"}
 EXPERTS = {"expert_model_parallel_size": 2}
+ROOM = {"moe_expert_rank_capacity_factor": 2.0}
 TWO = [
     Layout("llama", Grid(tp=2), {}, {REDUCE: 5, STACK: 1}, {REDUCE: 5}),
     Layout(
@@ -157,6 +158,7 @@ TWO = [
     # what a recomputation has gathered a backward does not gather again
     Layout("llama", Grid(cp=2), GATHERS | AGAIN, {GATHER: 8, REDUCE: 1}, {SCATTER: 4}),
     Layout("mixtral", Grid(dp=2), EXPERTS, {EXCHANGE: 2, ROWS: 6}, {ROWS: 6}),
+    Layout("mixtral", Grid(dp=2), EXPERTS | ROOM, {EXCHANGE: 8}, {EXCHANGE: 6}),
 ]
 FOUR = [
     Layout(
