@@ -1,8 +1,10 @@
 """Captured mixtures whose ranks divide the experts: loss, gradients, what is sent, what is refused."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import product as each_of
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from megatron_merak.graph.lowering.rewrite import rewrite
 from megatron_merak.graph.lowering.routed import RoutedKind, find_routed
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.experts import weight_of
+from megatron_merak.graph.sharding.local import padded_source, room_for
 from megatron_merak.graph.sharding.shard import shard
 from megatron_merak.models.gpt_module import GPTModule
 from tests.graph import lockstep
@@ -354,9 +357,28 @@ def test_more_rows_than_there_is_room_for():
     with pytest.raises(ConfigError) as caught:
         model.run(model.programs())
     assert str(caught.value) == (
-        "--moe-expert-rank-capacity-factor 1.5: this rank has 16 rows for the experts of another "
-        "one, and room for 12. Use 2 or more, or leave it out."
+        "--moe-expert-rank-capacity-factor 1.5: this rank has 16 rows for the experts of one "
+        "rank, and room for 12. Use 1.9 or more, or leave it out."
     )
+
+
+def test_the_factor_that_an_error_names_is_enough_and_the_least_of_tenths():
+    for rows, parts, factor in each_of((4, 11, 50), (2, 3, 8), (1.0, 1.1, 1.25, 2.0)):
+        room = room_for(rows, parts, factor)
+        for most in range(room + 1, rows + 1):
+            counts = torch.zeros(parts, 1, dtype=torch.int64)
+            counts[0] = most
+            with pytest.raises(ConfigError) as caught:
+                padded_source(counts, 1, rows, factor)
+            least = float(re.search("Use (.*) or more", str(caught.value))[1])
+            places = padded_source(counts, 1, rows, least).unflatten(0, (parts, -1))
+            assert int((places >= 0).sum()) == most
+            below = room_for(rows, parts, round(least - 0.1, 1))
+            assert below < most or below <= room
+
+
+def test_no_factor_makes_room_for_more_rows_than_there_are():
+    assert room_for(50, 8, 8.0) == room_for(50, 8, 1e308) == 50
 
 
 def context(ranks, name, **overrides):

@@ -19,7 +19,6 @@ experts' of all rows where it cannot. Copies of a layer always have rows of thei
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import torch
@@ -414,17 +413,16 @@ class _Padded(_Exchanged):
         assert ranks.room is not None
         self.parts = ranks.divided
         self.factor = ranks.room
-        rows = len(values(self.first_rows)[0])
-        # of what a rank sends to another one
-        self.room = min(rows, ceil(rows / self.parts * self.factor))
-        self.filled = rows * self.shards / (self.ranks * self.room)
+        self.rows = len(values(self.first_rows)[0])
+        self.room = local.room_for(self.rows, self.parts, self.factor)
+        self.filled = self.rows * self.shards / (self.ranks * self.room)
 
     def _meta(self) -> dict[str, Any]:
         return {"filled": self.filled}
 
     def _source(self) -> Node:
         """Return the number of the row in each place of what is sent to one of several neighbours."""
-        args = (self._own_counts(), self.shards, self.room, self.factor)
+        args = (self._own_counts(), self.shards, self.rows, self.factor)
         return self._once("source", lambda: self._number(local.padded_source, args))
 
     def _place(self) -> Node:

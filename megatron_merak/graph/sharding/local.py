@@ -241,41 +241,53 @@ def expert_ids(got: Tensor, first: int, rows: Tensor) -> Tensor:
     return first + own.clamp(max=len(ends) - 1)
 
 
-def padded_source(own: Tensor, shards: int, room: int, factor: float) -> Tensor:
+def room_for(rows: int, parts: int, factor: float) -> int:
+    """Return how many rows a rank has room for that it sends to a rank of each part of the experts.
+
+    rows:   that it has of its own.
+    parts:  of the experts.
+    factor: of ``--moe-expert-rank-capacity-factor``.
+    """
+    return min(rows, ceil(rows / parts * min(factor, parts)))
+
+
+def padded_source(own: Tensor, shards: int, rows: int, factor: float) -> Tensor:
     """Return the number of the row in each place of what is sent, and -1 where there is none, int64
     [ranks / shards * room]. The host reads none of them, but on a CPU whether there is room.
 
     own:    see ``row_counts``; likewise for neighbours that have the same experts.
     shards: number of these neighbours.
-    room:   places of a rank.
-    factor: that of the setting of which this room comes.
+    rows:   number of this rank's rows.
+    factor: see ``room_for``.
 
     Raises ConfigError if a rank gets more rows than it has room for; on a GPU the device fails.
     """
     counts = own[::shards].sum(1)
-    _check_room(counts, room, factor)
-    places = torch.arange(room, device=own.device)
+    _check_room(counts, rows, factor)
+    places = torch.arange(room_for(rows, len(counts), factor), device=own.device)
     first = counts.cumsum(0) - counts
     numbers = first[:, None] + places
     return torch.where(places < counts[:, None], numbers, -1).flatten()
 
 
-def _check_room(counts: Tensor, room: int, factor: float) -> None:
+def _check_room(counts: Tensor, rows: int, factor: float) -> None:
     if is_fake(counts):
         return
     flag = "--moe-expert-rank-capacity-factor"
+    parts = len(counts)
+    room = room_for(rows, parts, factor)
     if counts.device.type != "cpu":
         fits = (counts <= room).all()
-        text = (
-            f"{flag} {factor}: a rank has more rows for another one than the {room} it has room for"
-        )
+        text = f"{flag} {factor}: a rank has more rows for one rank than the {room} it has room for"
         torch._assert_async(fits, f"{text}. Use a larger one, or leave it out.")
         return
     most = int(counts.max())
     if most > room:
-        reason = f"this rank has {most} rows for the experts of another one, and room for {room}"
-        least = ceil(10 * factor * most / room) / 10
-        raise ConfigError(flag, factor, reason, f"Use {least:g} or more, or leave it out")
+        reason = f"this rank has {most} rows for the experts of one rank, and room for {room}"
+        tenths = ceil(10 * factor)
+        while room_for(rows, parts, tenths / 10) < most:
+            tenths += 1
+        raise ConfigError(flag, factor, reason, f"Use {tenths / 10:g} or more, or leave it out")
 
 
 def padded_places(own: Tensor, shards: int, room: int, rows: Tensor) -> Tensor:
