@@ -22,7 +22,12 @@ from megatron_merak.graph.lowering.rewrite import rewrite
 from megatron_merak.graph.lowering.routed import RoutedKind, find_routed
 from megatron_merak.graph.partition.cut import cut
 from megatron_merak.graph.sharding.experts import weight_of
-from megatron_merak.graph.sharding.local import padded_source, room_for
+from megatron_merak.graph.sharding.local import (
+    copies_for_shards,
+    padded_source,
+    room_for,
+    rows_to_shards,
+)
 from megatron_merak.graph.sharding.shard import shard
 from megatron_merak.models.gpt_module import GPTModule
 from tests.graph import lockstep
@@ -481,6 +486,25 @@ def test_several_ranks_shard_each_expert(tp, ep, etp):
     rows = 2 * 16 * 2 // ep
     shapes = [tuple(node.meta["val"].shape) for node in products]
     assert shapes == [(rows, 2 * 32 // etp), (rows, 32)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_shards_have_of_a_row_are_added_up_in_one_order(dtype):
+    """With room for rows, and without: two sums of six numbers are else others."""
+    parts, shards, of_part = 3, 6, 4
+    rows, grad = torch.randn(12, 8, dtype=dtype), torch.randn(72, 8, dtype=dtype)
+    counts = torch.full((2, parts * shards), of_part)
+    ways = [
+        (rows_to_shards, (counts, shards)),
+        (copies_for_shards, (parts, shards)),
+    ]
+    found = []
+    for copy, args in ways:
+        given = rows.clone().requires_grad_()
+        copies = copy(given, *args)
+        copies.backward(grad)
+        found.append((copies, given.grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize(

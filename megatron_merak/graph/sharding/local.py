@@ -305,7 +305,8 @@ def padded_places(own: Tensor, shards: int, room: int, rows: Tensor) -> Tensor:
 
 def copies_for_shards(rows: Tensor, parts: int, shards: int) -> Tensor:
     """Return the rows of each of ``parts`` once for each of ``shards`` neighbours."""
-    return rows.unflatten(0, (parts, 1, -1)).repeat_interleave(shards, 1).flatten(0, 2)
+    # whose gradients are added up one by one, as those of ``rows_to_shards``: to the same bits
+    return torch.stack([rows.unflatten(0, (parts, -1))] * shards, 1).flatten(0, 2)
 
 
 def sums_of_copies(rows: Tensor, parts: int, shards: int) -> Tensor:
