@@ -303,12 +303,14 @@ class ProgramRole:
     outputs: the names of what it returns.
     drops:   whether dropout is applied, if the model has any.
     compute: computes the outputs; None: the model and its loss do.
+    padded:  whether ranks exchange as many rows of experts as there is room for, if the plan has any.
     """
 
     training: bool
     outputs: tuple[str, ...]
     drops: bool = True
     compute: LossFunction | None = None
+    padded: bool = True
 
 
 @dataclass(frozen=True)
@@ -432,7 +434,8 @@ class Blueprint:
         arguments = (role, stage, mesh)
         first = traced.captured
         if self._as_first(batch, role):
-            return first, self._parts(first, self.chain, self.sharding, *arguments)
+            sharding = self._with_room(self.sharding, role)
+            return first, self._parts(first, self.chain, sharding, *arguments)
         captured = traced.capture(batch, role.training, role.outputs, role.compute)
         unknown = [name for name in captured.trainable if name not in first.shapes]
         if unknown:
@@ -466,7 +469,7 @@ class Blueprint:
                 raise TraceError("loss", "(of this batch)", reason, remedy)
         found = chain_of(captured, self.plan.graph_sharding, traced.model)
         chain = align(found, self.chain)
-        sharding = self._sharded(captured)
+        sharding = self._with_room(self._sharded(captured), role)
         return captured, self._parts(captured, chain, sharding, *arguments)
 
     def _as_first(self, batch: Batch, role: ProgramRole) -> bool:
@@ -492,6 +495,9 @@ class Blueprint:
             shards=self.plan.expert_shards,
             room=self.plan.expert_room,
         )
+
+    def _with_room(self, sharding: Sharding, role: ProgramRole) -> Sharding:
+        return sharding if role.padded else replace(sharding, room=None)
 
     def _parts(
         self,
@@ -586,6 +592,9 @@ class Programs:
 
     A batch is captured if it has a new shape, or breaks the guards of all programs for its shape.
 
+    Attributes:
+    padded: see ``ProgramRole``; it is that of the next calls.
+
     Raises TraceError where a model branches on values that differ in every batch.
     """
 
@@ -604,6 +613,7 @@ class Programs:
         self.mesh = mesh
         self.parameters = parameters
         self.sink = sink
+        self.padded = True
         self._random = any(map(is_random, blueprint.traced.captured.module.graph.nodes))
         self._programs: dict[tuple, list[tuple[Guards | None, Program]]] = {}
         self._lookups: dict[Program, Lookups] = {}
@@ -616,6 +626,7 @@ class Programs:
             (task.loss or self.blueprint.traced).trained if training else task.outputs,
             task.dropout or not (training and self._random),
             None if task.loss is None else task.loss.compute,
+            self.padded,
         )
         cases = self._programs.setdefault((role, shapes_of(batch)), [])
         line = ""

@@ -23,7 +23,7 @@ from ..config import OptimizerConfig
 from ..errors import CheckpointError, MerakError, PlanError
 from ..optimizer.base import Rates, StepResult
 from ..optimizer.loss_scale import LossScaler, is_state
-from ..parallel.agree import gather_json, together
+from ..parallel.agree import alike, gather_json, together
 from ..parallel.buffers import Bucket, Flat, ShardedState
 from ..parallel.mesh import Mesh
 from ..runtime.halves import halve
@@ -51,7 +51,7 @@ from .parameter_shards import ParameterShards
 from .running import RunningStatistics
 from .same_plan import check_same_plan
 from .saved_run import check_same_optimizer, is_count
-from .traced import Batch, OwnLoss
+from .traced import Batch, OwnLoss, shapes_of
 from .trained_model import TrainedModel
 from .trials import difference, snapshot
 from .user_model import UserModel, left_out
@@ -265,6 +265,7 @@ class CapturedModel(TrainedModel):
         executor = self.executor(len(batches), True)
         sums = weights is not None or self.blueprint.traced.adds_up(batches[0])
         prepared = [*map(self.blueprint.traced.prepared, batches)]
+        self._agree_on_room(prepared)
         scale = self.optimizer.begin()
         loss = executor.run(
             prepared, self.iteration, weights=weights, loss_scale=scale, sum_losses=sums, task=task
@@ -365,8 +366,12 @@ class CapturedModel(TrainedModel):
         if self.mesh.experts is not None:
             batches = [*batches, *[self.blueprint.traced.batch] * (count - own)]
         prepared = [*map(self.blueprint.traced.prepared, batches)]
+        padded = {programs: programs.padded for programs in self.programs.values()}
+        self._agree_on_room(prepared)
         executor.run(prepared, self.iteration, training=False, task=task)
         found = named_outputs(executor, self.programs, prepared, False, task=task)
+        for programs, before in padded.items():
+            programs.padded = before
         return None if found is None else found[:own]
 
     def reported(
@@ -378,6 +383,16 @@ class CapturedModel(TrainedModel):
         """
         prepared = [*map(self.blueprint.traced.prepared, batches)]
         return named_outputs(self.executor(len(batches)), self.programs, prepared, True, task=task)
+
+    def _agree_on_room(self, batches: Sequence[Batch]) -> None:
+        """Let copies of a layer that divide its experts exchange rows as they come where their batches
+        have other shapes than each other, and so room for other numbers.
+        """
+        if self.plan.expert_room is None or self.mesh.experts is None:
+            return
+        padded = alike(repr([*map(shapes_of, batches)]), self.mesh.control)
+        for programs in self.programs.values():
+            programs.padded = padded
 
     def _most(self, batches: int) -> int:
         """The largest number of batches of any replica where replicas shard parameters or divide

@@ -2,13 +2,18 @@
 it would differ.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import transformers as hf
 
 from megatron_merak.graph.lowering.lengths import any_length
+from megatron_merak.graph.sharding.local import room_for
 from megatron_merak.parallel.mesh import build_mesh
 from megatron_merak.plan import Grid
+from megatron_merak.runtime import engine as runtime
+from megatron_merak.segment import Collective
 from megatron_merak.stages.blueprint import ProgramRole
 from tests.captured_once import Captures
 from tests.engines import engine_of
@@ -171,6 +176,67 @@ def test_lengths_that_ranks_cut_from_both_ends_are_derived_from_each_other():
     lengths = (20, 28, 22, 36)  # the last one is derived
     wishes = {"grid": Grid(cp=2), "cp_comm_type": "all_gather"}
     assert run_ranks(engines, 2, "llama", lengths, {}, wishes, timeout=200) == [2] * 2
+
+
+EXPERTS = {"expert_model_parallel_size": 2}
+FACTOR = "moe_expert_rank_capacity_factor"
+
+
+def mixture_of_replicas(rank, length, **wishes):
+    mesh = build_mesh(Grid(dp=2), rank, torch.device("cpu"), expert_group=2)
+    return built("mixtral", batch(length), mesh, **EXPERTS, **wishes)
+
+
+def rooms(rank, world, lengths, factor):
+    """How many lengths were derived, and the numbers of rows that are sent to a rank."""
+    model = mixture_of_replicas(rank, lengths[0], **{FACTOR: factor})
+    found = {}
+    launch = runtime.launch
+
+    def noted(tensor, kind, *args):
+        if kind is Collective.EXCHANGE and tensor.is_floating_point():
+            found[tensor.shape[1]] = None
+        return launch(tensor, kind, *args)
+
+    with mock.patch.object(runtime, "launch", noted):
+        for length in lengths:
+            model.backward([batch(length)])
+    return model.blueprint.lengths.derived, list(found)
+
+
+def test_room_for_rows_of_a_length_that_is_made_is_that_of_a_capture():
+    """Room for 43.2 and 46.8 rows is rounded up, and so not affine in the length."""
+    lengths, factor = (12, 13, 30), 1.8
+    rooms_of_captures = [room_for(2 * 2 * length, 2, factor) for length in lengths]
+    assert rooms_of_captures == [44, 47, 108]
+    assert run_ranks(rooms, 2, lengths, factor) == [(1, rooms_of_captures)] * 2
+
+
+def replicas(rank, world, ways):
+    """What each of several steps gives, and an evaluation of a batch that one replica has; and in
+    which steps all rows had room, and behind the evaluation.
+    """
+    found = []
+    for way in ways:
+        model = mixture_of_replicas(rank, 12, **way)
+        steps = []
+        padded = []
+        for lengths in ((12, 12), (12, 16), (16, 12), (16, 16)):
+            loss = model.backward([batch(lengths[rank])])[0].item()
+            steps.append((loss, model.buffer.main_grad.clone()))
+            padded.append(model.programs[0].padded)
+        told = model.evaluate([] if rank else [batch(16)])
+        padded.append(model.programs[0].padded)
+        found.append((steps, [float(each["loss"]) for each in told or ()], padded))
+    return found
+
+
+def test_replicas_with_batches_of_other_lengths_exchange_rows_as_they_come():
+    for ragged, padded in run_ranks(replicas, 2, [{}, {FACTOR: 2.0}], timeout=120):
+        for ours, theirs in zip(padded[0], ragged[0], strict=True):
+            assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
+        assert padded[1] == ragged[1]
+        assert padded[2] == [True, False, False, True, True]
 
 
 def parts_of(name, length):

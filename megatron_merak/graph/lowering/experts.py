@@ -414,8 +414,8 @@ class _Padded(_Exchanged):
         self.parts = ranks.divided
         self.factor = ranks.room
         self.rows = len(values(self.first_rows)[0])
-        self.room = local.room_for(self.rows, self.parts, self.factor)
-        self.filled = self.rows * self.shards / (self.ranks * self.room)
+        room = local.room_for(self.rows, self.parts, self.factor)
+        self.filled = self.rows * self.shards / (self.ranks * room)
 
     def _meta(self) -> dict[str, Any]:
         return {"filled": self.filled}
@@ -427,11 +427,11 @@ class _Padded(_Exchanged):
 
     def _place(self) -> Node:
         """Return where each row is in there."""
-        args = (self._own_counts(), self.shards, self.room, self.first_rows)
+        args = (self._own_counts(), self.shards, self.rows, self.factor)
         return self._once("place", lambda: self._number(local.padded_places, args))
 
     def _order(self, rows: Node) -> Node:
-        args = (self._counts_here(), self.room)
+        args = (self._counts_here(), self.shards, self.rows, self.factor)
         return self._once("order", lambda: self._number(local.padded_order, args))
 
     def _sent(self, x: Node) -> Node:
@@ -457,11 +457,12 @@ class _Padded(_Exchanged):
     def _exchanged(self, rows: Node, way: str) -> Node:
         """Exchange as many rows as there is room for."""
         value = values(rows)[0]
-        shape = [self.ranks, self.room, *value.shape[1:]]
+        # no number of places: it is not affine in the length of a sequence, see ``lengths``
+        shape = [self.ranks, -1, *value.shape[1:]]
         parted = self._call(aten.reshape.default, (rows, shape), rows)
         marked = (self.routed.sort.name, way)
         got = self._call(exchange, (parted,), rows, val=parted.meta["val"], rows=marked)
-        return self._call(aten.reshape.default, (got, list(value.shape)), rows)
+        return self._call(aten.reshape.default, (got, [-1, *value.shape[1:]]), rows)
 
     def _all_rows(self, back: Node, like: Node) -> Node:
         return back

@@ -290,14 +290,15 @@ def _check_room(counts: Tensor, rows: int, factor: float) -> None:
         raise ConfigError(flag, factor, reason, f"Use {tenths / 10:g} or more, or leave it out")
 
 
-def padded_places(own: Tensor, shards: int, room: int, rows: Tensor) -> Tensor:
+def padded_places(own: Tensor, shards: int, rows: int, factor: float) -> Tensor:
     """Return where each of ``rows`` is in what is sent, and -1 for rows of no expert, int64 [rows].
 
-    For the other arguments see ``padded_source``.
+    For the arguments see ``padded_source``.
     """
     counts = own[::shards].sum(1)
+    room = room_for(rows, len(counts), factor)
     ends = counts.cumsum(0)
-    numbers = torch.arange(len(rows), device=own.device)
+    numbers = torch.arange(rows, device=own.device)
     part = torch.searchsorted(ends, numbers, right=True).clamp(max=len(ends) - 1)
     places = part * room + numbers - (ends - counts)[part]
     return torch.where(numbers < ends[-1], places, -1)
@@ -315,12 +316,15 @@ def sums_of_copies(rows: Tensor, parts: int, shards: int) -> Tensor:
     return sum(pieces[1:], pieces[0]).flatten(0, 1)
 
 
-def padded_order(got: Tensor, room: int) -> Tensor:
+def padded_order(got: Tensor, shards: int, rows: int, factor: float) -> Tensor:
     """Return the number of each row by expert, and of the places without one behind them, int64 [ranks
     * room].
 
     got: see ``row_counts``.
+
+    For the other arguments see ``padded_source``.
     """
+    room = room_for(rows, len(got) // shards, factor)
     places = torch.arange(room, device=got.device).expand(len(got), room).contiguous()
     expert = torch.searchsorted(got.cumsum(1), places, right=True)
     return expert.flatten().argsort(stable=True)
