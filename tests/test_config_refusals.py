@@ -166,6 +166,12 @@ REFUSED = [
         "--expert-model-parallel-size 2: the model has no experts. Add --num-experts, or leave it out.",
     ),
     (
+        {"parallel": {"parallel": "auto", "moe_expert_rank_capacity_factor": 2.0}},
+        2,
+        "--moe-expert-rank-capacity-factor 2.0: has an effect on rows of experts, and the model has none. "
+        "Leave it out, or add --num-experts and --expert-model-parallel-size.",
+    ),
+    (
         {"model": MIXTURE | {"num_experts": 3}, "parallel": EXPERTS},
         2,
         "--expert-model-parallel-size 2: does not divide --num-experts 3. Leave it out.",

@@ -348,6 +348,15 @@ def refused_halves(whole: str) -> ConfigError:
     return ConfigError("--tp-comm-overlap", "sub-pipeline", reason, "Use pair, or weight-gradient")
 
 
+def check_room(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse room for rows of experts if a model has none, whatever a search may choose."""
+    room = parallel.moe_expert_rank_capacity_factor
+    if model.num_experts is None and room is not None:
+        reason = "has an effect on rows of experts, and the model has none"
+        remedy = "Leave it out, or add --num-experts and --expert-model-parallel-size"
+        raise ConfigError("--moe-expert-rank-capacity-factor", room, reason, remedy)
+
+
 def check_divided_experts(
     model: ModelConfig, parallel: ParallelConfig, copies: int | None = None
 ) -> None:
@@ -358,6 +367,7 @@ def check_divided_experts(
     size = parallel.expert_model_parallel_size
     shards = parallel.expert_shards
     if size * shards == 1:
+        check_room(model, parallel)
         return
     flag = "--expert-model-parallel-size"
     of_shards = "--expert-tensor-parallel-size"

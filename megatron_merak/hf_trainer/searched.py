@@ -106,6 +106,7 @@ def choose(
             flag=VERIFY,
         ).choice
     before = args.gradient_accumulation_steps
+    room = args.moe_expert_rank_capacity_factor
     apply(args, choice)
     settings = replace(choice, mb=choice.mb * unit)
     if whole.accepts_num_items and not adds_up and args.gradient_accumulation_steps != before:
@@ -114,6 +115,8 @@ def choose(
             f"micro-batches, as some of transformers do: there are {args.gradient_accumulation_steps} "
             f"in a step, not {before}."
         )
+    if room is not None and not choice.layer.exchanges_rows:
+        notes.append("moe_expert_rank_capacity_factor has no effect: no ranks divide experts.")
     return [f"{NAME} {text} chose {settings}.", *notes]
 
 

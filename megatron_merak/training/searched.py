@@ -6,7 +6,7 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..config import Config, HFConfig, RunConfig, flag_name
-from ..config.checks import check_searched
+from ..config.checks import check_room, check_searched
 from ..config.run import Run
 from ..errors import ConfigError, MerakError, PlanError
 from ..plan import LAYERS
@@ -55,6 +55,8 @@ def check(config: RunConfig) -> None:
     """Check what can be checked before the search. Raises ConfigError."""
     pins(config)
     check_searched(config.parallel, config.train)
+    if isinstance(config, Config):
+        check_room(config.model, config.parallel)
 
 
 def search_of(config: RunConfig, cluster: Cluster, pinned: Mapping[str, Any]) -> Search:
@@ -63,6 +65,8 @@ def search_of(config: RunConfig, cluster: Cluster, pinned: Mapping[str, Any]) ->
     pinned: see `pins`. Sequences of the GPT of flags are divided only where that is pinned.
     """
     check_searched(config.parallel, config.train)
+    if isinstance(config, Config):
+        check_room(config.model, config.parallel)
     request = Request(
         parallel=config.parallel,
         sequence_length=config.model.seq_length,
@@ -123,7 +127,10 @@ def searched(
 
 def notes_of(config: RunConfig, choice: Choice, result: Result) -> tuple[str, ...]:
     """Return notes on what was chosen of what a search found."""
-    notes = (f"{FLAG} {config.parallel.parallel} chose {choice}.", left_out(result))
+    room = ""
+    if config.parallel.moe_expert_rank_capacity_factor and not choice.layer.exchanges_rows:
+        room = "--moe-expert-rank-capacity-factor has no effect: no ranks divide experts."
+    notes = (f"{FLAG} {config.parallel.parallel} chose {choice}.", left_out(result), room)
     return tuple(filter(None, notes))
 
 

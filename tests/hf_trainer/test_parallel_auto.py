@@ -20,6 +20,7 @@ from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.runtime.executor import Executor
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
+from tests.hf_trainer.test_experts import mixture
 from tests.ranks import run_ranks
 
 RUN = {
@@ -174,6 +175,28 @@ def _micro_batches(rank, world, model, loss):
     args = trainer.args
     assert not rank or not told.getvalue()
     return args.per_device_train_batch_size, args.gradient_accumulation_steps, told.getvalue()
+
+
+def _with_room(rank, world, pins):
+    arguments = MerakArguments(
+        "unused",
+        **{**RUN, "disable_tqdm": False},
+        parallel=pins,
+        moe_expert_rank_capacity_factor=2.0,
+    )
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        trainer = MerakTrainer(mixture(False), arguments, collate, samples(16, ragged=False))
+        room = trainer.engine.plan.expert_room
+    return room, told.getvalue()
+
+
+def test_room_for_rows_is_of_ranks_that_a_search_lets_divide_experts():
+    unused = "moe_expert_rank_capacity_factor has no effect: no ranks divide experts."
+    (room, told), _ = run_ranks(_with_room, 2, "auto,ep=2")
+    assert room == 2.0 and unused not in told
+    (room, told), _ = run_ranks(_with_room, 2, "auto,ep=1")
+    assert room is None and unused in told
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,15 @@ def test_a_gpt_of_flags_runs_what_is_found(pins):
     )
 
 
+def test_room_for_rows_that_nothing_exchanges_is_said_to_have_no_effect():
+    experts = "--num-experts 4 --moe-ffn-hidden-size 16 --swiglu --disable-bias-linear"
+    room = f"{experts} --normalization RMSNorm --moe-expert-rank-capacity-factor 2 --train-iters 1"
+    told = job_of(2, f"{room} --parallel auto,ep=1")
+    assert "--moe-expert-rank-capacity-factor has no effect: no ranks divide experts." in told
+    told = job_of(2, f"{room} --parallel auto,ep=2")
+    assert "has no effect" not in told and "with room for 2 times as many" in told
+
+
 @pytest.mark.long
 def test_a_huggingface_model_runs_what_is_found(tmp_path):
     path = tmp_path / "llama.json"
@@ -70,6 +79,7 @@ def job_of(ranks: int, flags: str, kind=Config) -> str:
         ("--parallel auto,tp", "it is not NAME=VALUE"),
         ("--parallel auto --micro-batch-size 2", "or pin it: --parallel auto,mb=VALUE"),
         ("--parallel auto --sequence-parallel", "or pin it: --parallel auto,sp=VALUE"),
+        ("--parallel auto --moe-expert-rank-capacity-factor 2", "and the model has none"),
         ("--parallel auto --schedule-file f", "--schedule-file f: no search tries it"),
         ("--parallel auto --data-parallel-strategy ps-sync", "no search tries it"),
     ],

@@ -38,6 +38,7 @@ def degrees_of(args: Any) -> ParallelConfig:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         moe_expert_rank_capacity_factor=args.moe_expert_rank_capacity_factor,
+        parallel=args.parallel,
     )
 
 

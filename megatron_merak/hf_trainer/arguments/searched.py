@@ -77,6 +77,8 @@ def apply_choice(args: Any, choice: Choice, rows: int, micro_batches: int) -> No
     parallel = choice.applied(ParallelConfig())
     for name in SEARCHED.keys() & SHARED.keys():
         setattr(args, name, getattr(parallel, name))
+    if not choice.layer.exchanges_rows:
+        args.moe_expert_rank_capacity_factor = None
     args.gradient_checkpointing = parallel.recompute_granularity == "full"
     args.recompute_activations = parallel.recompute_granularity == "selective"
     args.per_device_train_batch_size = rows
