@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from ..config.parallel import A2A, A2A_P2P, ALL_GATHER, RINGS
 from ..errors import PlanError
-from ..ops import Kept, row, stored_bytes
+from ..ops import Kept, gated_grouped_linear, gated_linear, gelu_linear, row, stored_bytes
 from ..plan import TensorSharding, Unit
 from ..segment import LayerAxis
 from .behind import put_behind_exchanges
@@ -63,6 +63,8 @@ from .sharding.shard import Sharding
 _ROTATIONS = (rotate, turn_back)
 _EXCHANGES = (exchange, exchange_rows, *_ROTATIONS)
 _SAME_BACKWARD = (reduce_scatter, *_EXCHANGES)
+# products of an activation that they compute again, and how many values it reads for one
+_AGAIN = {gated_linear: 2, gated_grouped_linear: 2, gelu_linear: 1}
 _BACKWARD_OPERATIONS = 2.3  # operations that the backward starts for each one of the forward
 
 
@@ -447,6 +449,7 @@ def unit_costs(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False)
         backward=differentiable,
         weight_bytes=_weight_bytes(nodes, flow, replay),
         added_values=sum(_added_values(node, flow) for node in nodes),
+        recomputed_bytes=_recomputed_bytes(nodes),
         unread_bytes=unread,
         unpacked_bytes=unpacked_bytes(nodes),
         running_bytes=rehearse(
@@ -458,6 +461,19 @@ def unit_costs(nodes: Sequence[Node], flow: Flow, fused_attention: bool = False)
             overlaps=len(collectives) > len(between_copies),
         ),
     )
+
+
+def _recomputed_bytes(nodes: Sequence[Node]) -> tuple[int, int]:
+    """Return the bytes of activations that a backward computes again, and those moved for that."""
+    left_out = 0
+    moved = 0
+    for node in nodes:
+        if node.target in _AGAIN:
+            read = nbytes(operand(node))
+            activation = read // _AGAIN[node.target]
+            left_out += activation
+            moved += read + activation
+    return left_out, moved
 
 
 def _is_exchange(mark: Node, beside: bool) -> bool:

@@ -234,6 +234,8 @@ class Unit:
     tied_state_bytes: of a value of ``tied`` tensors, by name; tensors without an entry: as the plan
                       says.
     fp8_flops:        those of ``flops`` whose operands are rounded to fp8.
+    recomputed_bytes: (of activations that its backward computes again in place of having them in
+                      ``saved_bytes``, moved for that).
     rounded_values:   of matrices that are rounded, of (forward, backward).
     added_values:     of weight gradients that are made in 16 bits before they are added up, such as
                       those of experts.
@@ -287,6 +289,7 @@ class Unit:
     cp_comm_type: str = ""
     repeated_flops: int = 0
     fp8_flops: int = 0
+    recomputed_bytes: tuple[int, int] = (0, 0)
     rounded_values: tuple[int, int] = (0, 0)
     added_values: int = 0
     packed: int = 0

@@ -165,8 +165,12 @@ def gpt_units(
     kept = _layer_saved_bytes(
         model, tokens, bytes_per_value, tp, fused_dropout=fused_dropout, parts=parts
     )
+    recomputed = (0, 0)
     if recompute_activations:
-        kept -= tokens * model.ffn_size // tp * bytes_per_value
+        activation_of_mlp = tokens * model.ffn_size // tp * bytes_per_value
+        read = activation_of_mlp * (2 if model.swiglu else 1)
+        kept -= activation_of_mlp
+        recomputed = (activation_of_mlp, read + activation_of_mlp)
     if model.hidden_dropout:
         # of parts of sequences, each sample has a mask of its own
         kept += 2 * SEED_BYTES * (micro_batch_size if parts > 1 else 1)
@@ -221,6 +225,7 @@ def gpt_units(
         parameters=_layer_parameters(model, tp),
         flops=_layer_flops(model, tokens, tp),
         saved_bytes=kept,
+        recomputed_bytes=recomputed,
         output_bytes=hidden_state,
         running_bytes=running.layer(recompute_activations),
         **inner,
@@ -470,7 +475,9 @@ def _routes(cluster: Cluster, grid: Grid, copies: int) -> float:
 
 
 def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCost:
-    moved = 2 * (unit.saved_bytes + unit.transient_bytes) + unit.output_bytes
+    # what is computed again is written and read all the same
+    left_out, again = unit.recomputed_bytes
+    moved = 2 * (unit.saved_bytes + left_out + unit.transient_bytes) + unit.output_bytes
     trained = trained_parameters([unit])
     gradient = 8 * trained + 4 * unit.added_values if unit.flops else 0
     reread = held_parameters([unit]) * DTYPE_BYTES[dtype] if unit.flops else 0
@@ -485,7 +492,7 @@ def _unit_cost(unit: Unit, device: Device, dtype: str, groups: Groups) -> UnitCo
         ROUNDED_BYTES * count + unpacked
         for count, unpacked in zip(unit.rounded_values, unit.unpacked_bytes, strict=True)
     ]
-    back = device.passes_time(2 * moved + gradient + rounded[1]) if unit.backward else 0.0
+    back = device.passes_time(2 * moved + again + gradient + rounded[1]) if unit.backward else 0.0
     return UnitCost(
         forward=work.forward + device.passes_time(moved + rounded[0]) + host[0],
         backward=work.backward + back + host[1],

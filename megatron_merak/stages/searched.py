@@ -28,6 +28,7 @@ from .traced import Traced
 _GROWING = (
     "flops",
     "saved_bytes",
+    "recomputed_bytes",
     "output_bytes",
     "transient_bytes",
     "passed_bytes",

@@ -13,6 +13,10 @@ from megatron_merak.plan import Grid, refused_together
 from megatron_merak.planner.search.choice import ONE_STAGE, Choice, Layer
 
 _LARGEST = 64  # samples of a micro-batch: larger ones gain nothing
+_FEW = 8  # ranks that may share any sequence
+_LEAST = (
+    512  # tokens of one that each of more ranks has: with fewer a layer computes less than it sends
+)
 _CHUNKS = (2, 3, 4, 6, 8, 12, 16)  # stages per rank
 # Schedules that place recomputations, and those that may be fastest where none does; the others
 # are tried where they are pinned.
@@ -82,7 +86,7 @@ class Space:
         over those of a node, of which as many may shard each expert as shard a layer.
         """
         node = min(self.cluster.ranks_per_node, self.ranks)
-        shared = [cp for cp in divisors(self.ranks) if self.length and self.length % cp == 0]
+        shared = [cp for cp in divisors(self.ranks) if self._may_share(cp)]
         for tp in self._some("tp", [tp for tp in divisors(self.ranks) if tp <= node]):
             divided = sorted({1, tp, *([node] if node % tp == 0 else [])})
             for ep in self._some("ep", divided if self.experts else ()):
@@ -95,6 +99,12 @@ class Space:
                 for cp in self._some("cp", ()):
                     for kind in self._kinds(cp):
                         yield Layer(tp, cp, node // tp, tp, kind)
+
+    def _may_share(self, cp: int) -> bool:
+        """Whether so many ranks may share each sequence."""
+        if not self.length or self.length % cp:
+            return False
+        return cp <= _FEW or self.length // cp >= _LEAST
 
     def _kinds(self, cp: int) -> list[str]:
         """Return how ranks that share sequences may exchange: as of themselves, or in a ring."""

@@ -16,6 +16,7 @@ from megatron_merak.planner.search.bound import Bounds, Case, Fluid, Room, least
 from megatron_merak.planner.search.choice import Layer
 from megatron_merak.planner.search.formulas import FormulaChain
 from megatron_merak.planner.search.report import Breakdown, binding, left_out
+from megatron_merak.planner.search.space import Space
 from megatron_merak.planner.search.work import ChainWork
 from tests.choice import now
 from tests.planner.search.tried import everything
@@ -53,6 +54,17 @@ def test_formulas_know_whole_sequences():
     chain = FormulaChain(configuration(), CLUSTERS["cpu"])
     with pytest.raises(ConfigError, match="--context-parallel-size 2: .*Pin cp=2"):
         chain.units(Layer(tp=1, cp=2, ep=1), 1, sequence_parallel=False, selective=False)
+
+
+def test_many_ranks_share_a_sequence_only_where_each_has_enough_of_it():
+    def shared(ranks, length, **pins):
+        space = Space(ranks, [ranks], CLUSTERS["dgx-h100"], pins, memory=True, length=length)
+        return sorted({layer.cp for layer in space.layers() if layer.tp == 1})
+
+    assert shared(1024, 8192) == [1, 2, 4, 8, 16]
+    assert shared(1024, 1 << 20) == [1 << power for power in range(11)]
+    assert shared(16, 24) == [1, 2, 4, 8]
+    assert shared(1024, 8192, cp=64) == [64]
 
 
 CASES = [
