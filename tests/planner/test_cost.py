@@ -394,3 +394,21 @@ def test_an_exchange_of_one_rank_of_each_node_uses_no_links_inside():
     cluster = Cluster(device, 2, Link("in", 1e-5, 1e6), Link("out", 1e-3, 1e7))
     assert cluster.exchange_link([0, 2]).bandwidth == 1e7
     assert cluster.exchange_link([0, 1, 2, 3]).bandwidth == 1e6
+
+
+@pytest.mark.parametrize("model, read", [(LLAMA, 2), (GPT2, 1)])
+@pytest.mark.parametrize("name", ["dgx-h100", "cpu"])
+def test_an_activation_that_is_computed_again_takes_no_less_time(model, read, name):
+    """It is written and read in the forward all the same, and once more in the backward."""
+    cluster = find_cluster(name)
+    keeping, computing = (
+        unit_costs(
+            gpt_units(model, 2, 2, 1, recompute_activations=again), cluster, "bfloat16", Grid()
+        )[1]
+        for again in (False, True)
+    )
+    activation = 2 * model.seq_length * model.ffn_size * 2
+    more = cluster.device.passes_time((read + 1) * activation)
+    assert more > 0
+    assert computing.forward == pytest.approx(keeping.forward, rel=1e-12)
+    assert computing.backward == pytest.approx(keeping.backward + more, rel=1e-12)
