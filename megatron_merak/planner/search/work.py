@@ -267,6 +267,7 @@ class ChainWork:
             (cost, index in self._again) for index, cost in enumerate(self._costs)
         )
         self._sums: dict[tuple[str, bool], Sums] = {}
+        self._rooms: dict[tuple[bool, ...], int] = {}
         self._stages: dict[tuple[AnyCutting, str, bool, bool], list[StageSums]] = {}
         self._cuts: dict[tuple[AnyCutting, str, bool], tuple[int, ...]] = {}
         ((usual, _), _) = self._counts.most_common(1)[0]
@@ -451,13 +452,14 @@ class ChainWork:
         def recomputation(stage: int, first: int, last: int) -> float:
             return in_ticks(cutting.microbatches * sum(repeated[first:last]))
 
-        return self._cut(cutting, costs, recomputation, shared)
+        # without a function the cut is found by compiled code alone
+        return self._cut(cutting, costs, recomputation if any(repeated) else None, shared)
 
     @staticmethod
     def _cut(
         cutting: AnyCutting,
         costs: Sequence[float],
-        more: ExtraCost,
+        more: ExtraCost | None,
         shared: Sequence[tuple[float, Sequence[int]]],
     ) -> tuple[int, ...]:
         bounds = partition(costs, len(cutting.homes), more, shared)
@@ -505,10 +507,16 @@ class ChainWork:
 
     def least_room(self, shards: Shards, splits: bool, ranks: int) -> int:
         """Return the bytes that every rank needs while a unit runs, and for messages: where replicas
-        share weights and gradients, those of a unit too.
+        share weights and gradients, those of a unit too. Cached.
 
         ranks: of the pipeline.
         """
+        key = (shards.parameters > 1, shards.gradients > 1, splits, ranks == 1)
+        if key not in self._rooms:
+            self._rooms[key] = self._least_room(shards, splits, ranks)
+        return self._rooms[key]
+
+    def _least_room(self, shards: Shards, splits: bool, ranks: int) -> int:
         weights = DTYPE_BYTES[self.dtype] if shards.parameters > 1 else 0
         gradients = 4 if shards.gradients > 1 else 0
         each = max(weights, gradients) if splits else weights + gradients
