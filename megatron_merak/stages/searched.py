@@ -1,7 +1,7 @@
 """A captured model, as a search of its plan needs it.
 
 It is captured with micro-batches of one sample and of two. What a unit needs for more follows from
-both: the part that grows with the samples, and the part that does not. Of layers that are alike some are
+both: the part that grows with the samples, and the part that does not. Of layers that are alike three are
 measured. The plan that is run is made of a capture of its own micro-batch, with all layers.
 """
 
@@ -137,7 +137,7 @@ class CapturedChain:
         request: Request,
         pins: Mapping[str, TensorSharding] | None,
     ) -> tuple[Unit, ...]:
-        """Return the units of a capture, of which a few of the layers that are alike are measured.
+        """Return the units of a capture, for which three of the layers that are alike are measured.
 
         The first time these are compared with all layers; a model where they differ is measured as a
         whole.
@@ -145,7 +145,12 @@ class CapturedChain:
 
         def measured_of(captured: Captured | None) -> tuple[Chain, tuple[Unit, ...]]:
             chain, _, units = measured(
-                traced, request, self._cluster, self._state_of, pins, captured
+                traced,
+                request,
+                self._cluster,
+                state_of=self._state_of,
+                pins=pins,
+                captured=captured,
             )
             return chain, units
 

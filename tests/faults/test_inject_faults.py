@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.choice import now
+from tests.choice import later
 from tools.faults.hook.injected_fault import Order
 from tools.faults.watch import names, run, running, small_disk
 
@@ -69,7 +69,7 @@ def test_a_process_ends_as_the_fault_says(fault, tmp_path):
     assert outcome.tracebacks == (fault in ("SIGINT", "ASYNC_EXC", "CUT_LINK", "DIRECTORY_GONE"))
 
 
-@pytest.mark.parametrize("fault", now(["SIGSTOP", "LOCK_GIL"], 1))
+@pytest.mark.parametrize("fault", [later("SIGSTOP"), "LOCK_GIL"])
 def test_a_process_that_hangs_is_given_up_and_ended(fault, tmp_path):
     outcome = faulted(WAITS, tmp_path, fault, limit=1.0, disk_call=3)
     assert outcome.came and not outcome.ended and outcome.status is None, outcome

@@ -491,8 +491,11 @@ def test_several_ranks_shard_each_expert(tp, ep, etp):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_that_shards_have_of_a_row_are_added_up_in_one_order(dtype):
     """With room for rows, and without: two sums of six numbers are else others."""
-    parts, shards, of_part = 3, 6, 4
-    rows, grad = torch.randn(12, 8, dtype=dtype), torch.randn(72, 8, dtype=dtype)
+    parts = 3
+    shards = 6
+    of_part = 4
+    rows = torch.randn(12, 8, dtype=dtype)
+    grad = torch.randn(72, 8, dtype=dtype)
     counts = torch.full((2, parts * shards), of_part)
     ways = [
         (rows_to_shards, (counts, shards)),

@@ -15,7 +15,7 @@ from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.stages.withheld import is_withheld
 from tests.captured_once import Captures
-from tests.choice import now
+from tests.choice import later
 from tests.hf_trainer.stand_in import collate, samples, tiny_llama
 from tests.ranks import run_ranks
 
@@ -104,7 +104,7 @@ def check(directory, losses, logits, wanted, theirs):
 
 
 @pytest.mark.parametrize(
-    "more", now([{}, {"modules_to_save": ["lm_head"]}], 0), ids=["lora", "with a head"]
+    "more", [{}, later({"modules_to_save": ["lm_head"]})], ids=["lora", "with a head"]
 )
 def test_adapters_are_those_of_transformers_and_peft(more, tmp_path):
     _, wanted = train(Trainer, TrainingArguments, tmp_path / "theirs", adapted(**more))

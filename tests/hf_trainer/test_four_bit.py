@@ -12,7 +12,7 @@ from megatron_merak.graph.capture.four_bit import four_bit_layers
 from megatron_merak.hf_trainer.arguments.merak_arguments import MerakArguments
 from megatron_merak.hf_trainer.trainer import MerakTrainer
 from megatron_merak.stages.withheld import is_withheld
-from tests.choice import now
+from tests.choice import later
 from tests.four_bit import ALL, adapted, four_bit, needs_bitsandbytes, save_llama, twin_of
 from tests.hf_trainer.stand_in import collate, samples
 from tests.ranks import run_ranks
@@ -96,7 +96,7 @@ def test_evaluations_of_the_model_itself_leave_its_weights_as_they_are(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "more", now([{}, {"pipeline_model_parallel_size": 2}], 0), ids=["one process", "pp"]
+    "more", [{}, later({"pipeline_model_parallel_size": 2})], ids=["one process", "pp"]
 )
 def test_losses_and_adapters_are_those_of_peft_with_bitsandbytes(more, tmp_path):
     base = save_llama(tmp_path / "base", vocab_size=128)

@@ -22,7 +22,7 @@ from megatron_merak.parameter_server.snapshot import read_snapshot, snapshot_pat
 from megatron_merak.parameter_server.wire import NUMBERS, Message, MessageKind
 from megatron_merak.plan import Grid
 from megatron_merak.runtime.parameters import RankParameters
-from tests.choice import now
+from tests.choice import later
 
 from .served import SIZE, Job, layouts, new_buffer, serving
 
@@ -227,7 +227,7 @@ def test_state_that_is_fetched_is_of_one_moment_or_an_error(tmp_path):
     again.wait()
 
 
-@pytest.mark.parametrize("slow", now([0, 1], 0))
+@pytest.mark.parametrize("slow", [0, later(1)])
 def test_a_slow_worker_is_waited_for_beyond_the_timeout_and_a_silent_one_is_not(
     slow, monkeypatch, capsys
 ):

@@ -19,7 +19,7 @@ from megatron_merak.pipeline_parallel.ops import Kind
 from megatron_merak.plan import Grid
 from megatron_merak.planner.cost import unit_costs
 from megatron_merak.runtime.engine import Interpreter
-from tests.choice import now
+from tests.choice import later
 from tests.engines import engine_of
 from tests.graph.fused import assert_errs_alike
 from tests.graph.tiny import gradients, randomise, tiny
@@ -90,7 +90,7 @@ def _sharded(rank, world_size, name, targets, ways):
     return engine.blueprint.fused[FUSED]
 
 
-@pytest.mark.parametrize("ways", now([{}, {"sequence_parallel": True}], 0), ids=["tp", "sequences"])
+@pytest.mark.parametrize("ways", [{}, later({"sequence_parallel": True})], ids=["tp", "sequences"])
 def test_so_they_are_where_ranks_divide_layers(ways):
     """Of the layers whose output features are divided the sum is in the product."""
     assert run_ranks(_sharded, 2, "llama", ALL, ways) == [2 * 5] * 2

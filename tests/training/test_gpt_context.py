@@ -14,7 +14,7 @@ from megatron_merak.errors import PlanError
 from megatron_merak.stages.blueprint import blueprint_from_plan
 from megatron_merak.stages.gpt_model import traced_gpt
 from megatron_merak.training.hf_model import blueprint_of
-from tests.choice import now
+from tests.choice import later
 from tests.ranks import run_ranks
 from tests.training.jobs import RUN, SHAPE, job
 
@@ -39,7 +39,7 @@ def runs(world, flags):
 
 @pytest.mark.parametrize(
     "shape",
-    now(["", f"{LLAMA} --cp-comm-type all_gather", f"{LLAMA} --cp-comm-type p2p"], 0, 2),
+    ["", later(f"{LLAMA} --cp-comm-type all_gather"), f"{LLAMA} --cp-comm-type p2p"],
     ids=["gpt2", "llama gathers", "llama in a ring"],
 )
 def test_ranks_that_divide_sequences_train_as_one_process(shape, tmp_path):

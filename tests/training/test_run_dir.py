@@ -16,7 +16,7 @@ from megatron_merak.plan import Plan
 from megatron_merak.report.facts import facts_of
 from megatron_merak.report.page import page
 from megatron_merak.training.job import Job
-from tests.choice import now
+from tests.choice import later
 from tests.ranks import run_ranks
 
 from .jobs import job
@@ -81,7 +81,7 @@ def _interrupted(rank, world_size, flags, sender, iteration):
 
 @pytest.mark.parametrize(
     "layout",
-    now(["--pipeline-model-parallel-size 2", "--data-parallel-sharding-strategy optim"], 0),
+    ["--pipeline-model-parallel-size 2", later("--data-parallel-sharding-strategy optim")],
 )
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, layout):
     flags = f"--train-iters 6 --hidden-dropout 0.1 {layout}"

@@ -120,9 +120,9 @@ class _WithoutValues(Function):
 class Opaque:
     """The calls that a trace keeps as single nodes.
 
+    context:   of the trace, at whose end the operator that stands for the calls goes away.
     functions: the function of each node.
     results:   for each, the tensors that it returns, without values.
-    context:   of the trace, at whose end the operator that stands for them goes away.
     """
 
     context: ExitStack
@@ -131,8 +131,9 @@ class Opaque:
 
     @cached_property
     def _operator(self) -> Callable[..., list[Tensor]]:
-        """The operator that stands for the functions in the trace. Few models have any, and torch
-        searches all loaded modules for the source of a definition."""
+        """The operator that stands for the calls in the trace, defined at the first one: few models
+        have any, and torch searches all loaded modules for the source of a definition.
+        """
         library = self.context.enter_context(torch.library._scoped_library(_LIBRARY, "FRAGMENT"))
         library.define(f"{_NAME}(int index, Tensor[] tensors) -> Tensor[]")
 

@@ -102,7 +102,7 @@ def _unit_keys(
     for names in chain.parameters:
         for name in names:
             users[name] = users.get(name, 0) + 1
-    shared = _SharedValues(captured, chain)
+    shared = _SharedValues(captured)
 
     def elsewhere(node: Node) -> Hashable:
         if chain.kinds[node] != "param":
@@ -183,9 +183,8 @@ def _described(value: Any) -> str:
 class _SharedValues:
     """Values that every stage computes by itself; equal ones have the same number."""
 
-    def __init__(self, captured: Captured, chain: Chain):
+    def __init__(self, captured: Captured):
         self._module = captured.module
-        self._kinds = chain.kinds
         self._numbers: dict[Hashable, int] = {}
         self._known: dict[Node, int] = {}
 
@@ -205,7 +204,8 @@ class _SharedValues:
         value: Any = self._module
         for part in str(node.target).split("."):
             value = getattr(value, part)
-        if isinstance(value, torch.Tensor) and not value.is_meta and type(value) is torch.Tensor:
+        # a fake tensor, or one of a class of its own, has no bytes to compare
+        if type(value) is torch.Tensor and not value.is_meta:
             flat = value.detach().cpu().contiguous().flatten()
             return (
                 "constant",
@@ -231,6 +231,7 @@ def _without(captured: Captured, chain: Chain, dropped: range) -> Captured:
     for node in captured.module.graph.nodes:
         if node not in left_out:
             copies[node] = graph.node_copy(node, copy_of)
+    # what only these read: parameters, and masks or tables that each layer makes for itself
     for node in reversed(graph.nodes):
         if not node.users and node.op in ("get_attr", "call_function") and not node.is_impure():
             graph.erase_node(node)
