@@ -33,7 +33,7 @@ help:
 	@echo "make smoke        one test of each part (a minute)"
 	@echo "make test         style, then every test but long and exhaustive ones; ARGS='tests/data -k blend' WORKERS=1"
 	@echo "make lint         style, and types of the whole package (a minute; seconds from then on)"
-	@echo "make test-long    whole jobs and further layouts, which make test leaves out (20 minutes)"
+	@echo "make test-long    whole jobs and further layouts, which make test leaves out (40 minutes)"
 	@echo "make first-hour   README in a fresh clone and environment, then from a wheel (15 minutes); ARGS=clone"
 	@echo "make bench        lists the benchmarks; NAME=step ARGS=--quick starts one, as python -m benchmarks step --quick does"
 	@echo "make doctor       what is compiled and active here, and why the rest is not"
