@@ -105,10 +105,10 @@ TARGETS = [
         length=4096,
         samples=512,
         flags="--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 "
-        "--data-parallel-sharding-strategy optim_grads_params",
+        f"--tp-comm-overlap sub-pipeline {OPTIM}",
         beside="",
         label=", as a search chooses",
-        again="--recompute-granularity selective",
+        micro=4,
     ),
     Target(
         "Qwen3-30B-A3B",
